@@ -1,0 +1,30 @@
+"""epochckpt: an epoch-level checkpoint manager for JAX training, with Orbax's interface.
+
+Imports go strictly downwards; a test checks it (within a floor: only to the left).
+
+    F0  errors options layout tree
+    F1  worker checksum safetensors store posix_store kv_store storage coordination
+    F2  grid plan snapshot records node_writer node_reader commit commit_rename commit_put retention
+    F3  targets restoring items saving attempts status opening choosing checks reading manager following
+"""
+
+from epochckpt import errors
+from epochckpt.errors import EpochCheckpointError, EpochDeleted
+from epochckpt.following import follow
+from epochckpt.manager import CheckpointManager
+from epochckpt.options import StorageOptions
+from epochckpt.status import EpochStatus, NodeStatus, Verification
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointManager",
+    "EpochCheckpointError",
+    "EpochDeleted",
+    "EpochStatus",
+    "NodeStatus",
+    "StorageOptions",
+    "Verification",
+    "errors",
+    "follow",
+]

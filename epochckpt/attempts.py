@@ -1,0 +1,450 @@
+"""One try at saving one epoch, in the background, from the snapshot to the verdict.
+
+Guarantees:
+- nothing here runs on the training thread but `Attempts.submit`, which talks to nobody;
+- every wait is bounded, and an attempt always ends: committed, failed, or (on a node other than the primary that
+  could not hear the verdict) uncertain;
+- only the primary decides. A node's report is its last act on its staging;
+- attempts of one manager are written one after the other and end in order.
+
+Keys (all below the incarnation's prefix, so that a relaunched job never meets an old one):
+`begin/<epoch>/<try>` the primary's word that an attempt has begun, with its ordinal; `<ordinal>/report/<node>`;
+`<ordinal>/verdict/0`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import logging
+
+from epochckpt import checksum, layout, node_writer, worker
+from epochckpt.commit import Commits
+from epochckpt.coordination import Coordinator, Deadline
+from epochckpt.errors import (
+    CoordinationError,
+    CoordinationTimeoutError,
+    EpochCheckpointError,
+    LateNodesError,
+    SaveError,
+    UncertainError,
+    from_wire,
+    to_wire,
+)
+from epochckpt.options import StorageOptions
+from epochckpt.plan import ItemPlan
+from epochckpt.records import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord
+from epochckpt.snapshot import Buffer
+from epochckpt.store import Store
+
+_VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
+_MAX_UNDECIDED = 2
+
+
+@dataclasses.dataclass
+class Attempt:
+    """What the training thread hands over.
+
+    Attributes:
+        epoch: its number.
+        number: how often this epoch had been tried before.
+        plans: one per array item.
+        buffers: one list per array item; dropped once written.
+        files: (item, content) of items that are one file, on the node that writes them.
+        items: the items as they will be recorded.
+        plan: digest of the plan.
+        copied_bytes: host memory that the snapshot holds.
+        held_secs: how long the training thread was held.
+    """
+
+    epoch: int
+    number: int
+    plans: Sequence[ItemPlan]
+    buffers: list[list[Buffer]]
+    files: Sequence[tuple[str, bytes]]
+    items: dict[str, ItemRecord]
+    plan: str
+    default_item: bool
+    metrics: Any
+    custom_metadata: dict[str, Any]
+    copied_bytes: int
+    replaces_damaged: bool
+    deadline: Deadline
+    started_ns: int = dataclasses.field(default_factory=time.time_ns)
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    held_secs: float = 0.0
+    ordinal: int = 0
+    state: str = "queued"
+    written: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
+    done: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
+    reports: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def folders(self) -> list[str]:
+        """Items that have a folder of their own on this node."""
+        return [item for item, _ in self.files]
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed:
+    """The good verdict, as every node hears it."""
+
+    epoch: int
+    metrics: Any
+    committed_ns: int
+    deleted: tuple[int, ...]
+
+
+class Attempts:
+    """The attempts of one manager on one node.
+
+    Args:
+        store: the directory.
+        commits: how an attempt becomes an epoch.
+        coordinator: the other processes.
+        prefix: where this incarnation's keys live.
+        nodes: (name, process) by node number.
+        options: bounds and sizes.
+        retire: on the primary, called with a fresh commit: which epochs to delete now, a call that takes them out of
+            sight, and returns one that removes their bytes.
+        on_commit: called on every node for every commit.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        commits: Commits,
+        coordinator: Coordinator,
+        prefix: str,
+        nodes: Sequence[tuple[str, int]],
+        options: StorageOptions,
+        retire: Callable[[Committed], tuple[list[int], Callable[[], Callable[[], None]]]],
+        on_commit: Callable[[Committed, Attempt], None],
+    ):
+        self._store, self._commits, self._coordinator = store, commits, coordinator
+        self._prefix, self.nodes, self._options = prefix, nodes, options
+        self._retire, self._on_commit = retire, on_commit
+        self._pool = worker.Pool(options.io_threads)
+        self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()
+        self._lock = threading.Lock()
+        self._pending: list[Attempt] = []
+        self._errors: list[SaveError] = []
+        self._failed: dict[int, SaveError] = {}
+        self._ordinal = 0
+        self._ended: collections.deque[Attempt] = collections.deque()
+
+    # -- on the training thread ----------------------------------------------------------------------------------
+
+    def make_room(self, copied_bytes: int) -> None:
+        """Waits for this node's own older writes: at most one may be unwritten, and the memory limit holds."""
+        limit = self._options.host_memory_limit_bytes
+        while True:
+            with self._lock:
+                unwritten = [a for a in self._pending if not a.written.done()]
+            held = sum(a.copied_bytes for a in unwritten)
+            if len(unwritten) < 2 and (limit is None or not unwritten or held + copied_bytes <= limit):
+                return
+            unwritten[0].written.wait()
+
+    def submit(self, attempt: Attempt) -> None:
+        """Takes over a snapshot."""
+        with self._lock:
+            self._pending.append(attempt)
+            self._failed.pop(attempt.epoch, None)
+        self._write_lane.submit(lambda: self._write(attempt))
+
+    def pending(self) -> list[Attempt]:
+        """Attempts without a verdict, oldest first."""
+        with self._lock:
+            return list(self._pending)
+
+    def failure(self, epoch: int) -> SaveError | None:
+        """Why the last attempt at an epoch failed, if it did."""
+        with self._lock:
+            return self._failed.get(epoch)
+
+    def take_errors(self) -> list[SaveError]:
+        """Failures since the last call."""
+        with self._lock:
+            errors, self._errors = self._errors, []
+            return errors
+
+    def drain(self) -> None:
+        """Waits until no attempt is without a verdict. Bounded: every attempt is."""
+        for attempt in self.pending():
+            attempt.done.wait()
+
+    def drain_removals(self) -> None:
+        """Waits until what was deleted is removed, too."""
+        self.drain()
+        self._commit_lane.submit(lambda: None).wait()
+
+    # -- writing, on every node ----------------------------------------------------------------------------------
+
+    def _write(self, attempt: Attempt) -> None:
+        error: Exception | None = None
+        try:
+            attempt.state = "waiting for the primary"
+            attempt.ordinal = self._begin(attempt)
+            attempt.state = "writing"
+            report = self._write_files(attempt)
+        except Exception as caught:  # every failure becomes this node's report
+            error, report = caught, {"error": to_wire(caught)}
+        attempt.buffers, attempt.files = [], attempt.files if error is None else ()
+        if attempt.ordinal and not self._coordinator.primary:
+            try:
+                self._coordinator.put(self._key(attempt, f"report/{self._coordinator.process}"), report)
+            except CoordinationError as caught:
+                error = error or caught
+        attempt.reports[self._coordinator.process] = report
+        attempt.state = "written, waiting for the other nodes"
+        attempt.written.set(None)
+        self._commit_lane.submit(lambda: self._conclude(attempt, error))
+
+    def _begin(self, attempt: Attempt) -> int:
+        key = f"{self._prefix}/begin/{attempt.epoch}/{attempt.number}"
+        if not self._coordinator.primary:
+            try:
+                word = self._coordinator.get(f"{key}/0", max(attempt.deadline.left(), 0.001))
+            except CoordinationTimeoutError:
+                raise LateNodesError(attempt.epoch, [self.nodes[0][0]], attempt.deadline.secs) from None
+            if "error" in word:
+                raise from_wire(word["error"])
+            # from here on the primary's deadline may be later than ours: it counts
+            attempt.deadline = Deadline(self._options.save_timeout_secs + _VERDICT_MARGIN_SECS)
+            return int(word["ordinal"])
+        self._ordinal += 1
+        ordinal = self._ordinal
+        try:
+            pending = self.pending()
+            for older in pending[: max(0, pending.index(attempt) - _MAX_UNDECIDED + 1)]:
+                if not older.done.wait(max(attempt.deadline.left(), 0.0)):
+                    raise SaveError(attempt.epoch, f"epoch {older.epoch} was still waiting for its nodes")
+            self._commits.begin(attempt.epoch, self._id(ordinal))
+        except Exception as error:
+            self._coordinator.put(f"{key}/0", {"error": to_wire(error)})
+            raise
+        self._coordinator.put(f"{key}/0", {"ordinal": ordinal})
+        return ordinal
+
+    def _write_files(self, attempt: Attempt) -> dict[str, Any]:
+        began = time.monotonic()
+        name, process = self.nodes[self._coordinator.process]
+        me = self._id(attempt.ordinal)
+        folder = self._commits.make_node_folder(attempt.epoch, me, name, attempt.folders)
+        files: list[DataFile] = []
+        size = self._options.block_bytes
+        for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
+            files += node_writer.write_arrays(
+                self._store, folder, attempt.epoch, plan, buffers, size, self._pool
+            )
+        for item, data in attempt.files:
+            files.append(node_writer.write_file(self._store, folder, item, layout.JSON_FILE, data, size))
+        secs = time.monotonic() - began
+        timings = {"write_secs": round(secs, 6), "held_secs": round(attempt.held_secs, 6)}
+        count = len(self.nodes)
+        record = NodeRecord(
+            attempt.epoch, me, name, process, count, attempt.plan, tuple(files), timings
+        ).to_bytes()
+        self._commits.seal_node(attempt.epoch, me, name, attempt.folders, record)
+        return {
+            "plan": attempt.plan,
+            "size": len(record),
+            "digest": checksum.digest(record),
+            "secs": time.monotonic() - began,
+            "files": [[f.item, f.part, f.size, f.data_start, f.cells] for f in files],
+        }
+
+    # -- the verdict ---------------------------------------------------------------------------------------------
+
+    def _conclude(self, attempt: Attempt, error: Exception | None) -> None:
+        """Ends an attempt on this node, whatever happens."""
+        failure: SaveError | None = None
+        hide: Callable[[], Callable[[], None]] | None = None
+        try:
+            if self._coordinator.primary:
+                committed, hide = self._decide(attempt, error)
+            else:
+                committed = self._hear(attempt, error)
+            self._on_commit(committed, attempt)
+        except SaveError as caught:
+            failure = caught
+        except Exception as caught:
+            failure = SaveError(attempt.epoch, f"{type(caught).__name__}: {caught}")
+            failure.__cause__ = caught
+        attempt.state = "committed" if failure is None else "failed"
+        with self._lock:
+            self._pending.remove(attempt)
+            if failure is not None:
+                self._errors.append(failure)
+                self._failed[attempt.epoch] = failure
+        if failure is not None:
+            logging.error("%s: %s", self._store.root, failure)
+        remove = self._hide(attempt, hide) if hide is not None else None
+        attempt.done.set(failure)
+        if remove is not None:
+            remove()
+
+    def _hide(self, attempt: Attempt, hide: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
+        try:
+            return hide()
+        except (OSError, EpochCheckpointError) as error:  # they stay, and the next open sees them
+            logging.warning(
+                "epoch %d is committed, but older epochs could not be deleted: %s", attempt.epoch, error
+            )
+            return None
+
+    def _decide(
+        self, attempt: Attempt, error: Exception | None
+    ) -> tuple[Committed, Callable[[], Callable[[], None]]]:
+        """Primary: waits for the reports, commits, and tells everybody."""
+        try:
+            if error is not None:
+                raise error
+            self._collect(attempt)
+            committed = self._publish(attempt)
+        except Exception as caught:
+            wire = to_wire(
+                caught if isinstance(caught, SaveError) else SaveError(attempt.epoch, _say(caught))
+            )
+            if attempt.ordinal:
+                self._tell(attempt, {"error": wire})
+                try:
+                    self._commits.discard(attempt.epoch, self._id(attempt.ordinal))
+                except OSError as problem:
+                    logging.warning("epoch %d: removing its remains failed: %s", attempt.epoch, problem)
+            raise
+        try:
+            deleted, hide = self._retire(committed)
+        except Exception:  # a policy of the user's: a failure there must not harm the commit
+            logging.exception("epoch %d is committed, but deciding what to delete failed", attempt.epoch)
+            deleted, hide = [], lambda: lambda: None
+        committed = dataclasses.replace(committed, deleted=tuple(deleted))
+        metrics = checksum.pack_json(committed.metrics, "metrics")
+        self._tell(attempt, {"metrics": metrics, "committed_ns": committed.committed_ns, "deleted": deleted})
+        return committed, hide
+
+    def _collect(self, attempt: Attempt) -> None:
+        missing = set(range(len(self.nodes))) - attempt.reports.keys()
+        if missing:
+            found, missing = self._coordinator.gather(self._key(attempt, "report"), missing, attempt.deadline)
+            attempt.reports.update(found)
+        for node, report in sorted(attempt.reports.items()):
+            if "error" in report:
+                error = from_wire(report["error"])
+                raise SaveError(
+                    attempt.epoch, f"node {self.nodes[node][0]}: {getattr(error, 'reason', error)}"
+                ) from error
+        if missing:
+            raise LateNodesError(
+                attempt.epoch, [self.nodes[n][0] for n in sorted(missing)], attempt.deadline.secs
+            )
+        different = [
+            self.nodes[n][0] for n, r in sorted(attempt.reports.items()) if r["plan"] != attempt.plan
+        ]
+        if different:
+            raise SaveError(
+                attempt.epoch,
+                f"{', '.join(different)} planned something else than {self.nodes[0][0]}: the trees, shapes or shardings that "
+                "were passed to save() differ between the processes",
+            )
+
+    def _publish(self, attempt: Attempt) -> Committed:
+        nodes = []
+        for number, (name, process) in enumerate(self.nodes):
+            report = attempt.reports[number]
+            files = tuple(DataFile(*f) for f in report["files"])
+            nodes.append(NodeEntry(name, process, report["size"], report["digest"], files, report["secs"]))
+        committed_ns = time.time_ns()
+        record = EpochRecord(
+            attempt.epoch,
+            self._id(attempt.ordinal),
+            not self._store.renames,
+            attempt.plan,
+            tuple(nodes),
+            attempt.items,
+            attempt.default_item,
+            attempt.metrics,
+            attempt.custom_metadata,
+            attempt.started_ns,
+            committed_ns,
+            {"held_secs": round(attempt.held_secs, 6), "secs": round(time.monotonic() - attempt.started, 6)},
+        )
+
+        def still_in_time() -> None:
+            if attempt.deadline.passed():
+                raise LateNodesError(attempt.epoch, ["the commit itself"], attempt.deadline.secs)
+
+        data = record.to_bytes()
+        self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces_damaged)
+        slowest = max(nodes, key=lambda n: n.secs)
+        logging.info(
+            "epoch %d committed to %s: %s from %d node%s in %.2f s (held %.1f ms, slowest %s %.2f s)",
+            attempt.epoch,
+            self._store.root,
+            human_bytes(record.nbytes),
+            len(nodes),
+            "" if len(nodes) == 1 else "s",
+            time.monotonic() - attempt.started,
+            attempt.held_secs * 1e3,
+            slowest.name,
+            slowest.secs,
+        )
+        return Committed(attempt.epoch, attempt.metrics, committed_ns, ())
+
+    def _tell(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
+        """Publishes the verdict, and forgets the keys of attempts that have ended before."""
+        try:
+            self._coordinator.put(self._key(attempt, "verdict/0"), verdict)
+        except CoordinationError as error:  # they will look at storage
+            logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
+        self._ended.append(attempt)
+        while len(self._ended) > _MAX_UNDECIDED:
+            old = self._ended.popleft()
+            self._coordinator.forget(f"{self._prefix}/{old.ordinal}")
+            self._coordinator.forget(f"{self._prefix}/begin/{old.epoch}/{old.number}")
+
+    def _hear(self, attempt: Attempt, error: Exception | None) -> Committed:
+        """On the other nodes: the primary's verdict, or what storage says when it does not come."""
+        if not attempt.ordinal:
+            raise error or SaveError(attempt.epoch, "the primary did not begin it")
+        try:
+            verdict = self._coordinator.get(
+                self._key(attempt, "verdict/0"), max(attempt.deadline.left(), 0.001)
+            )
+        except CoordinationError as silence:
+            if self._commits.read_attempt(attempt.epoch) == self._id(attempt.ordinal):
+                return Committed(attempt.epoch, attempt.metrics, time.time_ns(), ())
+            raise UncertainError(
+                attempt.epoch,
+                f"the primary's verdict did not arrive ({silence}), and it is not on storage at this moment",
+            ) from silence
+        if "error" in verdict:
+            raise from_wire(verdict["error"])
+        metrics = checksum.unpack_json(verdict["metrics"])
+        return Committed(attempt.epoch, metrics, verdict["committed_ns"], tuple(verdict["deleted"]))
+
+    def _id(self, ordinal: int) -> str:
+        return f"{self._commits.incarnation}-{ordinal}"
+
+    def _key(self, attempt: Attempt, rest: str) -> str:
+        return f"{self._prefix}/{attempt.ordinal}/{rest}"
+
+
+def _say(error: BaseException) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def human_bytes(n: int) -> str:
+    """A size for people, in powers of 1000."""
+    size = float(n)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

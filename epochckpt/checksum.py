@@ -1,0 +1,94 @@
+"""xxh3-64 checksums of blocks of bytes, and of records that carry their own."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import xxhash
+
+from epochckpt.errors import DamagedError, FormatError, InvalidArgumentError
+
+_FIELD = b'{"checksum":"xxh3:'
+_ZEROS = b"0" * 16
+
+
+def xxh3(data: bytes | bytearray | memoryview) -> int:
+    """xxh3-64 of a contiguous buffer. Releases the interpreter lock above 64 KiB."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def digest(data: bytes) -> str:
+    """xxh3-128 of a record as 32 hex digits: names its exact content."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def seal(record: dict[str, Any]) -> bytes:
+    """Serialises a record as JSON whose first field is the checksum of the whole (taken with zeros in its place)."""
+    body = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    zeroed = _FIELD + _ZEROS + b'"' + (b"," + body[1:] if body != b"{}" else b"}")
+    return _FIELD + f"{xxh3(zeroed):016x}".encode() + zeroed[len(_FIELD) + 16 :]
+
+
+def unseal(path: str, data: bytes) -> dict[str, Any]:
+    """Parses what `seal` made.
+
+    Raises:
+        DamagedError: the bytes are not those that were written.
+        FormatError: they are, but are not a JSON object of sane depth.
+    """
+    start = len(_FIELD)
+    if not data.startswith(b"{"):
+        raise DamagedError(path, "is not a JSON record (empty, truncated or overwritten)")
+    if not data.startswith(_FIELD) or len(data) < start + 17:
+        raise DamagedError(path, 'does not begin with its checksum ("checksum":"xxh3:…")')
+    found = data[start : start + 16].decode("ascii", "replace")
+    expected = f"{xxh3(data[:start] + _ZEROS + data[start + 16 :]):016x}"
+    if found != expected:
+        raise DamagedError(path, f"checksum differs: recorded {found}, computed {expected}")
+    try:
+        record = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(path, f"is not usable JSON: {str(error)[:200]}") from None
+    del record["checksum"]
+    return record
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"the constant {name} is not JSON")
+
+
+def pack_json(value: Any, where: str) -> Any:
+    """User data as plain JSON: NumPy and jax scalars become numbers; NaN and infinities `{"$float": "nan"}`.
+
+    Raises:
+        InvalidArgumentError: something in it is not JSON; `where` names the argument.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, dict):
+        bad = [k for k in value if not isinstance(k, str)]
+        if bad:
+            raise InvalidArgumentError(f"{where} has the key {bad[0]!r}; keys must be str")
+        return {k: pack_json(v, where) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [pack_json(v, where) for v in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(float(value))}
+    raise InvalidArgumentError(
+        f"{where} holds a {type(value).__name__}; expected JSON (dict, list, str, number, bool, None)"
+    )
+
+
+def unpack_json(value: Any) -> Any:
+    """The inverse of `pack_json`."""
+    if isinstance(value, dict):
+        if len(value) == 1 and value.get("$float") in ("nan", "inf", "-inf"):
+            return float(value["$float"])
+        return {k: unpack_json(v) for k, v in value.items()}
+    return [unpack_json(v) for v in value] if isinstance(value, list) else value

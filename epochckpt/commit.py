@@ -1,0 +1,310 @@
+"""When is an epoch visible? Here, and nowhere else.
+
+| on storage | state | who sees it |
+| --- | --- | --- |
+| only below `incarnation-*.orbax-checkpoint-tmp` (POSIX) or `<epoch>/<node>/<attempt>` (object store) | uncommitted | nobody |
+| `<epoch>/epoch.json` under its final name | committed | everybody |
+| the same, named by a `rollback.json` as set aside | rolled back, being moved | nobody |
+| moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
+
+With a folder rename (POSIX) an epoch is staged whole and renamed into place. Without one (object stores) the data
+objects carry the attempt's name and `epoch.json` is put, if absent, last. A later incarnation fences off earlier
+ones: it moves their staging folders away (POSIX), or claims a higher number that they look at before and after their
+put (object stores).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import logging
+
+from epochckpt import checksum, layout, records
+from epochckpt.errors import (
+    DamagedError,
+    EpochCheckpointError,
+    EpochNotFoundError,
+    FormatError,
+    UnsupportedError,
+)
+from epochckpt.records import EpochRecord
+from epochckpt.store import Store
+
+_NUMBER = re.compile(r"(\d+)\Z")
+
+
+class StepNames:
+    """Names of epochs' folders, by Orbax's step NameFormat."""
+
+    def __init__(self, name_format: Any):
+        self._format = name_format
+        self._readable = tuple(getattr(name_format, "read_name_formats", ())) or (name_format,)
+        for known in (name_format, *self._readable):
+            if not _NUMBER.search(known.build_name(7)):
+                raise UnsupportedError(
+                    f"step_name_format {known} builds names that do not end in the step's number; use a standard_name_format"
+                )
+
+    @property
+    def several(self) -> bool:
+        """Whether epochs of other name formats are read, too."""
+        return len(self._readable) > 1
+
+    def build(self, epoch: int) -> str:
+        """The folder name of an epoch to be written."""
+        return self._format.build_name(epoch)
+
+    def parse(self, name: str) -> int | None:
+        """The epoch that a folder name stands for, or None."""
+        found = _NUMBER.search(name)
+        if not found:
+            return None
+        epoch = int(found[1])
+        return epoch if any(f.build_name(epoch) == name for f in self._readable) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollback:
+    """`rollback.json`: the epochs that are being set aside; readers obey it, the next open finishes it."""
+
+    to: int
+    epochs: tuple[int, ...]
+    id: str
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        fields = {"format": layout.FORMAT, "version": layout.VERSION, "record": "rollback"}
+        return checksum.seal({**fields, "to": self.to, "epochs": list(self.epochs), "id": self.id})
+
+    @property
+    def folder(self) -> str:
+        """Where the epochs go: a name that no clean-up touches."""
+        return f"rolled-back-{self.id}"
+
+
+def parse_rollback(data: bytes) -> Rollback:
+    """Parses `rollback.json`."""
+    path = layout.ROLLBACK_RECORD
+    record = checksum.unseal(path, data)
+    to, epochs, token = record.get("to"), record.get("epochs"), record.get("id")
+    valid = (
+        type(to) is int
+        and isinstance(epochs, list)
+        and all(type(e) is int for e in epochs)
+        and layout.is_name(token)
+    )
+    if record.get("record") != "rollback" or not valid:
+        raise FormatError(path, "is not a rollback record")
+    return Rollback(to, tuple(epochs), token)  # type: ignore[arg-type]
+
+
+class Commits(abc.ABC):
+    """The epochs of one directory, and how an attempt becomes one."""
+
+    def __init__(self, store: Store, names: StepNames):
+        self.store, self.names = store, names
+        self.incarnation = ""
+        self._folders: dict[int, str] = {}
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def folder(self, epoch: int) -> str:
+        """Folder of an epoch, relative to the directory."""
+        if epoch not in self._folders and self.names.several:
+            self._scan()
+        return self._folders.get(epoch) or self.names.build(epoch)
+
+    def list_epochs(self) -> list[int]:
+        """The committed epochs, ascending, as storage has them now."""
+        epochs, _ = self._scan()
+        return epochs
+
+    def foreign(self) -> list[str]:
+        """Folders named like an epoch that hold no commit record of ours."""
+        return self._scan()[1]
+
+    def read_record(self, epoch: int) -> EpochRecord:
+        """An epoch's commit record.
+
+        Raises:
+            EpochNotFoundError: there is none; lists those that exist.
+            DamagedError, FormatError: it cannot be used.
+        """
+        path = layout.join(self.folder(epoch), layout.EPOCH_RECORD)
+        if epoch in self._hidden():
+            raise EpochNotFoundError(epoch, self.store.root, self.list_epochs())
+        try:
+            data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            raise EpochNotFoundError(epoch, self.store.root, self.list_epochs()) from None
+        except ValueError as error:
+            raise FormatError(path, str(error)) from None
+        record = records.parse_epoch(path, data)
+        if record.epoch != epoch:
+            raise FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
+        return record
+
+    def check_shallow(self, record: EpochRecord) -> None:
+        """Looks for files that are missing or have another size than recorded, without reading them.
+
+        Raises:
+            DamagedError: the first one found.
+        """
+        for number, node in enumerate(record.nodes):
+            base = layout.join(self.folder(record.epoch), record.node_folder(number))
+            expected = {layout.NODE_RECORD: node.record_size}
+            for f in node.files:
+                arrays = record.items[f.item].arrays if f.item in record.items else None
+                name = (
+                    layout.join(f.item, layout.JSON_FILE)
+                    if arrays is None
+                    else layout.data_file(f.item, f.part)
+                )
+                expected[name] = f.size
+            for name, size in expected.items():
+                path = layout.join(base, name)
+                try:
+                    found = self.store.size(path)
+                except (FileNotFoundError, NotADirectoryError):
+                    raise DamagedError(path, "is missing") from None
+                if found != size:
+                    raise DamagedError(path, f"has {found} bytes, {size} were written")
+
+    def _scan(self) -> tuple[list[int], list[str]]:
+        try:
+            entries = self.store.list("")
+        except FileNotFoundError:
+            return [], []
+        hidden = self._hidden() if any(e.name == layout.ROLLBACK_RECORD for e in entries) else frozenset()
+        folders: dict[int, str] = {}
+        foreign = []
+        for entry in entries:
+            epoch = self.names.parse(entry.name) if entry.is_folder else None
+            if epoch is None:
+                continue
+            if self.store.exists(layout.join(entry.name, layout.EPOCH_RECORD)):
+                if epoch not in hidden:
+                    folders[epoch] = entry.name
+            elif self._is_foreign(entry.name):
+                foreign.append(entry.name)
+        self._folders = folders
+        return sorted(folders), foreign
+
+    def _hidden(self) -> frozenset[int]:
+        try:
+            data = self.store.read(layout.ROLLBACK_RECORD, limit_bytes=2**24)
+        except (FileNotFoundError, NotADirectoryError):
+            return frozenset()
+        return frozenset(parse_rollback(data).epochs)
+
+    @abc.abstractmethod
+    def _is_foreign(self, folder: str) -> bool:
+        """Whether a folder without a commit record is somebody else's, not a remainder of ours."""
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def claim(self) -> None:
+        """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps what they left."""
+
+    @abc.abstractmethod
+    def join_incarnation(self, incarnation: str) -> None:
+        """On the other nodes: takes the incarnation that the primary claimed."""
+
+    @abc.abstractmethod
+    def begin(self, epoch: int, attempt: str) -> None:
+        """Primary: makes room for an attempt."""
+
+    @abc.abstractmethod
+    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """Where a node writes its files for an attempt."""
+
+    @abc.abstractmethod
+    def make_node_folder(self, epoch: int, attempt: str, node: str, items: Sequence[str]) -> str:
+        """Makes a node's folder (with folders for the named items) and returns its path.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            SaveError: the primary has given the attempt up.
+        """
+
+    @abc.abstractmethod
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes) -> None:
+        """Writes `node.json`, and makes names durable; the node's last act on its staging."""
+
+    @abc.abstractmethod
+    def publish(
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replace_damaged: bool
+    ) -> None:
+        """Primary: makes the epoch visible.
+
+        Args:
+            epoch: its number.
+            attempt: the attempt's id.
+            record: `epoch.json`.
+            check: called just before the decisive step; raises when it is too late.
+            replace_damaged: a damaged epoch under this name is set aside first.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            UncertainError: it may or may not have become durable; it has been taken out of sight where possible.
+            SaveError: it did not become visible.
+        """
+
+    @abc.abstractmethod
+    def discard(self, epoch: int, attempt: str) -> None:
+        """Primary: removes what a failed attempt left. Never raises for what is already gone."""
+
+    @abc.abstractmethod
+    def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
+        """Primary: takes an epoch out of sight, durably; the returned call removes its bytes.
+
+        Args:
+            epoch: its number.
+            into: keep it in this subfolder of the directory instead of removing it.
+        """
+
+    @abc.abstractmethod
+    def roll_back(self, rollback: Rollback) -> None:
+        """Primary: sets epochs aside, durably recorded before the first one moves."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Primary: ends the incarnation; removes its empty staging."""
+
+    def read_attempt(self, epoch: int) -> str | None:
+        """Attempt id of the committed epoch on storage, or None."""
+        try:
+            return self.read_record(epoch).attempt
+        except (EpochCheckpointError, OSError):
+            return None
+
+    def write_once(self, parts: tuple[str, str], data: bytes) -> None:
+        """Primary: writes a small file `folder/name` of the directory itself, unless it exists."""
+        folder, name = parts
+        try:
+            if not self.store.exists(layout.join(folder, name)):
+                if not self.store.exists(folder):
+                    self.store.make_folder(folder)
+                self.store.create(layout.join(folder, name), data)
+                self.store.sync_folder(folder)
+        except FileExistsError:
+            logging.info("%s/%s was written by another process", folder, name)
+
+    def finish_rollback(self) -> None:
+        """Completes a rollback that an earlier incarnation began."""
+        try:
+            data = self.store.read(layout.ROLLBACK_RECORD, limit_bytes=2**24)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        rollback = parse_rollback(data)
+        logging.warning("finishing the rollback to epoch %d that an earlier run began", rollback.to)
+        self._move_rolled_back(rollback)
+
+    @abc.abstractmethod
+    def _move_rolled_back(self, rollback: Rollback) -> None:
+        """Moves the epochs of a rollback out of sight, newest first, then removes its record."""

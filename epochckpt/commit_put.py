@@ -1,0 +1,179 @@
+"""Commits on stores without rename: attempt-named data objects, and `epoch.json` put, if absent, last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import logging
+
+from epochckpt import layout, records, worker
+from epochckpt.commit import Commits, Rollback
+from epochckpt.errors import EpochCheckpointError, FencedError, SaveError, UncertainError
+
+_CLAIM = "claim"
+
+
+class PutCommits(Commits):
+    """Incarnations are numbered; the highest number that is claimed may commit."""
+
+    def _is_foreign(self, folder: str) -> bool:
+        return self.store.exists(layout.join(folder, "_CHECKPOINT_METADATA"))
+
+    def _numbers(self) -> list[int]:
+        found = [layout.parse_incarnation(e.name) for e in self.store.list("") if e.is_folder]
+        return sorted(int(token) for token in found if token is not None and token.isdigit())
+
+    def _check_fence(self, epoch: int) -> None:
+        newest = max(self._numbers(), default=0)
+        if newest != int(self.incarnation):
+            raise FencedError(
+                epoch,
+                f"a newer run (incarnation {newest}, this is {int(self.incarnation)}) has taken over {self.store.root}; "
+                "this process can no longer save there",
+            )
+
+    def claim(self) -> None:
+        """See Commits."""
+        token = layout.new_id().encode()
+        number = max(self._numbers(), default=0) + 1
+        while True:
+            try:
+                self.store.create(self._claim_path(number), token)
+                break
+            except FileExistsError:
+                number += 1
+        self.incarnation = f"{number:08d}"
+        self.finish_rollback()
+        leftovers = list(self._leftovers())
+        worker.start(lambda: [self.store.remove_tree(path) for path in leftovers])
+
+    def _claim_path(self, number: int) -> str:
+        return layout.join(layout.incarnation_folder(f"{number:08d}"), _CLAIM)
+
+    def _leftovers(self) -> Iterator[str]:
+        """Attempts of earlier incarnations that no commit record, and no rolled back one, names."""
+        kept: set[str] = set()
+        folders = []
+        for entry in self.store.list(""):
+            if entry.is_folder and self.names.parse(entry.name) is not None:
+                folders.append(entry.name)
+            elif entry.is_folder and entry.name.startswith(("rolled-back-", "damaged-")):
+                for epoch in self.store.list(entry.name):
+                    kept |= self._attempt_in(layout.join(entry.name, epoch.name))
+            else:
+                number = layout.parse_incarnation(entry.name)
+                if number is not None and number.isdigit() and int(number) < int(self.incarnation):
+                    yield entry.name
+        for folder in folders:
+            if self._is_foreign(folder):
+                continue
+            record = self._attempt_in(folder)
+            if not record and self.store.exists(layout.join(folder, layout.EPOCH_RECORD)):
+                continue  # damaged: a person may still want to look at it
+            for node in self.store.list(folder):
+                for attempt in self.store.list(layout.join(folder, node.name)) if node.is_folder else ():
+                    ours = attempt.name.startswith(f"{self.incarnation}-")
+                    if not ours and attempt.name not in kept | record:
+                        yield layout.join(folder, node.name, attempt.name)
+
+    def _attempt_in(self, folder: str) -> set[str]:
+        path = layout.join(folder, layout.EPOCH_RECORD)
+        try:
+            return {
+                records.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).attempt
+            }
+        except (EpochCheckpointError, OSError, ValueError):
+            return set()
+
+    def join_incarnation(self, incarnation: str) -> None:
+        """See Commits."""
+        self.incarnation = incarnation
+
+    def begin(self, epoch: int, attempt: str) -> None:
+        """See Commits."""
+        self._check_fence(epoch)
+
+    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """See Commits."""
+        return layout.join(self.names.build(epoch), node, attempt)
+
+    def make_node_folder(self, epoch: int, attempt: str, node: str, items: Sequence[str]) -> str:
+        """See Commits."""
+        return self.node_folder(epoch, attempt, node)
+
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes) -> None:
+        """See Commits."""
+        self.store.create(layout.join(self.node_folder(epoch, attempt, node), layout.NODE_RECORD), record)
+
+    def publish(
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replace_damaged: bool
+    ) -> None:
+        """See Commits."""
+        path = layout.join(self.names.build(epoch), layout.EPOCH_RECORD)
+        self._check_fence(epoch)
+        check()
+        if replace_damaged and self.store.exists(path):
+            self._copy_aside(epoch, f"damaged-{layout.new_id()}")
+            self.store.remove(path)
+        try:
+            self.store.create(path, record)
+        except FileExistsError:
+            if self.read_attempt(epoch) != attempt:
+                raise SaveError(
+                    epoch, f"{self.store.root}/{path} exists already; delete() or rollback_to() make room"
+                ) from None
+        except Exception as error:
+            if self.read_attempt(epoch) != attempt:
+                raise SaveError(epoch, f"putting its commit record failed: {error}") from error
+        try:
+            self._check_fence(epoch)
+        except FencedError as error:
+            raise UncertainError(
+                epoch, f"its record was put while a newer run took over: {error.reason}"
+            ) from error
+        self._folders[epoch] = self.names.build(epoch)
+
+    def discard(self, epoch: int, attempt: str) -> None:
+        """See Commits."""
+        folder = self.names.build(epoch)
+        for node in self.store.list(folder):
+            if node.is_folder:
+                self.store.remove_tree(layout.join(folder, node.name, attempt))
+
+    def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
+        """See Commits."""
+        self._check_fence(epoch)
+        folder = self.folder(epoch)
+        record = self._attempt_in(folder)
+        if into is not None:
+            self._copy_aside(epoch, into)
+        self.store.remove(layout.join(folder, layout.EPOCH_RECORD))
+        if into is not None:
+            return lambda: None
+        return lambda: [self.discard(epoch, attempt) for attempt in record] and None
+
+    def roll_back(self, rollback: Rollback) -> None:
+        """See Commits."""
+        self._check_fence(rollback.to)
+        self.store.create(layout.ROLLBACK_RECORD, rollback.to_bytes())
+        self._move_rolled_back(rollback)
+
+    def _move_rolled_back(self, rollback: Rollback) -> None:
+        for epoch in sorted(rollback.epochs, reverse=True):
+            path = layout.join(self.folder(epoch), layout.EPOCH_RECORD)
+            if self.store.exists(path):
+                self._copy_aside(epoch, rollback.folder)
+                self.store.remove(path)
+        self.store.remove(layout.ROLLBACK_RECORD)
+
+    def _copy_aside(self, epoch: int, into: str) -> None:
+        """Keeps an epoch's record under another name; its data objects stay where they are."""
+        folder = self.folder(epoch)
+        data = self.store.read(layout.join(folder, layout.EPOCH_RECORD), limit_bytes=records.MAX_RECORD_BYTES)
+        try:
+            self.store.create(layout.join(into, folder, layout.EPOCH_RECORD), data)
+        except FileExistsError:
+            logging.info("%s/%s was copied before", into, folder)
+
+    def release(self) -> None:
+        """See Commits: the claim stays, it is what the next incarnation counts on."""

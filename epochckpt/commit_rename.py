@@ -1,0 +1,186 @@
+"""Commits on stores with an atomic folder rename (POSIX)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from absl import logging
+
+from epochckpt import layout, worker
+from epochckpt.commit import Commits, Rollback
+from epochckpt.errors import FencedError, SaveError, UncertainError
+
+
+class RenameCommits(Commits):
+    """Epochs are staged whole below the incarnation's folder and renamed into place."""
+
+    @property
+    def _home(self) -> str:
+        return layout.incarnation_folder(self.incarnation)
+
+    def _staging(self, epoch: int, attempt: str) -> str:
+        """`<epoch>-<ordinal>`: a name of its own per attempt, so that a late writer can never meet a later attempt."""
+        return layout.join(self._home, f"{epoch}-{attempt.rpartition('-')[2]}")
+
+    def _is_foreign(self, folder: str) -> bool:
+        return True  # our own deletions move a folder away before anything in it is removed
+
+    def claim(self) -> None:
+        """See Commits."""
+        self.incarnation = layout.new_id()
+        self.store.make_folder(self._home)
+        swept = []
+        for entry in self.store.list(""):
+            older = layout.parse_incarnation(entry.name)
+            if older is None or older == self.incarnation:
+                continue
+            away = layout.join(self._home, f"swept-{older}")
+            try:
+                self.store.rename(entry.name, away)
+            except FileNotFoundError:
+                continue  # its own process released it just now
+            swept.append(away)
+        self.store.sync_folder("")
+        self.finish_rollback()
+        if swept:
+            logging.info("%s: removing what %d earlier runs left unfinished", self.store.root, len(swept))
+            worker.start(lambda: [self.store.remove_tree(path) for path in swept])
+
+    def join_incarnation(self, incarnation: str) -> None:
+        """See Commits."""
+        self.incarnation = incarnation
+
+    def begin(self, epoch: int, attempt: str) -> None:
+        """See Commits."""
+        try:
+            self.store.make_folder(self._staging(epoch, attempt))
+        except FileNotFoundError:
+            raise self._gone(epoch) from None
+
+    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """See Commits."""
+        return layout.join(self._staging(epoch, attempt), node)
+
+    def make_node_folder(self, epoch: int, attempt: str, node: str, items: Sequence[str]) -> str:
+        """See Commits."""
+        folder = self.node_folder(epoch, attempt, node)
+        try:
+            self.store.make_folder(folder)
+            for item in items:
+                self.store.make_folder(layout.join(folder, item))
+        except FileNotFoundError:
+            raise self._gone(epoch) from None
+        return folder
+
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes) -> None:
+        """See Commits."""
+        folder = self.node_folder(epoch, attempt, node)
+        try:
+            for item in items:
+                self.store.sync_folder(layout.join(folder, item))
+            self.store.create(layout.join(folder, layout.NODE_RECORD), record)
+            self.store.sync_folder(folder)
+            self.store.sync_folder(self._staging(epoch, attempt))
+        except FileNotFoundError:
+            raise self._gone(epoch) from None
+
+    def publish(
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replace_damaged: bool
+    ) -> None:
+        """See Commits."""
+        staging, final = self._staging(epoch, attempt), self.names.build(epoch)
+        try:
+            self.store.create(layout.join(staging, layout.EPOCH_RECORD), record)
+            self.store.sync_folder(staging)
+        except FileNotFoundError:
+            raise self._gone(epoch) from None
+        check()
+        if replace_damaged and self.store.exists(final):
+            self._set_damaged_aside(epoch)
+        try:
+            self.store.rename(staging, final)
+        except FileNotFoundError:
+            if self.read_attempt(epoch) != attempt:
+                raise self._gone(epoch) from None
+        except FileExistsError:
+            raise SaveError(
+                epoch, f"{self.store.root}/{final} exists already; delete() or rollback_to() make room"
+            ) from None
+        except OSError as error:  # over a network the rename may have happened although it reports an error
+            if self.read_attempt(epoch) != attempt:
+                raise SaveError(epoch, f"renaming it into place failed: {error}") from error
+        try:
+            self.store.sync_folder("")
+        except OSError as error:
+            self.store.rename(final, layout.join(self._home, f"uncertain-{attempt}"))
+            raise UncertainError(
+                epoch,
+                f"{self.store.root} could not be made durable after the rename ({error}); it was taken out of sight",
+            ) from error
+        self._folders[epoch] = final
+
+    def discard(self, epoch: int, attempt: str) -> None:
+        """See Commits."""
+        away = layout.join(self._home, f"discarded-{attempt}")
+        try:
+            self.store.rename(self._staging(epoch, attempt), away)
+        except FileNotFoundError:
+            return
+        self.store.remove_tree(away)
+
+    def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
+        """See Commits."""
+        name = self.folder(epoch)
+        if into is not None:
+            if not self.store.exists(into):
+                self.store.make_folder(into)
+            self.store.rename(name, layout.join(into, name))
+            self.store.sync_folder("")
+            return lambda: None
+        away = layout.join(self._home, f"deleted-{epoch}-{layout.new_id()}")
+        self.store.rename(name, away)
+        self.store.sync_folder("")
+        return lambda: self.store.remove_tree(away)
+
+    def roll_back(self, rollback: Rollback) -> None:
+        """See Commits."""
+        draft = layout.join(self._home, layout.ROLLBACK_RECORD)
+        self.store.create(draft, rollback.to_bytes())
+        self.store.rename(draft, layout.ROLLBACK_RECORD)
+        self.store.sync_folder("")
+        self._move_rolled_back(rollback)
+
+    def _move_rolled_back(self, rollback: Rollback) -> None:
+        if not self.store.exists(rollback.folder):
+            draft = layout.join(self._home, rollback.folder)
+            self.store.make_folder(draft)
+            self.store.rename(draft, rollback.folder)
+        for epoch in sorted(rollback.epochs, reverse=True):
+            name = self.folder(epoch)
+            if self.store.exists(name):
+                self.store.rename(name, layout.join(rollback.folder, name))
+                self.store.sync_folder("")
+        self.store.sync_folder(rollback.folder)
+        self.store.remove(layout.ROLLBACK_RECORD)
+        self.store.sync_folder("")
+
+    def release(self) -> None:
+        """See Commits."""
+        self.store.remove_tree(self._home)
+        self.store.sync_folder("")
+
+    def _set_damaged_aside(self, epoch: int) -> None:
+        name = self.folder(epoch)
+        away = f"damaged-{layout.new_id()}"
+        self.store.make_folder(away)
+        self.store.rename(name, layout.join(away, name))
+        logging.warning("%s: the damaged epoch %d was moved to %s", self.store.root, epoch, away)
+
+    def _gone(self, epoch: int) -> SaveError:
+        if self.store.exists(self._home):
+            return SaveError(epoch, "the primary has given this attempt up")
+        return FencedError(
+            epoch,
+            f"a newer run has taken over {self.store.root} (the staging folder of this one, {self._home}, is gone); "
+            "this process can no longer save there",
+        )

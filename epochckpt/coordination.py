@@ -1,0 +1,212 @@
+"""Agreement between the processes of a job, over the key-value service of `jax.distributed`.
+
+Guarantees:
+- no call waits longer than its timeout. `blocking_key_value_get` honours a deadline itself; the other calls of JAX's
+  client do not when the service is away, so they run where they can be abandoned;
+- nothing is a barrier; a key is written once.
+
+Which process is which is decided here alone: the number of a node is its JAX process index, the primary is node 0.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from epochckpt import worker
+from epochckpt.errors import CoordinationError, CoordinationTimeoutError, UnsupportedError, from_wire, to_wire
+
+T = TypeVar("T")
+
+_CALL_SECS = 30.0  # bound on calls that take a fraction of a millisecond
+
+
+class Deadline:
+    """A point in time on the monotonic clock."""
+
+    def __init__(self, secs: float, clock: Callable[[], float] = time.monotonic):
+        self.secs, self._clock = secs, clock
+        self._end = clock() + secs
+
+    def left(self) -> float:
+        """Seconds left; negative when it has passed."""
+        return self._end - self._clock()
+
+    def passed(self) -> bool:
+        """Whether it has passed."""
+        return self.left() <= 0
+
+
+class Coordinator(abc.ABC):
+    """What the processes of a job need to agree. Values are JSON."""
+
+    process: int
+    processes: int
+
+    @abc.abstractmethod
+    def put(self, key: str, value: Any) -> None:
+        """Publishes a value under a key that nobody has used.
+
+        Raises:
+            CoordinationError: the service is away, or the key exists.
+        """
+
+    @abc.abstractmethod
+    def get(self, key: str, timeout_secs: float) -> Any:
+        """Waits for a value.
+
+        Raises:
+            CoordinationTimeoutError: it did not come in time.
+            CoordinationError: the service is away.
+        """
+
+    @abc.abstractmethod
+    def get_all(self, prefix: str) -> Mapping[str, Any]:
+        """All values now under `prefix/`, by the rest of their key."""
+
+    @abc.abstractmethod
+    def forget(self, prefix: str) -> None:
+        """Deletes everything under `prefix/`; failures are ignored, the keys only cost memory."""
+
+    @property
+    def primary(self) -> bool:
+        """Whether this process commits and deletes."""
+        return self.process == 0
+
+    def agree(self, key: str, decide: Callable[[], T], timeout_secs: float) -> T:
+        """The primary decides, the others take its answer (JSON) or its error.
+
+        Raises:
+            whatever `decide` raised, on every process.
+            CoordinationTimeoutError: the primary's answer did not come in time.
+        """
+        if self.processes == 1:
+            return decide()
+        if not self.primary:
+            answer = self.get(key, timeout_secs)
+            if "error" in answer:
+                raise from_wire(answer["error"])
+            return answer["value"]
+        try:
+            value = decide()
+        except Exception as error:
+            self.put(key, {"error": to_wire(error)})
+            raise
+        self.put(key, {"value": value})
+        return value
+
+    def gather(self, prefix: str, missing: set[int], deadline: Deadline) -> tuple[dict[int, Any], set[int]]:
+        """Waits until every process in `missing` has put `prefix/<process>`, or one of them an error, or the deadline.
+
+        Returns:
+            (values by process, those still missing).
+        """
+        found: dict[int, Any] = {}
+        missing = set(missing)
+        while missing:
+            first = min(missing)
+            try:
+                found[first] = self.get(f"{prefix}/{first}", max(deadline.left(), 0.001))
+            except CoordinationTimeoutError:
+                pass
+            present = self.get_all(prefix)
+            found.update({int(k): v for k, v in present.items() if int(k) in missing})
+            missing -= found.keys()
+            if deadline.passed() or any(isinstance(v, dict) and "error" in v for v in found.values()):
+                break
+        return found, missing
+
+
+class SingleProcess(Coordinator):
+    """One process agrees with itself and needs no service."""
+
+    process, processes = 0, 1
+
+    def put(self, key: str, value: Any) -> None:
+        """Nobody listens."""
+
+    def get(self, key: str, timeout_secs: float) -> Any:
+        """Nobody speaks."""
+        raise CoordinationError(f"{key}: a single process waits for nobody")
+
+    def get_all(self, prefix: str) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
+    def forget(self, prefix: str) -> None:
+        """Nothing to forget."""
+
+
+class JaxCoordinator(Coordinator):
+    """Over the coordination service that `jax.distributed.initialize` started."""
+
+    def __init__(self, client: Any, process: int, processes: int):
+        self._client, self.process, self.processes = client, process, processes
+
+    def put(self, key: str, value: Any) -> None:
+        """See Coordinator."""
+        text = json.dumps(value)
+        self._call(f"set {key}", lambda: self._client.key_value_set(key, text))
+
+    def get(self, key: str, timeout_secs: float) -> Any:
+        """See Coordinator."""
+        millis = max(1, int(min(timeout_secs, 10**6) * 1000))
+        try:
+            # the service's own deadline, and ours behind it for when even that is not honoured
+            text = worker.abandonable(
+                lambda: self._client.blocking_key_value_get(key, millis), timeout_secs + _CALL_SECS
+            )
+        except TimeoutError:
+            raise CoordinationTimeoutError(f"no answer under {key} within {timeout_secs:g} s") from None
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise CoordinationTimeoutError(f"no answer under {key} within {timeout_secs:g} s") from None
+            raise CoordinationError(f"waiting for {key}: {error}") from error
+        return json.loads(text)
+
+    def get_all(self, prefix: str) -> Mapping[str, Any]:
+        """See Coordinator."""
+        pairs = self._call(f"list {prefix}", lambda: self._client.key_value_dir_get(prefix + "/"))
+        return {key.rpartition("/")[2]: json.loads(value) for key, value in pairs}
+
+    def forget(self, prefix: str) -> None:
+        """See Coordinator."""
+        try:
+            self._call(f"delete {prefix}", lambda: self._client.key_value_delete(prefix + "/"))
+        except CoordinationError:
+            return
+
+    def _call(self, what: str, fn: Callable[[], T]) -> T:
+        try:
+            return worker.abandonable(fn, _CALL_SECS)
+        except TimeoutError:
+            raise CoordinationTimeoutError(
+                f"the coordination service did not {what} within {_CALL_SECS:g} s"
+            ) from None
+        except Exception as error:
+            raise CoordinationError(f"the coordination service did not {what}: {error}") from error
+
+
+def connect(read_only: bool) -> Coordinator:
+    """The coordinator of this job.
+
+    Raises:
+        UnsupportedError: a Pathways single controller, or several processes without `jax.distributed`.
+    """
+    if read_only:
+        return SingleProcess()
+    processes = jax.process_count()
+    if processes == 1:
+        if len({d.process_index for d in jax.devices()}) > 1:
+            raise UnsupportedError(
+                "one process controls devices of several (a Pathways single controller); epochckpt does not support that yet"
+            )
+        return SingleProcess()
+    import orbax.checkpoint as ocp
+
+    return JaxCoordinator(ocp.multihost.get_jax_distributed_client(), jax.process_index(), processes)

@@ -1,0 +1,258 @@
+"""Everything epochckpt raises on purpose.
+
+```
+EpochCheckpointError
+├── InvalidArgumentError (ValueError)        the call itself is wrong; nothing was done
+│   └── UnsupportedError                     understood, but not supported: says the modern or supported form
+├── EpochNotFoundError (FileNotFoundError)   no such committed epoch; lists those that exist
+│   └── EpochDeleted                         it was there when we began, and was deleted or replaced meanwhile
+├── EpochExistsError (StepAlreadyExistsError, a ValueError)
+├── NotACheckpointDirectoryError (NotADirectoryError)
+├── AccessError (PermissionError)            the directory may not be read or written
+├── FormatError (ValueError)                 a record is not what the format allows
+│   └── FormatVersionError                   written by a newer epochckpt
+├── DamagedError (ValueError)                bytes differ from what was written; names file and leaf
+├── MismatchError (ValueError)               the target does not fit; one table of every difference
+├── SaveError (RuntimeError)                 an attempt to save failed; the previous epochs are untouched
+│   ├── LateNodesError (TimeoutError)        some nodes did not report in time; names them
+│   ├── FencedError                          a newer incarnation has taken over the directory
+│   ├── BufferChangedError                   memory was modified while it was being written; names the leaf
+│   └── UncertainError                       this process cannot know whether the epoch was committed
+└── CoordinationError (RuntimeError)         the processes could not agree
+    └── CoordinationTimeoutError (TimeoutError)
+```
+
+Every error carries its data as attributes, and is the same again after pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+
+class EpochCheckpointError(Exception):
+    """Base of all errors that epochckpt raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[EpochCheckpointError], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidArgumentError(EpochCheckpointError, ValueError):
+    """The call itself is wrong; nothing was done."""
+
+
+class UnsupportedError(InvalidArgumentError):
+    """Something Orbax knows that epochckpt refuses by name; the message gives the form to use instead."""
+
+
+class EpochNotFoundError(EpochCheckpointError, FileNotFoundError):
+    """There is no such committed epoch.
+
+    Attributes:
+        epoch: the epoch asked for, or None where the latest was asked for.
+        available: the committed epochs, ascending.
+    """
+
+    def __init__(self, epoch: int | None, directory: str, available: Sequence[int]):
+        what = "no epoch" if epoch is None else f"no epoch {epoch}"
+        if not available:
+            have = "it holds no committed epoch"
+        else:
+            shown = ", ".join(map(str, available[-20:]))
+            have = f"committed: {'… ' if len(available) > 20 else ''}{shown}"
+        super().__init__(f"{directory}: {what}; {have}")
+        self.epoch, self.directory, self.available = epoch, directory, list(available)
+
+
+class EpochDeleted(EpochNotFoundError):
+    """The epoch was deleted or replaced while it was being read. Nothing is damaged: choose another epoch."""
+
+    def __init__(self, epoch: int, directory: str, detail: str):
+        EpochCheckpointError.__init__(
+            self, f"{directory}: epoch {epoch} was deleted or replaced while it was being read ({detail})"
+        )
+        self.epoch, self.directory, self.available = epoch, directory, []
+
+
+class EpochExistsError(EpochCheckpointError, StepAlreadyExistsError):
+    """The epoch exists already; `delete` or `rollback_to` make room."""
+
+
+class NotACheckpointDirectoryError(EpochCheckpointError, NotADirectoryError):
+    """The directory cannot hold checkpoints; the message says what it is instead."""
+
+
+class AccessError(EpochCheckpointError, PermissionError):
+    """The directory may not be read or written by this user."""
+
+
+class FormatError(EpochCheckpointError, ValueError):
+    """A record is not what the format allows.
+
+    Attributes:
+        path: the file, relative to the checkpoint directory.
+    """
+
+    def __init__(self, path: str, problem: str):
+        super().__init__(f"{path}: {problem}")
+        self.path, self.problem = path, problem
+
+
+class FormatVersionError(FormatError):
+    """Written in a format version that this epochckpt does not know."""
+
+
+class DamagedError(EpochCheckpointError, ValueError):
+    """Bytes on storage differ from what was written.
+
+    Attributes:
+        path: the file, relative to the checkpoint directory.
+        leaf: the leaf that the bytes belong to, where there is one.
+    """
+
+    def __init__(self, path: str, problem: str, leaf: str | None = None):
+        where = f"{path}, leaf {leaf!r}" if leaf is not None else path
+        super().__init__(f"{where}: {problem}")
+        self.path, self.problem, self.leaf = path, problem, leaf
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One row of a `MismatchError`."""
+
+    leaf: str
+    problem: str
+    found: str
+    expected: str
+
+
+class MismatchError(EpochCheckpointError, ValueError):
+    """The target does not fit the epoch: one table of every leaf that is missing, unexpected or different.
+
+    Attributes:
+        rows: all differences.
+    """
+
+    def __init__(self, item: str, epoch: int, rows: Sequence[Mismatch], advice: str):
+        head = ("leaf", "problem", "in the epoch", "in the target")
+        shown = [(r.leaf, r.problem, r.found, r.expected) for r in rows[:200]]
+        widths = [max(len(row[i]) for row in [head, *shown]) for i in range(4)]
+        lines = [
+            "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *shown]
+        ]
+        if len(rows) > len(shown):
+            lines.append(f"  … and {len(rows) - len(shown)} more")
+        super().__init__(
+            f"epoch {epoch}, item {item!r} does not fit the target ({len(rows)} leaves):\n"
+            + "\n".join(lines)
+            + f"\n{advice}"
+        )
+        self.item, self.epoch, self.rows = item, epoch, list(rows)
+
+
+class SaveError(EpochCheckpointError, RuntimeError):
+    """An attempt to save an epoch failed. Earlier epochs are untouched.
+
+    Attributes:
+        epoch: the epoch that was not committed.
+    """
+
+    def __init__(self, epoch: int, reason: str):
+        super().__init__(f"epoch {epoch} was not committed: {reason}")
+        self.epoch, self.reason = epoch, reason
+
+
+class LateNodesError(SaveError, TimeoutError):
+    """Some nodes did not report within the save timeout.
+
+    Attributes:
+        nodes: their names.
+    """
+
+    def __init__(self, epoch: int, nodes: Sequence[str], timeout_secs: float):
+        SaveError.__init__(self, epoch, f"no report within {timeout_secs:g} s from {', '.join(nodes)}")
+        self.nodes = list(nodes)
+
+
+class FencedError(SaveError):
+    """A newer incarnation of the job has taken over the directory: this one may not write any more."""
+
+
+class BufferChangedError(SaveError):
+    """Memory that was being written changed under the writer.
+
+    Attributes:
+        leaf: whose memory it was.
+    """
+
+    def __init__(self, epoch: int, leaf: str):
+        SaveError.__init__(
+            self,
+            epoch,
+            f"the memory of leaf {leaf!r} changed while it was being written. jax can alias NumPy memory on CPU: "
+            "do not modify an array in place that was handed to jax.device_put, or hand over a copy",
+        )
+        self.leaf = leaf
+
+
+class UncertainError(SaveError):
+    """This process cannot know whether the epoch was committed; look again with `reload()`."""
+
+
+class CoordinationError(EpochCheckpointError, RuntimeError):
+    """The processes of the job could not agree on something."""
+
+
+class CoordinationTimeoutError(CoordinationError, TimeoutError):
+    """An answer from another process did not come in time."""
+
+
+class ErrorGroup(SaveError):
+    """Several pending save failures, raised once.
+
+    Attributes:
+        errors: all of them, oldest first.
+    """
+
+    def __init__(self, errors: Sequence[SaveError]):
+        EpochCheckpointError.__init__(
+            self, f"{len(errors)} saves failed:\n" + "\n".join(f"  {e}" for e in errors)
+        )
+        self.errors = list(errors)
+        self.epoch, self.reason = errors[-1].epoch, "; ".join(e.reason for e in errors)
+
+
+def to_wire(error: BaseException) -> dict[str, Any]:
+    """Describes an error for another process: a dict of strings and plain attributes, no pickle."""
+    plain = {
+        k: v
+        for k, v in getattr(error, "__dict__", {}).items()
+        if isinstance(v, str | int | list | type(None))
+    }
+    plain = {
+        k: v for k, v in plain.items() if not isinstance(v, list) or all(isinstance(e, str | int) for e in v)
+    }
+    return {"type": type(error).__name__, "message": str(error) or repr(error), "data": plain}
+
+
+def from_wire(data: dict[str, Any]) -> EpochCheckpointError:
+    """Rebuilds an error that `to_wire` described, as the same class where that is one of ours."""
+    cls = globals().get(str(data.get("type")))
+    if not (isinstance(cls, type) and issubclass(cls, EpochCheckpointError)) or cls in (
+        ErrorGroup,
+        MismatchError,
+    ):
+        return CoordinationError(f"{data.get('type')} in another process: {data.get('message')}")
+    return _rebuild(cls, (str(data.get("message")),), dict(data.get("data") or {}))

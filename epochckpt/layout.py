@@ -1,0 +1,103 @@
+"""Names and paths of the format; no I/O.
+
+A checkpoint directory holds `<epoch>/<node>/…` for committed epochs and one `incarnation-<id>.orbax-checkpoint-tmp`
+folder for everything that is not committed. All paths here are relative to the directory and use `/`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from epochckpt.errors import FormatError, InvalidArgumentError
+
+FORMAT = "epochckpt"
+VERSION = 1
+
+EPOCH_RECORD = "epoch.json"
+NODE_RECORD = "node.json"
+ROLLBACK_RECORD = "rollback.json"
+DEFAULT_ITEM = "default"
+JSON_FILE = "metadata"  # the name Orbax's JSON handler uses inside an item's folder
+ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata
+
+TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore every name with this in it
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+_PART = re.compile(r"-\d{5}\Z")
+_INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
+_RESERVED = frozenset(
+    {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
+)
+MAX_NAME = 120
+
+
+def new_id() -> str:
+    """A fresh id that no other run has: 16 hex digits."""
+    return secrets.token_hex(8)
+
+
+def is_name(name: object) -> bool:
+    """Whether `name` may name a node or an item on storage."""
+    return (
+        isinstance(name, str)
+        and len(name) <= MAX_NAME
+        and _NAME.match(name) is not None
+        and TMP_SUFFIX not in name
+    )
+
+
+def check_node_name(name: object) -> str:
+    """Returns `name` if it may name a node, else raises InvalidArgumentError."""
+    if not is_name(name) or name in _RESERVED:
+        raise InvalidArgumentError(
+            f"node name {name!r} is not usable: expected a letter or digit followed by letters, digits, '.', '_' or '-' "
+            f"(at most {MAX_NAME}), not one of {sorted(_RESERVED)}"
+        )
+    return str(name)
+
+
+def check_item_name(name: object, nodes: tuple[str, ...] = ()) -> str:
+    """Returns `name` if it may name an item beside `nodes`, else raises InvalidArgumentError."""
+    if (
+        not is_name(name)
+        or name in _RESERVED
+        or _PART.search(str(name))
+        or str(name).endswith(".safetensors")
+    ):
+        raise InvalidArgumentError(
+            f"item name {name!r} is not usable: expected a letter or digit followed by letters, digits, '.', '_' or '-' "
+            f"(at most {MAX_NAME}), not ending in '-' and five digits or '.safetensors', not one of {sorted(_RESERVED)}"
+        )
+    if name in nodes:
+        raise InvalidArgumentError(
+            f"item {name!r} has the name of a node of this job; rename the item or pass node="
+        )
+    return str(name)
+
+
+def incarnation_folder(incarnation: str) -> str:
+    """Staging folder of one incarnation: 16 hex digits; on object stores, where the order is claimed by name, 8 digits."""
+    return f"incarnation-{incarnation}{TMP_SUFFIX}"
+
+
+def parse_incarnation(name: str) -> str | None:
+    """The incarnation, if `name` is an incarnation folder, else None."""
+    found = _INCARNATION.match(name)
+    return found[1] if found else None
+
+
+def data_file(item: str, part: int) -> str:
+    """Name of part `part` of an array item's data file, inside the node's folder."""
+    return f"{item}.safetensors" if part == 0 else f"{item}-{part:05d}.safetensors"
+
+
+def join(*parts: str) -> str:
+    """Joins relative paths, leaving out empty ones."""
+    return "/".join(p for p in parts if p)
+
+
+def check_recorded_name(path: str, name: object) -> str:
+    """Returns a name read from a record if it is safe to use in a path, else raises FormatError naming `path`."""
+    if not is_name(name):
+        raise FormatError(path, f"holds the name {str(name)[:80]!r}, which is not allowed in this format")
+    return str(name)

@@ -1,0 +1,511 @@
+"""`CheckpointManager`: Orbax's interface on the outside; everything it does is done elsewhere."""
+
+from __future__ import annotations
+
+import datetime
+import operator
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+
+from epochckpt import choosing, coordination, items, layout, opening, retention, saving, status, worker
+from epochckpt.attempts import Attempt, Attempts, Committed
+from epochckpt.checks import check_options, check_save_args
+from epochckpt.commit import Rollback
+from epochckpt.coordination import Deadline
+from epochckpt.errors import (
+    EpochExistsError,
+    EpochNotFoundError,
+    ErrorGroup,
+    InvalidArgumentError,
+    SaveError,
+)
+from epochckpt.options import StorageOptions
+from epochckpt.reading import Reading, shown_path
+from epochckpt.retention import EpochInfo, History
+from epochckpt.storage import open_store
+
+
+class CheckpointManager(ocp.AbstractCheckpointManager):
+    """Saves and restores epochs of a job, as `directory/<epoch>/<node>/`.
+
+    A drop-in for `orbax.checkpoint.CheckpointManager`: construct it on every process, call `save` and `restore` on
+    every process. Saves are asynchronous: `save` returns when everything it was given has been copied or can no longer
+    change, and an epoch exists (`all_steps`, `latest_step`, any reader) only when every node has written its part.
+
+    A failed save never harms an earlier epoch and never stops training: it is logged, and raised by
+    `wait_until_finished`, `check_for_errors` or `close`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        checkpointers: Any = None,
+        options: ocp.CheckpointManagerOptions | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        item_names: Sequence[str] | None = None,
+        item_handlers: Any = None,
+        logger: Any = None,
+        handler_registry: Any = None,
+        *,
+        storage: StorageOptions | None = None,
+        node: str | None = None,
+        metadata_handler: Any = None,
+    ):
+        """Opens a directory. In a job of several processes all must do so; the waiting is bounded.
+
+        Args:
+            directory: where the epochs live: a path (relative ones are fine) or a URL that TensorStore knows.
+            checkpointers: refused (Orbax's legacy form).
+            options: Orbax's options; its policies decide what is saved and kept.
+            metadata: JSON written once for the whole directory, see `metadata()`.
+            item_names: names of the items, if several are saved together with `args.Composite`.
+            item_handlers: Orbax's own handlers for arrays and JSON are accepted; our engine does their work.
+            logger: an Orbax logger that is given one entry per save.
+            handler_registry: not supported yet.
+            storage: how bytes get to storage, and timeouts.
+            node: this process's node name, `process_<index>` by default.
+            metadata_handler: not supported yet.
+
+        Raises:
+            EpochCheckpointError: see `epochckpt.opening.open_directory`.
+        """
+        if metadata_handler is not None:
+            raise InvalidArgumentError("metadata_handler= is not supported yet; leave it out")
+        self._options = check_options(options or ocp.CheckpointManagerOptions())
+        self._storage = storage or StorageOptions()
+        implied = items.check_handlers(item_handlers, handler_registry, checkpointers)
+        self._item_names = tuple(item_names or implied)
+        self._multi: bool | None = (
+            True if self._item_names else (False if item_handlers is not None else None)
+        )
+        self._logger = logger
+        coordinator = coordination.connect(self._options.read_only)
+        opened = opening.open_directory(directory, self._options, self._storage, node, coordinator)
+        self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
+        self._nodes, self._prefix = opened.nodes, opened.prefix
+        items.check_names(self._item_names, [n for n, _ in self._nodes])
+        self._damaged = set(opened.damaged)
+        self._pool = worker.Pool(self._storage.io_threads)
+        self._reading = Reading(self._commits, self._pool, self._storage.verify)
+        self._history = History(self._commits.read_record)
+        self._history.reset(opened.history)
+        self._policy = retention.save_policy(self._options)
+        part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
+        self._planner = saving.Planner(coordinator.process, self._nodes, self._storage, part_bytes)
+        self._attempts = Attempts(
+            self._store,
+            self._commits,
+            coordinator,
+            f"{self._prefix}/save",
+            self._nodes,
+            self._storage,
+            self._retire,
+            self._committed,
+        )
+        self._tries: dict[int, int] = {}
+        self._calls = 0
+        self._closed = False
+        self._directory = shown_path(self._store.root)
+        if metadata is not None:
+            self._write_root_metadata(metadata)
+        if not self._options.read_only:
+            worker.drain_at_exit(self)
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    @property
+    def directory(self) -> epath.Path:
+        """The directory, resolved."""
+        return self._directory
+
+    def all_steps(self, read: bool = False) -> Sequence[int]:
+        """The committed epochs, ascending.
+
+        Args:
+            read: look at storage first (see `reload`).
+        """
+        if read:
+            self.reload()
+        return [info.step for info in self._history.committed()]
+
+    def latest_step(self) -> int | None:
+        """The greatest committed epoch, or None. Saves in flight are not in it."""
+        steps = self.all_steps()
+        return steps[-1] if steps else None
+
+    def best_step(self) -> int | None:
+        """The epoch with the best metrics by `options.best_fn` (NaN counts as worst); without it the latest."""
+        return retention.best(self._options, self._history.committed())
+
+    def reload(self) -> None:
+        """Looks at storage again. In a job of several processes all must call it.
+
+        Raises:
+            CoordinationTimeoutError: the primary's answer did not come in time.
+        """
+        found, damaged = self._agree(lambda: opening.survey(self._commits))
+        self._damaged |= set(damaged)
+        self._history.reset([e for e in found if e not in self._damaged])
+        for attempt in self._attempts.pending():
+            self._history.request(
+                EpochInfo(attempt.epoch, metrics=attempt.metrics, time_ns=attempt.started_ns)
+            )
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that an epoch was saved with, or None."""
+        return self._commits.read_record(self._number(step)).metrics
+
+    def item_metadata(self, step: int) -> Any:
+        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads one small file."""
+        record = self._commits.read_record(self._number(step))
+        return status.item_metadata(record, self._reading.path(record))
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Orbax's StepMetadata of an epoch, or the directory's RootMetadata."""
+        if step is not None:
+            record = self._commits.read_record(self._number(step))
+            return status.step_metadata(record, self._reading.path(record))
+        return status.root_metadata(self._store)
+
+    def nodes(self, epoch: int) -> list[str]:
+        """Names of the nodes that wrote an epoch."""
+        return [n.name for n in self._commits.read_record(self._number(epoch)).nodes]
+
+    def node_path(self, node: str, epoch: int) -> epath.Path:
+        """The folder of one node's files of a committed epoch.
+
+        Raises:
+            InvalidArgumentError: the epoch has no such node; lists those it has.
+        """
+        return self._reading.node_path(node, self._number(epoch))
+
+    def status(self, epoch: int) -> status.EpochStatus:
+        """What is known of an epoch: committed, saving (and what it waits for), failed (and why), damaged or absent."""
+        epoch = self._number(epoch)
+        for attempt in self._attempts.pending():
+            if attempt.epoch == epoch:
+                return status.EpochStatus(epoch, "saving", attempt.state)
+        found = self._reading.status(epoch)
+        failure = self._attempts.failure(epoch)
+        if found.state == "absent" and failure is not None:
+            return status.EpochStatus(epoch, "failed", failure.reason)
+        return found
+
+    def verify(self, epoch: int) -> status.Verification:
+        """Reads every byte of a committed epoch, of all nodes, and compares it with what was written."""
+        return self._reading.verify(self._number(epoch))
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether JAX's preemption notice has reached this step (see `jax.experimental.multihost_utils`)."""
+        return ocp.utils.reached_preemption(step)
+
+    def should_save(self, step: int) -> bool:
+        """Whether the options ask for this epoch to be saved, after those that were asked for so far."""
+        if self._options.read_only:
+            logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory)
+            return False
+        asked = self._history.requested()
+        if asked and asked[-1].step >= step:
+            logging.info(
+                "epoch %d is not saved: epoch %d was asked for already (force=True saves it)",
+                step,
+                asked[-1].step,
+            )
+            return False
+        context = ocp.checkpoint_managers.DecisionContext(
+            is_saving_in_progress=self.is_saving_in_progress(),
+            reached_preemption=self.reached_preemption(step),
+            multiprocessing_options=self._options.multiprocessing_options,
+        )
+        return self._policy.should_save(EpochInfo(step, time_ns=time.time_ns()), asked, context=context)
+
+    def save(
+        self,
+        step: int,
+        items: Any = None,
+        save_kwargs: Any = None,
+        metrics: Any = None,
+        force: bool | None = False,
+        args: Any = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> bool:
+        """Saves an epoch in the background; all processes must call it alike.
+
+        Args:
+            step: the epoch's number.
+            items: refused (Orbax's legacy form).
+            save_kwargs: refused (Orbax's legacy form).
+            metrics: JSON, kept with the epoch; `options.best_fn` ranks by it.
+            force: save even if `should_save` says no; an existing epoch is still an error.
+            args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
+            custom_metadata: JSON, kept with the epoch.
+
+        Returns:
+            Whether a save was begun. Whether it was committed shows in `wait_until_finished` and `latest_step`.
+
+        Raises:
+            EpochExistsError: with force, for an epoch that exists or is on its way.
+            InvalidArgumentError: something in it cannot be saved, by name. Nothing was begun.
+            SaveError: only with `enable_async_checkpointing=False`: it was not committed.
+        """
+        began = time.monotonic()
+        step = self._number(step)
+        if self._closed:
+            raise InvalidArgumentError(f"this manager of {self._directory} is closed")
+        self._multi = check_save_args(items, save_kwargs, args, self._multi)
+        if self._options.read_only or not (force or self.should_save(step)):
+            return False
+        if self._history.is_requested(step):
+            raise EpochExistsError(
+                f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room"
+            )
+        prepared = self._prepare(args)
+        self._attempts.make_room(prepared.copied_bytes)
+        buffers, records = saving.take(prepared)
+        attempt = Attempt(
+            epoch=step,
+            number=self._tries.get(step, 0),
+            plans=prepared.plans,
+            buffers=buffers,
+            files=prepared.files,
+            items=records,
+            plan=prepared.digest,
+            default_item=not self._multi,
+            metrics=None if self._options.prevent_write_metrics else saving.checked_json(metrics, "metrics"),
+            custom_metadata=saving.checked_json(dict(custom_metadata or {}), "custom_metadata"),
+            copied_bytes=prepared.copied_bytes,
+            replaces_damaged=step in self._damaged,
+            deadline=Deadline(self._storage.save_timeout_secs),
+        )
+        self._tries[step] = attempt.number + 1
+        self._history.request(EpochInfo(step, metrics=attempt.metrics, time_ns=attempt.started_ns))
+        attempt.held_secs = time.monotonic() - began
+        self._attempts.submit(attempt)
+        if not self._options.enable_async_checkpointing:
+            self.wait_until_finished()
+        return True
+
+    def _prepare(self, args: Any) -> saving.Prepared:
+        wanted = items.to_save(args)
+        known = [n for n, _ in self._nodes]
+        items.check_names([i.name for i in wanted], known)
+        unknown = [i.name for i in wanted if self._item_names and i.name not in self._item_names]
+        if unknown:
+            raise InvalidArgumentError(
+                f"item {unknown[0]!r} is not among item_names={list(self._item_names)}"
+            )
+        return self._planner.prepare(wanted)
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a save has not ended yet on this process."""
+        return bool(self._attempts.pending())
+
+    def wait_until_finished(self) -> None:
+        """Waits until every save has been committed or has failed, and deletions that follow are done.
+
+        Raises:
+            SaveError: if any failed, once: the failure itself, or all of them in an ErrorGroup.
+        """
+        self._attempts.drain()
+        self._history.forget_failed()
+        self.check_for_errors()
+
+    def check_for_errors(self) -> None:
+        """Raises failures of saves that have ended, once; does not wait."""
+        errors = self._attempts.take_errors()
+        if errors:
+            raise errors[0] if len(errors) == 1 else ErrorGroup(errors)
+
+    def close(self) -> None:
+        """Waits for everything, and ends this incarnation.
+
+        Raises:
+            SaveError: if a save failed that nobody has been told of.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._attempts.drain_removals()
+        if self._coordinator.primary and not self._options.read_only:
+            try:
+                self._commits.release()
+            except OSError as error:  # the next open sweeps it
+                logging.warning("%s: the staging folder could not be removed: %s", self._directory, error)
+        self.check_for_errors()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _drain_at_exit(self) -> None:
+        try:
+            self.close()
+        except SaveError as error:
+            logging.error("%s", error)
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: str | os.PathLike[str] | None = None,
+        args: Any = None,
+    ) -> Any:
+        """Restores an epoch, on any number of processes and any sharding; every byte is verified first.
+
+        Args:
+            step: its number, or None for the newest that every process can read (agreed by vote).
+            items: refused (Orbax's legacy form).
+            restore_kwargs: refused (Orbax's legacy form).
+            directory: restore from another directory.
+            args: what to restore as what: `args.StandardRestore(target)`, `args.Composite(name=…)`; None for all
+                items as they were saved.
+
+        Returns:
+            The item, or a Composite of items.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch; says which there are.
+            MismatchError: the target does not fit; lists every leaf.
+            DamagedError: bytes differ from what was written.
+        """
+        self._multi = check_save_args(items, restore_kwargs, args, self._multi, restoring=True)
+        reading = self._reading
+        if directory is not None and os.fspath(directory) != self._store.root:
+            commits = opening.commits_of(open_store(directory), opening.step_names(self._options))
+            reading = Reading(commits, self._pool, self._storage.verify)
+            step = max(commits.list_epochs(), default=None) if step is None else step
+            if step is None:
+                raise EpochNotFoundError(None, str(directory), [])
+        if step is not None:
+            return reading.restore(self._number(step), args)
+        if not self._options.read_only:
+            self._attempts.drain()
+        self._calls += 1
+        choice = choosing.newest_readable(
+            self.all_steps(),
+            lambda epoch: reading.restore(epoch, args),
+            self._coordinator,
+            f"{self._prefix}/restore/{self._calls}",
+            self._storage.restore_timeout_secs,
+            str(self._directory),
+        )
+        self._damaged |= set(choice.rejected)
+        self._history.drop(choice.rejected)
+        return choice.value
+
+    def restore_leaves(
+        self, epoch: int, patterns: str | Sequence[str], item: str | None = None
+    ) -> dict[str, Any]:
+        """Single leaves of an epoch, as NumPy arrays and Python values; reads only their blocks.
+
+        Args:
+            epoch: its number.
+            patterns: shell patterns of leaf names, for example `params/*/kernel`.
+            item: the item's name; may be left out if the epoch has one item.
+
+        Returns:
+            Values by leaf name.
+        """
+        return self._reading.leaves(self._number(epoch), patterns, item)
+
+    # -- deleting and going back ---------------------------------------------------------------------------------
+
+    def delete(self, step: int) -> None:
+        """Deletes an epoch, also the newest. In a job of several processes all must call it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        step = self._number(step)
+        if self._options.read_only:
+            logging.warning("%s is read only: epoch %d is not deleted", self._directory, step)
+            return
+        if step not in self.all_steps():
+            raise EpochNotFoundError(step, str(self._directory), self.all_steps())
+        self._agree(lambda: self._hide([step])() and None)
+        self._history.drop([step])
+
+    def rollback_to(self, epoch: int) -> None:
+        """Sets all later epochs aside, durably, so that the next save continues from this one.
+
+        They are kept under `rolled-back-<id>/`, which nothing cleans up. In a job of several processes all must call it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        epoch = self._number(epoch)
+        if self._options.read_only:
+            raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
+        self._attempts.drain()
+        if epoch not in self.all_steps():
+            raise EpochNotFoundError(epoch, str(self._directory), self.all_steps())
+
+        def decide() -> list[int]:
+            later = [e for e in self._commits.list_epochs() if e > epoch]
+            if later:
+                self._commits.roll_back(Rollback(epoch, tuple(later), layout.new_id()))
+            return later
+
+        later = self._agree(decide)
+        self._history.drop(later)
+        self._history.forget_failed()
+        self._damaged -= set(later)
+
+    def _retire(self, fresh: Committed) -> tuple[list[int], Callable[[], Callable[[], None]]]:
+        """Primary: what may be deleted now that an epoch is committed, and how."""
+        infos = [i for i in self._history.committed() if i.step != fresh.epoch]
+        infos.append(EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns))
+        gone = retention.superfluous(self._options, sorted(infos, key=operator.attrgetter("step")))
+        return gone, lambda: self._hide(gone)
+
+    def _hide(self, epochs: Sequence[int]) -> Callable[[], None]:
+        """Takes epochs out of sight; the returned call removes their bytes."""
+        removals = [self._commits.hide(e, self._options.todelete_subdir) for e in epochs]
+        return lambda: [remove() for remove in removals] and None
+
+    def _committed(self, done: Committed, attempt: Attempt) -> None:
+        """On every node, for every commit."""
+        self._history.commit(EpochInfo(done.epoch, metrics=done.metrics, time_ns=done.committed_ns))
+        self._history.drop(done.deleted)
+        self._damaged.discard(done.epoch)
+        if self._logger is not None:
+            seconds = {"secs": time.monotonic() - attempt.started, "held_secs": attempt.held_secs}
+            when = datetime.datetime.fromtimestamp(done.committed_ns / 1e9, tz=datetime.UTC)
+            self._logger.log_entry(
+                {"step": done.epoch, "event_type": "save", "committed": when.isoformat(), **seconds}
+            )
+
+    def _write_root_metadata(self, metadata: Mapping[str, Any]) -> None:
+        if self._options.save_root_metadata and self._coordinator.primary and not self._options.read_only:
+            self._commits.write_once(layout.ROOT_METADATA, saving.root_metadata(metadata))
+
+    def _agree(self, decide: Callable[[], Any]) -> Any:
+        """The primary does something, everybody takes its answer; every process must make the same calls."""
+        self._calls += 1
+        wait = self._storage.open_timeout_secs
+        return self._coordinator.agree(
+            f"{self._prefix}/call/{self._calls}", decide, wait if self._coordinator.primary else 2 * wait
+        )
+
+    @staticmethod
+    def _number(step: Any) -> int:
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if number < 0 or isinstance(step, bool):
+            raise InvalidArgumentError(f"an epoch (step) is an integer of at least 0, got {step!r}")
+        return number

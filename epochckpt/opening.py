@@ -1,0 +1,198 @@
+"""Opening a directory: once, bounded, agreed between the processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from typing import Any
+
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt import layout
+from epochckpt.commit import Commits, StepNames
+from epochckpt.commit_put import PutCommits
+from epochckpt.commit_rename import RenameCommits
+from epochckpt.coordination import Coordinator, Deadline
+from epochckpt.errors import (
+    AccessError,
+    CoordinationTimeoutError,
+    DamagedError,
+    FormatError,
+    FormatVersionError,
+    InvalidArgumentError,
+    NotACheckpointDirectoryError,
+)
+from epochckpt.options import StorageOptions
+from epochckpt.storage import open_store
+from epochckpt.store import Store
+
+_opens = itertools.count()  # managers are constructed in the same order on every process
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """An open directory.
+
+    Attributes:
+        coordinator: the other processes.
+        store: the directory.
+        commits: its epochs.
+        prefix: where this incarnation's coordination keys live.
+        nodes: (name, process) by node number.
+        history: committed epochs that can be restored as far as a look at their files tells.
+        damaged: newer ones that cannot.
+    """
+
+    coordinator: Coordinator
+    store: Store
+    commits: Commits
+    prefix: str
+    nodes: tuple[tuple[str, int], ...]
+    history: list[int]
+    damaged: list[int]
+
+
+def step_names(options: ocp.CheckpointManagerOptions) -> StepNames:
+    """The names of epochs' folders that the options ask for."""
+    if options.step_name_format is not None:
+        return StepNames(options.step_name_format)
+    length = options.step_format_fixed_length
+    return StepNames(
+        ocp.path.step.standard_name_format(step_prefix=options.step_prefix, step_format_fixed_length=length)
+    )
+
+
+def commits_of(store: Store, names: StepNames) -> Commits:
+    """How attempts become epochs on this store."""
+    return RenameCommits(store, names) if store.renames else PutCommits(store, names)
+
+
+def survey(commits: Commits) -> tuple[list[int], list[int]]:
+    """The committed epochs, and the newest ones that turn out to be damaged at a look (nothing large is read).
+
+    Raises:
+        FormatVersionError: the newest epoch was written by a newer epochckpt.
+    """
+    epochs, damaged = commits.list_epochs(), []
+    while epochs:
+        try:
+            commits.check_shallow(commits.read_record(epochs[-1]))
+            break
+        except FormatVersionError:
+            raise
+        except (DamagedError, FormatError, OSError) as error:
+            logging.error(
+                "%s: epoch %d is damaged and will not be used: %s", commits.store.root, epochs[-1], error
+            )
+            damaged.append(epochs.pop())
+    return epochs, damaged
+
+
+def open_directory(
+    directory: str | os.PathLike[str],
+    options: ocp.CheckpointManagerOptions,
+    storage: StorageOptions,
+    node: str | None,
+    coordinator: Coordinator,
+) -> Opened:
+    """Opens a directory for a manager.
+
+    Raises:
+        NotACheckpointDirectoryError: it is a file, or missing and not to be created.
+        AccessError: no permission.
+        FormatError: it holds something under an epoch's name that is not ours.
+        FormatVersionError: it was written by a newer epochckpt.
+        InvalidArgumentError: node names that are unusable, or not unique.
+        CoordinationTimeoutError: a process did not come to open it; says which.
+    """
+    name = layout.check_node_name(f"process_{coordinator.process}" if node is None else node)
+    names = step_names(options)
+    if coordinator.processes == 1:
+        answer = _decide(directory, options, names, [(name, coordinator.process)])
+        prefix = ""
+    else:
+        base = f"epochckpt/open/{next(_opens)}"
+        if not coordinator.primary:
+            coordinator.put(f"{base}/hello/{coordinator.process}", {"node": name})
+        wait = storage.open_timeout_secs
+
+        def decide() -> dict[str, Any]:
+            nodes = _gather_nodes(coordinator, f"{base}/hello", name, wait)
+            return _decide(directory, options, names, nodes)
+
+        # the others wait longer: the primary may come late, and then waits for the latest
+        answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
+        prefix = f"{base}/{answer['incarnation']}"
+    store = open_store(answer["directory"])
+    commits = commits_of(store, names)
+    commits.join_incarnation(answer["incarnation"])
+    nodes = tuple((n, p) for n, p in answer["nodes"])
+    return Opened(coordinator, commits.store, commits, prefix, nodes, answer["history"], answer["damaged"])
+
+
+def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float) -> list[tuple[str, int]]:
+    others = set(range(1, coordinator.processes))
+    found, missing = coordinator.gather(prefix, others, Deadline(wait))
+    if missing:
+        late = ", ".join(f"process {p}" for p in sorted(missing))
+        raise CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
+    nodes = [(name, 0)] + [(str(found[p]["node"]), p) for p in sorted(others)]
+    for index, (n, p) in enumerate(nodes):
+        for other, q in nodes[:index]:
+            if other == n:
+                raise InvalidArgumentError(
+                    f"processes {q} and {p} both call their node {n!r}; node= must be unique"
+                )
+    return nodes
+
+
+def _decide(
+    directory: str | os.PathLike[str],
+    options: ocp.CheckpointManagerOptions,
+    names: StepNames,
+    nodes: list[tuple[str, int]],
+) -> dict[str, Any]:
+    """On the primary: looks at the directory, and only then writes to it."""
+    store = open_store(directory)
+    commits = commits_of(store, names)
+    try:
+        _check_directory(store, options.create and not options.read_only)
+        foreign = commits.foreign()
+        if foreign:
+            shown = ", ".join(foreign[:5])
+            raise FormatError(
+                f"{store.root}/{foreign[0]}",
+                f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}). It was written by something "
+                "else, for example stock Orbax; choose another directory, or move these folders away",
+            )
+        history, damaged = survey(commits)
+        if not options.read_only:
+            mode = options.file_options.path_permission_mode if options.file_options else None
+            store.make_root(mode)
+            commits.claim()
+            history = [e for e in commits.list_epochs() if e not in damaged]
+    except PermissionError as error:
+        raise AccessError(
+            f"{store.root}: {error}; this user (uid {os.getuid()}) needs read and write access"
+        ) from error
+    return {
+        "directory": store.root,
+        "incarnation": commits.incarnation,
+        "nodes": [list(n) for n in nodes],
+        "history": history,
+        "damaged": damaged,
+    }
+
+
+def _check_directory(store: Store, create: bool) -> None:
+    if not store.renames:
+        return
+    if os.path.lexists(store.root) and not os.path.isdir(store.root):
+        kind = "a broken link" if os.path.islink(store.root) and not os.path.exists(store.root) else "a file"
+        raise NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")
+    if not os.path.exists(store.root) and not create:
+        raise NotACheckpointDirectoryError(
+            f"{store.root} does not exist, and options.create is False; check the path"
+        )

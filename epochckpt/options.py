@@ -1,0 +1,58 @@
+"""`StorageOptions`: how bytes get to storage and how long anything may wait."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from epochckpt.errors import InvalidArgumentError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StorageOptions:
+    """How bytes get to storage, and how long anything may wait.
+
+    What is saved, when, and what is kept is decided by `orbax.checkpoint.CheckpointManagerOptions`.
+
+    Attributes:
+        io_threads: threads that write or read one node's files.
+        block_bytes: unit of writing, hashing and verified reading; a checksum is kept per block.
+        part_bytes: a node's data file is continued in another one past this size; None: the store's own preference
+            (no limit on POSIX, 256 MiB on object stores).
+        split_bytes: replicated arrays larger than this are written in pieces by several of their holders.
+        host_memory_limit_bytes: bound on host memory that snapshots hold until it is written (copies only, views of
+            CPU arrays cost nothing). `save()` waits for older writes to stay under it. None: no bound.
+        save_timeout_secs: from the start of a save until every node must have reported; then it fails, naming the late.
+        open_timeout_secs: how long construction, `reload`, `delete` and `rollback_to` wait for the other processes.
+        restore_timeout_secs: how long `restore(None)` waits for the votes of the other processes.
+        verify: check every block's checksum before its bytes reach the caller. Turning it off trades safety for little.
+    """
+
+    io_threads: int = 2
+    block_bytes: int = 8 * 2**20
+    part_bytes: int | None = None
+    split_bytes: int = 16 * 2**20
+    host_memory_limit_bytes: int | None = None
+    save_timeout_secs: float = 600.0
+    open_timeout_secs: float = 300.0
+    restore_timeout_secs: float = 600.0
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("io_threads", "block_bytes", "split_bytes"):
+            self._check_positive(name, int)
+        for name in ("part_bytes", "host_memory_limit_bytes"):
+            if getattr(self, name) is not None:
+                self._check_positive(name, int)
+        for name in ("save_timeout_secs", "open_timeout_secs", "restore_timeout_secs"):
+            self._check_positive(name, (int, float))
+        if not isinstance(self.verify, bool):
+            raise InvalidArgumentError(f"StorageOptions.verify must be a bool, got {self.verify!r}")
+        if not 4096 <= self.block_bytes <= 256 * 2**20:
+            raise InvalidArgumentError(
+                f"StorageOptions.block_bytes must be between 4 KiB and 256 MiB, got {self.block_bytes}"
+            )
+
+    def _check_positive(self, name: str, kind: type | tuple[type, ...]) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+            raise InvalidArgumentError(f"StorageOptions.{name} must be a positive number, got {value!r}")

@@ -1,0 +1,396 @@
+"""Epochs in a POSIX directory: positional reads and writes, early write-back, atomic renames.
+
+Every system call here releases the interpreter lock, and there is no Python work per byte: cost is per call,
+so callers pass pieces of megabytes. Errors are the operating system's, with its errno and the full path.
+
+A file that one thread closes while another still uses it stays open until that use ends: a descriptor that is
+closed too early may already mean somebody else's file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+
+from epochckpt.store import Entry, Reader, Store, Writer, check_path, check_piece
+
+WRITE_BACK_BYTES = 1 << 20
+"""Writes from this size on start their own write-back."""
+
+_CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
+_REMOVE_ROUNDS = 16
+_SYNC_FILE_RANGE_WRITE = 2
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+_WRITE_FAILED = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+_NO_FLAGS_HERE = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
+
+
+def _function(name: str, *arguments: type) -> Callable[..., int] | None:
+    """A function of the C library that returns 0 or -1 and sets errno; None where there is none such."""
+    try:
+        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes, found.restype = arguments, ctypes.c_int
+    return found
+
+
+_sync_file_range = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_renameat2 = _function(
+    "renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
+)
+
+
+class PosixStore(Store):
+    """A directory of a POSIX file system.
+
+    Args:
+        directory: made absolute now; need not exist yet.
+        early_write_back: see `open_store`.
+    """
+
+    renames = True
+    preferred_part_bytes = None
+
+    def __init__(self, directory: str | os.PathLike[str], *, early_write_back: bool = True):
+        self.root = os.path.abspath(directory)
+        self._early_write_back = early_write_back
+
+    def exists(self, path: str) -> bool:
+        """Whether stat(2) finds it."""
+        try:
+            os.stat(self._target(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def open_reader(self, path: str) -> PosixReader:
+        """Opens a regular file; anything else is refused."""
+        check_path(path, root_allowed=False)
+        name = self._name(path)
+        # Non-blocking, because a pipe of that name would otherwise wait for a writer. The resolved path is
+        # opened, so that a last component swapped for a symlink after the check is refused.
+        with _named(name):
+            fd = os.open(self._target(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if stat.S_ISDIR(status.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", name)
+        except BaseException:
+            os.close(fd)
+            raise
+        return PosixReader(fd, name, status.st_size)
+
+    def create(self, path: str, data: bytes) -> None:
+        """Open (`O_EXCL`), write, flush."""
+        writer = self.open_writer(path, len(data))
+        try:
+            writer.write(0, data)
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            with suppress(OSError):  # the error that counts is the one being raised
+                os.unlink(self._name(path))
+            raise
+
+    def open_writer(self, path: str, size: int) -> PosixWriter:
+        """Creates the file now, empty."""
+        name = self._place(path)
+        if size < 0:
+            raise ValueError(f"{name}: size {size}; expected at least 0")
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        return PosixWriter(fd, name, size, self._early_write_back)
+
+    def list(self, path: str) -> list[Entry]:
+        """One scandir, without a stat per entry."""
+        with _named(self._name(path)), os.scandir(self._target(path)) as entries:
+            found = [Entry(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        return sorted(found, key=lambda entry: entry.name)
+
+    def make_folder(self, path: str) -> None:
+        """One mkdir(2), never recursive."""
+        os.mkdir(self._place(path))
+
+    def make_root(self, mode: int | None = None) -> None:
+        """Creates what is missing from the top down, and flushes each folder that got a new name."""
+        missing = []
+        folder = self.root
+        while not os.path.isdir(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for folder in reversed(missing):
+            with suppress(FileExistsError):  # another process was quicker, or it is no folder
+                os.mkdir(folder)
+                if mode is not None and folder == self.root:
+                    os.chmod(folder, mode)
+            if not os.path.isdir(folder):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+            _sync_folder(os.path.dirname(folder), os.path.dirname(folder))
+
+    def sync_folder(self, path: str) -> None:
+        """One fsync(2) of the folder."""
+        _sync_folder(self._target(path), self._name(path))
+
+    def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
+        """Refuses an existing name atomically, where the file system can."""
+        source, target = self._place(src), self._place(dst)
+        try:
+            if replace:
+                os.rename(source, target)
+            else:
+                _rename_if_absent(source, target)
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:  # what some systems say instead of EEXIST
+                raise FileExistsError(
+                    errno.EEXIST, os.strerror(errno.EEXIST), source, None, target
+                ) from error
+            raise
+
+    def remove(self, path: str) -> None:
+        """One unlink(2)."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._place(path))
+
+    def remove_tree(self, path: str) -> None:
+        """Works from open folder to open folder, so that no name is followed out of the tree."""
+        name = self._place(path)
+        with suppress(FileNotFoundError):
+            parent = os.open(os.path.dirname(name), os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                _remove_at(parent, os.path.basename(name), name)
+            finally:
+                os.close(parent)
+
+    def _name(self, path: str) -> str:
+        """The full path as the user writes it."""
+        check_path(path)
+        return os.path.join(self.root, path) if path else self.root
+
+    def _target(self, path: str) -> str:
+        """The full path with symlinks resolved, which must lie in the root."""
+        name = self._name(path)
+        root, target = os.path.realpath(self.root), os.path.realpath(name)
+        if target != root and not target.startswith(os.path.join(root, "")):
+            raise PermissionError(
+                errno.EACCES, f"a symlink leads out of the root {self.root}, to {target}: refused", name
+            )
+        return target
+
+    def _place(self, path: str) -> str:
+        """The full path of what to make or move: its folder must lie in the root, itself is not followed."""
+        check_path(path, root_allowed=False)
+        self._target(path.rpartition("/")[0])
+        return self._name(path)
+
+
+class Handle:
+    """A file descriptor shared by threads. It is closed when the last use of it has ended, not before."""
+
+    def __init__(self, fd: int, name: str):
+        self.name = name
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._uses = 0
+        self._closed = False
+
+    @contextmanager
+    def use(self) -> Generator[int]:
+        """Holds the descriptor open; ValueError if it is closed."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self.name} is closed")
+            self._uses += 1
+        try:
+            yield self._fd
+        finally:
+            with self._lock:
+                self._uses -= 1
+                last = self._closed and not self._uses
+            if last:
+                os.close(self._fd)
+
+    def busy(self) -> bool:
+        """Whether somebody uses the descriptor now."""
+        with self._lock:
+            return self._uses > 0
+
+    def close(self) -> None:
+        """Closes now, or as soon as the last use has ended."""
+        with self._lock:
+            unused = not self._closed and not self._uses
+            self._closed = True
+        if unused:
+            os.close(self._fd)
+
+
+class PosixReader(Reader):
+    """One file, read by position."""
+
+    def __init__(self, fd: int, name: str, size: int):
+        self.handle = Handle(fd, name)
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """Length when it was opened."""
+        return self._size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """One preadv(2) as a rule."""
+        if offset < 0:
+            raise ValueError(f"{self.handle.name}: offset {offset}; expected at least 0")
+        if not buffer.nbytes:
+            return
+        whole = buffer.cast("B")
+        done = 0
+        with self.handle.use() as fd, _named(self.handle.name):
+            while done < len(whole):
+                count = os.preadv(fd, [whole[done : done + _CALL_BYTES]], offset + done)
+                if not count:
+                    raise EOFError(
+                        f"{self.handle.name}: bytes [{offset}, {offset + len(whole)}) asked for; "
+                        f"it ends at {os.fstat(fd).st_size}"
+                    )
+                done += count
+
+    def close(self) -> None:
+        """Closes once the last read has ended."""
+        self.handle.close()
+
+
+class PosixWriter(Writer):
+    """One new file, written by position."""
+
+    def __init__(self, fd: int, name: str, size: int, early_write_back: bool):
+        self.handle = Handle(fd, name)
+        self._size = size
+        self._early_write_back = early_write_back
+        self._written = 0
+        self._lock = threading.Lock()
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        """One pwrite(2) as a rule, and from 1 MiB on the start of its write-back."""
+        view = memoryview(data)
+        check_piece(offset, view.nbytes, self._size, self.handle.name)
+        if not view.nbytes:
+            return
+        view = view.cast("B")
+        done = 0
+        with self.handle.use() as fd, _named(self.handle.name):
+            while done < len(view):
+                done += os.pwrite(fd, view[done : done + _CALL_BYTES], offset + done)
+            if self._early_write_back and done >= WRITE_BACK_BYTES:
+                _start_write_back(fd, offset, done)
+        with self._lock:
+            self._written += done
+
+    def finish(self) -> None:
+        """One fsync(2)."""
+        name = self.handle.name
+        if self.handle.busy():
+            raise ValueError(f"{name}: finished while a write is still running")
+        try:
+            with self.handle.use() as fd, _named(name):
+                if self._written != self._size:
+                    raise ValueError(f"{name}: {self._written} of {self._size} bytes written; not finished")
+                os.fsync(fd)
+        finally:
+            self.handle.close()
+
+    def abort(self) -> None:
+        """Closes once the last write has ended; the file stays."""
+        with suppress(OSError):
+            self.handle.close()
+
+
+@contextmanager
+def _named(name: str) -> Generator[None]:
+    """Puts the full path into an error of a call that knew only a number or a part of it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = name
+        raise
+
+
+def _start_write_back(fd: int, offset: int, length: int) -> None:
+    """Has the kernel begin to write a range to the disk, without waiting: this is no flush."""
+    if _sync_file_range is None or not _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE):
+        return
+    code = ctypes.get_errno()
+    if code in _WRITE_FAILED:  # anything else says only that this file system or sandbox has no such call
+        raise OSError(code, os.strerror(code))
+
+
+def _sync_folder(folder: str, name: str) -> None:
+    with _named(name):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _rename_if_absent(source: str, target: str) -> None:
+    """Renames onto a free name. rename(2) replaces files and empty folders, so it is the last resort."""
+    while _renameat2 is not None:
+        if not _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE):
+            return
+        code = ctypes.get_errno()
+        if code in _NO_FLAGS_HERE:  # NFS and some FUSE file systems
+            break
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), source, None, target)
+    if not stat.S_ISDIR(os.lstat(source).st_mode):
+        os.link(source, target, follow_symlinks=False)  # refuses an existing name atomically
+        os.unlink(source)
+    elif os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), source, None, target)
+    else:  # of what appears just now, a file or a folder with content is refused, an empty folder replaced
+        os.rename(source, target)
+
+
+def _remove_at(parent: int, name: str, full: str) -> None:
+    """Removes `name` in an open folder, with everything below; FileNotFoundError if it is gone."""
+    for _ in range(_REMOVE_ROUNDS):
+        with _named(full):
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+                os.unlink(name, dir_fd=parent)  # a file, or a symlink wherever it points
+                return
+        try:
+            _empty(fd, full)
+        finally:
+            os.close(fd)
+        with _named(full):
+            try:
+                os.rmdir(name, dir_fd=parent)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+    raise OSError(errno.ENOTEMPTY, f"files kept appearing in it {_REMOVE_ROUNDS} times over", full)
+
+
+def _empty(fd: int, full: str) -> None:
+    with _named(full), os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        path = os.path.join(full, name)
+        with suppress(FileNotFoundError):  # somebody else removes it too
+            if is_folder:
+                _remove_at(fd, name, path)
+            else:
+                with _named(path):
+                    os.unlink(name, dir_fd=fd)

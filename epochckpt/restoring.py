@@ -1,0 +1,282 @@
+"""Restores an item: what is wanted (targets), what to read for it (node_reader), and how it goes onto devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from epochckpt import plan as plan_lib
+from epochckpt import tree as tree_lib
+from epochckpt.errors import FormatError, Mismatch, MismatchError
+from epochckpt.grid import ArrayItem, Box, Leaf
+from epochckpt.node_reader import EpochReader, Request, whole
+from epochckpt.targets import ADVICE, Matcher, Shardings, Want, without_target
+
+_ALIGNMENT = 64  # jax takes a NumPy buffer over without copying when it is aligned to this
+_ALIGN_FROM = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeRequest:
+    """What to restore of an array item.
+
+    Attributes:
+        target: pytree of what is expected, or None for the tree as it was saved.
+        restore_args: pytree of `ocp.RestoreArgs` over the target (or alone), or None.
+        partial: see `Matcher.match`.
+        fallback_sharding: for arrays whose saved sharding does not exist here.
+    """
+
+    target: Any = None
+    restore_args: Any = None
+    partial: bool = False
+    fallback_sharding: Any = None
+
+
+def restore_tree(reader: EpochReader, name: str, request: TreeRequest) -> Any:
+    """Restores one array item.
+
+    Raises:
+        MismatchError: the target does not fit; lists every leaf that does not.
+        DamagedError: bytes differ from what was written.
+    """
+    item = reader.record.items[name].arrays
+    assert item is not None, "callers choose array items"
+    shardings = Shardings(item, request.fallback_sharding)
+    treedef = None
+    if request.target is None and request.restore_args is None:
+        wants = without_target(item, shardings)
+    else:
+        wants, treedef = _match(reader, name, item, request, shardings)
+    leaves = _Assembly(reader, name, item).run(wants)
+    if treedef is not None:
+        return tree_lib.unflatten(treedef, leaves)
+    where = f"{reader.folder}/epoch.json"
+    return tree_lib.nest([(leaf.path, value) for leaf, value in zip(item.leaves, leaves, strict=True)], where)
+
+
+def _match(
+    reader: EpochReader, name: str, item: ArrayItem, request: TreeRequest, shardings: Shardings
+) -> tuple[list[Want], Any]:
+    matcher = Matcher(item, shardings)
+    pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
+    wants = matcher.match(pairs, request.partial)
+    if request.restore_args is not None and request.target is not None:
+        given, _ = tree_lib.flatten(request.restore_args)
+        by_name = {tree_lib.leaf_name(path): args for path, args in given if args is not None}
+        for i, (path, target) in enumerate(pairs):
+            args, want = by_name.get(tree_lib.leaf_name(path)), wants[i]
+            if args is not None and want.leaf >= 0:
+                leaf = item.leaves[want.leaf]
+                matcher.rows = [r for r in matcher.rows if r.leaf != leaf.name or r.problem == "missing"]
+                wants[i] = matcher.with_restore_args(want.leaf, leaf, args, target)
+    if matcher.rows:
+        raise MismatchError(name, reader.record.epoch, matcher.rows, ADVICE)
+    return wants, treedef
+
+
+def read_leaves(reader: EpochReader, name: str, patterns: Sequence[str]) -> dict[str, Any]:
+    """Leaves whose names match any of the shell patterns, as NumPy arrays and Python values, by name."""
+    item = reader.record.items[name].arrays
+    assert item is not None, "callers choose array items"
+    chosen = [
+        i for i, leaf in enumerate(item.leaves) if any(fnmatch.fnmatchcase(leaf.name, p) for p in patterns)
+    ]
+    wants = [Want(i, "python" if item.leaves[i].dtype is None else "numpy") for i in chosen]
+    wants = [w if item.leaves[w.leaf].kind not in tree_lib.EMPTY_KINDS else Want(-1, "keep") for w in wants]
+    wants = [
+        dataclasses.replace(w, form="python") if item.leaves[w.leaf].kind[:4] == "long" else w for w in wants
+    ]
+    return dict(
+        zip((item.leaves[i].name for i in chosen), _Assembly(reader, name, item).run(wants), strict=True)
+    )
+
+
+class _Assembly:
+    """Reads what is wanted and puts it together."""
+
+    def __init__(self, reader: EpochReader, name: str, item: ArrayItem):
+        self.reader, self.name, self.item = reader, name, item
+        self.requests: list[Request] = []
+        self.rows: list[Mismatch] = []
+
+    def run(self, wants: Sequence[Want]) -> list[Any]:
+        plans = [self._plan(w) for w in wants]
+        self.reader.read(self.requests)
+        hosts: list[np.ndarray] = []
+        places: list[Any] = []
+        for want, boxes in zip(wants, plans, strict=True):
+            for buffer, devices in boxes if isinstance(boxes, list) else ():
+                hosts += [self._cast(self.item.leaves[want.leaf], buffer, want.dtype)] * len(devices)
+                places += devices
+        self._refuse()
+        placed = iter(jax.device_put(hosts, places) if hosts else [])
+        out = [self._finish(want, boxes, placed) for want, boxes in zip(wants, plans, strict=True)]
+        self._refuse()
+        return out
+
+    def _refuse(self) -> None:
+        if self.rows:
+            raise MismatchError(self.name, self.reader.record.epoch, self.rows, ADVICE)
+
+    def _plan(self, want: Want) -> Any:
+        """Where the bytes of one leaf go: [(buffer, devices), …] for jax, a buffer otherwise, None without bytes."""
+        if want.leaf < 0 or self.item.leaves[want.leaf].dtype is None:
+            return None
+        leaf = self.item.leaves[want.leaf]
+        if want.form != "jax":
+            return self._request(want.leaf, whole(leaf.shape))
+        if want.sharding is None or isinstance(want.sharding, SingleDeviceSharding):
+            device = want.sharding if want.sharding is not None else jax.local_devices()[0]
+            return [(self._request(want.leaf, whole(leaf.shape)), [device])]
+        rank = len(leaf.shape)
+        logical = leaf.shape if leaf.kind != "prng" else leaf.shape[: rank - _key_dims(leaf)]
+        boxes: dict[Box, list[Any]] = {}
+        for device, box in plan_lib.boxes_of_devices(want.sharding, logical).items():
+            full = box + whole(leaf.shape[len(box) :])
+            boxes.setdefault(full, []).append(_place(device, want.sharding))
+        return [(self._request(want.leaf, box), devices) for box, devices in boxes.items()]
+
+    def _request(self, leaf: int, box: Box) -> np.ndarray:
+        info = self.item.leaves[leaf]
+        assert info.dtype is not None
+        out = _empty([b - a for a, b in box], info.dtype)
+        self.requests.append(Request(self.name, leaf, box, out))
+        return out
+
+    def _finish(self, want: Want, data: Any, placed: Any) -> Any:
+        if want.leaf < 0:
+            return want.value
+        leaf = self.item.leaves[want.leaf]
+        if isinstance(data, list):
+            arrays = [next(placed) for _, devices in data for _ in devices]
+            return _join(leaf, want, arrays)
+        if data is None:
+            return self._value(leaf, want)
+        if want.form == "python" and leaf.kind in ("longstr", "longbytes"):
+            raw = data.tobytes()
+            return raw.decode("utf-8", "surrogatepass") if leaf.kind == "longstr" else raw
+        data = self._cast(leaf, data, want.dtype)
+        if want.form == "numpy":
+            return data
+        return self._convert(leaf, data[()], want.kind) if want.form == "python" else data[()]
+
+    def _value(self, leaf: Leaf, want: Want) -> Any:
+        raw = self.reader.record.items[self.name].values[want.leaf]
+        value = tree_lib.value_from_json(f"{self.reader.folder}/epoch.json", leaf.kind, raw)
+        if want.form == "python":
+            return self._convert(leaf, value, want.kind)
+        try:
+            array = np.asarray(value)
+            cast = self._cast(leaf, array, want.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            self.rows.append(
+                Mismatch(leaf.name, "value", f"{leaf.kind} {value!r:.40}", f"{want.dtype} ({error})")
+            )
+            return None
+        if want.form == "jax" and want.sharding is not None:
+            return jax.make_array_from_callback((), want.sharding, lambda index: cast[index])
+        return cast if want.form == "numpy" else cast[()]
+
+    def _convert(self, leaf: Leaf, value: Any, kind: type | None) -> Any:
+        if kind is None or type(value) is kind:
+            return value
+        plain = value.item() if isinstance(value, np.generic) else value
+        try:
+            out = kind(plain)
+        except (TypeError, ValueError, OverflowError):
+            out = None
+        if out is None or (out != plain and plain == plain):
+            self.rows.append(
+                Mismatch(
+                    leaf.name, "value", f"{plain!r:.40}", f"{kind.__name__}, which cannot hold it exactly"
+                )
+            )
+        return out
+
+    def _cast(self, leaf: Leaf, data: np.ndarray, dtype: Any) -> np.ndarray:
+        if dtype is None or data.dtype == dtype:
+            return data
+        with np.errstate(all="ignore"):
+            out = data.astype(dtype)
+            if not _only_precision(data.dtype, dtype) and not _survives(data, out):
+                self.rows.append(
+                    Mismatch(
+                        leaf.name,
+                        "dtype",
+                        str(data.dtype),
+                        f"{np.dtype(dtype)}: not every value survives the cast",
+                    )
+                )
+        return out
+
+
+def _join(leaf: Leaf, want: Want, arrays: list[jax.Array]) -> jax.Array:
+    """Puts the parts on each device together as one array (typed keys: as keys)."""
+    if want.sharding is None or isinstance(want.sharding, SingleDeviceSharding):
+        data = arrays[0]
+    else:
+        sharding = want.sharding
+        if leaf.kind == "prng":
+            sharding = _with_key_dims(sharding, leaf)
+        data = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+    return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
+
+
+def _key_dims(leaf: Leaf) -> int:
+    try:
+        return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf.impl))).ndim
+    except (ValueError, TypeError) as error:
+        raise FormatError(
+            "epoch.json", f"leaf {leaf.name!r}: this jax has no PRNG implementation {leaf.impl!r}"
+        ) from error
+
+
+def _with_key_dims(sharding: Any, leaf: Leaf) -> Any:
+    """The sharding of key data, given that of the keys: more dimensions, not split."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
+        return jax.sharding.NamedSharding(
+            sharding.mesh, jax.sharding.PartitionSpec(*spec), memory_kind=sharding.memory_kind
+        )
+    return sharding
+
+
+def _place(device: Any, sharding: Any) -> Any:
+    kind = sharding.memory_kind
+    return (
+        device
+        if kind is None or kind == device.default_memory().kind
+        else SingleDeviceSharding(device, memory_kind=kind)
+    )
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+    """An uninitialised C-contiguous array, aligned so that jax can take it over without a copy."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if nbytes < _ALIGN_FROM:
+        return np.empty(shape, dtype)
+    raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _only_precision(before: Any, after: Any) -> bool:
+    """Whether a cast changes the precision only: float to float, or complex to complex."""
+    kinds = (np.complexfloating, np.floating)
+    return any(tree_lib.issubdtype(before, kind) and tree_lib.issubdtype(after, kind) for kind in kinds)
+
+
+def _survives(before: np.ndarray, after: np.ndarray) -> bool:
+    """Whether a cast kept every value exactly, in both directions."""
+    back = after.astype(before.dtype)
+    same = (back == before) | ((back != back) & (before != before))
+    wide = [a.astype(np.float64) if a.dtype.itemsize < 4 else a for a in (before, after)]
+    equal = (wide[0] == wide[1]) | ((wide[0] != wide[0]) & (wide[1] != wide[1]))
+    return bool(np.all(same & equal))

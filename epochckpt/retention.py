@@ -1,0 +1,192 @@
+"""Which epochs to save and which to keep, with Orbax's own policies, and the history they look at."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
+from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
+
+from epochckpt.records import EpochRecord
+
+
+class EpochInfo:
+    """What a policy may look at; metrics and time are read from storage only when it does.
+
+    Attributes:
+        step: the epoch's number (Orbax's word).
+    """
+
+    def __init__(
+        self,
+        step: int,
+        load: Callable[[int], EpochRecord] | None = None,
+        *,
+        metrics: Any = None,
+        time_ns: int = 0,
+    ):
+        self.step, self._load, self._metrics, self._time_ns = step, load, metrics, time_ns
+
+    def _read(self) -> None:
+        if self._load is not None:
+            load, self._load = self._load, None
+            try:
+                record = load(self.step)
+                self._metrics, self._time_ns = record.metrics, record.committed_ns
+            except (OSError, ValueError):  # damaged or gone: it has no metrics
+                return
+
+    @property
+    def metrics(self) -> Any:
+        """The metrics it was saved with, or None."""
+        self._read()
+        return self._metrics
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When it was committed (wall clock, UTC)."""
+        self._read()
+        return datetime.datetime.fromtimestamp(self._time_ns / 1e9, tz=datetime.UTC)
+
+
+class History:
+    """The epochs that this process knows: committed ones, and those that were asked for.
+
+    `committed` is what `latest_step` and `all_steps` say. `requested` is what `should_save` decides from: it depends
+    only on calls that every process makes alike, not on how far the background is.
+    """
+
+    def __init__(self, load: Callable[[int], EpochRecord]):
+        self._load, self._lock = load, threading.Lock()
+        self._committed: dict[int, EpochInfo] = {}
+        self._requested: dict[int, EpochInfo] = {}
+
+    def reset(self, epochs: Iterable[int]) -> None:
+        """Takes storage's word for what is committed; nothing else was asked for."""
+        with self._lock:
+            known = self._committed
+            self._committed = {e: known.get(e) or EpochInfo(e, self._load) for e in sorted(epochs)}
+            self._requested = dict(self._committed)
+
+    def request(self, info: EpochInfo) -> None:
+        """An epoch was asked for."""
+        with self._lock:
+            self._requested[info.step] = info
+
+    def commit(self, info: EpochInfo) -> None:
+        """An epoch was committed."""
+        with self._lock:
+            self._committed[info.step] = info
+            self._requested[info.step] = info
+
+    def drop(self, epochs: Iterable[int]) -> None:
+        """Epochs were deleted."""
+        with self._lock:
+            for epoch in epochs:
+                self._committed.pop(epoch, None)
+                self._requested.pop(epoch, None)
+
+    def forget_failed(self) -> None:
+        """Nothing is in flight any more: what was asked for and is not committed may be asked for again."""
+        with self._lock:
+            self._requested = dict(self._committed)
+
+    def committed(self) -> list[EpochInfo]:
+        """Committed epochs, ascending."""
+        with self._lock:
+            return [self._committed[e] for e in sorted(self._committed)]
+
+    def requested(self) -> list[EpochInfo]:
+        """Epochs asked for (committed ones among them), ascending."""
+        with self._lock:
+            return [self._requested[e] for e in sorted(self._requested)]
+
+    def is_requested(self, epoch: int) -> bool:
+        """Whether an epoch exists or is on its way."""
+        with self._lock:
+            return epoch in self._requested
+
+
+def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | None:
+    """How good an epoch is by `best_fn`, larger is better; None without metrics; NaN is worst of all."""
+    if options.best_fn is None or info.metrics is None:
+        return None
+    value = float(options.best_fn(info.metrics))
+    if math.isnan(value):
+        return -math.inf
+    return value if options.best_mode == "max" else -value
+
+
+def best(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> int | None:
+    """The best epoch (the later of equals), or the latest without `best_fn`; None if none has metrics."""
+    if options.best_fn is None:
+        return infos[-1].step if infos else None
+    scored = [(s, i.step) for i in infos if (s := score(options, i)) is not None]
+    return max(scored)[1] if scored else None
+
+
+def save_policy(options: ocp.CheckpointManagerOptions) -> decide.SaveDecisionPolicy:
+    """The policy that the options describe: `save_decision_policy`, or what the older options mean."""
+    if options.save_decision_policy is not None:
+        return options.save_decision_policy
+    policies: list[Any] = []
+    if options.should_save_fn is not None:
+        policies.append(_FunctionPolicy(options.should_save_fn))
+    else:
+        if options.save_interval_steps:
+            policies.append(decide.FixedIntervalPolicy(options.save_interval_steps))
+        policies.append(decide.SpecificStepsPolicy(options.save_on_steps or ()))
+        policies.append(decide.InitialSavePolicy())
+    policies.append(decide.PreemptionCheckpointingPolicy())
+    return decide.AnySavePolicy(policies)
+
+
+class _FunctionPolicy(decide.SaveDecisionPolicy):
+    def __init__(self, fn: Callable[[int, int | None], bool]):
+        self._fn = fn
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        return bool(self._fn(step.step, previous_steps[-1].step if previous_steps else None))
+
+
+def superfluous(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> list[int]:
+    """The epochs that may be deleted now. The newest is never among them, nor, with `best_fn`, the best."""
+    if not infos:
+        return []
+    if options.preservation_policy is not None:
+        flags = options.preservation_policy.should_preserve(infos, context=keep.PreservationContext())
+        kept = {i.step for i, flag in zip(infos, flags, strict=True) if flag}
+    else:
+        kept = _default_kept(options, infos)
+        if options.best_fn is not None and (top := best(options, infos)) is not None:
+            kept.add(top)
+    kept.add(infos[-1].step)
+    return [i.step for i in infos if i.step not in kept]
+
+
+def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> set[int]:
+    n = options.max_to_keep
+    policies: list[Any] = []
+    if options.keep_period is not None:
+        policies.append(keep.EveryNSteps(options.keep_period))
+    if options.keep_time_interval is not None:
+        policies.append(keep.EveryNSeconds(interval_secs=int(options.keep_time_interval.total_seconds())))
+    kept: set[int] = set()
+    for policy in policies:
+        flags = policy.should_preserve(infos, context=keep.PreservationContext())
+        kept |= {i.step for i, flag in zip(infos, flags, strict=True) if flag}
+    if n is None:
+        return {i.step for i in infos}
+    if options.best_fn is None:
+        return kept | {i.step for i in infos[max(0, len(infos) - n) :]}
+    scores = [(score(options, i), i.step) for i in infos]
+    ranked = sorted((s, step) for s, step in scores if s is not None)
+    kept |= {step for _, step in ranked[max(0, len(ranked) - n) :]}
+    if options.keep_checkpoints_without_metrics:
+        kept |= {step for s, step in scores if s is None}
+    return kept

@@ -1,0 +1,162 @@
+"""What `status`, `verify` and the metadata calls answer: plain values, read from records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from epochckpt import checksum, layout
+from epochckpt import tree as tree_lib
+from epochckpt.errors import DamagedError, EpochCheckpointError
+from epochckpt.grid import ArrayItem, Leaf
+from epochckpt.node_reader import EpochReader
+from epochckpt.records import EpochRecord
+from epochckpt.store import Store
+from epochckpt.targets import Shardings
+
+_HANDLERS = {
+    "arrays": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler",
+    "json": "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeStatus:
+    """One node's part of an epoch.
+
+    Attributes:
+        name: the node's name.
+        nbytes: bytes of its files.
+        secs: how long it wrote.
+    """
+
+    name: str
+    nbytes: int
+    secs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochStatus:
+    """What is known of one epoch.
+
+    Attributes:
+        epoch: its number.
+        state: `committed`, `saving`, `failed`, `damaged` or `absent`.
+        detail: what it waits for, or why it failed; empty otherwise.
+        nodes: the nodes that wrote it, if committed.
+    """
+
+    epoch: int
+    state: str
+    detail: str = ""
+    nodes: tuple[NodeStatus, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all nodes' files."""
+        return sum(n.nbytes for n in self.nodes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The outcome of reading every byte of an epoch.
+
+    Attributes:
+        epoch: its number.
+        nbytes: bytes that its records say it has.
+        damage: one error per damaged place, each naming its file and, where there is one, its leaf.
+    """
+
+    epoch: int
+    nbytes: int
+    damage: tuple[EpochCheckpointError, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it was written."""
+        return not self.damage
+
+    def raise_if_damaged(self) -> None:
+        """Raises the first damage, if there is any."""
+        if self.damage:
+            raise self.damage[0]
+
+
+def committed(record: EpochRecord) -> EpochStatus:
+    """The status of an epoch with a usable record."""
+    nodes = tuple(NodeStatus(n.name, n.nbytes, n.secs) for n in record.nodes)
+    return EpochStatus(record.epoch, "committed", "", nodes)
+
+
+def verify(reader: EpochReader) -> Verification:
+    """Reads every byte of an epoch."""
+    return Verification(reader.record.epoch, reader.record.nbytes, tuple(reader.verify_all()))
+
+
+def item_metadata(record: EpochRecord, directory: Any) -> Any:
+    """Orbax metadata of every item: trees of `ocp.metadata.ArrayMetadata` and its kin, usable as restore targets."""
+    out = {
+        name: None if item.arrays is None else _tree_metadata(item.arrays, directory / name)
+        for name, item in record.items.items()
+    }
+    return out[next(iter(out))] if record.default_item and len(out) == 1 else ocp.args.Composite(**out)
+
+
+def _tree_metadata(item: ArrayItem, directory: Any) -> Any:
+    shardings = Shardings(item)
+    pairs = [(leaf.path, _leaf_metadata(leaf, shardings, directory)) for leaf in item.leaves]
+    return tree_lib.nest(pairs, str(directory))
+
+
+def _leaf_metadata(leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
+    common = {"name": leaf.name, "directory": directory}
+    if leaf.kind in tree_lib.EMPTY_KINDS:
+        return {"dict": {}, "list": [], "tuple": ()}.get(leaf.kind)
+    if leaf.kind in ("str", "bytes", "longstr", "longbytes"):
+        return ocp.metadata.StringMetadata(**common)
+    if leaf.dtype is None:
+        return ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=_scalar_dtype(leaf.kind))
+    sharding = shardings.of(leaf)
+    row = None
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        row = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        row = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
+    return ocp.metadata.ArrayMetadata(**common, shape=leaf.shape, sharding=row, dtype=leaf.dtype)
+
+
+def _scalar_dtype(kind: str) -> Any:
+    return {"bool": np.dtype(np.bool_), "int": np.dtype(np.int64), "float": np.dtype(np.float64)}.get(
+        kind, np.dtype(np.complex128)
+    )
+
+
+def step_metadata(record: EpochRecord, directory: Any) -> Any:
+    """Orbax's StepMetadata of an epoch."""
+    handlers = {name: _HANDLERS[item.kind] for name, item in record.items.items()}
+    return ocp.metadata.StepMetadata(
+        item_handlers=handlers,
+        item_metadata=item_metadata(record, directory),
+        metrics=record.metrics or {},
+        init_timestamp_nsecs=record.started_ns,
+        commit_timestamp_nsecs=record.committed_ns,
+        custom_metadata=dict(record.custom_metadata),
+    )
+
+
+def root_metadata(store: Store) -> Any:
+    """Orbax's RootMetadata of a directory; empty where none was written."""
+    path = layout.join(*layout.ROOT_METADATA)
+    try:
+        data = json.loads(store.read(path, limit_bytes=2**24))
+    except FileNotFoundError:
+        return ocp.metadata.RootMetadata()
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(path, f"is not usable JSON: {error}") from None
+    custom = data.get("custom_metadata") if isinstance(data, dict) else None
+    return ocp.metadata.RootMetadata(custom_metadata=checksum.unpack_json(custom or {}))

@@ -1,0 +1,36 @@
+"""Which store a directory names."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+
+from epochckpt.kv_store import KvStore
+from epochckpt.posix_store import PosixStore
+from epochckpt.store import Store
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_COLLAPSED_URL = re.compile(r"(?:gs|s3|file|memory|https?):/[^/]")
+
+
+def open_store(directory: str | os.PathLike[str], *, early_write_back: bool = True) -> Store:
+    """Opens the store that a directory names; touches nothing.
+
+    Args:
+        directory: `scheme://…` for what TensorStore's key-value stores know (`gs://`, `s3://`, `memory://`,
+            `file://`); anything else is a POSIX path, made absolute here and now.
+        early_write_back: POSIX: have the kernel start writing to the disk while later pieces are still being
+            written. Never changes what is durable when.
+
+    Raises:
+        ValueError: no such scheme, or a URL that `pathlib.Path` has damaged.
+    """
+    name = os.fspath(directory)
+    if _URL.match(name):
+        return KvStore(name)
+    if isinstance(directory, pathlib.PurePath) and _COLLAPSED_URL.match(name):
+        raise ValueError(
+            f"{name!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path"
+        )
+    return PosixStore(name, early_write_back=early_write_back)

@@ -1,0 +1,279 @@
+"""Where epochs lie: one small interface over POSIX folders and object stores, and the choice between them.
+
+Guarantees that the floors above build on, the same for every store:
+
+- A file is written once. `create` and `open_writer` never replace an existing file; `create` of one name by
+  many callers has exactly one winner.
+- When `create` or `Writer.finish` returns, the content is durable. The *name* is after `sync_folder` of the
+  folder that holds it (on object stores at once).
+- A flush that failed is reported and never tried again: the second try would lie
+  (https://wiki.postgresql.org/wiki/Fsync_Errors).
+- Nothing is retried here, except what a signal interrupted. Whoever calls decides.
+- Every path is checked before it is used, and no read leaves the root through a symlink.
+
+Only stores with `renames` have folders that exist on their own: there `make_folder` and `rename` fail where a
+parent is gone, which is what fences off an older run. Elsewhere a folder exists while a file lies below it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name in a folder.
+
+    Attributes:
+        name: last component, not a path.
+        is_folder: a real folder; a symlink is none, wherever it points.
+    """
+
+    name: str
+    is_folder: bool
+
+
+class Reader(ABC):
+    """One file, open for reading by any number of threads. A context manager."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Length of the file in bytes. An object store finds it out on first use, in a few requests."""
+
+    @abstractmethod
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fills the whole buffer with the bytes from `offset` on. Any thread.
+
+        Args:
+            offset: byte position in the file, ≥ 0.
+            buffer: writable and C-contiguous, of any format.
+
+        Raises:
+            EOFError: the file ends before the buffer is full.
+            OSError: storage refused.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends reading; calling it again is fine, and so is a read still running in another thread."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Writer(ABC):
+    """One new file of known size, written in pieces by any number of threads."""
+
+    @abstractmethod
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        """Writes all of `data` at `offset`. Any thread; pieces must not overlap.
+
+        Args:
+            offset: byte position in the file, ≥ 0.
+            data: C-contiguous, of any format.
+
+        Raises:
+            OSError: storage refused (`ENOSPC`, `EIO`, …).
+            ValueError: the piece reaches beyond the declared size, or the writer is closed.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Makes the content durable and closes. Once, after every `write` has returned.
+
+        Raises:
+            OSError: the file is not durable and must not be used. Trying again cannot help: write a new file.
+            FileExistsError: another writer finished this file first (object stores).
+            ValueError: bytes are missing, a write is still running, or the writer is closed.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Closes without finishing; never raises, at any time, from any thread. `remove_tree` cleans up."""
+
+
+class Store(ABC):
+    """A directory of epochs. Paths are relative to its root, separated by `/`; `""` is the root.
+
+    Every method may be called by any thread, and raises ValueError for a malformed path.
+
+    Attributes:
+        root: what the user sees: an absolute path or a URL.
+        renames: there is an atomic rename of folders (POSIX); otherwise only put-if-absent (object stores).
+        preferred_part_bytes: largest file that suits this store; None where there is no limit.
+    """
+
+    root: str
+    renames: bool
+    preferred_part_bytes: int | None
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder."""
+
+    def size(self, path: str) -> int:
+        """Length of a file in bytes.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        with self.open_reader(path) as reader:
+            return reader.size
+
+    def read(self, path: str, *, limit_bytes: int) -> bytes:
+        """Reads a small file whole.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is larger than `limit_bytes`; not read.
+        """
+        with self.open_reader(path) as reader:
+            size = reader.size
+            if size > limit_bytes:
+                raise too_large(f"{self.root.rstrip('/')}/{path}", size, limit_bytes)
+            data = bytearray(size)
+            reader.read_into(0, memoryview(data))
+        return bytes(data)
+
+    @abstractmethod
+    def open_reader(self, path: str) -> Reader:
+        """Opens a file for reading.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+
+    @abstractmethod
+    def create(self, path: str, data: bytes) -> None:
+        """Creates a small file, durable on return, if and only if there is none of that name.
+
+        On POSIX a reader may see the file before all of its bytes are in it, and what a crash leaves may be
+        short; on an object store never.
+
+        Raises:
+            FileExistsError: there is one. On an object store it may be our own, when a first request arrived
+                and only its answer was lost: who must know reads the file and compares.
+            FileNotFoundError: the folder is missing (POSIX).
+            OSError: storage refused; POSIX then takes the unfinished file away again if it can.
+        """
+
+    @abstractmethod
+    def open_writer(self, path: str, size: int) -> Writer:
+        """Opens a new file of exactly `size` bytes for writing.
+
+        Raises:
+            FileExistsError: there is one of that name.
+            FileNotFoundError: the folder is missing (POSIX).
+        """
+
+    @abstractmethod
+    def list(self, path: str) -> list[Entry]:
+        """What lies directly in a folder, sorted by name.
+
+        An object store answers with an empty list for a folder that does not exist, and reads every name
+        *below* the folder to find those *in* it.
+
+        Raises:
+            FileNotFoundError: there is no such folder (POSIX).
+        """
+
+    @abstractmethod
+    def make_folder(self, path: str) -> None:
+        """Creates one folder, never its parents; nothing to do on object stores.
+
+        Raises:
+            FileExistsError: there is something of that name.
+            FileNotFoundError: the parent is missing.
+        """
+
+    @abstractmethod
+    def make_root(self, mode: int | None = None) -> None:
+        """Creates the root and its parents durably where they are missing; nothing to do on object stores.
+
+        Args:
+            mode: permission bits of the root if it is created here; None leaves that to the umask.
+        """
+
+    @abstractmethod
+    def sync_folder(self, path: str) -> None:
+        """Makes the names in a folder durable; nothing to do on object stores.
+
+        Raises:
+            OSError: they may not be; do not try again.
+        """
+
+    @abstractmethod
+    def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
+        """Renames a file or folder atomically.
+
+        Args:
+            src: existing name.
+            dst: new name; its folder exists.
+            replace: an existing *file* at `dst` may be replaced. A folder with content never is.
+
+        Raises:
+            FileExistsError: there is something at `dst`.
+            FileNotFoundError: `src` or the folder of `dst` is gone.
+            io.UnsupportedOperation: this store cannot rename (see `renames`).
+        """
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Removes one file or symlink; a missing one is fine."""
+
+    @abstractmethod
+    def remove_tree(self, path: str) -> None:
+        """Removes a folder with everything below it; a missing one is fine, so is a file.
+
+        Symlinks are removed, not followed. Files that appear meanwhile are removed too, up to a bound.
+
+        Raises:
+            OSError: something could not be removed, or files kept appearing (`ENOTEMPTY`).
+        """
+
+
+def check_path(path: str, *, root_allowed: bool = True) -> str:
+    """Returns the path if it is well formed.
+
+    Args:
+        path: relative, `/`-separated.
+        root_allowed: `""`, the root itself, will do.
+
+    Raises:
+        ValueError: it is absolute, has an empty, `.` or `..` component or a NUL, or is the root and must not
+            be.
+    """
+    if not path:
+        if root_allowed:
+            return path
+        raise ValueError("path '' is the root itself; expected a name below it")
+    if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError(
+            f"malformed path {path!r}: expected a relative one such as 'a/b', "
+            "without NUL and without empty, '.' or '..' components"
+        )
+    return path
+
+
+def check_piece(offset: int, length: int, size: int, name: str) -> None:
+    """Refuses a piece that does not lie inside a file of `size` bytes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if offset < 0 or offset + length > size:
+        raise ValueError(f"{name}: bytes [{offset}, {offset + length}) lie outside of its {size} bytes")
+
+
+def too_large(name: str, size: int, limit_bytes: int) -> ValueError:
+    """The error for a file that is larger than its reader allows."""
+    return ValueError(f"{name} has {size} bytes; expected at most {limit_bytes}: not read")

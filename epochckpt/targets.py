@@ -1,0 +1,292 @@
+"""What a restore is to give back for each leaf: matching a target pytree with the recorded one, in one pass.
+
+Every difference is collected; a target that does not fit is refused with one table of all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from epochckpt import tree as tree_lib
+from epochckpt.errors import Mismatch, UnsupportedError
+from epochckpt.grid import ArrayItem, Leaf
+from epochckpt.tree import ARRAY_KINDS, EMPTY_KINDS
+
+ADVICE = (
+    "Nothing was restored. Change the target, or restore only what fits: PyTreeRestore(target, partial_restore=True), "
+    "restore_leaves(epoch, patterns), or no target at all."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Want:
+    """How one leaf is to come back.
+
+    Attributes:
+        leaf: leaf number in the epoch, or -1 for something the target keeps as it is.
+        form: `jax`, `numpy`, `scalar` (a NumPy scalar), `python` (a Python value), `keep`.
+        dtype: to cast to; None keeps the stored one.
+        sharding: for `jax`.
+        kind: Python type to convert to, for `python`.
+        value: what to return, for `keep`.
+    """
+
+    leaf: int
+    form: str
+    dtype: Any = None
+    sharding: Sharding | None = None
+    kind: type | None = None
+    value: Any = None
+
+
+class Shardings:
+    """The recorded shardings, as far as their devices exist in this process's job."""
+
+    def __init__(self, item: ArrayItem, fallback: Sharding | None = None):
+        self._item, self._fallback = item, fallback
+        self._known: dict[int, Sharding | None] = {}
+        self._meshes: dict[int, Mesh | None] = {}
+        self._devices: dict[tuple[str, int], Any] | None = None
+
+    def of(self, leaf: Leaf) -> Sharding | None:
+        """The sharding that a leaf was saved with, the fallback, or None."""
+        if leaf.sharding < 0:
+            return self._fallback
+        if leaf.sharding not in self._known:
+            try:
+                self._known[leaf.sharding] = self._build(self._item.shardings[leaf.sharding])
+            except (KeyError, TypeError, ValueError, IndexError):  # a row that this jax cannot express
+                self._known[leaf.sharding] = None
+        return self._known[leaf.sharding] or self._fallback
+
+    def _device(self, platform: str, number: int) -> Any:
+        if self._devices is None:
+            self._devices = {(d.platform, d.id): d for d in jax.devices()}
+        return self._devices[platform, number]
+
+    def _build(self, row: Mapping[str, Any]) -> Sharding | None:
+        if "device" in row:
+            if jax.process_count() > 1:
+                return None
+            return SingleDeviceSharding(
+                self._device(row["platform"], row["device"]), memory_kind=row["memory"]
+            )
+        number = row["mesh"]
+        if number not in self._meshes:
+            mesh = self._item.meshes[number]
+            devices = [self._device(mesh["platform"], d) for d in mesh["devices"]]
+            self._meshes[number] = Mesh(np.array(devices).reshape(mesh["shape"]), tuple(mesh["axes"]))
+        spec = PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in row["spec"]])
+        mesh = self._meshes[number]
+        return None if mesh is None else NamedSharding(mesh, spec, memory_kind=row["memory"])
+
+
+def without_target(item: ArrayItem, shardings: Shardings) -> list[Want]:
+    """Arrays as they were saved where their devices exist, else as NumPy; everything else as it was."""
+    return [_default(i, leaf, shardings) for i, leaf in enumerate(item.leaves)]
+
+
+def _default(number: int, leaf: Leaf, shardings: Shardings) -> Want:
+    if leaf.kind in ("jax", "prng"):
+        sharding = shardings.of(leaf)
+        assert leaf.dtype is not None
+        if leaf.kind == "prng" or (sharding is not None and _canonical(leaf.dtype)):
+            return Want(number, "jax", None, sharding)
+        return Want(number, "numpy")
+    if leaf.kind in ("numpy", "scalar"):
+        return Want(number, "numpy" if leaf.kind == "numpy" else "scalar")
+    if leaf.kind in EMPTY_KINDS:
+        return Want(-1, "keep", value={"dict": {}, "list": [], "tuple": ()}.get(leaf.kind))
+    return Want(number, "python")
+
+
+def _canonical(dtype: Any) -> bool:
+    """Whether jax can hold this dtype now (64-bit types need jax_enable_x64)."""
+    if np.dtype(dtype).kind in "mM":
+        return False
+    return jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+class Matcher:
+    """Matches target leaves with recorded leaves and collects what does not fit."""
+
+    def __init__(self, item: ArrayItem, shardings: Shardings):
+        self.item, self.shardings = item, shardings
+        self.rows: list[Mismatch] = []
+
+    def match(self, pairs: Sequence[tuple[tree_lib.KeyPath, Any]], partial: bool) -> list[Want]:
+        """One Want per target leaf.
+
+        Args:
+            pairs: (key path, target leaf).
+            partial: leaves of the epoch that the target lacks are left out, and leaves that the epoch lacks are
+                returned as the target has them.
+        """
+        wants = []
+        seen: set[str] = set()
+        for path, target in pairs:
+            name = tree_lib.leaf_name(path)
+            seen.add(name)
+            number = self.item.by_name.get(name)
+            if target is ...:
+                wants.append(Want(-1, "keep", value=...))
+            elif number is None:
+                if not partial and not self._is_nothing(target):
+                    self._row(name, "missing", "-", describe(target))
+                wants.append(Want(-1, "keep", value=target))
+            else:
+                wants.append(self._leaf(number, self.item.leaves[number], target))
+        if not partial:
+            for leaf in self.item.leaves:
+                if leaf.name not in seen and leaf.kind not in EMPTY_KINDS:
+                    self._row(leaf.name, "unexpected", describe_leaf(leaf), "-")
+        return wants
+
+    @staticmethod
+    def _is_nothing(target: Any) -> bool:
+        return tree_lib.leaf_kind(target) in EMPTY_KINDS
+
+    def _row(self, leaf: str, problem: str, found: str, expected: str) -> None:
+        self.rows.append(Mismatch(leaf, problem, found, expected))
+
+    def _leaf(self, number: int, leaf: Leaf, target: Any) -> Want:
+        if isinstance(target, ocp.RestoreArgs):
+            return self._restore_args(number, leaf, target, None)
+        if leaf.kind in EMPTY_KINDS or self._is_nothing(target):
+            if leaf.kind not in EMPTY_KINDS or not self._is_nothing(target):
+                self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+            return Want(-1, "keep", value=target)
+        shape, dtype = getattr(target, "shape", None), getattr(target, "dtype", None)
+        if isinstance(target, ocp.metadata.StringMetadata | str | bytes):
+            return self._text(number, leaf, target)
+        if shape is None or dtype is None:
+            return self._python(number, leaf, target)
+        return self._array(number, leaf, target, tuple(shape), dtype)
+
+    def _text(self, number: int, leaf: Leaf, target: Any) -> Want:
+        wanted = "bytes" if isinstance(target, bytes) else "str"
+        if leaf.kind not in (wanted, f"long{wanted}"):
+            self._row(leaf.name, "type", describe_leaf(leaf), wanted)
+        return Want(number, "python")
+
+    def _python(self, number: int, leaf: Leaf, target: Any) -> Want:
+        if not isinstance(target, bool | int | float | complex):
+            self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+        elif leaf.kind in ARRAY_KINDS and (leaf.shape != () or leaf.kind == "prng"):
+            self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
+        elif leaf.kind in ("str", "bytes", "longstr", "longbytes"):
+            self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+        return Want(number, "python", kind=type(target))
+
+    def _array(self, number: int, leaf: Leaf, target: Any, shape: tuple[int, ...], dtype: Any) -> Want:
+        typed = tree_lib.is_prng_dtype(dtype)
+        if typed or leaf.kind == "prng":
+            logical = _logical_shape(leaf)
+            if not typed or leaf.kind != "prng" or f"key<{_tag(leaf)}>" != str(dtype):
+                self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+            elif shape != logical:
+                self._row(leaf.name, "shape", str(list(logical)), str(list(shape)))
+            return Want(number, "jax", None, self._sharding(target, leaf))
+        if leaf.kind in ("str", "bytes", "longstr", "longbytes"):
+            self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+            return Want(number, "python")
+        if shape != leaf.shape:
+            self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
+            return Want(number, "numpy")
+        if isinstance(target, np.ndarray | np.generic):
+            return Want(number, "numpy" if isinstance(target, np.ndarray) else "scalar", np.dtype(dtype))
+        sharding = self._sharding(target, leaf)
+        if sharding is None:
+            return Want(number, "numpy", np.dtype(dtype))
+        if not _canonical(dtype):
+            self._row(
+                leaf.name, "dtype", describe_leaf(leaf), f"{dtype}, which jax holds only with jax_enable_x64"
+            )
+        elif not self._divides(sharding, shape):
+            self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
+        return Want(number, "jax", np.dtype(dtype), sharding)
+
+    @staticmethod
+    def _divides(sharding: Sharding, shape: tuple[int, ...]) -> bool:
+        try:
+            sharding.shard_shape(shape)
+        except (ValueError, IndexError):
+            return False
+        return True
+
+    def _sharding(self, target: Any, leaf: Leaf) -> Sharding | None:
+        sharding = getattr(target, "sharding", None)
+        if isinstance(sharding, Sharding):
+            return sharding
+        if sharding is not None and hasattr(sharding, "to_jax_sharding"):  # Orbax's metadata of a sharding
+            return sharding.to_jax_sharding()
+        return self.shardings.of(leaf)
+
+    def with_restore_args(self, number: int, leaf: Leaf, args: Any, target: Any) -> Want:
+        """A leaf with explicit `ocp.RestoreArgs`, which win over the target."""
+        return self._restore_args(number, leaf, args, target)
+
+    def _restore_args(self, number: int, leaf: Leaf, args: Any, target: Any) -> Want:
+        kind, dtype = args.restore_type, args.dtype
+        if isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array):
+            sharding = args.sharding
+            if hasattr(sharding, "to_jax_sharding"):
+                sharding = sharding.to_jax_sharding()
+            if sharding is None and args.mesh is not None and args.mesh_axes is not None:
+                sharding = NamedSharding(args.mesh, args.mesh_axes)
+            for name in ("global_shape", "shape"):
+                asked = getattr(args, name, None)
+                if asked is not None and tuple(asked) != leaf.shape:
+                    if getattr(args, "strict", True):
+                        self._row(leaf.name, "shape", describe_leaf(leaf), str(list(asked)))
+                    else:
+                        raise UnsupportedError(
+                            f"leaf {leaf.name!r}: ArrayRestoreArgs(strict=False) pads or cuts arrays; not supported"
+                        )
+            want = dtype or (None if target is None else getattr(target, "dtype", None)) or leaf.dtype
+            abstract = jax.ShapeDtypeStruct(leaf.shape, want, sharding=sharding)
+            return self._array(number, leaf, abstract, leaf.shape, want)
+        if kind in (int, float, bool, complex):
+            return self._python(number, leaf, kind())
+        if kind is str:
+            return self._text(number, leaf, "")
+        if kind is np.ndarray or (kind is None and dtype is not None):
+            return Want(number, "numpy", None if dtype is None else np.dtype(dtype))
+        if kind is None and target is not None and not isinstance(target, ocp.RestoreArgs):
+            return self._leaf(number, leaf, target)
+        return _default(number, leaf, self.shardings)
+
+
+def _logical_shape(leaf: Leaf) -> tuple[int, ...]:
+    """Shape of typed keys, without the dimensions of their data."""
+    inner = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf.impl)))
+    return leaf.shape[: len(leaf.shape) - inner.ndim]
+
+
+def _tag(leaf: Leaf) -> str:
+    return str(jax.eval_shape(lambda: jax.random.key(0, impl=leaf.impl)).dtype)[4:-1]
+
+
+def describe(target: Any) -> str:
+    """A target leaf for people."""
+    if hasattr(target, "shape") and hasattr(target, "dtype"):
+        return f"{target.dtype}{list(target.shape)}"
+    return "nothing" if target is None else type(target).__name__
+
+
+def describe_leaf(leaf: Leaf) -> str:
+    """A recorded leaf for people."""
+    if leaf.kind == "prng":
+        return f"key<{leaf.impl}>{list(leaf.shape)}"
+    if leaf.kind in ("jax", "numpy", "scalar"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return {"none": "nothing", "longstr": "str", "longbytes": "bytes", "node": "empty node"}.get(
+        leaf.kind, leaf.kind
+    )

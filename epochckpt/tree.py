@@ -1,0 +1,292 @@
+"""Pytrees as the format sees them: key paths, leaf names, leaf kinds, and the values of Python leaves.
+
+A key path is a tuple of `(type, key)` pairs. Types: `k` dict key, `s` sequence index, `a` attribute (NamedTuple,
+dataclass), `f` flattened index (a custom node that gives no keys). A leaf's *name* is its path as text, with reserved
+characters percent-escaped so that `{"a/b": x}` and `{"a": {"b": x}}`, and the keys `1` and `"1"`, get different names.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from epochckpt.errors import FormatError, InvalidArgumentError
+
+KeyPath = tuple[tuple[str, Any], ...]
+
+# Kinds of leaves. The first group has bytes in a data file, the others have none.
+ARRAY_KINDS = frozenset({"jax", "prng", "numpy", "scalar", "longstr", "longbytes"})
+VALUE_KINDS = frozenset({"bool", "int", "float", "complex", "str", "bytes"})
+EMPTY_KINDS = frozenset({"none", "dict", "list", "tuple", "node"})
+
+INLINE_BYTES = 4096  # longer strings and bytes go to the data file
+_SAFE = "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in '%/[]"\\')
+_INT_LIKE = re.compile(r"-?\d+\Z")
+_MAX_DEPTH = 256
+
+_EXTRA_DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name))
+    for name in dir(ml_dtypes)
+    if isinstance(getattr(ml_dtypes, name), type) and issubclass(getattr(ml_dtypes, name), np.generic)
+}
+_NUMPY_DTYPES = {
+    np.dtype(t).name: np.dtype(t)
+    for t in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+}
+DTYPES: dict[str, np.dtype[Any]] = {**_NUMPY_DTYPES, **_EXTRA_DTYPES}
+
+
+def is_prng_dtype(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys."""
+    return issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def issubdtype(dtype: Any, kind: Any) -> bool:
+    """NumPy's `issubdtype`, which also knows the types that JAX adds."""
+    return bool(jnp.issubdtype(dtype, kind))
+
+
+def dtype_name(dtype: np.dtype[Any], where: str) -> str:
+    """The format's name of a NumPy dtype; datetimes keep their unit. Others raise InvalidArgumentError."""
+    name = dtype.newbyteorder("=").name if dtype.kind != "V" else dtype.name
+    if name in DTYPES:
+        return name
+    if dtype.kind in "mM":
+        return dtype.newbyteorder("<").str
+    raise InvalidArgumentError(
+        f"leaf {where!r}: arrays of dtype {dtype} cannot be saved; expected a number type of JAX or NumPy, or datetime64"
+    )
+
+
+def parse_dtype(path: str, name: object) -> np.dtype[Any]:
+    """The NumPy dtype for a name that `dtype_name` made; FormatError naming `path` otherwise."""
+    if isinstance(name, str):
+        if name in DTYPES:
+            return DTYPES[name]
+        if re.match(r"<[mM]8\[\w{1,8}\]\Z|<[mM]8\Z", name):
+            return np.dtype(name)
+    raise FormatError(path, f"unknown dtype {str(name)[:40]!r}")
+
+
+def _is_empty(node: Any) -> bool:
+    """None, and containers without children, count as leaves so that they survive."""
+    if node is None:
+        return True
+    if isinstance(node, dict | list | tuple):
+        return not node
+    return False
+
+
+def flatten(tree: Any) -> tuple[list[tuple[KeyPath, Any]], Any]:
+    """Flattens a pytree, with None and empty containers kept as leaves.
+
+    Returns:
+        (path, leaf) pairs in JAX's order, and the treedef that puts them together again.
+    """
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
+    return [(_key_path(path), leaf) for path, leaf in pairs], treedef
+
+
+def flatten_leaves(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of `flatten` and the treedef, without paths: what the training thread can afford at each save."""
+    return jax.tree_util.tree_flatten(tree, is_leaf=_is_empty)
+
+
+def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
+    """The inverse of `flatten`."""
+    return jax.tree_util.tree_unflatten(treedef, leaves)
+
+
+def _key_path(path: Sequence[Any]) -> KeyPath:
+    out: list[tuple[str, Any]] = []
+    for entry in path:
+        if isinstance(entry, jax.tree_util.DictKey):
+            key = entry.key
+            if isinstance(key, np.generic):
+                key = key.item()
+            if not (key is None or type(key) in (str, int, float, bool) or isinstance(key, str | int)):
+                raise InvalidArgumentError(
+                    f"dict key {key!r} under {leaf_name(tuple(out))!r} cannot be saved; expected str, int, float, bool or None"
+                )
+            out.append(("k", str(key) if isinstance(key, str) else key))
+        elif isinstance(entry, jax.tree_util.SequenceKey):
+            out.append(("s", entry.idx))
+        elif isinstance(entry, jax.tree_util.GetAttrKey):
+            out.append(("a", str(entry.name)))
+        elif isinstance(entry, jax.tree_util.FlattenedIndexKey):
+            out.append(("f", entry.key))
+        else:
+            out.append(("a", str(entry)))
+    if len(out) > _MAX_DEPTH:
+        raise InvalidArgumentError(
+            f"leaf {leaf_name(tuple(out))[:200]!r}… is nested deeper than {_MAX_DEPTH}"
+        )
+    return tuple(out)
+
+
+def _segment(kind: str, key: Any) -> str:
+    if isinstance(key, str):
+        text = quote(key, safe=_SAFE, errors="surrogatepass") or "%"
+        if kind == "k" and _INT_LIKE.match(text):
+            return f"%{ord(text[0]):02X}{text[1:]}"
+        return text
+    if isinstance(key, int) and not isinstance(key, bool):
+        return str(key)
+    return f"%{type(key).__name__}:{quote(repr(key), safe=_SAFE)}"
+
+
+def leaf_name(path: KeyPath) -> str:
+    """A leaf's name: its path as text, unique inside its tree; the root leaf of a bare array is `value`."""
+    if not path:
+        return "value"
+    name = "/".join(_segment(kind, key) for kind, key in path)
+    return (
+        "%5F" + name[1:] if name == "__metadata__" else name
+    )  # the one name that safetensors keeps for itself
+
+
+def path_to_json(path: KeyPath) -> list[Any]:
+    """`["a", ["s", 0], …]`: plain strings are dict keys, the rest are (type, key) pairs."""
+    out: list[Any] = []
+    for kind, key in path:
+        if kind == "k" and isinstance(key, str):
+            out.append(key)
+        elif isinstance(key, float):
+            out.append(["x", key.hex()])
+        else:
+            out.append([kind, key])
+    return out
+
+
+def path_from_json(where: str, data: object) -> KeyPath:
+    """The inverse of `path_to_json`; FormatError naming `where` for anything else."""
+    if not isinstance(data, list) or len(data) > _MAX_DEPTH:
+        raise FormatError(where, "a key path is not a list of at most 256 entries")
+    out: list[tuple[str, Any]] = []
+    for entry in data:
+        if isinstance(entry, str):
+            out.append(("k", entry))
+            continue
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise FormatError(where, f"a key path has the entry {str(entry)[:80]!r}")
+        kind, key = entry
+        if kind == "x" and isinstance(key, str):
+            try:
+                out.append(("k", float.fromhex(key)))
+            except (ValueError, OverflowError):
+                raise FormatError(where, f"a key path has the float key {key[:40]!r}") from None
+        elif (kind == "k" and (key is None or isinstance(key, bool | int))) or (
+            (kind in ("s", "f") and type(key) is int and key >= 0) or (kind == "a" and isinstance(key, str))
+        ):
+            out.append((kind, key))
+        else:
+            raise FormatError(where, f"a key path has the entry {str(entry)[:80]!r}")
+    return tuple(out)
+
+
+def nest(pairs: Sequence[tuple[KeyPath, Any]], where: str) -> Any:
+    """Builds dicts and lists from paths, as Orbax does without a target: custom nodes become dict or list."""
+    if len(pairs) == 1 and not pairs[0][0]:
+        return pairs[0][1]
+    root: dict[Any, Any] = {}
+    sequences: dict[int, dict[Any, Any]] = {}
+    for path, value in pairs:
+        node = root
+        for depth, (kind, key) in enumerate(path):
+            if kind in ("s", "f"):
+                sequences[id(node)] = node
+            last = depth == len(path) - 1
+            if last:
+                if key in node:
+                    raise FormatError(where, f"two leaves are named {leaf_name(path)!r}")
+                node[key] = value
+            else:
+                child = node.setdefault(key, _Branch())
+                if not isinstance(child, _Branch):
+                    raise FormatError(
+                        where, f"{leaf_name(path[: depth + 1])!r} is a leaf and a folder at once"
+                    )
+                node = child
+    return _collapse(root, sequences)
+
+
+class _Branch(dict[Any, Any]):
+    """A container that `nest` made, as opposed to a leaf that is a dict."""
+
+
+def _collapse(node: dict[Any, Any], sequences: dict[int, dict[Any, Any]]) -> Any:
+    done = {k: _collapse(v, sequences) if isinstance(v, _Branch) else v for k, v in node.items()}
+    if id(node) in sequences and set(done) == set(range(len(done))):
+        return [done[i] for i in range(len(done))]
+    return done
+
+
+def leaf_kind(leaf: Any) -> str | None:
+    """The kind of a leaf, or None for something that cannot be saved."""
+    if isinstance(leaf, jax.Array):
+        return "prng" if is_prng_dtype(leaf.dtype) else "jax"
+    if isinstance(leaf, np.ndarray):
+        return "numpy"
+    if isinstance(leaf, bool):
+        return "bool"
+    if isinstance(leaf, np.generic):
+        return "scalar"
+    if isinstance(leaf, int | float | complex):
+        return (
+            type(leaf).__name__
+            if type(leaf) in (int, float, complex)
+            else "int"
+            if isinstance(leaf, int)
+            else None
+        )
+    if isinstance(leaf, str):
+        return "str" if len(leaf) <= INLINE_BYTES // 4 else "longstr"
+    if isinstance(leaf, bytes):
+        return "bytes" if len(leaf) <= INLINE_BYTES else "longbytes"
+    if leaf is None:
+        return "none"
+    if isinstance(leaf, dict | list | tuple) and not leaf:
+        return type(leaf).__name__ if type(leaf) in (dict, list, tuple) else "node"
+    return None
+
+
+def value_to_json(value: Any) -> Any:
+    """A Python scalar, string or bytes as JSON that gives back exactly the same value (big ints, NaN, -0.0)."""
+    if isinstance(value, bool):
+        return bool(value)
+    if isinstance(value, int):
+        return hex(value)
+    if isinstance(value, float):
+        return struct.pack("<d", value).hex()
+    if isinstance(value, complex):
+        return struct.pack("<dd", value.real, value.imag).hex()
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def value_from_json(where: str, kind: str, data: object) -> Any:
+    """The inverse of `value_to_json` for a leaf of `kind`; FormatError naming `where` for anything else."""
+    try:
+        if kind == "bool" and isinstance(data, bool):
+            return data
+        if isinstance(data, str):
+            if kind == "int":
+                return int(data, 16)
+            if kind == "float":
+                return struct.unpack("<d", bytes.fromhex(data))[0]
+            if kind == "complex":
+                return complex(*struct.unpack("<dd", bytes.fromhex(data)))
+            if kind == "bytes":
+                return bytes.fromhex(data)
+            if kind == "str":
+                return data
+    except (ValueError, struct.error):
+        pass
+    raise FormatError(where, f"a {kind} value is recorded as {str(data)[:80]!r}")

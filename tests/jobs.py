@@ -1,0 +1,57 @@
+"""Functions that `tests.worker` runs inside real processes of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import epochckpt as ec
+
+SPECS = {
+    "x": PartitionSpec("x"),
+    "y": PartitionSpec(None, "y"),
+    "xy": PartitionSpec("x", "y"),
+    "none": PartitionSpec(),
+}
+
+
+def global_mesh(shape: tuple[int, int]) -> Mesh:
+    """A mesh over all devices of the job."""
+    return Mesh(np.array(jax.devices()).reshape(shape), ("x", "y"))
+
+
+def place(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A global array with the given values."""
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def smoke(directory: str) -> Any:
+    """Saves and restores a few arrays."""
+    mesh = global_mesh((jax.device_count() // 2, 2))
+    rng = np.random.default_rng(0)
+    data = {k: rng.normal(size=(16, 8)).astype(np.float32) for k in SPECS}
+    data["big"] = rng.normal(size=(1024, 1024)).astype(np.float32)
+    state = {k: place(v, NamedSharding(mesh, SPECS.get(k, PartitionSpec()))) for k, v in data.items()}
+    state["step"] = 7
+    with ec.CheckpointManager(
+        directory, storage=ec.StorageOptions(save_timeout_secs=30, split_bytes=2**20)
+    ) as m:
+        for e in range(3):
+            m.save(e, args=ocp.args.StandardSave(state))
+        m.wait_until_finished()
+        steps = list(m.all_steps())
+        got = m.restore(None, args=ocp.args.StandardRestore(state))
+        same = all(
+            np.array_equal(np.asarray(s.data), data[k][s.index])
+            for k in data
+            for s in got[k].addressable_shards
+        )
+        ok = m.verify(2).ok
+        nodes = m.nodes(2)
+        size = [n.nbytes for n in m.status(2).nodes]
+        m.delete(1)
+        return [steps, same, ok, nodes, size, list(m.all_steps())]
