@@ -24,6 +24,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import checksum, layout, node_writer, worker
+from epochckpt.attempt import Attempt, Committed, human_bytes
 from epochckpt.commit import Commits
 from epochckpt.coordination import Coordinator, Deadline
 from epochckpt.errors import (
@@ -37,67 +38,11 @@ from epochckpt.errors import (
     to_wire,
 )
 from epochckpt.options import StorageOptions
-from epochckpt.plan import ItemPlan
-from epochckpt.records import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord
-from epochckpt.snapshot import Buffer
+from epochckpt.records import DataFile, EpochRecord, NodeEntry, NodeRecord
 from epochckpt.store import Store
 
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
 _MAX_UNDECIDED = 2
-
-
-@dataclasses.dataclass
-class Attempt:
-    """What the training thread hands over.
-
-    Attributes:
-        epoch: its number.
-        number: how often this epoch had been tried before.
-        plans: one per array item.
-        buffers: one list per array item; dropped once written.
-        files: (item, content) of items that are one file, on the node that writes them.
-        items: the items as they will be recorded.
-        plan: digest of the plan.
-        copied_bytes: host memory that the snapshot holds.
-        held_secs: how long the training thread was held.
-    """
-
-    epoch: int
-    number: int
-    plans: Sequence[ItemPlan]
-    buffers: list[list[Buffer]]
-    files: Sequence[tuple[str, bytes]]
-    items: dict[str, ItemRecord]
-    plan: str
-    default_item: bool
-    metrics: Any
-    custom_metadata: dict[str, Any]
-    copied_bytes: int
-    replaces_damaged: bool
-    deadline: Deadline
-    started_ns: int = dataclasses.field(default_factory=time.time_ns)
-    started: float = dataclasses.field(default_factory=time.monotonic)
-    held_secs: float = 0.0
-    ordinal: int = 0
-    state: str = "queued"
-    written: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
-    done: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
-    reports: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def folders(self) -> list[str]:
-        """Items that have a folder of their own on this node."""
-        return [item for item, _ in self.files]
-
-
-@dataclasses.dataclass(frozen=True)
-class Committed:
-    """The good verdict, as every node hears it."""
-
-    epoch: int
-    metrics: Any
-    committed_ns: int
-    deleted: tuple[int, ...]
 
 
 class Attempts:
@@ -240,17 +185,13 @@ class Attempts:
         files: list[DataFile] = []
         size = self._options.block_bytes
         for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
-            files += node_writer.write_arrays(
-                self._store, folder, attempt.epoch, plan, buffers, size, self._pool
-            )
+            files += node_writer.write_arrays(self._store, folder, attempt.epoch, plan, buffers, size, self._pool)
         for item, data in attempt.files:
             files.append(node_writer.write_file(self._store, folder, item, layout.JSON_FILE, data, size))
         secs = time.monotonic() - began
         timings = {"write_secs": round(secs, 6), "held_secs": round(attempt.held_secs, 6)}
         count = len(self.nodes)
-        record = NodeRecord(
-            attempt.epoch, me, name, process, count, attempt.plan, tuple(files), timings
-        ).to_bytes()
+        record = NodeRecord(attempt.epoch, me, name, process, count, attempt.plan, tuple(files), timings).to_bytes()
         self._commits.seal_node(attempt.epoch, me, name, attempt.folders, record)
         return {
             "plan": attempt.plan,
@@ -294,14 +235,10 @@ class Attempts:
         try:
             return hide()
         except (OSError, EpochCheckpointError) as error:  # they stay, and the next open sees them
-            logging.warning(
-                "epoch %d is committed, but older epochs could not be deleted: %s", attempt.epoch, error
-            )
+            logging.warning("epoch %d is committed, but older epochs could not be deleted: %s", attempt.epoch, error)
             return None
 
-    def _decide(
-        self, attempt: Attempt, error: Exception | None
-    ) -> tuple[Committed, Callable[[], Callable[[], None]]]:
+    def _decide(self, attempt: Attempt, error: Exception | None) -> tuple[Committed, Callable[[], Callable[[], None]]]:
         """Primary: waits for the reports, commits, and tells everybody."""
         try:
             if error is not None:
@@ -309,9 +246,7 @@ class Attempts:
             self._collect(attempt)
             committed = self._publish(attempt)
         except Exception as caught:
-            wire = to_wire(
-                caught if isinstance(caught, SaveError) else SaveError(attempt.epoch, _say(caught))
-            )
+            wire = to_wire(caught if isinstance(caught, SaveError) else SaveError(attempt.epoch, _say(caught)))
             if attempt.ordinal:
                 self._tell(attempt, {"error": wire})
                 try:
@@ -341,17 +276,13 @@ class Attempts:
                     attempt.epoch, f"node {self.nodes[node][0]}: {getattr(error, 'reason', error)}"
                 ) from error
         if missing:
-            raise LateNodesError(
-                attempt.epoch, [self.nodes[n][0] for n in sorted(missing)], attempt.deadline.secs
-            )
-        different = [
-            self.nodes[n][0] for n, r in sorted(attempt.reports.items()) if r["plan"] != attempt.plan
-        ]
+            raise LateNodesError(attempt.epoch, [self.nodes[n][0] for n in sorted(missing)], attempt.deadline.secs)
+        different = [self.nodes[n][0] for n, r in sorted(attempt.reports.items()) if r["plan"] != attempt.plan]
         if different:
             raise SaveError(
                 attempt.epoch,
-                f"{', '.join(different)} planned something else than {self.nodes[0][0]}: the trees, shapes or shardings that "
-                "were passed to save() differ between the processes",
+                f"{', '.join(different)} planned something else than {self.nodes[0][0]}: the trees, shapes or "
+                "shardings that were passed to save() differ between the processes",
             )
 
     def _publish(self, attempt: Attempt) -> Committed:
@@ -414,9 +345,7 @@ class Attempts:
         if not attempt.ordinal:
             raise error or SaveError(attempt.epoch, "the primary did not begin it")
         try:
-            verdict = self._coordinator.get(
-                self._key(attempt, "verdict/0"), max(attempt.deadline.left(), 0.001)
-            )
+            verdict = self._coordinator.get(self._key(attempt, "verdict/0"), max(attempt.deadline.left(), 0.001))
         except CoordinationError as silence:
             if self._commits.read_attempt(attempt.epoch) == self._id(attempt.ordinal):
                 return Committed(attempt.epoch, attempt.metrics, time.time_ns(), ())
@@ -438,13 +367,3 @@ class Attempts:
 
 def _say(error: BaseException) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-
-
-def human_bytes(n: int) -> str:
-    """A size for people, in powers of 1000."""
-    size = float(n)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

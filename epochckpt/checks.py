@@ -24,24 +24,16 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
             "every process of the job takes part, and process 0 commits"
         )
     if options.todelete_full_path is not None:
-        raise UnsupportedError(
-            "todelete_full_path is not supported; use todelete_subdir, or leave it out to delete"
-        )
+        raise UnsupportedError("todelete_full_path is not supported; use todelete_subdir, or leave it out to delete")
     if options.enable_per_process_directory_creation:
-        raise UnsupportedError(
-            "enable_per_process_directory_creation is not supported: nodes share one directory"
-        )
-    hints = [
-        n for n in ("temporary_path_class", "atomicity_options") if getattr(options, n, None) is not None
-    ]
+        raise UnsupportedError("enable_per_process_directory_creation is not supported: nodes share one directory")
+    hints = [n for n in ("temporary_path_class", "atomicity_options") if getattr(options, n, None) is not None]
     if hints:
         logging.info("%s concern Orbax's own way of committing and change nothing here", ", ".join(hints))
     return options
 
 
-def check_save_args(
-    tree: Any, kwargs: Any, args: Any, multi: bool | None, restoring: bool = False
-) -> bool | None:
+def check_save_args(tree: Any, kwargs: Any, args: Any, multi: bool | None, restoring: bool = False) -> bool | None:
     """Checks the arguments of `save` or `restore`; returns whether the manager handles several named items.
 
     Raises:
@@ -52,15 +44,14 @@ def check_save_args(
         raise InvalidArgumentError(f"pass it by name: {verb}(step, args={type(tree).__name__}(…))")
     if tree is not None or kwargs is not None:
         raise UnsupportedError(
-            f"{verb}(step, items, …_kwargs) is Orbax's legacy form; use {verb}(step, args=orbax.checkpoint.args.Standard"
-            f"{'Restore' if restoring else 'Save'}(…)), or args.Composite(name=…) for several items"
+            f"{verb}(step, items, …_kwargs) is Orbax's legacy form; use {verb}(step, "
+            f"args=orbax.checkpoint.args.Standard{'Restore' if restoring else 'Save'}(…)), "
+            "or args.Composite(name=…) for several items"
         )
     if args is None:
         if restoring:
             return multi
-        raise InvalidArgumentError(
-            "save() needs args=, for example args=orbax.checkpoint.args.StandardSave(state)"
-        )
+        raise InvalidArgumentError("save() needs args=, for example args=orbax.checkpoint.args.StandardSave(state)")
     if not isinstance(args, ocp.args.CheckpointArgs):
         raise InvalidArgumentError(
             f"{verb}(args=…) expects a class of orbax.checkpoint.args, got {type(args).__name__}"

@@ -85,9 +85,7 @@ def newest_readable(
             return Choice(epoch, value, tuple(rejected))
         if not isinstance(error, DamagedError | FormatError | EpochNotFoundError):
             raise error
-        logging.error(
-            "%s: epoch %d is not restored, falling back to an older one: %s", directory, epoch, error
-        )
+        logging.error("%s: epoch %d is not restored, falling back to an older one: %s", directory, epoch, error)
         rejected.append(epoch)
         first = first or error
     assert first is not None
@@ -122,8 +120,6 @@ def _vote(
         answer = from_wire(bad[0]) if error is None else error
     elif missing:
         late = ", ".join(f"process {p}" for p in sorted(missing))
-        answer = CoordinationTimeoutError(
-            f"{late} did not say within {timeout_secs:g} s whether it can restore"
-        )
+        answer = CoordinationTimeoutError(f"{late} did not say within {timeout_secs:g} s whether it can restore")
     coordinator.put(f"{key}/verdict/0", {"ok": True} if answer is None else {"error": to_wire(answer)})
     return answer

@@ -2,7 +2,7 @@
 
 | on storage | state | who sees it |
 | --- | --- | --- |
-| only below `incarnation-*.orbax-checkpoint-tmp` (POSIX) or `<epoch>/<node>/<attempt>` (object store) | uncommitted | nobody |
+| only below `incarnation-*` (POSIX), or in `<epoch>/<node>/<attempt>` (object store) | uncommitted | nobody |
 | `<epoch>/epoch.json` under its final name | committed | everybody |
 | the same, named by a `rollback.json` as set aside | rolled back, being moved | nobody |
 | moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import checksum, layout, records
+from epochckpt import checksum, layout, parsing, records
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -46,7 +46,8 @@ class StepNames:
         for known in (name_format, *self._readable):
             if not _NUMBER.search(known.build_name(7)):
                 raise UnsupportedError(
-                    f"step_name_format {known} builds names that do not end in the step's number; use a standard_name_format"
+                    f"step_name_format {known} builds names that do not end in the step's number; "
+                    "use a standard_name_format"
                 )
 
     @property
@@ -92,10 +93,7 @@ def parse_rollback(data: bytes) -> Rollback:
     record = checksum.unseal(path, data)
     to, epochs, token = record.get("to"), record.get("epochs"), record.get("id")
     valid = (
-        type(to) is int
-        and isinstance(epochs, list)
-        and all(type(e) is int for e in epochs)
-        and layout.is_name(token)
+        type(to) is int and isinstance(epochs, list) and all(type(e) is int for e in epochs) and layout.is_name(token)
     )
     if record.get("record") != "rollback" or not valid:
         raise FormatError(path, "is not a rollback record")
@@ -143,7 +141,7 @@ class Commits(abc.ABC):
             raise EpochNotFoundError(epoch, self.store.root, self.list_epochs()) from None
         except ValueError as error:
             raise FormatError(path, str(error)) from None
-        record = records.parse_epoch(path, data)
+        record = parsing.parse_epoch(path, data)
         if record.epoch != epoch:
             raise FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
         return record
@@ -159,11 +157,7 @@ class Commits(abc.ABC):
             expected = {layout.NODE_RECORD: node.record_size}
             for f in node.files:
                 arrays = record.items[f.item].arrays if f.item in record.items else None
-                name = (
-                    layout.join(f.item, layout.JSON_FILE)
-                    if arrays is None
-                    else layout.data_file(f.item, f.part)
-                )
+                name = layout.join(f.item, layout.JSON_FILE) if arrays is None else layout.data_file(f.item, f.part)
                 expected[name] = f.size
             for name, size in expected.items():
                 path = layout.join(base, name)

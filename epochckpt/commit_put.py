@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import logging
 
-from epochckpt import layout, records, worker
+from epochckpt import layout, parsing, records, worker
 from epochckpt.commit import Commits, Rollback
 from epochckpt.errors import EpochCheckpointError, FencedError, SaveError, UncertainError
 
@@ -28,7 +28,8 @@ class PutCommits(Commits):
         if newest != int(self.incarnation):
             raise FencedError(
                 epoch,
-                f"a newer run (incarnation {newest}, this is {int(self.incarnation)}) has taken over {self.store.root}; "
+                f"a newer run (incarnation {newest}, this is {int(self.incarnation)}) has taken over "
+                f"{self.store.root}; "
                 "this process can no longer save there",
             )
 
@@ -79,9 +80,7 @@ class PutCommits(Commits):
     def _attempt_in(self, folder: str) -> set[str]:
         path = layout.join(folder, layout.EPOCH_RECORD)
         try:
-            return {
-                records.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).attempt
-            }
+            return {parsing.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).attempt}
         except (EpochCheckpointError, OSError, ValueError):
             return set()
 
@@ -128,9 +127,7 @@ class PutCommits(Commits):
         try:
             self._check_fence(epoch)
         except FencedError as error:
-            raise UncertainError(
-                epoch, f"its record was put while a newer run took over: {error.reason}"
-            ) from error
+            raise UncertainError(epoch, f"its record was put while a newer run took over: {error.reason}") from error
         self._folders[epoch] = self.names.build(epoch)
 
     def discard(self, epoch: int, attempt: str) -> None:
@@ -150,7 +147,12 @@ class PutCommits(Commits):
         self.store.remove(layout.join(folder, layout.EPOCH_RECORD))
         if into is not None:
             return lambda: None
-        return lambda: [self.discard(epoch, attempt) for attempt in record] and None
+
+        def remove() -> None:
+            for attempt in record:
+                self.discard(epoch, attempt)
+
+        return remove
 
     def roll_back(self, rollback: Rollback) -> None:
         """See Commits."""

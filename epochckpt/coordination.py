@@ -11,6 +11,7 @@ Which process is which is decided here alone: the number of a node is its JAX pr
 from __future__ import annotations
 
 import abc
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -110,10 +111,8 @@ class Coordinator(abc.ABC):
         missing = set(missing)
         while missing:
             first = min(missing)
-            try:
+            with contextlib.suppress(CoordinationTimeoutError):
                 found[first] = self.get(f"{prefix}/{first}", max(deadline.left(), 0.001))
-            except CoordinationTimeoutError:
-                pass
             present = self.get_all(prefix)
             found.update({int(k): v for k, v in present.items() if int(k) in missing})
             missing -= found.keys()
@@ -185,9 +184,7 @@ class JaxCoordinator(Coordinator):
         try:
             return worker.abandonable(fn, _CALL_SECS)
         except TimeoutError:
-            raise CoordinationTimeoutError(
-                f"the coordination service did not {what} within {_CALL_SECS:g} s"
-            ) from None
+            raise CoordinationTimeoutError(f"the coordination service did not {what} within {_CALL_SECS:g} s") from None
         except Exception as error:
             raise CoordinationError(f"the coordination service did not {what}: {error}") from error
 
@@ -204,7 +201,8 @@ def connect(read_only: bool) -> Coordinator:
     if processes == 1:
         if len({d.process_index for d in jax.devices()}) > 1:
             raise UnsupportedError(
-                "one process controls devices of several (a Pathways single controller); epochckpt does not support that yet"
+                "one process controls devices of several (a Pathways single controller); "
+                "epochckpt does not support that yet"
             )
         return SingleProcess()
     import orbax.checkpoint as ocp

@@ -149,8 +149,7 @@ class MismatchError(EpochCheckpointError, ValueError):
         shown = [(r.leaf, r.problem, r.found, r.expected) for r in rows[:200]]
         widths = [max(len(row[i]) for row in [head, *shown]) for i in range(4)]
         lines = [
-            "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *shown]
+            "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *shown]
         ]
         if len(rows) > len(shown):
             lines.append(f"  … and {len(rows) - len(shown)} more")
@@ -227,23 +226,15 @@ class ErrorGroup(SaveError):
     """
 
     def __init__(self, errors: Sequence[SaveError]):
-        EpochCheckpointError.__init__(
-            self, f"{len(errors)} saves failed:\n" + "\n".join(f"  {e}" for e in errors)
-        )
+        EpochCheckpointError.__init__(self, f"{len(errors)} saves failed:\n" + "\n".join(f"  {e}" for e in errors))
         self.errors = list(errors)
         self.epoch, self.reason = errors[-1].epoch, "; ".join(e.reason for e in errors)
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
     """Describes an error for another process: a dict of strings and plain attributes, no pickle."""
-    plain = {
-        k: v
-        for k, v in getattr(error, "__dict__", {}).items()
-        if isinstance(v, str | int | list | type(None))
-    }
-    plain = {
-        k: v for k, v in plain.items() if not isinstance(v, list) or all(isinstance(e, str | int) for e in v)
-    }
+    plain = {k: v for k, v in getattr(error, "__dict__", {}).items() if isinstance(v, str | int | list | type(None))}
+    plain = {k: v for k, v in plain.items() if not isinstance(v, list) or all(isinstance(e, str | int) for e in v)}
     return {"type": type(error).__name__, "message": str(error) or repr(error), "data": plain}
 
 

@@ -157,9 +157,7 @@ class ArrayItem:
     def cell_box(self, leaf: int, cell: int) -> Box:
         """The part of the leaf that a cell covers."""
         where = np.unravel_index(cell, self.counts(leaf)) if self.leaves[leaf].shape else ()
-        return tuple(
-            (int(i) * s, (int(i) + 1) * s) for i, s in zip(where, self.cell_shape(leaf), strict=True)
-        )
+        return tuple((int(i) * s, (int(i) + 1) * s) for i, s in zip(where, self.cell_shape(leaf), strict=True))
 
     def cells_touching(self, leaf: int, box: Box) -> list[int]:
         """The cells that intersect `box` (all cells of an array without elements: none)."""
@@ -169,8 +167,7 @@ class ArrayItem:
         if math.prod(self.leaves[leaf].shape) == 0 or any(stop <= start for start, stop in box):
             return []
         ranges = [
-            range(start // s, min(c, -(-stop // s)))
-            for (start, stop), s, c in zip(box, shape, counts, strict=True)
+            range(start // s, min(c, -(-stop // s))) for (start, stop), s, c in zip(box, shape, counts, strict=True)
         ]
         grids = np.meshgrid(*[np.arange(r.start, r.stop) for r in ranges], indexing="ij")
         return np.ravel_multi_index([g.ravel() for g in grids], counts).tolist()
@@ -206,9 +203,7 @@ class ArrayItem:
             start = end
         return parts
 
-    def part_ends(
-        self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], part_bytes: int | None
-    ) -> list[int]:
+    def part_ends(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], part_bytes: int | None) -> list[int]:
         """Where a node's cells go on in another part: past `part_bytes`, or before the header gets too large."""
         leaves, _, sizes = owned
         if not len(leaves):

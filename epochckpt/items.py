@@ -18,9 +18,7 @@ from epochckpt.restoring import TreeRequest, restore_tree
 _ARRAY_SAVE = (ocp.args.StandardSave, ocp.args.PyTreeSave, ocp.args.ArraySave)
 _ARRAY_RESTORE = (ocp.args.StandardRestore, ocp.args.PyTreeRestore, ocp.args.ArrayRestore)
 _ARRAY_HANDLERS = (ocp.StandardCheckpointHandler, ocp.PyTreeCheckpointHandler, ocp.ArrayCheckpointHandler)
-_KNOWN = (
-    "StandardSave/Restore, PyTreeSave/Restore, ArraySave/Restore, JsonSave/Restore and Composite of these"
-)
+_KNOWN = "StandardSave/Restore, PyTreeSave/Restore, ArraySave/Restore, JsonSave/Restore and Composite of these"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +67,13 @@ def _save_item(name: str, args: Any) -> SaveItem:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"item {name!r}: JsonSave expects JSON: {error}") from None
     if not isinstance(args, _ARRAY_SAVE):
-        raise UnsupportedError(
-            f"item {name!r}: {type(args).__name__} is not supported yet; supported: {_KNOWN}"
-        )
+        raise UnsupportedError(f"item {name!r}: {type(args).__name__} is not supported yet; supported: {_KNOWN}")
     if getattr(args, "custom_metadata", None) is not None:
         raise UnsupportedError(
-            f"item {name!r}: custom_metadata of an item is not supported yet; use save(custom_metadata=…), which is per epoch"
+            f"item {name!r}: custom_metadata of an item is not supported yet; "
+            "use save(custom_metadata=…), which is per epoch"
         )
-    for save_args in jax.tree.leaves(
-        getattr(args, "save_args", None), is_leaf=lambda x: isinstance(x, ocp.SaveArgs)
-    ):
+    for save_args in jax.tree.leaves(getattr(args, "save_args", None), is_leaf=lambda x: isinstance(x, ocp.SaveArgs)):
         if getattr(save_args, "dtype", None) is not None:
             raise UnsupportedError(
                 f"item {name!r}: SaveArgs(dtype=…) is not supported yet; cast the arrays before save()"
@@ -116,7 +111,8 @@ def tree_request(name: str, args: Any) -> TreeRequest:
         return TreeRequest()
     if not isinstance(args, _ARRAY_RESTORE):
         raise InvalidArgumentError(
-            f"item {name!r} holds arrays; restore it with StandardRestore, PyTreeRestore or ArrayRestore, not {type(args).__name__}"
+            f"item {name!r} holds arrays; restore it with StandardRestore, PyTreeRestore or ArrayRestore, "
+            f"not {type(args).__name__}"
         )
     if isinstance(args, ocp.args.ArrayRestore):
         return TreeRequest(args.item, args.restore_args)
@@ -126,13 +122,12 @@ def tree_request(name: str, args: Any) -> TreeRequest:
                 f"item {name!r}: StandardRestore(strict=False) pads or cuts arrays; epochckpt does not"
             )
         if args.support_layout:
-            raise UnsupportedError(
-                f"item {name!r}: StandardRestore(support_layout=True) is not supported yet"
-            )
+            raise UnsupportedError(f"item {name!r}: StandardRestore(support_layout=True) is not supported yet")
         return TreeRequest(args.item, fallback_sharding=args.fallback_sharding)
     if args.transforms is not None or args.legacy_transform_fn is not None:
         raise UnsupportedError(
-            f"item {name!r}: PyTreeRestore(transforms=…) is not supported; restore the saved tree and change it with jax.tree.map"
+            f"item {name!r}: PyTreeRestore(transforms=…) is not supported; "
+            "restore the saved tree and change it with jax.tree.map"
         )
     return TreeRequest(args.item, args.restore_args, args.partial_restore)
 
@@ -141,7 +136,8 @@ def check_handlers(item_handlers: Any, handler_registry: Any, checkpointers: Any
     """Checks the constructor's handler arguments; returns the item names that they imply."""
     if checkpointers is not None:
         raise UnsupportedError(
-            "CheckpointManager(checkpointers=…) is Orbax's legacy form; leave it out and pass args= to save() and restore()"
+            "CheckpointManager(checkpointers=…) is Orbax's legacy form; "
+            "leave it out and pass args= to save() and restore()"
         )
     if handler_registry is not None:
         raise UnsupportedError(f"handler_registry= is not supported yet; without it these work: {_KNOWN}")

@@ -165,9 +165,7 @@ class KvStore(Store):
                 self._kv.delete_range(_range(path)).result()
             if not self._below(path):
                 return
-        raise OSError(
-            errno.ENOTEMPTY, f"files kept appearing below it {_REMOVE_ROUNDS} times over", self._name(path)
-        )
+        raise OSError(errno.ENOTEMPTY, f"files kept appearing below it {_REMOVE_ROUNDS} times over", self._name(path))
 
     def _name(self, path: str) -> str:
         return f"{self.root.rstrip('/') if path else self.root}{'/' if path else ''}{path}"
@@ -184,9 +182,7 @@ class KvStore(Store):
         """Keys below a folder, relative to it, in any order."""
         check_path(path)
         with _translated(self._name(path)):
-            return self._kv.list(
-                _range(path), strip_prefix_length=len(path.encode()) + 1 if path else 0
-            ).result()
+            return self._kv.list(_range(path), strip_prefix_length=len(path.encode()) + 1 if path else 0).result()
 
 
 class KvReader(Reader):

@@ -38,19 +38,15 @@ def new_id() -> str:
 
 def is_name(name: object) -> bool:
     """Whether `name` may name a node or an item on storage."""
-    return (
-        isinstance(name, str)
-        and len(name) <= MAX_NAME
-        and _NAME.match(name) is not None
-        and TMP_SUFFIX not in name
-    )
+    return isinstance(name, str) and len(name) <= MAX_NAME and _NAME.match(name) is not None and TMP_SUFFIX not in name
 
 
 def check_node_name(name: object) -> str:
     """Returns `name` if it may name a node, else raises InvalidArgumentError."""
     if not is_name(name) or name in _RESERVED:
         raise InvalidArgumentError(
-            f"node name {name!r} is not usable: expected a letter or digit followed by letters, digits, '.', '_' or '-' "
+            f"node name {name!r} is not usable: expected a letter or digit followed by letters, digits, "
+            f"'.', '_' or '-' "
             f"(at most {MAX_NAME}), not one of {sorted(_RESERVED)}"
         )
     return str(name)
@@ -58,25 +54,19 @@ def check_node_name(name: object) -> str:
 
 def check_item_name(name: object, nodes: tuple[str, ...] = ()) -> str:
     """Returns `name` if it may name an item beside `nodes`, else raises InvalidArgumentError."""
-    if (
-        not is_name(name)
-        or name in _RESERVED
-        or _PART.search(str(name))
-        or str(name).endswith(".safetensors")
-    ):
+    if not is_name(name) or name in _RESERVED or _PART.search(str(name)) or str(name).endswith(".safetensors"):
         raise InvalidArgumentError(
-            f"item name {name!r} is not usable: expected a letter or digit followed by letters, digits, '.', '_' or '-' "
+            f"item name {name!r} is not usable: expected a letter or digit followed by letters, digits, "
+            f"'.', '_' or '-' "
             f"(at most {MAX_NAME}), not ending in '-' and five digits or '.safetensors', not one of {sorted(_RESERVED)}"
         )
     if name in nodes:
-        raise InvalidArgumentError(
-            f"item {name!r} has the name of a node of this job; rename the item or pass node="
-        )
+        raise InvalidArgumentError(f"item {name!r} has the name of a node of this job; rename the item or pass node=")
     return str(name)
 
 
 def incarnation_folder(incarnation: str) -> str:
-    """Staging folder of one incarnation: 16 hex digits; on object stores, where the order is claimed by name, 8 digits."""
+    """Staging folder of one incarnation: 16 hex digits; 8 digits on object stores, where names claim the order."""
     return f"incarnation-{incarnation}{TMP_SUFFIX}"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +11,10 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import choosing, coordination, items, layout, opening, retention, saving, status, worker
-from epochckpt.attempts import Attempt, Attempts, Committed
+from epochckpt import choosing, coordination, items, layout, opening, removal, retention, saving, status, worker
+from epochckpt.attempt import Attempt, Committed
+from epochckpt.attempts import Attempts
 from epochckpt.checks import check_options, check_save_args
-from epochckpt.commit import Rollback
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     EpochExistsError,
@@ -26,12 +24,11 @@ from epochckpt.errors import (
     SaveError,
 )
 from epochckpt.options import StorageOptions
-from epochckpt.reading import Reading, shown_path
+from epochckpt.reading import Browsable, Reading, epoch_number, shown_path
 from epochckpt.retention import EpochInfo, History
-from epochckpt.storage import open_store
 
 
-class CheckpointManager(ocp.AbstractCheckpointManager):
+class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
     """Saves and restores epochs of a job, as `directory/<epoch>/<node>/`.
 
     A drop-in for `orbax.checkpoint.CheckpointManager`: construct it on every process, call `save` and `restore` on
@@ -81,9 +78,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._storage = storage or StorageOptions()
         implied = items.check_handlers(item_handlers, handler_registry, checkpointers)
         self._item_names = tuple(item_names or implied)
-        self._multi: bool | None = (
-            True if self._item_names else (False if item_handlers is not None else None)
-        )
+        self._multi: bool | None = True if self._item_names else (False if item_handlers is not None else None)
         self._logger = logger
         coordinator = coordination.connect(self._options.read_only)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator)
@@ -105,16 +100,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             f"{self._prefix}/save",
             self._nodes,
             self._storage,
-            self._retire,
+            lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
             self._committed,
         )
         self._tries: dict[int, int] = {}
         self._calls = 0
         self._closed = False
         self._directory = shown_path(self._store.root)
-        if metadata is not None:
-            self._write_root_metadata(metadata)
         if not self._options.read_only:
+            if metadata is not None and self._options.save_root_metadata and coordinator.primary:
+                self._commits.write_once(layout.ROOT_METADATA, saving.root_metadata(metadata))
             worker.drain_at_exit(self)
 
     # -- what there is -------------------------------------------------------------------------------------------
@@ -153,41 +148,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._damaged |= set(damaged)
         self._history.reset([e for e in found if e not in self._damaged])
         for attempt in self._attempts.pending():
-            self._history.request(
-                EpochInfo(attempt.epoch, metrics=attempt.metrics, time_ns=attempt.started_ns)
-            )
-
-    def metrics(self, step: int) -> Any:
-        """The metrics that an epoch was saved with, or None."""
-        return self._commits.read_record(self._number(step)).metrics
-
-    def item_metadata(self, step: int) -> Any:
-        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads one small file."""
-        record = self._commits.read_record(self._number(step))
-        return status.item_metadata(record, self._reading.path(record))
-
-    def metadata(self, step: int | None = None) -> Any:
-        """Orbax's StepMetadata of an epoch, or the directory's RootMetadata."""
-        if step is not None:
-            record = self._commits.read_record(self._number(step))
-            return status.step_metadata(record, self._reading.path(record))
-        return status.root_metadata(self._store)
-
-    def nodes(self, epoch: int) -> list[str]:
-        """Names of the nodes that wrote an epoch."""
-        return [n.name for n in self._commits.read_record(self._number(epoch)).nodes]
-
-    def node_path(self, node: str, epoch: int) -> epath.Path:
-        """The folder of one node's files of a committed epoch.
-
-        Raises:
-            InvalidArgumentError: the epoch has no such node; lists those it has.
-        """
-        return self._reading.node_path(node, self._number(epoch))
+            self._history.request(EpochInfo(attempt.epoch, metrics=attempt.metrics, time_ns=attempt.started_ns))
 
     def status(self, epoch: int) -> status.EpochStatus:
         """What is known of an epoch: committed, saving (and what it waits for), failed (and why), damaged or absent."""
-        epoch = self._number(epoch)
+        epoch = epoch_number(epoch)
         for attempt in self._attempts.pending():
             if attempt.epoch == epoch:
                 return status.EpochStatus(epoch, "saving", attempt.state)
@@ -196,10 +161,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if found.state == "absent" and failure is not None:
             return status.EpochStatus(epoch, "failed", failure.reason)
         return found
-
-    def verify(self, epoch: int) -> status.Verification:
-        """Reads every byte of a committed epoch, of all nodes, and compares it with what was written."""
-        return self._reading.verify(self._number(epoch))
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -225,7 +186,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             reached_preemption=self.reached_preemption(step),
             multiprocessing_options=self._options.multiprocessing_options,
         )
-        return self._policy.should_save(EpochInfo(step, time_ns=time.time_ns()), asked, context=context)
+        policy: Any = self._policy
+        return policy.should_save(EpochInfo(step, time_ns=time.time_ns()), asked, context=context)
 
     def save(
         self,
@@ -257,7 +219,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             SaveError: only with `enable_async_checkpointing=False`: it was not committed.
         """
         began = time.monotonic()
-        step = self._number(step)
+        step = epoch_number(step)
         if self._closed:
             raise InvalidArgumentError(f"this manager of {self._directory} is closed")
         self._multi = check_save_args(items, save_kwargs, args, self._multi)
@@ -299,9 +261,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         items.check_names([i.name for i in wanted], known)
         unknown = [i.name for i in wanted if self._item_names and i.name not in self._item_names]
         if unknown:
-            raise InvalidArgumentError(
-                f"item {unknown[0]!r} is not among item_names={list(self._item_names)}"
-            )
+            raise InvalidArgumentError(f"item {unknown[0]!r} is not among item_names={list(self._item_names)}")
         return self._planner.prepare(wanted)
 
     def is_saving_in_progress(self) -> bool:
@@ -384,13 +344,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._multi = check_save_args(items, restore_kwargs, args, self._multi, restoring=True)
         reading = self._reading
         if directory is not None and os.fspath(directory) != self._store.root:
-            commits = opening.commits_of(open_store(directory), opening.step_names(self._options))
-            reading = Reading(commits, self._pool, self._storage.verify)
-            step = max(commits.list_epochs(), default=None) if step is None else step
-            if step is None:
-                raise EpochNotFoundError(None, str(directory), [])
+            reading, newest = reading.elsewhere(directory, opening.step_names(self._options))
+            step = newest if step is None else step
         if step is not None:
-            return reading.restore(self._number(step), args)
+            return reading.restore(epoch_number(step), args)
         if not self._options.read_only:
             self._attempts.drain()
         self._calls += 1
@@ -406,21 +363,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._history.drop(choice.rejected)
         return choice.value
 
-    def restore_leaves(
-        self, epoch: int, patterns: str | Sequence[str], item: str | None = None
-    ) -> dict[str, Any]:
-        """Single leaves of an epoch, as NumPy arrays and Python values; reads only their blocks.
-
-        Args:
-            epoch: its number.
-            patterns: shell patterns of leaf names, for example `params/*/kernel`.
-            item: the item's name; may be left out if the epoch has one item.
-
-        Returns:
-            Values by leaf name.
-        """
-        return self._reading.leaves(self._number(epoch), patterns, item)
-
     # -- deleting and going back ---------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
@@ -429,52 +371,34 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             EpochNotFoundError: there is no such epoch.
         """
-        step = self._number(step)
+        step = epoch_number(step)
         if self._options.read_only:
             logging.warning("%s is read only: epoch %d is not deleted", self._directory, step)
             return
         if step not in self.all_steps():
             raise EpochNotFoundError(step, str(self._directory), self.all_steps())
-        self._agree(lambda: self._hide([step])() and None)
+        self._agree(lambda: removal.hide(self._commits, [step], self._options.todelete_subdir)())
         self._history.drop([step])
 
     def rollback_to(self, epoch: int) -> None:
         """Sets all later epochs aside, durably, so that the next save continues from this one.
 
-        They are kept under `rolled-back-<id>/`, which nothing cleans up. In a job of several processes all must call it.
+        They are kept under `rolled-back-<id>/`, which nothing cleans up. In a job of several processes all must
+        call it.
 
         Raises:
             EpochNotFoundError: there is no such epoch.
         """
-        epoch = self._number(epoch)
+        epoch = epoch_number(epoch)
         if self._options.read_only:
             raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
         self._attempts.drain()
         if epoch not in self.all_steps():
             raise EpochNotFoundError(epoch, str(self._directory), self.all_steps())
-
-        def decide() -> list[int]:
-            later = [e for e in self._commits.list_epochs() if e > epoch]
-            if later:
-                self._commits.roll_back(Rollback(epoch, tuple(later), layout.new_id()))
-            return later
-
-        later = self._agree(decide)
+        later = self._agree(lambda: removal.roll_back(self._commits, epoch))
         self._history.drop(later)
         self._history.forget_failed()
         self._damaged -= set(later)
-
-    def _retire(self, fresh: Committed) -> tuple[list[int], Callable[[], Callable[[], None]]]:
-        """Primary: what may be deleted now that an epoch is committed, and how."""
-        infos = [i for i in self._history.committed() if i.step != fresh.epoch]
-        infos.append(EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns))
-        gone = retention.superfluous(self._options, sorted(infos, key=operator.attrgetter("step")))
-        return gone, lambda: self._hide(gone)
-
-    def _hide(self, epochs: Sequence[int]) -> Callable[[], None]:
-        """Takes epochs out of sight; the returned call removes their bytes."""
-        removals = [self._commits.hide(e, self._options.todelete_subdir) for e in epochs]
-        return lambda: [remove() for remove in removals] and None
 
     def _committed(self, done: Committed, attempt: Attempt) -> None:
         """On every node, for every commit."""
@@ -482,15 +406,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._history.drop(done.deleted)
         self._damaged.discard(done.epoch)
         if self._logger is not None:
-            seconds = {"secs": time.monotonic() - attempt.started, "held_secs": attempt.held_secs}
-            when = datetime.datetime.fromtimestamp(done.committed_ns / 1e9, tz=datetime.UTC)
-            self._logger.log_entry(
-                {"step": done.epoch, "event_type": "save", "committed": when.isoformat(), **seconds}
-            )
-
-    def _write_root_metadata(self, metadata: Mapping[str, Any]) -> None:
-        if self._options.save_root_metadata and self._coordinator.primary and not self._options.read_only:
-            self._commits.write_once(layout.ROOT_METADATA, saving.root_metadata(metadata))
+            self._logger.log_entry(attempt.log_entry(done))
 
     def _agree(self, decide: Callable[[], Any]) -> Any:
         """The primary does something, everybody takes its answer; every process must make the same calls."""
@@ -499,13 +415,3 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._coordinator.agree(
             f"{self._prefix}/call/{self._calls}", decide, wait if self._coordinator.primary else 2 * wait
         )
-
-    @staticmethod
-    def _number(step: Any) -> int:
-        try:
-            number = operator.index(step)
-        except TypeError:
-            number = -1
-        if number < 0 or isinstance(step, bool):
-            raise InvalidArgumentError(f"an epoch (step) is an integer of at least 0, got {step!r}")
-        return number

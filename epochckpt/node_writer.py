@@ -56,10 +56,7 @@ def write_arrays(
         for number, part in enumerate(item.cut(owned, plan.part_ends)):
             end = start + len(part.leaves)
             head = safetensors.header(
-                [
-                    item.tensor(leaf, cell)
-                    for leaf, cell in zip(part.leaves.tolist(), part.cells.tolist(), strict=True)
-                ]
+                [item.tensor(leaf, cell) for leaf, cell in zip(part.leaves.tolist(), part.cells.tolist(), strict=True)]
             )
             size = len(head) + int(part.offsets[-1])
             ends = grid.blocks(np.diff(part.offsets), len(head), block_bytes)
@@ -92,9 +89,7 @@ def write_file(store: Store, folder: str, item: str, name: str, data: bytes, blo
 
 
 def _with_sums(file: DataFile, sums: list[str]) -> DataFile:
-    return DataFile(
-        file.item, file.part, file.size, file.data_start, file.cells, file.block_bytes, tuple(sums)
-    )
+    return DataFile(file.item, file.part, file.size, file.data_start, file.cells, file.block_bytes, tuple(sums))
 
 
 class _Part:
@@ -120,9 +115,7 @@ class _Part:
         starts, ends = self.ends[:-1].tolist(), self.ends[1:].tolist()
         firsts = np.searchsorted(self.offsets, self.ends[:-1], side="right") - 1
         lasts = np.searchsorted(self.offsets, self.ends[1:], side="left")
-        for i, (start, end, first, last) in enumerate(
-            zip(starts, ends, firsts.tolist(), lasts.tolist(), strict=True)
-        ):
+        for i, (start, end, first, last) in enumerate(zip(starts, ends, firsts.tolist(), lasts.tolist(), strict=True)):
             tasks.append(functools.partial(self._block, i + 1, start, end, first, last))
         return tasks
 
@@ -134,7 +127,7 @@ class _Part:
             self._put(index, start, data)
             if buffer.sample is not None and f"{checksum.xxh3(data):016x}" != self.sums[index]:
                 raise BufferChangedError(self.epoch, self.names[first])
-        else:  # a run of small cells: joined, because every call that frees the interpreter lock costs more than copying
+        else:  # a run of small cells is joined: a call that frees the interpreter lock costs more than copying
             self._put(index, start, b"".join([b.array.tobytes() for b in self.buffers[first:last]]))
 
     def _put(self, index: int, offset: int, data: Any) -> None:
@@ -143,4 +136,4 @@ class _Part:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data

@@ -83,9 +83,7 @@ def survey(commits: Commits) -> tuple[list[int], list[int]]:
         except FormatVersionError:
             raise
         except (DamagedError, FormatError, OSError) as error:
-            logging.error(
-                "%s: epoch %d is damaged and will not be used: %s", commits.store.root, epochs[-1], error
-            )
+            logging.error("%s: epoch %d is damaged and will not be used: %s", commits.store.root, epochs[-1], error)
             damaged.append(epochs.pop())
     return epochs, damaged
 
@@ -142,9 +140,7 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
     for index, (n, p) in enumerate(nodes):
         for other, q in nodes[:index]:
             if other == n:
-                raise InvalidArgumentError(
-                    f"processes {q} and {p} both call their node {n!r}; node= must be unique"
-                )
+                raise InvalidArgumentError(f"processes {q} and {p} both call their node {n!r}; node= must be unique")
     return nodes
 
 
@@ -164,8 +160,8 @@ def _decide(
             shown = ", ".join(foreign[:5])
             raise FormatError(
                 f"{store.root}/{foreign[0]}",
-                f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}). It was written by something "
-                "else, for example stock Orbax; choose another directory, or move these folders away",
+                f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}). It was written by "
+                "something else, for example stock Orbax; choose another directory, or move these folders away",
             )
         history, damaged = survey(commits)
         if not options.read_only:
@@ -193,6 +189,4 @@ def _check_directory(store: Store, create: bool) -> None:
         kind = "a broken link" if os.path.islink(store.root) and not os.path.exists(store.root) else "a file"
         raise NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")
     if not os.path.exists(store.root) and not create:
-        raise NotACheckpointDirectoryError(
-            f"{store.root} does not exist, and options.create is False; check the path"
-        )
+        raise NotACheckpointDirectoryError(f"{store.root} does not exist, and options.create is False; check the path")

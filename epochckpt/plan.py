@@ -114,9 +114,7 @@ class _Builder:
         self.meshes: dict[Any, int] = {}
         self.mesh_rows: list[Any] = []
         self.cells: dict[Any, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
-        self.base_counts: list[
-            tuple[int, ...]
-        ] = []  # the sharding's own grid, before replicated leaves are cut
+        self.base_counts: list[tuple[int, ...]] = []  # the sharding's own grid, before replicated leaves are cut
 
     def add(self, path: tree_lib.KeyPath, value: Any) -> None:
         name = tree_lib.leaf_name(path)
@@ -126,8 +124,8 @@ class _Builder:
         kind = tree_lib.leaf_kind(value)
         if kind is None:
             raise InvalidArgumentError(
-                f"item {self.name!r}, leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; "
-                "expected a jax or NumPy array, a Python number, str, bytes or None"
+                f"item {self.name!r}, leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be "
+                "saved; expected a jax or NumPy array, a Python number, str, bytes or None"
             )
         if kind not in ARRAY_KINDS:
             self.leaves.append(Leaf(path, name, kind))
@@ -167,9 +165,7 @@ class _Builder:
                 width = max(map(len, grids[leaf.grid].holders))
                 self.leaves[i] = dataclasses.replace(leaf, rotation=turns[leaf.grid] % width)
                 turns[leaf.grid] += 1
-        return ArrayItem(
-            self.name, tuple(self.leaves), tuple(grids), tuple(self.sharding_rows), tuple(self.mesh_rows)
-        )
+        return ArrayItem(self.name, tuple(self.leaves), tuple(grids), tuple(self.sharding_rows), tuple(self.mesh_rows))
 
     def _sharding_cells(
         self, name: str, value: jax.Array, shape: tuple[int, ...]
@@ -190,8 +186,8 @@ class _Builder:
             if len(self.node_of_process) > 1 and len({n for h in holders for n in h}) == 1:
                 raise InvalidArgumentError(
                     f"item {self.name!r}, leaf {name!r} lies on devices of one process only, in a job of "
-                    f"{len(self.node_of_process)}: which process's value counts is not defined. Make it a global array, for "
-                    "example by creating it under jax.jit with out_shardings"
+                    f"{len(self.node_of_process)}: which process's value counts is not defined. Make it a global array, "
+                    "for example by creating it under jax.jit with out_shardings"
                 )
             while counts and counts[-1] == 1:
                 counts = counts[:-1]
@@ -199,9 +195,7 @@ class _Builder:
         counts, holders = self.cells[known]
         uneven = [d for d, c in zip(value.shape, counts, strict=False) if d % c]
         if uneven:
-            raise InvalidArgumentError(
-                f"leaf {name!r} of shape {value.shape} is sharded unevenly as {sharding}"
-            )
+            raise InvalidArgumentError(f"leaf {name!r} of shape {value.shape} is sharded unevenly as {sharding}")
         return counts, holders
 
     def _split(
@@ -238,7 +232,7 @@ class _Builder:
             mesh = sharding.mesh
             if mesh not in self.meshes:
                 self.meshes[mesh] = len(self.mesh_rows)
-                devices = mesh.devices
+                devices = mesh_devices(mesh)
                 self.mesh_rows.append(
                     {
                         "platform": devices.flat[0].platform,
@@ -260,27 +254,32 @@ class _Builder:
         return self.shardings[sharding]
 
 
+def mesh_devices(mesh: Any) -> np.ndarray:
+    """The devices of a mesh, as an array of its shape."""
+    return np.asarray(mesh.devices)
+
+
 def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], dict[Any, int]]:
     """The regular grid of a sharding: cells per dimension, and the cell that each device holds.
 
     By index arithmetic over the mesh for NamedSharding, else from JAX's own map of devices to indices.
     """
     if isinstance(sharding, NamedSharding):
-        mesh = sharding.mesh
-        sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
-        where = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
+        mesh, devices = sharding.mesh, mesh_devices(sharding.mesh)
+        sizes = dict(zip(mesh.axis_names, devices.shape, strict=True))
+        where = dict(zip(mesh.axis_names, np.indices(devices.shape), strict=True))
         spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
         counts = []
-        cell = np.zeros(mesh.devices.shape, dtype=np.int64)
+        cell = np.zeros(devices.shape, dtype=np.int64)
         for entry in spec:
             axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
             count = math.prod(sizes[a] for a in axes)
-            position = np.zeros(mesh.devices.shape, dtype=np.int64)
+            position = np.zeros(devices.shape, dtype=np.int64)
             for axis in axes:
                 position = position * sizes[axis] + where[axis]
             cell = cell * count + position
             counts.append(count)
-        return tuple(counts), dict(zip(mesh.devices.flat, cell.ravel().tolist(), strict=True))
+        return tuple(counts), dict(zip(devices.flat, cell.ravel().tolist(), strict=True))
     piece = sharding.shard_shape(shape)
     counts = tuple(d // p if p else 1 for d, p in zip(shape, piece, strict=True))
     cells = {}

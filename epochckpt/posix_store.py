@@ -42,9 +42,7 @@ def _function(name: str, *arguments: type) -> Callable[..., int] | None:
 
 
 _sync_file_range = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_renameat2 = _function(
-    "renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
-)
+_renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 
 
 class PosixStore(Store):
@@ -149,9 +147,7 @@ class PosixStore(Store):
                 _rename_if_absent(source, target)
         except OSError as error:
             if error.errno == errno.ENOTEMPTY:  # what some systems say instead of EEXIST
-                raise FileExistsError(
-                    errno.EEXIST, os.strerror(errno.EEXIST), source, None, target
-                ) from error
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), source, None, target) from error
             raise
 
     def remove(self, path: str) -> None:

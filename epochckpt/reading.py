@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +11,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from epochckpt import items, layout, status
-from epochckpt.commit import Commits
+from epochckpt.commit import Commits, StepNames
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.node_reader import EpochReader
+from epochckpt.opening import commits_of
 from epochckpt.records import EpochRecord
 from epochckpt.restoring import read_leaves
+from epochckpt.storage import open_store
 from epochckpt.worker import Pool
 
 
@@ -28,6 +32,14 @@ class Reading:
 
     def __init__(self, commits: Commits, pool: Pool, verify: bool):
         self.commits, self._pool, self._verify = commits, pool, verify
+
+    def elsewhere(self, directory: str | os.PathLike[str], names: StepNames) -> tuple[Reading, int]:
+        """The same for another directory, and its newest epoch."""
+        commits = commits_of(open_store(directory), names)
+        epochs = commits.list_epochs()
+        if not epochs:
+            raise EpochNotFoundError(None, commits.store.root, [])
+        return Reading(commits, self._pool, self._verify), epochs[-1]
 
     def reader(self, epoch: int) -> EpochReader:
         """A reader of one epoch; its record is read now."""
@@ -94,3 +106,65 @@ def shown_path(root: str) -> epath.Path:
     if not found or scheme in ("gs", "s3"):
         return epath.Path(root)
     return epath.Path(f"/{rest.lstrip('/')}" if scheme == "file" else f"{scheme}:/{rest}")
+
+
+class Browsable:
+    """The members of a manager that only read."""
+
+    _reading: Reading
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that an epoch was saved with, or None."""
+        return self._reading.commits.read_record(epoch_number(step)).metrics
+
+    def item_metadata(self, step: int) -> Any:
+        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads one small file."""
+        record = self._reading.commits.read_record(epoch_number(step))
+        return status.item_metadata(record, self._reading.path(record))
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Orbax's StepMetadata of an epoch, or the directory's RootMetadata."""
+        if step is not None:
+            record = self._reading.commits.read_record(epoch_number(step))
+            return status.step_metadata(record, self._reading.path(record))
+        return status.root_metadata(self._reading.commits.store)
+
+    def nodes(self, epoch: int) -> list[str]:
+        """Names of the nodes that wrote an epoch."""
+        return [n.name for n in self._reading.commits.read_record(epoch_number(epoch)).nodes]
+
+    def node_path(self, node: str, epoch: int) -> epath.Path:
+        """The folder of one node's files of a committed epoch.
+
+        Raises:
+            InvalidArgumentError: the epoch has no such node; lists those it has.
+        """
+        return self._reading.node_path(node, epoch_number(epoch))
+
+    def verify(self, epoch: int) -> status.Verification:
+        """Reads every byte of a committed epoch, of all nodes, and compares it with what was written."""
+        return self._reading.verify(epoch_number(epoch))
+
+    def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
+        """Single leaves of an epoch, as NumPy arrays and Python values; reads only their blocks.
+
+        Args:
+            epoch: its number.
+            patterns: shell patterns of leaf names, for example `params/*/kernel`.
+            item: the item's name; may be left out if the epoch has one item.
+
+        Returns:
+            Values by leaf name.
+        """
+        return self._reading.leaves(epoch_number(epoch), patterns, item)
+
+
+def epoch_number(step: Any) -> int:
+    """An epoch's number; InvalidArgumentError for what cannot be one."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise InvalidArgumentError(f"an epoch (step) is an integer of at least 0, got {step!r}")
+    return number

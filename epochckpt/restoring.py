@@ -85,17 +85,11 @@ def read_leaves(reader: EpochReader, name: str, patterns: Sequence[str]) -> dict
     """Leaves whose names match any of the shell patterns, as NumPy arrays and Python values, by name."""
     item = reader.record.items[name].arrays
     assert item is not None, "callers choose array items"
-    chosen = [
-        i for i, leaf in enumerate(item.leaves) if any(fnmatch.fnmatchcase(leaf.name, p) for p in patterns)
-    ]
+    chosen = [i for i, leaf in enumerate(item.leaves) if any(fnmatch.fnmatchcase(leaf.name, p) for p in patterns)]
     wants = [Want(i, "python" if item.leaves[i].dtype is None else "numpy") for i in chosen]
     wants = [w if item.leaves[w.leaf].kind not in tree_lib.EMPTY_KINDS else Want(-1, "keep") for w in wants]
-    wants = [
-        dataclasses.replace(w, form="python") if item.leaves[w.leaf].kind[:4] == "long" else w for w in wants
-    ]
-    return dict(
-        zip((item.leaves[i].name for i in chosen), _Assembly(reader, name, item).run(wants), strict=True)
-    )
+    wants = [dataclasses.replace(w, form="python") if item.leaves[w.leaf].kind[:4] == "long" else w for w in wants]
+    return dict(zip((item.leaves[i].name for i in chosen), _Assembly(reader, name, item).run(wants), strict=True))
 
 
 class _Assembly:
@@ -176,9 +170,7 @@ class _Assembly:
             array = np.asarray(value)
             cast = self._cast(leaf, array, want.dtype)
         except (TypeError, ValueError, OverflowError) as error:
-            self.rows.append(
-                Mismatch(leaf.name, "value", f"{leaf.kind} {value!r:.40}", f"{want.dtype} ({error})")
-            )
+            self.rows.append(Mismatch(leaf.name, "value", f"{leaf.kind} {value!r:.40}", f"{want.dtype} ({error})"))
             return None
         if want.form == "jax" and want.sharding is not None:
             return jax.make_array_from_callback((), want.sharding, lambda index: cast[index])
@@ -194,9 +186,7 @@ class _Assembly:
             out = None
         if out is None or (out != plain and plain == plain):
             self.rows.append(
-                Mismatch(
-                    leaf.name, "value", f"{plain!r:.40}", f"{kind.__name__}, which cannot hold it exactly"
-                )
+                Mismatch(leaf.name, "value", f"{plain!r:.40}", f"{kind.__name__}, which cannot hold it exactly")
             )
         return out
 

@@ -159,7 +159,8 @@ def superfluous(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo
     if not infos:
         return []
     if options.preservation_policy is not None:
-        flags = options.preservation_policy.should_preserve(infos, context=keep.PreservationContext())
+        seen: Any = infos
+        flags = options.preservation_policy.should_preserve(seen, context=keep.PreservationContext())
         kept = {i.step for i, flag in zip(infos, flags, strict=True) if flag}
     else:
         kept = _default_kept(options, infos)

@@ -42,9 +42,7 @@ class Planner:
         part_bytes: bound on one data file, or None.
     """
 
-    def __init__(
-        self, node: int, nodes: Sequence[tuple[str, int]], options: StorageOptions, part_bytes: int | None
-    ):
+    def __init__(self, node: int, nodes: Sequence[tuple[str, int]], options: StorageOptions, part_bytes: int | None):
         self._node, self._nodes, self._options, self._part_bytes = node, nodes, options, part_bytes
         self._plans: collections.OrderedDict[Any, plan_lib.ItemPlan] = collections.OrderedDict()
         self._digests: collections.OrderedDict[Any, str] = collections.OrderedDict()
@@ -64,9 +62,7 @@ class Planner:
             try:
                 flat, treedef = tree_lib.flatten_leaves(item.tree)
             except (ValueError, TypeError) as error:
-                raise InvalidArgumentError(
-                    f"item {item.name!r} is not a pytree that can be saved: {error}"
-                ) from error
+                raise InvalidArgumentError(f"item {item.name!r} is not a pytree that can be saved: {error}") from error
             key = (item.name, plan_lib.key(flat, treedef))
             plan = self._plans.get(key)
             if plan is None:

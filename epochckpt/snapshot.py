@@ -65,9 +65,7 @@ def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool | None = None) -
     for t in plan.takes:
         if t.shard >= 0 and (t.leaf, t.shard) not in shards:
             name = plan.item.leaves[t.leaf].name
-            shards[t.leaf, t.shard] = _start(
-                leaves[t.leaf], plan.item.leaves[t.leaf].kind, t.shard, staged, name
-            )
+            shards[t.leaf, t.shard] = _start(leaves[t.leaf], plan.item.leaves[t.leaf].kind, t.shard, staged, name)
     views: dict[tuple[int, int], Buffer] = {}
     buffers: list[Buffer] = []
     for t in plan.takes:
@@ -117,9 +115,7 @@ def _start(value: Any, kind: str, shard: int, staged: bool | None, name: str) ->
         return data, not staged
     except RuntimeError as error:
         if "deleted" in str(error) or "donated" in str(error):
-            raise InvalidArgumentError(
-                f"leaf {name!r} was deleted or donated before save(): {error}"
-            ) from error
+            raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save(): {error}") from error
         raise
 
 

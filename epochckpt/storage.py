@@ -30,7 +30,5 @@ def open_store(directory: str | os.PathLike[str], *, early_write_back: bool = Tr
     if _URL.match(name):
         return KvStore(name)
     if isinstance(directory, pathlib.PurePath) and _COLLAPSED_URL.match(name):
-        raise ValueError(
-            f"{name!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path"
-        )
+        raise ValueError(f"{name!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path")
     return PosixStore(name, early_write_back=early_write_back)

@@ -75,9 +75,7 @@ class Shardings:
         if "device" in row:
             if jax.process_count() > 1:
                 return None
-            return SingleDeviceSharding(
-                self._device(row["platform"], row["device"]), memory_kind=row["memory"]
-            )
+            return SingleDeviceSharding(self._device(row["platform"], row["device"]), memory_kind=row["memory"])
         number = row["mesh"]
         if number not in self._meshes:
             mesh = self._item.meshes[number]
@@ -206,9 +204,7 @@ class Matcher:
         if sharding is None:
             return Want(number, "numpy", np.dtype(dtype))
         if not _canonical(dtype):
-            self._row(
-                leaf.name, "dtype", describe_leaf(leaf), f"{dtype}, which jax holds only with jax_enable_x64"
-            )
+            self._row(leaf.name, "dtype", describe_leaf(leaf), f"{dtype}, which jax holds only with jax_enable_x64")
         elif not self._divides(sharding, shape):
             self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
         return Want(number, "jax", np.dtype(dtype), sharding)
@@ -236,7 +232,7 @@ class Matcher:
     def _restore_args(self, number: int, leaf: Leaf, args: Any, target: Any) -> Want:
         kind, dtype = args.restore_type, args.dtype
         if isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array):
-            sharding = args.sharding
+            sharding: Any = args.sharding
             if hasattr(sharding, "to_jax_sharding"):
                 sharding = sharding.to_jax_sharding()
             if sharding is None and args.mesh is not None and args.mesh_axes is not None:
@@ -287,6 +283,4 @@ def describe_leaf(leaf: Leaf) -> str:
         return f"key<{leaf.impl}>{list(leaf.shape)}"
     if leaf.kind in ("jax", "numpy", "scalar"):
         return f"{leaf.dtype}{list(leaf.shape)}"
-    return {"none": "nothing", "longstr": "str", "longbytes": "bytes", "node": "empty node"}.get(
-        leaf.kind, leaf.kind
-    )
+    return {"none": "nothing", "longstr": "str", "longbytes": "bytes", "node": "empty node"}.get(leaf.kind, leaf.kind)

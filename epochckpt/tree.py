@@ -62,7 +62,8 @@ def dtype_name(dtype: np.dtype[Any], where: str) -> str:
     if dtype.kind in "mM":
         return dtype.newbyteorder("<").str
     raise InvalidArgumentError(
-        f"leaf {where!r}: arrays of dtype {dtype} cannot be saved; expected a number type of JAX or NumPy, or datetime64"
+        f"leaf {where!r}: arrays of dtype {dtype} cannot be saved; "
+        "expected a number type of JAX or NumPy, or datetime64"
     )
 
 
@@ -114,7 +115,8 @@ def _key_path(path: Sequence[Any]) -> KeyPath:
                 key = key.item()
             if not (key is None or type(key) in (str, int, float, bool) or isinstance(key, str | int)):
                 raise InvalidArgumentError(
-                    f"dict key {key!r} under {leaf_name(tuple(out))!r} cannot be saved; expected str, int, float, bool or None"
+                    f"dict key {key!r} under {leaf_name(tuple(out))!r} cannot be saved; "
+                    "expected str, int, float, bool or None"
                 )
             out.append(("k", str(key) if isinstance(key, str) else key))
         elif isinstance(entry, jax.tree_util.SequenceKey):
@@ -126,9 +128,7 @@ def _key_path(path: Sequence[Any]) -> KeyPath:
         else:
             out.append(("a", str(entry)))
     if len(out) > _MAX_DEPTH:
-        raise InvalidArgumentError(
-            f"leaf {leaf_name(tuple(out))[:200]!r}… is nested deeper than {_MAX_DEPTH}"
-        )
+        raise InvalidArgumentError(f"leaf {leaf_name(tuple(out))[:200]!r}… is nested deeper than {_MAX_DEPTH}")
     return tuple(out)
 
 
@@ -148,9 +148,7 @@ def leaf_name(path: KeyPath) -> str:
     if not path:
         return "value"
     name = "/".join(_segment(kind, key) for kind, key in path)
-    return (
-        "%5F" + name[1:] if name == "__metadata__" else name
-    )  # the one name that safetensors keeps for itself
+    return "%5F" + name[1:] if name == "__metadata__" else name  # the one name that safetensors keeps for itself
 
 
 def path_to_json(path: KeyPath) -> list[Any]:
@@ -211,9 +209,7 @@ def nest(pairs: Sequence[tuple[KeyPath, Any]], where: str) -> Any:
             else:
                 child = node.setdefault(key, _Branch())
                 if not isinstance(child, _Branch):
-                    raise FormatError(
-                        where, f"{leaf_name(path[: depth + 1])!r} is a leaf and a folder at once"
-                    )
+                    raise FormatError(where, f"{leaf_name(path[: depth + 1])!r} is a leaf and a folder at once")
                 node = child
     return _collapse(root, sequences)
 
@@ -240,13 +236,7 @@ def leaf_kind(leaf: Any) -> str | None:
     if isinstance(leaf, np.generic):
         return "scalar"
     if isinstance(leaf, int | float | complex):
-        return (
-            type(leaf).__name__
-            if type(leaf) in (int, float, complex)
-            else "int"
-            if isinstance(leaf, int)
-            else None
-        )
+        return type(leaf).__name__ if type(leaf) in (int, float, complex) else "int" if isinstance(leaf, int) else None
     if isinstance(leaf, str):
         return "str" if len(leaf) <= INLINE_BYTES // 4 else "longstr"
     if isinstance(leaf, bytes):

@@ -3,7 +3,7 @@
 Guarantees:
 - all threads are daemons: a stuck system call can never keep the interpreter from ending; `at_exit` drains run first;
 - `Pool.run` returns when every task has ended, and raises the first error;
-- a `Lane` runs its jobs one at a time, in order, and never dies of a job's error (jobs report through their own future);
+- a `Lane` runs its jobs one at a time, in order, and never dies of a job's error (it goes into the job's future);
 - `abandonable` bounds a call that has no timeout of its own: the call may go on in a thread nobody waits for.
 
 `concurrent.futures` is not used: it refuses work once the interpreter has begun to shut down, which is exactly when

@@ -1,0 +1,241 @@
+"""Reading the records back: everything in them may be damaged or hostile.
+
+Parsing checks types, ranges and cross references and raises FormatError naming the file; it allocates nothing that
+the record's own size does not bound.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from epochckpt import checksum, layout
+from epochckpt import tree as tree_lib
+from epochckpt.errors import FormatError, FormatVersionError
+from epochckpt.grid import ArrayItem, Grid, Leaf
+from epochckpt.records import MAX_RECORD_BYTES, DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord
+
+_MAX_DIM = 2**48
+_MAX_BYTES = 2**62
+_MAX_CELLS = 2**24
+
+
+class _Fields:
+    """Typed access to a parsed JSON object; every failure names the file and the field."""
+
+    def __init__(self, path: str, data: object, where: str = ""):
+        if not isinstance(data, dict):
+            raise FormatError(path, f"{where or 'the record'} is not an object")
+        self.path, self.data, self.where = path, data, where
+
+    def fail(self, name: str, expected: str) -> FormatError:
+        value = str(self.data.get(name))[:80]
+        return FormatError(self.path, f"{self.where}{name}: expected {expected}, found {value!r}")
+
+    def integer(self, name: str, low: int = 0, high: int = 2**63) -> int:
+        value = self.data.get(name)
+        if type(value) is not int or not low <= value < high:
+            raise self.fail(name, f"an integer of at least {low}")
+        return value
+
+    def text(self, name: str, limit: int = 1000) -> str:
+        value = self.data.get(name)
+        if not isinstance(value, str) or len(value) > limit:
+            raise self.fail(name, "a short string")
+        return value
+
+    def boolean(self, name: str) -> bool:
+        value = self.data.get(name)
+        if not isinstance(value, bool):
+            raise self.fail(name, "true or false")
+        return value
+
+    def array(self, name: str) -> list[Any]:
+        value = self.data.get(name)
+        if not isinstance(value, list):
+            raise self.fail(name, "a list")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        value = self.data.get(name)
+        if not isinstance(value, dict):
+            raise self.fail(name, "an object")
+        return value
+
+    def numbers(self, name: str) -> dict[str, float]:
+        value = self.mapping(name)
+        if any(isinstance(v, bool) or not isinstance(v, int | float) for v in value.values()):
+            raise self.fail(name, "an object of numbers")
+        return value
+
+
+def _open(path: str, data: bytes, kind: str) -> _Fields:
+    fields = _Fields(path, checksum.unseal(path, data))
+    if fields.data.get("format") != layout.FORMAT:
+        raise FormatError(path, f"is no epochckpt record (format {str(fields.data.get('format'))[:40]!r})")
+    version = fields.data.get("version")
+    if version != layout.VERSION:
+        raise FormatVersionError(
+            path,
+            f"has format version {str(version)[:40]!r}; this epochckpt reads version {layout.VERSION}: "
+            "install a newer one",
+        )
+    if fields.data.get("record") != kind:
+        raise FormatError(path, f"is a {str(fields.data.get('record'))[:40]!r} record, expected {kind!r}")
+    return fields
+
+
+def parse_node(path: str, data: bytes) -> NodeRecord:
+    """Parses `node.json`."""
+    fields = _open(path, data, "node")
+    files = []
+    for i, entry in enumerate(fields.array("files")):
+        f = _Fields(path, entry, f"files[{i}].")
+        sums = tuple(f.array("xxh3"))
+        if not all(isinstance(s, str) and len(s) == 16 for s in sums):
+            raise f.fail("xxh3", "strings of 16 hex digits")
+        item = layout.check_recorded_name(path, f.data.get("item"))
+        part, size, start, cells = (f.integer(n, high=_MAX_BYTES) for n in ("part", "size", "data_start", "cells"))
+        block = f.integer("block_bytes", low=1, high=2**31)
+        files.append(DataFile(item, part, size, start, cells, block, sums))
+    return NodeRecord(
+        fields.integer("epoch"),
+        fields.text("attempt"),
+        layout.check_recorded_name(path, fields.data.get("node")),
+        fields.integer("process"),
+        fields.integer("processes"),
+        fields.text("plan"),
+        tuple(files),
+        fields.numbers("timings"),
+    )
+
+
+def parse_epoch(path: str, data: bytes) -> EpochRecord:
+    """Parses `epoch.json`.
+
+    Raises:
+        DamagedError: the bytes are not those that were written.
+        FormatVersionError: written by a newer epochckpt.
+        FormatError: something in it is not what the format allows.
+    """
+    fields = _open(path, data, "epoch")
+    attempt = fields.text("attempt", 80)
+    layout.check_recorded_name(path, attempt)
+    nodes = tuple(_parse_node_entry(path, i, n) for i, n in enumerate(fields.array("nodes")))
+    names = [n.name for n in nodes]
+    if not nodes or len(set(names)) != len(names):
+        raise fields.fail("nodes", "at least one node, with distinct names")
+    items: dict[str, ItemRecord] = {}
+    for name, entry in fields.mapping("items").items():
+        layout.check_recorded_name(path, name)
+        f = _Fields(path, entry, f"items.{name}.")
+        kind = f.text("kind")
+        if kind == "arrays":
+            arrays = _parse_arrays(f, name, len(nodes))
+            items[name] = ItemRecord(kind, arrays, _parse_values(f, arrays))
+        elif kind == "json":
+            items[name] = ItemRecord(kind)
+        else:
+            raise f.fail("kind", "'arrays' or 'json'")
+    return EpochRecord(
+        fields.integer("epoch"),
+        attempt,
+        fields.boolean("objects"),
+        fields.text("plan"),
+        nodes,
+        items,
+        fields.boolean("default_item"),
+        checksum.unpack_json(fields.data.get("metrics")),
+        checksum.unpack_json(fields.mapping("custom_metadata")),
+        fields.integer("started_ns"),
+        fields.integer("committed_ns"),
+        fields.numbers("timings"),
+    )
+
+
+def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
+    problem = FormatError(path, f"nodes[{number}] is not [name, process, size, digest, seconds, files]")
+    if not isinstance(entry, list) or len(entry) != 6 or not isinstance(entry[5], list):
+        raise problem
+    name, process, size, digest, secs, files = entry
+    layout.check_recorded_name(path, name)
+    if type(process) is not int or type(size) is not int or not 0 < size <= MAX_RECORD_BYTES:
+        raise problem
+    if not isinstance(digest, str) or isinstance(secs, bool) or not isinstance(secs, int | float):
+        raise problem
+    parsed = []
+    for f in files:
+        if not isinstance(f, list) or len(f) != 5 or not all(type(v) is int and 0 <= v < _MAX_BYTES for v in f[1:]):
+            raise problem
+        parsed.append(DataFile(layout.check_recorded_name(path, f[0]), *f[1:]))
+    return NodeEntry(name, process, size, digest, tuple(parsed), float(secs))
+
+
+def _parse_arrays(fields: _Fields, name: str, nodes: int) -> ArrayItem:
+    path = fields.path
+    grids = []
+    for i, row in enumerate(fields.array("grids")):
+        problem = FormatError(path, f"{fields.where}grids[{i}] is not [counts, holders of every cell]")
+        if not isinstance(row, list) or len(row) != 2 or not all(isinstance(x, list) for x in row):
+            raise problem
+        counts, holders = row
+        if len(counts) > 32 or not all(type(c) is int and 0 < c <= _MAX_CELLS for c in counts):
+            raise problem
+        if math.prod(counts) > _MAX_CELLS or len(holders) != math.prod(counts):
+            raise problem
+        for held in holders:
+            if not isinstance(held, list) or not held or not all(type(n) is int and 0 <= n < nodes for n in held):
+                raise problem
+        grids.append(Grid(tuple(counts), tuple(map(tuple, holders))))
+    leaves = [_parse_leaf(fields, i, row, grids) for i, row in enumerate(fields.array("leaves"))]
+    if len({leaf.name for leaf in leaves}) != len(leaves):
+        raise fields.fail("leaves", "distinct names")
+    shardings, meshes = fields.array("shardings"), fields.array("meshes")
+    if any(leaf.sharding >= len(shardings) for leaf in leaves):
+        raise fields.fail("shardings", "a row for every leaf that names one")
+    return ArrayItem(name, tuple(leaves), tuple(grids), tuple(shardings), tuple(meshes))
+
+
+def _parse_leaf(fields: _Fields, number: int, row: object, grids: list[Grid]) -> Leaf:
+    where = f"{fields.where}leaves[{number}]"
+    problem = FormatError(fields.path, f"{where} is not [path, kind, dtype, shape, grid, rotation, sharding]")
+    if not isinstance(row, list) or len(row) not in (2, 7, 8):
+        raise problem
+    path = tree_lib.path_from_json(fields.path, row[0])
+    name, kind = tree_lib.leaf_name(path), row[1]
+    if kind in tree_lib.VALUE_KINDS | tree_lib.EMPTY_KINDS and len(row) == 2:
+        return Leaf(path, name, kind)
+    if (
+        kind not in tree_lib.ARRAY_KINDS
+        or len(row) < 7
+        or not isinstance(row[3], list)
+        or (len(row) == 8) != (kind == "prng")
+    ):
+        raise problem
+    dtype = tree_lib.parse_dtype(fields.path, row[2])
+    shape, (grid, rotation, sharding) = row[3], row[4:7]
+    impl = row[7] if kind == "prng" else None
+    ints = all(type(v) is int for v in (*shape, grid, rotation, sharding))
+    if (
+        not ints
+        or len(shape) > 32
+        or not all(0 <= d < _MAX_DIM for d in shape)
+        or (impl is not None and not isinstance(impl, str))
+    ):
+        raise problem
+    if not 0 <= grid < len(grids) or rotation < 0 or sharding < -1 or math.prod(shape) * dtype.itemsize >= _MAX_BYTES:
+        raise problem
+    counts = grids[grid].counts
+    if len(counts) > len(shape) or any(d % c for d, c in zip(shape, counts, strict=False)):
+        raise FormatError(fields.path, f"{where}: shape {shape} is not cut evenly by the grid {list(counts)}")
+    return Leaf(path, name, kind, dtype, tuple(shape), grid, rotation, sharding, impl)
+
+
+def _parse_values(fields: _Fields, arrays: ArrayItem) -> dict[int, Any]:
+    raw = fields.mapping("values")
+    expected = {str(i): i for i, leaf in enumerate(arrays.leaves) if leaf.kind in tree_lib.VALUE_KINDS}
+    if raw.keys() != expected.keys():
+        raise fields.fail("values", "one value for every Python leaf")
+    for k, i in expected.items():
+        tree_lib.value_from_json(fields.path, arrays.leaves[i].kind, raw[k])
+    return {i: raw[k] for k, i in expected.items()}
