@@ -5,7 +5,7 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F0  errors options layout tree
     F1  worker checksum safetensors store posix_store kv_store storage coordination
     F2  grid plan snapshot records parsing node_writer node_file node_reader commit commit_rename commit_put retention
-    F3  targets restoring items saving attempt attempts removal status opening choosing checks reading manager following
+    F3  targets restoring items saving attempt opening attempts removal status choosing checks reading manager following
 """
 
 from epochckpt import errors

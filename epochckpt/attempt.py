@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from epochckpt import worker
@@ -26,7 +26,7 @@ class Attempt:
         buffers: one list per array item; dropped once written.
         files: (item, content) of items that are one file, on the node that writes them.
         items: the items as they will be recorded.
-        plan: digest of the plan.
+        digest: gives the digest of the plan; computed in the background.
         copied_bytes: host memory that the snapshot holds.
         held_secs: how long the training thread was held.
     """
@@ -37,7 +37,7 @@ class Attempt:
     buffers: list[list[Buffer]]
     files: Sequence[tuple[str, bytes]]
     items: dict[str, ItemRecord]
-    plan: str
+    digest: Callable[[], str]
     default_item: bool
     metrics: Any
     custom_metadata: dict[str, Any]
@@ -52,6 +52,11 @@ class Attempt:
     written: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     done: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     reports: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def plan(self) -> str:
+        """Digest of the plan."""
+        return self.digest()
 
     @property
     def folders(self) -> list[str]:

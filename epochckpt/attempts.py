@@ -18,15 +18,14 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from absl import logging
 
 from epochckpt import checksum, layout, node_writer, worker
 from epochckpt.attempt import Attempt, Committed, human_bytes
-from epochckpt.commit import Commits
-from epochckpt.coordination import Coordinator, Deadline
+from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -37,9 +36,9 @@ from epochckpt.errors import (
     from_wire,
     to_wire,
 )
+from epochckpt.opening import Opened
 from epochckpt.options import StorageOptions
 from epochckpt.records import DataFile, EpochRecord, NodeEntry, NodeRecord
-from epochckpt.store import Store
 
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
 _MAX_UNDECIDED = 2
@@ -49,11 +48,7 @@ class Attempts:
     """The attempts of one manager on one node.
 
     Args:
-        store: the directory.
-        commits: how an attempt becomes an epoch.
-        coordinator: the other processes.
-        prefix: where this incarnation's keys live.
-        nodes: (name, process) by node number.
+        opened: the directory, and the other processes.
         options: bounds and sizes.
         retire: on the primary, called with a fresh commit: which epochs to delete now, a call that takes them out of
             sight, and returns one that removes their bytes.
@@ -62,17 +57,13 @@ class Attempts:
 
     def __init__(
         self,
-        store: Store,
-        commits: Commits,
-        coordinator: Coordinator,
-        prefix: str,
-        nodes: Sequence[tuple[str, int]],
+        opened: Opened,
         options: StorageOptions,
         retire: Callable[[Committed], tuple[list[int], Callable[[], Callable[[], None]]]],
         on_commit: Callable[[Committed, Attempt], None],
     ):
-        self._store, self._commits, self._coordinator = store, commits, coordinator
-        self._prefix, self.nodes, self._options = prefix, nodes, options
+        self._store, self._commits, self._coordinator = opened.store, opened.commits, opened.coordinator
+        self._prefix, self.nodes, self._options = f"{opened.prefix}/save", opened.nodes, options
         self._retire, self._on_commit = retire, on_commit
         self._pool = worker.Pool(options.io_threads)
         self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()

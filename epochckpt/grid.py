@@ -52,14 +52,14 @@ class Grid:
         return table[cells, (cells + rotation) % sizes]
 
     @functools.cached_property
-    def _owned(self) -> dict[tuple[int, int], np.ndarray]:
+    def _owned(self) -> dict[tuple[int, int], list[int]]:
         return {}
 
-    def owned(self, rotation: int, node: int) -> np.ndarray:
+    def owned(self, rotation: int, node: int) -> list[int]:
         """The cells that `node` writes, ascending."""
         found = self._owned.get((rotation, node))
         if found is None:
-            found = self._owned[rotation, node] = np.flatnonzero(self.owners(rotation) == node)
+            found = self._owned[rotation, node] = np.flatnonzero(self.owners(rotation) == node).tolist()
         return found
 
 
@@ -138,34 +138,51 @@ class ArrayItem:
         arrays = [i for i, leaf in enumerate(self.leaves) if leaf.kind in ARRAY_KINDS]
         return sorted(arrays, key=lambda i: (-_itemsize(self.leaves[i]), i))
 
-    def cell_shape(self, leaf: int) -> tuple[int, ...]:
-        """Shape of each cell of a leaf."""
-        info = self.leaves[leaf]
-        counts = self.counts(leaf)
-        return tuple(d // c for d, c in zip(info.shape, counts, strict=True))
+    @functools.cached_property
+    def _cells(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], int]]:
+        return {}
+
+    def _cell(self, leaf: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """(counts, cell shape, cell bytes) of a leaf."""
+        found = self._cells.get(leaf)
+        if found is None:
+            info = self.leaves[leaf]
+            counts = self.grids[info.grid].counts
+            counts += (1,) * (len(info.shape) - len(counts))
+            shape = tuple(d // c for d, c in zip(info.shape, counts, strict=True))
+            found = self._cells[leaf] = counts, shape, math.prod(shape) * _itemsize(info)
+        return found
 
     def counts(self, leaf: int) -> tuple[int, ...]:
         """Cells along each dimension of a leaf."""
-        info = self.leaves[leaf]
-        counts = self.grids[info.grid].counts
-        return counts + (1,) * (len(info.shape) - len(counts))
+        return self._cell(leaf)[0]
+
+    def cell_shape(self, leaf: int) -> tuple[int, ...]:
+        """Shape of each cell of a leaf."""
+        return self._cell(leaf)[1]
 
     def cell_bytes(self, leaf: int) -> int:
         """Bytes of each cell of a leaf."""
-        return math.prod(self.cell_shape(leaf)) * _itemsize(self.leaves[leaf])
+        return self._cell(leaf)[2]
+
+    def is_whole(self, leaf: int) -> bool:
+        """Whether the leaf is one cell."""
+        return len(self.grids[self.leaves[leaf].grid].holders) == 1
 
     def cell_box(self, leaf: int, cell: int) -> Box:
         """The part of the leaf that a cell covers."""
-        where = np.unravel_index(cell, self.counts(leaf)) if self.leaves[leaf].shape else ()
+        if self.is_whole(leaf):
+            return tuple((0, d) for d in self.leaves[leaf].shape)
+        where = np.unravel_index(cell, self.counts(leaf))
         return tuple((int(i) * s, (int(i) + 1) * s) for i, s in zip(where, self.cell_shape(leaf), strict=True))
 
     def cells_touching(self, leaf: int, box: Box) -> list[int]:
         """The cells that intersect `box` (all cells of an array without elements: none)."""
         shape, counts = self.cell_shape(leaf), self.counts(leaf)
-        if not self.leaves[leaf].shape:
-            return [0]
         if math.prod(self.leaves[leaf].shape) == 0 or any(stop <= start for start, stop in box):
             return []
+        if self.is_whole(leaf):
+            return [0]
         ranges = [
             range(start // s, min(c, -(-stop // s))) for (start, stop), s, c in zip(box, shape, counts, strict=True)
         ]
@@ -180,18 +197,16 @@ class ArrayItem:
 
     def owned(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(leaf, cell, bytes) of every cell that `node` writes, in file order."""
-        leaves: list[np.ndarray] = []
-        cells: list[np.ndarray] = []
-        sizes: list[np.ndarray] = []
+        leaves: list[int] = []
+        cells: list[int] = []
+        sizes: list[int] = []
         for i in self._file_order:
             info = self.leaves[i]
             mine = self.grids[info.grid].owned(info.rotation, node)
-            if len(mine):
-                leaves.append(np.full(len(mine), i))
-                cells.append(mine)
-                sizes.append(np.full(len(mine), self.cell_bytes(i)))
-        empty = np.zeros(0, dtype=np.int64)
-        return tuple(np.concatenate(x) if x else empty for x in (leaves, cells, sizes))  # type: ignore[return-value]
+            leaves += [i] * len(mine)
+            cells += mine
+            sizes += [self.cell_bytes(i)] * len(mine)
+        return np.array(leaves, np.int64), np.array(cells, np.int64), np.array(sizes, np.int64)
 
     def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[Part]:
         """Cuts a node's cells into parts that end after the given numbers of cells."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +30,9 @@ from epochckpt.retention import EpochInfo, History
 
 
 class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
-    """Saves and restores epochs of a job, as `directory/<epoch>/<node>/`.
+    """Saves and restores epochs of a job, as `directory/<epoch>/<node>/`; a drop-in for Orbax's CheckpointManager.
 
-    A drop-in for `orbax.checkpoint.CheckpointManager`: construct it on every process, call `save` and `restore` on
-    every process. Saves are asynchronous: `save` returns when everything it was given has been copied or can no longer
+    Construct it, and call `save` and `restore`, on every process. Saves are asynchronous: `save` returns when everything it was given has been copied or can no longer
     change, and an epoch exists (`all_steps`, `latest_step`, any reader) only when every node has written its part.
 
     A failed save never harms an earlier epoch and never stops training: it is logged, and raised by
@@ -83,9 +83,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         coordinator = coordination.connect(self._options.read_only)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
-        self._nodes, self._prefix = opened.nodes, opened.prefix
+        self._nodes, self._prefix, self._damaged = opened.nodes, opened.prefix, set(opened.damaged)
         items.check_names(self._item_names, [n for n, _ in self._nodes])
-        self._damaged = set(opened.damaged)
         self._pool = worker.Pool(self._storage.io_threads)
         self._reading = Reading(self._commits, self._pool, self._storage.verify)
         self._history = History(self._commits.read_record)
@@ -94,14 +93,10 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = saving.Planner(coordinator.process, self._nodes, self._storage, part_bytes)
         self._attempts = Attempts(
-            self._store,
-            self._commits,
-            coordinator,
-            f"{self._prefix}/save",
-            self._nodes,
+            opened,
             self._storage,
-            lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
-            self._committed,
+            retire=lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
+            on_commit=self._committed,
         )
         self._tries: dict[int, int] = {}
         self._calls = 0
@@ -181,13 +176,9 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
                 asked[-1].step,
             )
             return False
-        context = ocp.checkpoint_managers.DecisionContext(
-            is_saving_in_progress=self.is_saving_in_progress(),
-            reached_preemption=self.reached_preemption(step),
-            multiprocessing_options=self._options.multiprocessing_options,
+        return retention.decide_save(
+            self._policy, self._options, step, asked, self.is_saving_in_progress(), self.reached_preemption(step)
         )
-        policy: Any = self._policy
-        return policy.should_save(EpochInfo(step, time_ns=time.time_ns()), asked, context=context)
 
     def save(
         self,
@@ -203,8 +194,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
 
         Args:
             step: the epoch's number.
-            items: refused (Orbax's legacy form).
-            save_kwargs: refused (Orbax's legacy form).
+            items, save_kwargs: refused (Orbax's legacy form).
             metrics: JSON, kept with the epoch; `options.best_fn` ranks by it.
             force: save even if `should_save` says no; an existing epoch is still an error.
             args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
@@ -239,7 +229,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             buffers=buffers,
             files=prepared.files,
             items=records,
-            plan=prepared.digest,
+            digest=prepared.digest,
             default_item=not self._multi,
             metrics=None if self._options.prevent_write_metrics else saving.checked_json(metrics, "metrics"),
             custom_metadata=saving.checked_json(dict(custom_metadata or {}), "custom_metadata"),
@@ -308,10 +298,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         self.close()
 
     def _drain_at_exit(self) -> None:
-        try:
+        with contextlib.suppress(SaveError):  # it has been logged
             self.close()
-        except SaveError as error:
-            logging.error("%s", error)
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -327,8 +315,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
 
         Args:
             step: its number, or None for the newest that every process can read (agreed by vote).
-            items: refused (Orbax's legacy form).
-            restore_kwargs: refused (Orbax's legacy form).
+            items, restore_kwargs: refused (Orbax's legacy form).
             directory: restore from another directory.
             args: what to restore as what: `args.StandardRestore(target)`, `args.Composite(name=…)`; None for all
                 items as they were saved.
@@ -375,8 +362,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         if self._options.read_only:
             logging.warning("%s is read only: epoch %d is not deleted", self._directory, step)
             return
-        if step not in self.all_steps():
-            raise EpochNotFoundError(step, str(self._directory), self.all_steps())
+        self._require(step)
         self._agree(lambda: removal.hide(self._commits, [step], self._options.todelete_subdir)())
         self._history.drop([step])
 
@@ -393,12 +379,16 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         if self._options.read_only:
             raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
         self._attempts.drain()
-        if epoch not in self.all_steps():
-            raise EpochNotFoundError(epoch, str(self._directory), self.all_steps())
+        self._require(epoch)
         later = self._agree(lambda: removal.roll_back(self._commits, epoch))
         self._history.drop(later)
         self._history.forget_failed()
         self._damaged -= set(later)
+
+    def _require(self, epoch: int) -> None:
+        steps = self.all_steps()
+        if epoch not in steps:
+            raise EpochNotFoundError(epoch, str(self._directory), steps)
 
     def _committed(self, done: Committed, attempt: Attempt) -> None:
         """On every node, for every commit."""

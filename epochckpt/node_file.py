@@ -133,12 +133,13 @@ class NodeFile:
         self.open(epoch)
         tasks: list[Callable[[], None]] = []
         runs: dict[int, list[tuple[int, list[Copy]]]] = collections.defaultdict(list)
-        for cell in sorted(wanted):
-            start, end = int(self.offsets[cell]), int(self.offsets[cell + 1])
+        cells = np.array(sorted(wanted), dtype=np.int64)
+        firsts = np.searchsorted(self._ends, self.offsets[cells], side="right").tolist()
+        lasts = np.searchsorted(self._ends, self.offsets[cells + 1], side="left").tolist()
+        bounds = zip(self.offsets[cells].tolist(), self.offsets[cells + 1].tolist(), strict=True)
+        for cell, first, last, (start, end) in zip(cells.tolist(), firsts, lasts, bounds, strict=True):
             if start == end:
                 continue
-            first = int(np.searchsorted(self._ends, start, side="right"))
-            last = int(np.searchsorted(self._ends, end, side="left"))
             direct = self._direct(cell, wanted[cell])
             if direct is not None and self._bounds(first)[0] == start and self._bounds(last)[1] == end:
                 for block in range(first, last + 1):

@@ -30,11 +30,13 @@ class Take:
         leaf: leaf number.
         shard: which of the array's addressable shards holds it, -1 for NumPy and Python leaves.
         cut: the part of that shard, or None for all of it.
+        staged: it lies on an accelerator, and has to be copied through host memory.
     """
 
     leaf: int
     shard: int
     cut: tuple[slice, ...] | None
+    staged: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +48,14 @@ class ItemPlan:
         owned: (leaf, cell, bytes) of every cell that this node writes, in file order.
         takes: where each of them is found.
         part_ends: numbers of cells after which the data file goes on in another part.
+        copied_bytes: host memory that a snapshot allocates.
     """
 
     item: ArrayItem
     owned: tuple[np.ndarray, np.ndarray, np.ndarray]
     takes: tuple[Take, ...]
     part_ends: tuple[int, ...]
+    copied_bytes: int
 
 
 def key(leaves: Sequence[Any], treedef: Any) -> Any:
@@ -99,7 +103,8 @@ def plan_item(
     item = builder.finish()
     owned = item.owned(node)
     takes = _takes(item, [value for _, value in pairs], owned, builder)
-    return ItemPlan(item, owned, takes, tuple(item.part_ends(owned, part_bytes)))
+    copied = sum(item.cell_bytes(t.leaf) for t in takes if t.staged or t.shard < 0)
+    return ItemPlan(item, owned, takes, tuple(item.part_ends(owned, part_bytes)), copied)
 
 
 class _Builder:
@@ -159,20 +164,21 @@ class _Builder:
         """Gives each leaf its rotation: the leaves of a row take turns, largest first, so that loads even out."""
         turns = [0] * len(self.grids)
         grids = list(self.grids)
+        steps = [_turn(grid) for grid in grids]
         for i in sorted(range(len(self.leaves)), key=lambda i: (-self.leaves[i].nbytes, i)):
             leaf = self.leaves[i]
             if leaf.grid >= 0:
                 width = max(map(len, grids[leaf.grid].holders))
                 self.leaves[i] = dataclasses.replace(leaf, rotation=turns[leaf.grid] % width)
-                turns[leaf.grid] += 1
+                turns[leaf.grid] += steps[leaf.grid]
         return ArrayItem(self.name, tuple(self.leaves), tuple(grids), tuple(self.sharding_rows), tuple(self.mesh_rows))
 
     def _sharding_cells(
         self, name: str, value: jax.Array, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         sharding = value.sharding
-        known = (sharding, value.ndim)
-        if known not in self.cells or not isinstance(sharding, NamedSharding):
+        known = (sharding, value.ndim if isinstance(sharding, NamedSharding) else value.shape)
+        if known not in self.cells:
             counts, cell_of_device = device_cells(sharding, tuple(value.shape))
             nodes = {}
             for device, cell in cell_of_device.items():
@@ -186,8 +192,8 @@ class _Builder:
             if len(self.node_of_process) > 1 and len({n for h in holders for n in h}) == 1:
                 raise InvalidArgumentError(
                     f"item {self.name!r}, leaf {name!r} lies on devices of one process only, in a job of "
-                    f"{len(self.node_of_process)}: which process's value counts is not defined. Make it a global array, "
-                    "for example by creating it under jax.jit with out_shardings"
+                    f"{len(self.node_of_process)}: which process's value counts is not defined. Make it a global "
+                    "array, for example by creating it under jax.jit with out_shardings"
                 )
             while counts and counts[-1] == 1:
                 counts = counts[:-1]
@@ -209,7 +215,7 @@ class _Builder:
         width = min(map(len, holders))
         full = counts + (1,) * (len(shape) - len(counts))
         cell = [d // c for d, c in zip(shape, full, strict=True)]
-        if width < 2 or math.prod(cell) * itemsize <= self.split_bytes:
+        if width < 2 or math.prod(cell) < 2 or math.prod(cell) * itemsize <= self.split_bytes:
             return counts, holders
         axis = next(i for i, d in enumerate(cell) if d > 1)
         pieces = next((k for k in range(min(width, _MAX_SPLIT), 1, -1) if cell[axis] % k == 0), 1)
@@ -259,6 +265,13 @@ def mesh_devices(mesh: Any) -> np.ndarray:
     return np.asarray(mesh.devices)
 
 
+def _turn(grid: Grid) -> int:
+    """How far a leaf is rotated against the one before it in its row: past the holders that its cells took."""
+    first = grid.holders[0]
+    taken = sorted({c % len(first) for c, holders in enumerate(grid.holders) if holders == first})
+    return len(taken) if taken == list(range(len(taken))) else 1
+
+
 def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], dict[Any, int]]:
     """The regular grid of a sharding: cells per dimension, and the cell that each device holds.
 
@@ -296,7 +309,7 @@ def _takes(
     builder: _Builder,
 ) -> tuple[Take, ...]:
     """Where this node finds each cell that it writes."""
-    shards: dict[Any, dict[int, int]] = {}
+    shards: dict[Any, tuple[dict[int, int], bool]] = {}
     takes = []
     for leaf, cell in zip(owned[0].tolist(), owned[1].tolist(), strict=True):
         info = item.leaves[leaf]
@@ -307,10 +320,15 @@ def _takes(
         known = (value.sharding, value.shape)
         if known not in shards:
             _, cell_of_device = device_cells(value.sharding, tuple(value.shape))
-            local: dict[int, int] = {}
+            local = {}
             for k, shard in enumerate(value.addressable_shards):
                 local.setdefault(cell_of_device[shard.device], k)
-            shards[known] = local
+            platforms = {device.platform for device in cell_of_device}
+            shards[known] = local, platforms != {"cpu"}
+        local, staged = shards[known]
+        if item.is_whole(leaf):
+            takes.append(Take(leaf, next(iter(local.values())), None, staged))  # no cell 0 here: no elements at all
+            continue
         base = builder.base_counts[leaf] + (1,) * (len(info.shape) - len(builder.base_counts[leaf]))
         box = item.cell_box(leaf, cell)
         outer = [d // c for d, c in zip(info.shape, base, strict=True)]
@@ -320,7 +338,7 @@ def _takes(
         if tuple(outer) != item.cell_shape(leaf):
             origin = [i * o for i, o in zip(at, outer, strict=True)]
             cut = tuple(slice(a - o, b - o) for (a, b), o in zip(box, origin, strict=True))
-        takes.append(Take(leaf, shards[known][parent], cut))
+        takes.append(Take(leaf, local[parent], cut, staged))
     return tuple(takes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -144,6 +145,23 @@ def save_policy(options: ocp.CheckpointManagerOptions) -> decide.SaveDecisionPol
         policies.append(decide.InitialSavePolicy())
     policies.append(decide.PreemptionCheckpointingPolicy())
     return decide.AnySavePolicy(policies)
+
+
+def decide_save(
+    policy: Any,
+    options: ocp.CheckpointManagerOptions,
+    step: int,
+    asked: Sequence[EpochInfo],
+    saving: bool,
+    preempted: bool,
+) -> bool:
+    """Asks a policy whether to save an epoch now, after those that were asked for."""
+    context = decide.DecisionContext(
+        is_saving_in_progress=saving,
+        reached_preemption=preempted,
+        multiprocessing_options=options.multiprocessing_options,
+    )
+    return bool(policy.should_save(EpochInfo(step, time_ns=time.time_ns()), asked, context=context))
 
 
 class _FunctionPolicy(decide.SaveDecisionPolicy):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epochckpt import checksum, records, snapshot
@@ -22,12 +23,12 @@ _PLANS = 16  # how many are kept; a job has one or two
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The plans of a save; nothing has been copied yet."""
+    """The plans of a save; nothing has been copied yet. `digest` is computed when it is first called."""
 
     plans: list[plan_lib.ItemPlan]
     leaves: list[list[Any]]
     files: list[tuple[str, bytes]]
-    digest: str
+    digest: Callable[[], str]
     copied_bytes: int
     names: tuple[str, ...]
 
@@ -45,7 +46,7 @@ class Planner:
     def __init__(self, node: int, nodes: Sequence[tuple[str, int]], options: StorageOptions, part_bytes: int | None):
         self._node, self._nodes, self._options, self._part_bytes = node, nodes, options, part_bytes
         self._plans: collections.OrderedDict[Any, plan_lib.ItemPlan] = collections.OrderedDict()
-        self._digests: collections.OrderedDict[Any, str] = collections.OrderedDict()
+        self._digests: collections.OrderedDict[Any, Callable[[], str]] = collections.OrderedDict()
 
     def prepare(self, items: Sequence[SaveItem]) -> Prepared:
         """Plans a save.
@@ -73,9 +74,9 @@ class Planner:
             keys.append(key)
         digest = self._digests.get(tuple(keys))
         if digest is None:
-            digest = self._digest(plans, [name for name, _ in files])
+            digest = functools.cache(functools.partial(self._digest, plans, [name for name, _ in files]))
             self._keep(self._digests, tuple(keys), digest)
-        copied = sum(snapshot.copied_bytes(p, values) for p, values in zip(plans, leaves, strict=True))
+        copied = sum(p.copied_bytes for p in plans)
         mine = files if self._node == 0 else []
         return Prepared(plans, leaves, mine, digest, copied, tuple(item.name for item in items))
 

@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from epochckpt import tree as tree_lib
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.plan import ItemPlan
+from epochckpt.plan import ItemPlan, Take
 
 COPY_BYTES = 64 * 1024  # smaller views are copied: as fast as anything, and immune to later changes
 _SAMPLES = 64
@@ -47,13 +47,13 @@ def _sample(array: np.ndarray) -> bytes:
     return flat[:: max(1, flat.size // _SAMPLES)].tobytes() + flat[-1:].tobytes()
 
 
-def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool | None = None) -> list[Buffer]:
+def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list[Buffer]:
     """Snapshots the cells that this node writes.
 
     Args:
         plan: the item's plan.
         leaves: the item's leaves, in flattening order.
-        staged: copy through host memory of our own (as on accelerators); None: where the arrays are not on CPU.
+        staged: copy arrays on CPU, too, through host memory of our own, as those on accelerators always are.
 
     Returns:
         One buffer per cell, in file order.
@@ -61,68 +61,55 @@ def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool | None = None) -
     Raises:
         InvalidArgumentError: an array was deleted or donated before `save()`, by name.
     """
-    shards: dict[tuple[int, int], Any] = {}
+    started: dict[tuple[int, int], jax.Array] = {}
     for t in plan.takes:
-        if t.shard >= 0 and (t.leaf, t.shard) not in shards:
-            name = plan.item.leaves[t.leaf].name
-            shards[t.leaf, t.shard] = _start(leaves[t.leaf], plan.item.leaves[t.leaf].kind, t.shard, staged, name)
-    views: dict[tuple[int, int], Buffer] = {}
+        if (t.staged or staged) and t.shard >= 0 and (t.leaf, t.shard) not in started:
+            started[t.leaf, t.shard] = _start(_shard(plan, leaves, t))
+    cut: dict[tuple[int, int], Buffer] = {}
     buffers: list[Buffer] = []
     for t in plan.takes:
-        info = plan.item.leaves[t.leaf]
         if t.shard < 0:
-            buffers.append(Buffer(_host_copy(leaves[t.leaf], info.dtype)))
+            buffers.append(Buffer(_host_copy(leaves[t.leaf], plan.item.leaves[t.leaf].dtype)))
             continue
         where = (t.leaf, t.shard)
-        if where not in views:
-            views[where] = _finish(*shards.pop(where))
-        buffer = views[where]
+        buffer = cut.get(where)
+        if buffer is None:
+            here = started.get(where)
+            buffer = _alias(_shard(plan, leaves, t)) if here is None else Buffer(np.ascontiguousarray(here))
         if t.cut is not None:
+            cut[where] = buffer
             part = buffer.array[t.cut]
             buffer = Buffer(part, None if buffer.sample is None else _sample(part))
         buffers.append(buffer)
     return buffers
 
 
-def copied_bytes(plan: ItemPlan, leaves: Sequence[Any]) -> int:
-    """Host memory that `take` will allocate for this item, in bytes."""
-    total = 0
-    for t in plan.takes:
-        leaf = leaves[t.leaf]
-        if t.shard < 0 or _on_accelerator(leaf):
-            total += plan.item.cell_bytes(t.leaf)
-    return total
-
-
-def _on_accelerator(value: jax.Array) -> bool:
-    return next(iter(value.sharding.device_set)).platform != "cpu"
-
-
-def _start(value: Any, kind: str, shard: int, staged: bool | None, name: str) -> tuple[jax.Array, bool]:
-    """Starts bringing one shard to host memory."""
+def _shard(plan: ItemPlan, leaves: Sequence[Any], t: Take) -> jax.Array:
+    """One addressable shard; of typed keys, their data."""
+    value = leaves[t.leaf]
+    info = plan.item.leaves[t.leaf]
     try:
-        if kind == "prng":
+        if info.kind == "prng":
             value = jax.random.key_data(value)
-        data = value.addressable_data(shard)
-        if staged is None:
-            staged = _on_accelerator(data)
-        if staged:
-            (device,) = data.sharding.device_set
-            if any(m.kind == "pinned_host" for m in device.addressable_memories()):
-                data = jax.device_put(data, SingleDeviceSharding(device, memory_kind="pinned_host"))
-            else:
-                data.copy_to_host_async()
-        return data, not staged
+        return value.addressable_data(t.shard)
     except RuntimeError as error:
         if "deleted" in str(error) or "donated" in str(error):
-            raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save(): {error}") from error
+            raise InvalidArgumentError(f"leaf {info.name!r} was deleted or donated before save(): {error}") from error
         raise
 
 
-def _finish(data: jax.Array, aliased: bool) -> Buffer:
+def _start(data: jax.Array) -> jax.Array:
+    """Starts copying a shard to host memory of our own."""
+    (device,) = data.sharding.device_set
+    if any(m.kind == "pinned_host" for m in device.addressable_memories()):
+        return jax.device_put(data, SingleDeviceSharding(device, memory_kind="pinned_host"))
+    data.copy_to_host_async()
+    return data
+
+
+def _alias(data: jax.Array) -> Buffer:
+    """A view of a CPU array's memory, or a copy of a small one."""
     view = np.asarray(data)
-    if not aliased:
-        return Buffer(view if view.flags.c_contiguous else np.ascontiguousarray(view))
     if view.nbytes <= COPY_BYTES or not view.flags.c_contiguous:
         return Buffer(np.array(view, order="C", copy=True))
     return Buffer(view, _sample(view))

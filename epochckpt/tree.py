@@ -7,6 +7,7 @@ characters percent-escaped so that `{"a/b": x}` and `{"a": {"b": x}}`, and the k
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Sequence
@@ -56,15 +57,21 @@ def issubdtype(dtype: Any, kind: Any) -> bool:
 
 def dtype_name(dtype: np.dtype[Any], where: str) -> str:
     """The format's name of a NumPy dtype; datetimes keep their unit. Others raise InvalidArgumentError."""
-    name = dtype.newbyteorder("=").name if dtype.kind != "V" else dtype.name
-    if name in DTYPES:
+    name = _dtype_name(dtype)
+    if name is not None:
         return name
-    if dtype.kind in "mM":
-        return dtype.newbyteorder("<").str
     raise InvalidArgumentError(
         f"leaf {where!r}: arrays of dtype {dtype} cannot be saved; "
         "expected a number type of JAX or NumPy, or datetime64"
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_name(dtype: np.dtype[Any]) -> str | None:
+    name = dtype.newbyteorder("=").name if dtype.kind != "V" else dtype.name
+    if name in DTYPES:
+        return name
+    return dtype.newbyteorder("<").str if dtype.kind in "mM" else None
 
 
 def parse_dtype(path: str, name: object) -> np.dtype[Any]:
