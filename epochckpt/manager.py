@@ -30,10 +30,11 @@ from epochckpt.retention import EpochInfo, History
 
 
 class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
-    """Saves and restores epochs of a job, as `directory/<epoch>/<node>/`; a drop-in for Orbax's CheckpointManager.
+    """Saves and restores epochs as `directory/<epoch>/<node>/`; a drop-in for `orbax.checkpoint.CheckpointManager`.
 
-    Construct it, and call `save` and `restore`, on every process. Saves are asynchronous: `save` returns when everything it was given has been copied or can no longer
-    change, and an epoch exists (`all_steps`, `latest_step`, any reader) only when every node has written its part.
+    Construct it, and call `save` and `restore`, on every process. Saves are asynchronous: `save` returns when all it
+    was given has been copied or can no longer change, and an epoch exists (`all_steps`, `latest_step`, any reader)
+    only when every node has written its part.
 
     A failed save never harms an earlier epoch and never stops training: it is logged, and raised by
     `wait_until_finished`, `check_for_errors` or `close`.
@@ -107,8 +108,6 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
                 self._commits.write_once(layout.ROOT_METADATA, saving.root_metadata(metadata))
             worker.drain_at_exit(self)
 
-    # -- what there is -------------------------------------------------------------------------------------------
-
     @property
     def directory(self) -> epath.Path:
         """The directory, resolved."""
@@ -157,8 +156,6 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             return status.EpochStatus(epoch, "failed", failure.reason)
         return found
 
-    # -- saving --------------------------------------------------------------------------------------------------
-
     def reached_preemption(self, step: int) -> bool:
         """Whether JAX's preemption notice has reached this step (see `jax.experimental.multihost_utils`)."""
         return ocp.utils.reached_preemption(step)
@@ -194,7 +191,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
 
         Args:
             step: the epoch's number.
-            items, save_kwargs: refused (Orbax's legacy form).
+            items: refused (Orbax's legacy form).
+            save_kwargs: refused (Orbax's legacy form).
             metrics: JSON, kept with the epoch; `options.best_fn` ranks by it.
             force: save even if `should_save` says no; an existing epoch is still an error.
             args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
@@ -301,8 +299,6 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         with contextlib.suppress(SaveError):  # it has been logged
             self.close()
 
-    # -- restoring -----------------------------------------------------------------------------------------------
-
     def restore(
         self,
         step: int | None,
@@ -315,7 +311,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
 
         Args:
             step: its number, or None for the newest that every process can read (agreed by vote).
-            items, restore_kwargs: refused (Orbax's legacy form).
+            items: refused (Orbax's legacy form).
+            restore_kwargs: refused (Orbax's legacy form).
             directory: restore from another directory.
             args: what to restore as what: `args.StandardRestore(target)`, `args.Composite(name=…)`; None for all
                 items as they were saved.
@@ -349,8 +346,6 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         self._damaged |= set(choice.rejected)
         self._history.drop(choice.rejected)
         return choice.value
-
-    # -- deleting and going back ---------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
         """Deletes an epoch, also the newest. In a job of several processes all must call it.

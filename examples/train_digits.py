@@ -41,8 +41,7 @@ import epochckpt as ec
 TOLERANCE = 1e-3  # largest absolute difference of a final parameter between two topologies
 
 FLAGS = flags.FLAGS
-WORKDIR = os.path.join(tempfile.gettempdir(), "epochckpt_digits")
-flags.DEFINE_string("workdir", WORKDIR, "Where checkpoints and results go.")
+flags.DEFINE_string("workdir", f"{tempfile.gettempdir()}/epochckpt_digits", "Where all results go.")
 flags.DEFINE_integer("num_processes", 2, "JAX processes to start on this machine.", lower_bound=1)
 flags.DEFINE_integer("devices_per_process", 2, "CPU devices in each process.", lower_bound=1)
 flags.DEFINE_integer("epochs", 10, "Train until this many epochs are complete.", lower_bound=1)
@@ -151,7 +150,8 @@ def train():
             manager.rollback_to(done)  # what is newer is damaged; set aside, it leaves its numbers free
         if done >= FLAGS.epochs:
             say(f"training is complete after {done} epochs, nothing left to do")
-
+        # SIGTERM makes JAX say "stop" to all processes at one agreed number, if they count without a gap.
+        asked_to_stop = any(manager.reached_preemption(epoch) for epoch in range(1, done + 1))
         for epoch in range(done + 1, FLAGS.epochs + 1):
             start = time.perf_counter()
             # The order follows from (seed, epoch) alone: a resumed run sees the batches it would have seen.
@@ -164,8 +164,7 @@ def train():
             held = f"save() held the loop {(time.perf_counter() - trained) * 1e3:.1f} ms"
             took = f"epoch took {trained - start:.2f} s"
             say(f"epoch {epoch:3d}  train loss {loss:.4f}  test accuracy {score:.4f}  {took}  {held}")
-            # JAX turns SIGTERM into a notice, on which all processes agree as "the n-th time that all ask".
-            if multihost_utils.reached_preemption_sync_point(epoch - done) and epoch < FLAGS.epochs:
+            if (asked_to_stop or manager.reached_preemption(epoch)) and epoch < FLAGS.epochs:
                 break
     # Leaving the `with` waited for the last save: what is said from here on is about an epoch that exists.
     if int(state["epoch"]) < FLAGS.epochs:
@@ -207,9 +206,8 @@ def launch():
         return f"{HIDDEN} hidden units cannot be cut evenly over all devices; take 1 to 8 devices in all"
     with socket.create_server(("localhost", 0)) as sock:  # any free port
         coordinator = f"localhost:{sock.getsockname()[1]}"
-    count = f"--xla_force_host_platform_device_count={FLAGS.devices_per_process}"
-    xla_flags = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags}
+    devices = f"--xla_force_host_platform_device_count={FLAGS.devices_per_process}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
     # Quiet unless the caller says otherwise: of two equal flags the later one counts.
     command = [sys.executable, sys.argv[0], "--verbosity=-1", *sys.argv[1:]]
     children, asked = [], []
