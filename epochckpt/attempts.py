@@ -30,6 +30,7 @@ from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
     EpochCheckpointError,
+    InvalidArgumentError,
     LateNodesError,
     SaveError,
     UncertainError,
@@ -77,13 +78,22 @@ class Attempts:
     # -- on the training thread ----------------------------------------------------------------------------------
 
     def make_room(self, copied_bytes: int) -> None:
-        """Waits for this node's own older writes: at most one may be unwritten, and the memory limit holds."""
+        """Waits for this node's own older writes: at most one may be unwritten, and the memory limit holds.
+
+        Raises:
+            InvalidArgumentError: this snapshot alone is more than the limit.
+        """
         limit = self._options.host_memory_limit_bytes
+        if limit is not None and copied_bytes > limit:
+            raise InvalidArgumentError(
+                f"this save copies {human_bytes(copied_bytes)} to host memory on {self.nodes[self._coordinator.process][0]}, "
+                f"more than host_memory_limit_bytes allows ({human_bytes(limit)}); raise the limit"
+            )
         while True:
             with self._lock:
                 unwritten = [a for a in self._pending if not a.written.done()]
             held = sum(a.copied_bytes for a in unwritten)
-            if len(unwritten) < 2 and (limit is None or not unwritten or held + copied_bytes <= limit):
+            if len(unwritten) < 2 and (limit is None or held + copied_bytes <= limit):
                 return
             unwritten[0].written.wait()
 
@@ -300,7 +310,7 @@ class Attempts:
 
         def still_in_time() -> None:
             if attempt.deadline.passed():
-                raise LateNodesError(attempt.epoch, ["the commit itself"], attempt.deadline.secs)
+                raise SaveError(attempt.epoch, f"its {attempt.deadline.secs:g} s were over just before the rename")
 
         data = record.to_bytes()
         self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces_damaged)

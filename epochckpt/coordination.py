@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
+import orbax.checkpoint as ocp
 
 from epochckpt import worker
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, UnsupportedError, from_wire, to_wire
@@ -189,6 +190,24 @@ class JaxCoordinator(Coordinator):
             raise CoordinationError(f"the coordination service did not {what}: {error}") from error
 
 
+class Preemption:
+    """JAX's preemption notice, asked for in the one way that hears it: with numbers that grow by one per call.
+
+    JAX announces a sync point, a number that every process will pass; whoever asks with the steps of a resumed run, or
+    skips some, never meets it. The answer stays True once it was.
+    """
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._reached = False
+
+    def reached(self) -> bool:
+        """Whether the notice has reached every process; all of them must ask equally often."""
+        self._asked += 1
+        self._reached = self._reached or bool(ocp.utils.reached_preemption(self._asked))
+        return self._reached
+
+
 def connect(read_only: bool) -> Coordinator:
     """The coordinator of this job.
 
@@ -205,6 +224,4 @@ def connect(read_only: bool) -> Coordinator:
                 "epochckpt does not support that yet"
             )
         return SingleProcess()
-    import orbax.checkpoint as ocp
-
     return JaxCoordinator(ocp.multihost.get_jax_distributed_client(), jax.process_index(), processes)

@@ -100,8 +100,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             on_commit=self._committed,
         )
         self._tries: dict[int, int] = {}
-        self._calls = 0
-        self._closed = False
+        self._preemption, self._calls, self._closed = coordination.Preemption(), 0, False
         self._directory = shown_path(self._store.root)
         if not self._options.read_only:
             if metadata is not None and self._options.save_root_metadata and coordinator.primary:
@@ -125,8 +124,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
 
     def latest_step(self) -> int | None:
         """The greatest committed epoch, or None. Saves in flight are not in it."""
-        steps = self.all_steps()
-        return steps[-1] if steps else None
+        return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
         """The epoch with the best metrics by `options.best_fn` (NaN counts as worst); without it the latest."""
@@ -157,8 +155,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         return found
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether JAX's preemption notice has reached this step (see `jax.experimental.multihost_utils`)."""
-        return ocp.utils.reached_preemption(step)
+        """Whether JAX's preemption notice has reached every process (all must ask equally often; `step` is not used)."""
+        return self._preemption.reached()
 
     def should_save(self, step: int) -> bool:
         """Whether the options ask for this epoch to be saved, after those that were asked for so far."""
@@ -332,8 +330,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             step = newest if step is None else step
         if step is not None:
             return reading.restore(epoch_number(step), args)
-        if not self._options.read_only:
-            self._attempts.drain()
+        self._attempts.drain()
         self._calls += 1
         choice = choosing.newest_readable(
             self.all_steps(),
