@@ -86,7 +86,7 @@ class Attempts:
         limit = self._options.host_memory_limit_bytes
         if limit is not None and copied_bytes > limit:
             raise InvalidArgumentError(
-                f"this save copies {human_bytes(copied_bytes)} to host memory on {self.nodes[self._coordinator.process][0]}, "
+                f"this save copies {human_bytes(copied_bytes)} to host memory, "
                 f"more than host_memory_limit_bytes allows ({human_bytes(limit)}); raise the limit"
             )
         while True:

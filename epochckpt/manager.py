@@ -155,7 +155,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         return found
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether JAX's preemption notice has reached every process (all must ask equally often; `step` is not used)."""
+        """Whether JAX's preemption notice has reached every process; all must ask equally often (`step` is not used)."""
         return self._preemption.reached()
 
     def should_save(self, step: int) -> bool:
