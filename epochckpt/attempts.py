@@ -30,6 +30,7 @@ from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
     EpochCheckpointError,
+    FencedError,
     InvalidArgumentError,
     LateNodesError,
     SaveError,
@@ -185,10 +186,13 @@ class Attempts:
         folder = self._commits.make_node_folder(attempt.epoch, me, name, attempt.folders)
         files: list[DataFile] = []
         size = self._options.block_bytes
-        for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
-            files += node_writer.write_arrays(self._store, folder, attempt.epoch, plan, buffers, size, self._pool)
-        for item, data in attempt.files:
-            files.append(node_writer.write_file(self._store, folder, item, layout.JSON_FILE, data, size))
+        try:
+            for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
+                files += node_writer.write_arrays(self._store, folder, attempt.epoch, plan, buffers, size, self._pool)
+            for item, data in attempt.files:
+                files.append(node_writer.write_file(self._store, folder, item, layout.JSON_FILE, data, size))
+        except FileNotFoundError as missing:
+            raise self._commits.lost(attempt.epoch) from missing
         secs = time.monotonic() - began
         timings = {"write_secs": round(secs, 6), "held_secs": round(attempt.held_secs, 6)}
         count = len(self.nodes)
@@ -273,9 +277,9 @@ class Attempts:
         for node, report in sorted(attempt.reports.items()):
             if "error" in report:
                 error = from_wire(report["error"])
-                raise SaveError(
-                    attempt.epoch, f"node {self.nodes[node][0]}: {getattr(error, 'reason', error)}"
-                ) from error
+                kind = FencedError if isinstance(error, FencedError) else SaveError
+                reason = f"node {self.nodes[node][0]}: {getattr(error, 'reason', error)}"
+                raise kind(attempt.epoch, reason) from error
         if missing:
             raise LateNodesError(attempt.epoch, [self.nodes[n][0] for n in sorted(missing)], attempt.deadline.secs)
         different = [self.nodes[n][0] for n, r in sorted(attempt.reports.items()) if r["plan"] != attempt.plan]

@@ -29,7 +29,9 @@ from epochckpt.errors import (
     EpochCheckpointError,
     EpochNotFoundError,
     FormatError,
+    SaveError,
     UnsupportedError,
+    unreadable,
 )
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store
@@ -141,6 +143,8 @@ class Commits(abc.ABC):
             raise EpochNotFoundError(epoch, self.store.root, self.list_epochs()) from None
         except ValueError as error:
             raise FormatError(path, str(error)) from None
+        except OSError as error:
+            raise unreadable(path, error) from error
         record = parsing.parse_epoch(path, data)
         if record.epoch != epoch:
             raise FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
@@ -269,6 +273,10 @@ class Commits(abc.ABC):
     @abc.abstractmethod
     def release(self) -> None:
         """Primary: ends the incarnation; removes its empty staging."""
+
+    def lost(self, epoch: int) -> SaveError:
+        """Why a place to write to is not there any more."""
+        return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def read_attempt(self, epoch: int) -> str | None:
         """Attempt id of the committed epoch on storage, or None."""

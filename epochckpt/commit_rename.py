@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 from absl import logging
 
 from epochckpt import layout, worker
 from epochckpt.commit import Commits, Rollback
-from epochckpt.errors import FencedError, SaveError, UncertainError
+from epochckpt.errors import EpochExistsError, FencedError, SaveError, UncertainError
 
 
 class RenameCommits(Commits):
@@ -55,7 +56,7 @@ class RenameCommits(Commits):
         try:
             self.store.make_folder(self._staging(epoch, attempt))
         except FileNotFoundError:
-            raise self._gone(epoch) from None
+            raise self.lost(epoch) from None
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
@@ -69,7 +70,7 @@ class RenameCommits(Commits):
             for item in items:
                 self.store.make_folder(layout.join(folder, item))
         except FileNotFoundError:
-            raise self._gone(epoch) from None
+            raise self.lost(epoch) from None
         return folder
 
     def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes) -> None:
@@ -82,7 +83,7 @@ class RenameCommits(Commits):
             self.store.sync_folder(folder)
             self.store.sync_folder(self._staging(epoch, attempt))
         except FileNotFoundError:
-            raise self._gone(epoch) from None
+            raise self.lost(epoch) from None
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replace_damaged: bool
@@ -93,15 +94,16 @@ class RenameCommits(Commits):
             self.store.create(layout.join(staging, layout.EPOCH_RECORD), record)
             self.store.sync_folder(staging)
         except FileNotFoundError:
-            raise self._gone(epoch) from None
+            raise self.lost(epoch) from None
         check()
         if replace_damaged and self.store.exists(final):
-            self._set_damaged_aside(epoch)
+            with self._fenced(epoch):
+                self._set_damaged_aside(epoch)
         try:
             self.store.rename(staging, final)
         except FileNotFoundError:
             if self.read_attempt(epoch) != attempt:
-                raise self._gone(epoch) from None
+                raise self.lost(epoch) from None
         except FileExistsError:
             raise SaveError(
                 epoch, f"{self.store.root}/{final} exists already; delete() or rollback_to() make room"
@@ -112,11 +114,12 @@ class RenameCommits(Commits):
         try:
             self.store.sync_folder("")
         except OSError as error:
-            self.store.rename(final, layout.join(self._home, f"uncertain-{attempt}"))
-            raise UncertainError(
-                epoch,
-                f"{self.store.root} could not be made durable after the rename ({error}); it was taken out of sight",
-            ) from error
+            reason = f"{self.store.root} could not be made durable after the rename ({error})"
+            try:
+                self.store.rename(final, layout.join(self._home, f"uncertain-{attempt}"))
+            except OSError as problem:
+                raise UncertainError(epoch, f"{reason}, and it could not be taken out of sight ({problem})") from error
+            raise UncertainError(epoch, f"{reason}; it was taken out of sight") from error
         self._folders[epoch] = final
 
     def discard(self, epoch: int, attempt: str) -> None:
@@ -131,24 +134,29 @@ class RenameCommits(Commits):
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
         """See Commits."""
         name = self.folder(epoch)
-        if into is not None:
-            if not self.store.exists(into):
-                self.store.make_folder(into)
-            self.store.rename(name, layout.join(into, name))
-            self.store.sync_folder("")
-            return lambda: None
+        kept = None if into is None else layout.join(into, name)
+        if kept is not None and self.store.exists(kept):
+            raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
         away = layout.join(self._home, f"deleted-{epoch}-{layout.new_id()}")
-        self.store.rename(name, away)
+        with self._fenced(epoch):
+            self.store.rename(name, away)  # also on the way to `into`, which a newer run would not take from us
+        if into is None or kept is None:
+            self.store.sync_folder("")
+            return lambda: self.store.remove_tree(away)
+        if not self.store.exists(into):
+            self.store.make_folder(into)
+        self.store.rename(away, kept)
         self.store.sync_folder("")
-        return lambda: self.store.remove_tree(away)
+        return lambda: None
 
     def roll_back(self, rollback: Rollback) -> None:
         """See Commits."""
         draft = layout.join(self._home, layout.ROLLBACK_RECORD)
-        self.store.create(draft, rollback.to_bytes())
-        self.store.rename(draft, layout.ROLLBACK_RECORD)
-        self.store.sync_folder("")
-        self._move_rolled_back(rollback)
+        with self._fenced(rollback.to):
+            self.store.create(draft, rollback.to_bytes())
+            self.store.rename(draft, layout.ROLLBACK_RECORD)
+            self.store.sync_folder("")
+            self._move_rolled_back(rollback)
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
         if not self.store.exists(rollback.folder):
@@ -161,8 +169,11 @@ class RenameCommits(Commits):
                 self.store.rename(name, layout.join(rollback.folder, name))
                 self.store.sync_folder("")
         self.store.sync_folder(rollback.folder)
-        self.store.remove(layout.ROLLBACK_RECORD)
+        # not removed where it lies: by now it may be the record of a newer run
+        done = layout.join(self._home, f"{rollback.folder}-done")
+        self.store.rename(layout.ROLLBACK_RECORD, done)
         self.store.sync_folder("")
+        self.store.remove(done)
 
     def release(self) -> None:
         """See Commits."""
@@ -172,11 +183,14 @@ class RenameCommits(Commits):
     def _set_damaged_aside(self, epoch: int) -> None:
         name = self.folder(epoch)
         away = f"damaged-{layout.new_id()}"
-        self.store.make_folder(away)
-        self.store.rename(name, layout.join(away, name))
+        draft = layout.join(self._home, away)  # by way of our own folder: what lies there may be a newer run's by now
+        self.store.make_folder(draft)
+        self.store.rename(name, layout.join(draft, name))
+        self.store.rename(draft, away)
         logging.warning("%s: the damaged epoch %d was moved to %s", self.store.root, epoch, away)
 
-    def _gone(self, epoch: int) -> SaveError:
+    def lost(self, epoch: int) -> SaveError:
+        """See Commits."""
         if self.store.exists(self._home):
             return SaveError(epoch, "the primary has given this attempt up")
         return FencedError(
@@ -184,3 +198,13 @@ class RenameCommits(Commits):
             f"a newer run has taken over {self.store.root} (the staging folder of this one, {self._home}, is gone); "
             "this process can no longer save there",
         )
+
+    @contextmanager
+    def _fenced(self, epoch: int) -> Generator[None]:
+        """Raises FencedError for names that a newer run has taken away, or has taken."""
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError) as error:
+            if self.store.exists(self._home):
+                raise
+            raise self.lost(epoch) from error

@@ -27,6 +27,7 @@ Every error carries its data as attributes, and is the same again after pickling
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,8 @@ class EpochCheckpointError(Exception):
 
 
 def _rebuild(cls: type[EpochCheckpointError], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
-    error = cls.__new__(cls)
+    # OSError insists on its own __new__, even where another built-in comes first among the bases
+    error = OSError.__new__(cls) if issubclass(cls, OSError) else cls.__new__(cls)
     error.args = args
     error.__dict__.update(state)
     return error
@@ -229,6 +231,18 @@ class ErrorGroup(SaveError):
         EpochCheckpointError.__init__(self, f"{len(errors)} saves failed:\n" + "\n".join(f"  {e}" for e in errors))
         self.errors = list(errors)
         self.epoch, self.reason = errors[-1].epoch, "; ".join(e.reason for e in errors)
+
+
+_DAMAGE = frozenset({errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EIO})
+
+
+def unreadable(path: str, error: OSError) -> Exception:
+    """What it means that a file of an epoch cannot be read: missing, damaged, not permitted; else the error itself."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return DamagedError(path, "is missing")
+    if isinstance(error, PermissionError):
+        return AccessError(f"{path}: {error}")
+    return DamagedError(path, f"cannot be read: {error}") if error.errno in _DAMAGE else error
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         return found
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether JAX's preemption notice has reached every process; all must ask equally often (`step` is not used)."""
+        """Whether JAX's preemption notice has reached every process; all must ask equally often (`step` is unused)."""
         return self._preemption.reached()
 
     def should_save(self, step: int) -> bool:
@@ -372,10 +372,10 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
         self._attempts.drain()
         self._require(epoch)
-        later = self._agree(lambda: removal.roll_back(self._commits, epoch))
-        self._history.drop(later)
+        self._agree(lambda: removal.roll_back(self._commits, epoch))
+        self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
-        self._damaged -= set(later)
+        self._damaged = {e for e in self._damaged if e <= epoch}
 
     def _require(self, epoch: int) -> None:
         steps = self.all_steps()

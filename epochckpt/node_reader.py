@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from epochckpt import checksum, layout, parsing, records
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, FormatError
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, FormatError, unreadable
 from epochckpt.grid import ArrayItem, Box
 from epochckpt.node_file import Copy, NodeFile
 from epochckpt.records import EpochRecord, NodeRecord
@@ -160,10 +160,12 @@ class EpochReader:
             return read()
         except EpochCheckpointError:
             raise
-        except (FileNotFoundError, EOFError, ValueError) as error:
+        except (EOFError, ValueError) as error:
             self.check_present(str(error))
-            problem = "is missing" if isinstance(error, FileNotFoundError) else str(error)
-            raise DamagedError(path, problem) from error
+            raise DamagedError(path, str(error)) from error
+        except OSError as error:
+            self.check_present(str(error))
+            raise unreadable(path, error) from error
 
     def check_present(self, detail: str) -> None:
         """Raises EpochDeleted unless the commit record is still the one this reader began with."""
@@ -172,7 +174,7 @@ class EpochReader:
             now = parsing.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES))
         except FileNotFoundError:
             raise EpochDeleted(self.record.epoch, self.store.root, detail) from None
-        except (EpochCheckpointError, ValueError):
+        except (EpochCheckpointError, ValueError, OSError):
             return
         if now.attempt != self.record.attempt:
             raise EpochDeleted(self.record.epoch, self.store.root, "another attempt is committed there now")

@@ -80,7 +80,7 @@ def survey(commits: Commits) -> tuple[list[int], list[int]]:
         try:
             commits.check_shallow(commits.read_record(epochs[-1]))
             break
-        except FormatVersionError:
+        except (FormatVersionError, PermissionError):
             raise
         except (DamagedError, FormatError, OSError) as error:
             logging.error("%s: epoch %d is damaged and will not be used: %s", commits.store.root, epochs[-1], error)

@@ -138,6 +138,8 @@ class _Builder:
             return
         impl = None
         if kind in ("jax", "prng"):
+            if value.is_deleted():
+                raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save()")
             shape, dtype = tuple(value.shape), value.dtype
             if kind == "prng":
                 impl = str(jax.random.key_impl(value))

@@ -155,7 +155,11 @@ class _Assembly:
             return self._value(leaf, want)
         if want.form == "python" and leaf.kind in ("longstr", "longbytes"):
             raw = data.tobytes()
-            return raw.decode("utf-8", "surrogatepass") if leaf.kind == "longstr" else raw
+            try:
+                return raw.decode("utf-8", "surrogatepass") if leaf.kind == "longstr" else raw
+            except UnicodeDecodeError as error:
+                problem = f"leaf {leaf.name!r} is no text: {error}"
+                raise FormatError(f"{self.reader.folder}/epoch.json", problem) from None
         data = self._cast(leaf, data, want.dtype)
         if want.form == "numpy":
             return data
@@ -173,7 +177,7 @@ class _Assembly:
             self.rows.append(Mismatch(leaf.name, "value", f"{leaf.kind} {value!r:.40}", f"{want.dtype} ({error})"))
             return None
         if want.form == "jax" and want.sharding is not None:
-            return jax.make_array_from_callback((), want.sharding, lambda index: cast[index])
+            return jax.make_array_from_callback((), want.sharding, lambda index: cast[index], dtype=cast.dtype)
         return cast if want.form == "numpy" else cast[()]
 
     def _convert(self, leaf: Leaf, value: Any, kind: type | None) -> Any:
@@ -194,7 +198,7 @@ class _Assembly:
         if dtype is None or data.dtype == dtype:
             return data
         with np.errstate(all="ignore"):
-            out = data.astype(dtype)
+            out = _astype(data, dtype)
             if not _only_precision(data.dtype, dtype) and not _survives(data, out):
                 self.rows.append(
                     Mismatch(
@@ -215,7 +219,7 @@ def _join(leaf: Leaf, want: Want, arrays: list[jax.Array]) -> jax.Array:
         sharding = want.sharding
         if leaf.kind == "prng":
             sharding = _with_key_dims(sharding, leaf)
-        data = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+        data = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=want.dtype or leaf.dtype)
     return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
 
 
@@ -263,9 +267,16 @@ def _only_precision(before: Any, after: Any) -> bool:
     return any(tree_lib.issubdtype(before, kind) and tree_lib.issubdtype(after, kind) for kind in kinds)
 
 
+def _astype(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """A cast; complex to real keeps the real part, without NumPy's warning: `_survives` looks at the rest."""
+    if tree_lib.issubdtype(array.dtype, np.complexfloating) and not tree_lib.issubdtype(dtype, np.complexfloating):
+        array = array.real
+    return array.astype(dtype)
+
+
 def _survives(before: np.ndarray, after: np.ndarray) -> bool:
     """Whether a cast kept every value exactly, in both directions."""
-    back = after.astype(before.dtype)
+    back = _astype(after, before.dtype)
     same = (back == before) | ((back != back) & (before != before))
     wide = [a.astype(np.float64) if a.dtype.itemsize < 4 else a for a in (before, after)]
     equal = (wide[0] == wide[1]) | ((wide[0] != wide[0]) & (wide[1] != wide[1]))

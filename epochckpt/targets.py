@@ -161,6 +161,8 @@ class Matcher:
             if leaf.kind not in EMPTY_KINDS or not self._is_nothing(target):
                 self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
             return Want(-1, "keep", value=target)
+        if leaf.kind in tree_lib.VALUE_KINDS and isinstance(target, ocp.metadata.ScalarMetadata):
+            return Want(number, "python")
         shape, dtype = getattr(target, "shape", None), getattr(target, "dtype", None)
         if isinstance(target, ocp.metadata.StringMetadata | str | bytes):
             return self._text(number, leaf, target)
@@ -185,6 +187,8 @@ class Matcher:
 
     def _array(self, number: int, leaf: Leaf, target: Any, shape: tuple[int, ...], dtype: Any) -> Want:
         typed = tree_lib.is_prng_dtype(dtype)
+        if leaf.kind == "prng" and isinstance(target, ocp.metadata.ArrayMetadata) and shape == leaf.shape:
+            return Want(number, "jax", None, self._sharding(target, leaf))  # item_metadata describes the keys' data
         if typed or leaf.kind == "prng":
             logical = _logical_shape(leaf)
             if not typed or leaf.kind != "prng" or f"key<{_tag(leaf)}>" != str(dtype):

@@ -163,7 +163,7 @@ def path_to_json(path: KeyPath) -> list[Any]:
     out: list[Any] = []
     for kind, key in path:
         if kind == "k" and isinstance(key, str):
-            out.append(key)
+            out.append(key if _plain(key) else ["u", _surrogates_to_hex(key)])
         elif isinstance(key, float):
             out.append(["x", key.hex()])
         else:
@@ -188,6 +188,8 @@ def path_from_json(where: str, data: object) -> KeyPath:
                 out.append(("k", float.fromhex(key)))
             except (ValueError, OverflowError):
                 raise FormatError(where, f"a key path has the float key {key[:40]!r}") from None
+        elif kind == "u" and isinstance(key, str):
+            out.append(("k", value_from_json(where, "str", [key])))
         elif (kind == "k" and (key is None or isinstance(key, bool | int))) or (
             (kind in ("s", "f") and type(key) is int and key >= 0) or (kind == "a" and isinstance(key, str))
         ):
@@ -265,7 +267,22 @@ def value_to_json(value: Any) -> Any:
         return struct.pack("<d", value).hex()
     if isinstance(value, complex):
         return struct.pack("<dd", value.real, value.imag).hex()
-    return value.hex() if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value) if _plain(value) else [_surrogates_to_hex(value)]
+
+
+def _plain(text: str) -> bool:
+    """Whether JSON gives back exactly this text: it joins two surrogates that stand together into one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _surrogates_to_hex(text: str) -> str:
+    return text.encode("utf-8", "surrogatepass").hex()
 
 
 def value_from_json(where: str, kind: str, data: object) -> Any:
@@ -284,6 +301,8 @@ def value_from_json(where: str, kind: str, data: object) -> Any:
                 return bytes.fromhex(data)
             if kind == "str":
                 return data
+        if kind == "str" and isinstance(data, list) and len(data) == 1 and isinstance(data[0], str):
+            return bytes.fromhex(data[0]).decode("utf-8", "surrogatepass")
     except (ValueError, struct.error):
         pass
     raise FormatError(where, f"a {kind} value is recorded as {str(data)[:80]!r}")

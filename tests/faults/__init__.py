@@ -1,0 +1,1 @@
+"""Programs of jobs that are broken on purpose, and what sees where they are."""
