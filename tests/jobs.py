@@ -55,3 +55,31 @@ def smoke(directory: str) -> Any:
         size = [n.nbytes for n in m.status(2).nodes]
         m.delete(1)
         return [steps, same, ok, nodes, size, list(m.all_steps())]
+
+
+def save_and_return(directory: str, epochs: int) -> list[int]:
+    """Saves epochs and leaves without closing the manager: the interpreter's end has to drain them."""
+    mesh = global_mesh((jax.device_count(), 1))
+    state = {"w": place(np.arange(64.0, dtype=np.float32), NamedSharding(mesh, SPECS["x"]))}
+    manager = ec.CheckpointManager(directory)
+    KEPT_ALIVE.append(manager)
+    for epoch in range(epochs):
+        manager.save(epoch, args=ocp.args.StandardSave(state))
+    return list(manager.all_steps())
+
+
+KEPT_ALIVE: list[ec.CheckpointManager] = []
+
+
+def two_managers(one: str, two: str) -> list[list[int]]:
+    """Saves to two directories in turns."""
+    mesh = global_mesh((jax.device_count(), 1))
+    state = {"w": place(np.arange(64.0, dtype=np.float32), NamedSharding(mesh, SPECS["x"]))}
+    with ec.CheckpointManager(one) as first, ec.CheckpointManager(two) as second:
+        first.save(0, args=ocp.args.StandardSave(state))
+        second.save(0, args=ocp.args.StandardSave(state))
+        first.save(1, args=ocp.args.StandardSave(state))
+        second.save(5, args=ocp.args.StandardSave(state))
+        first.wait_until_finished()
+        second.wait_until_finished()
+        return [list(first.all_steps()), list(second.all_steps())]
