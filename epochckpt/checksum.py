@@ -12,6 +12,7 @@ from epochckpt.errors import DamagedError, FormatError, InvalidArgumentError
 
 _FIELD = b'{"checksum":"xxh3:'
 _ZEROS = b"0" * 16
+_MAX_DEPTH = 100  # of user data
 
 
 def xxh3(data: bytes | bytearray | memoryview) -> int:
@@ -59,21 +60,23 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"the constant {name} is not JSON")
 
 
-def pack_json(value: Any, where: str) -> Any:
+def pack_json(value: Any, where: str, depth: int = 0) -> Any:
     """User data as plain JSON: NumPy and jax scalars become numbers; NaN and infinities `{"$float": "nan"}`.
 
     Raises:
         InvalidArgumentError: something in it is not JSON; `where` names the argument.
     """
+    if depth > _MAX_DEPTH:
+        raise InvalidArgumentError(f"{where} is nested deeper than {_MAX_DEPTH}")
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, dict):
         bad = [k for k in value if not isinstance(k, str)]
         if bad:
             raise InvalidArgumentError(f"{where} has the key {bad[0]!r}; keys must be str")
-        return {k: pack_json(v, where) for k, v in value.items()}
+        return {k: pack_json(v, where, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [pack_json(v, where) for v in value]
+        return [pack_json(v, where, depth + 1) for v in value]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, int):

@@ -40,6 +40,9 @@ class RenameCommits(Commits):
                 self.store.rename(entry.name, away)
             except FileNotFoundError:
                 continue  # its own process released it just now
+            for kept in self.store.list(away):
+                if kept.name.startswith("damaged-"):  # killed while it was being set aside
+                    self.store.rename(layout.join(away, kept.name), kept.name)
             swept.append(away)
         self.store.sync_folder("")
         self.finish_rollback()
@@ -156,24 +159,25 @@ class RenameCommits(Commits):
             self.store.create(draft, rollback.to_bytes())
             self.store.rename(draft, layout.ROLLBACK_RECORD)
             self.store.sync_folder("")
-            self._move_rolled_back(rollback)
+        self._move_rolled_back(rollback)
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
-        if not self.store.exists(rollback.folder):
-            draft = layout.join(self._home, rollback.folder)
-            self.store.make_folder(draft)
-            self.store.rename(draft, rollback.folder)
-        for epoch in sorted(rollback.epochs, reverse=True):
-            name = self.folder(epoch)
-            if self.store.exists(name):
-                self.store.rename(name, layout.join(rollback.folder, name))
-                self.store.sync_folder("")
-        self.store.sync_folder(rollback.folder)
-        # not removed where it lies: by now it may be the record of a newer run
-        done = layout.join(self._home, f"{rollback.folder}-done")
-        self.store.rename(layout.ROLLBACK_RECORD, done)
-        self.store.sync_folder("")
-        self.store.remove(done)
+        with self._fenced(rollback.to):
+            if not self.store.exists(rollback.folder):
+                draft = layout.join(self._home, rollback.folder)
+                self.store.make_folder(draft)
+                self.store.rename(draft, rollback.folder)
+            for epoch in sorted(rollback.epochs, reverse=True):
+                name = self.folder(epoch)
+                if self.store.exists(name):
+                    self.store.rename(name, layout.join(rollback.folder, name))
+                    self.store.sync_folder("")
+            self.store.sync_folder(rollback.folder)
+            # not removed where it lies: by now it may be the record of a newer run
+            done = layout.join(self._home, f"{rollback.folder}-done")
+            self.store.rename(layout.ROLLBACK_RECORD, done)
+            self.store.sync_folder("")
+            self.store.remove(done)
 
     def release(self) -> None:
         """See Commits."""

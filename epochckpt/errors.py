@@ -190,6 +190,10 @@ class LateNodesError(SaveError, TimeoutError):
 class FencedError(SaveError):
     """A newer incarnation of the job has taken over the directory: this one may not write any more."""
 
+    def __init__(self, epoch: int, reason: str):
+        EpochCheckpointError.__init__(self, f"epoch {epoch}: {reason}")
+        self.epoch, self.reason = epoch, reason
+
 
 class BufferChangedError(SaveError):
     """Memory that was being written changed under the writer.

@@ -82,10 +82,9 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         self._multi: bool | None = True if self._item_names else (False if item_handlers is not None else None)
         self._logger = logger
         coordinator = coordination.connect(self._options.read_only)
-        opened = opening.open_directory(directory, self._options, self._storage, node, coordinator)
+        opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self._nodes, self._prefix, self._damaged = opened.nodes, opened.prefix, set(opened.damaged)
-        items.check_names(self._item_names, [n for n, _ in self._nodes])
         self._pool = worker.Pool(self._storage.io_threads)
         self._reading = Reading(self._commits, self._pool, self._storage.verify)
         self._history = History(self._commits.read_record)

@@ -24,6 +24,8 @@ from epochckpt.records import EpochRecord, NodeRecord
 from epochckpt.store import Store
 from epochckpt.worker import Pool
 
+_CHECK_FROM = 2**20  # smaller leaves are read without a look at their files first
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -58,6 +60,7 @@ class EpochReader:
         self._lock = threading.Lock()
         self._nodes: dict[int, NodeRecord] = {}
         self._parts: dict[tuple[str, int], list[NodeFile]] = {}
+        self._checked: set[tuple[str, int]] = set()
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fills every request's `out`.
@@ -102,6 +105,24 @@ class EpochReader:
         if len(data) != file.size or tuple(f"{checksum.xxh3(p):016x}" for p in pieces) != file.xxh3:
             raise DamagedError(path, f"its {len(data)} bytes differ from the {file.size} bytes that were written")
         return data
+
+    def check_files(self, item: str, leaf: int, box: Box) -> None:
+        """Looks at the sizes of the files that hold a part of a leaf, before memory is taken for it.
+
+        Raises:
+            FormatError, DamagedError: they cannot hold what the record says.
+        """
+        arrays = self._arrays(item)
+        if arrays.leaves[leaf].nbytes < _CHECK_FROM:
+            return
+        for owner in sorted({arrays.owner(leaf, cell) for cell in arrays.cells_touching(leaf, box)}):
+            if (item, owner) in self._checked:
+                continue
+            for file in self.files(item, owner):
+                size = self.guard(file.path, functools.partial(self.store.size, file.path))
+                if size != file.size:
+                    raise DamagedError(file.path, f"has {size} bytes, {file.size} were written")
+            self._checked.add((item, owner))
 
     def path(self, node: int, file: str) -> str:
         """Path of a node's file, relative to the directory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -94,6 +95,7 @@ def open_directory(
     storage: StorageOptions,
     node: str | None,
     coordinator: Coordinator,
+    item_names: Sequence[str] = (),
 ) -> Opened:
     """Opens a directory for a manager.
 
@@ -102,13 +104,13 @@ def open_directory(
         AccessError: no permission.
         FormatError: it holds something under an epoch's name that is not ours.
         FormatVersionError: it was written by a newer epochckpt.
-        InvalidArgumentError: node names that are unusable, or not unique.
+        InvalidArgumentError: node names that are unusable, or not unique; items named like a node.
         CoordinationTimeoutError: a process did not come to open it; says which.
     """
     name = layout.check_node_name(f"process_{coordinator.process}" if node is None else node)
     names = step_names(options)
     if coordinator.processes == 1:
-        answer = _decide(directory, options, names, [(name, coordinator.process)])
+        answer = _decide(directory, options, names, [(name, coordinator.process)], item_names)
         prefix = ""
     else:
         base = f"epochckpt/open/{next(_opens)}"
@@ -118,7 +120,7 @@ def open_directory(
 
         def decide() -> dict[str, Any]:
             nodes = _gather_nodes(coordinator, f"{base}/hello", name, wait)
-            return _decide(directory, options, names, nodes)
+            return _decide(directory, options, names, nodes, item_names)
 
         # the others wait longer: the primary may come late, and then waits for the latest
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
@@ -149,8 +151,11 @@ def _decide(
     options: ocp.CheckpointManagerOptions,
     names: StepNames,
     nodes: list[tuple[str, int]],
+    item_names: Sequence[str],
 ) -> dict[str, Any]:
     """On the primary: looks at the directory, and only then writes to it."""
+    for item in item_names:
+        layout.check_item_name(item, tuple(n for n, _ in nodes))
     store = open_store(directory)
     commits = commits_of(store, names)
     try:
@@ -169,6 +174,10 @@ def _decide(
             store.make_root(mode)
             commits.claim()
             history = [e for e in commits.list_epochs() if e not in damaged]
+    except NotACheckpointDirectoryError:
+        raise
+    except NotADirectoryError as error:
+        raise NotACheckpointDirectoryError(f"{store.root}: a folder on the way to it is a file ({error})") from error
     except PermissionError as error:
         raise AccessError(
             f"{store.root}: {error}; this user (uid {os.getuid()}) needs read and write access"

@@ -137,6 +137,8 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
             items[name] = ItemRecord(kind)
         else:
             raise f.fail("kind", "'arrays' or 'json'")
+    if fields.boolean("default_item") and layout.DEFAULT_ITEM not in items:
+        raise fields.fail("items", f"the item {layout.DEFAULT_ITEM!r}")
     return EpochRecord(
         fields.integer("epoch"),
         attempt,
@@ -145,12 +147,19 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
         nodes,
         items,
         fields.boolean("default_item"),
-        checksum.unpack_json(fields.data.get("metrics")),
-        checksum.unpack_json(fields.mapping("custom_metadata")),
+        _user_data(fields, "metrics", fields.data.get("metrics")),
+        _user_data(fields, "custom_metadata", fields.mapping("custom_metadata")),
         fields.integer("started_ns"),
         fields.integer("committed_ns"),
         fields.numbers("timings"),
     )
+
+
+def _user_data(fields: _Fields, name: str, value: Any) -> Any:
+    try:
+        return checksum.unpack_json(value)
+    except RecursionError:
+        raise FormatError(fields.path, f"{name} is nested too deeply") from None
 
 
 def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
@@ -199,7 +208,7 @@ def _parse_arrays(fields: _Fields, name: str, nodes: int) -> ArrayItem:
 def _parse_leaf(fields: _Fields, number: int, row: object, grids: list[Grid]) -> Leaf:
     where = f"{fields.where}leaves[{number}]"
     problem = FormatError(fields.path, f"{where} is not [path, kind, dtype, shape, grid, rotation, sharding]")
-    if not isinstance(row, list) or len(row) not in (2, 7, 8):
+    if not isinstance(row, list) or len(row) not in (2, 7, 8) or not isinstance(row[1], str):
         raise problem
     path = tree_lib.path_from_json(fields.path, row[0])
     name, kind = tree_lib.leaf_name(path), row[1]
@@ -223,7 +232,12 @@ def _parse_leaf(fields: _Fields, number: int, row: object, grids: list[Grid]) ->
         or (impl is not None and not isinstance(impl, str))
     ):
         raise problem
-    if not 0 <= grid < len(grids) or rotation < 0 or sharding < -1 or math.prod(shape) * dtype.itemsize >= _MAX_BYTES:
+    if (
+        not 0 <= grid < len(grids)
+        or not 0 <= rotation < _MAX_DIM
+        or sharding < -1
+        or math.prod(shape) * dtype.itemsize >= _MAX_BYTES
+    ):
         raise problem
     counts = grids[grid].counts
     if len(counts) > len(shape) or any(d % c for d, c in zip(shape, counts, strict=False)):

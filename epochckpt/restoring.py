@@ -16,7 +16,7 @@ from epochckpt import tree as tree_lib
 from epochckpt.errors import FormatError, Mismatch, MismatchError
 from epochckpt.grid import ArrayItem, Box, Leaf
 from epochckpt.node_reader import EpochReader, Request, whole
-from epochckpt.targets import ADVICE, Matcher, Shardings, Want, without_target
+from epochckpt.targets import ADVICE, Matcher, Shardings, Want, key_dims, without_target
 
 _ALIGNMENT = 64  # jax takes a NumPy buffer over without copying when it is aligned to this
 _ALIGN_FROM = 64 * 1024
@@ -126,11 +126,12 @@ class _Assembly:
         leaf = self.item.leaves[want.leaf]
         if want.form != "jax":
             return self._request(want.leaf, whole(leaf.shape))
+        inner = key_dims(leaf) if leaf.kind == "prng" else 0
         if want.sharding is None or isinstance(want.sharding, SingleDeviceSharding):
             device = want.sharding if want.sharding is not None else jax.local_devices()[0]
             return [(self._request(want.leaf, whole(leaf.shape)), [device])]
         rank = len(leaf.shape)
-        logical = leaf.shape if leaf.kind != "prng" else leaf.shape[: rank - _key_dims(leaf)]
+        logical = leaf.shape[: rank - inner]
         boxes: dict[Box, list[Any]] = {}
         for device, box in plan_lib.boxes_of_devices(want.sharding, logical).items():
             full = box + whole(leaf.shape[len(box) :])
@@ -140,6 +141,7 @@ class _Assembly:
     def _request(self, leaf: int, box: Box) -> np.ndarray:
         info = self.item.leaves[leaf]
         assert info.dtype is not None
+        self.reader.check_files(self.name, leaf, box)
         out = _empty([b - a for a, b in box], info.dtype)
         self.requests.append(Request(self.name, leaf, box, out))
         return out
@@ -221,15 +223,6 @@ def _join(leaf: Leaf, want: Want, arrays: list[jax.Array]) -> jax.Array:
             sharding = _with_key_dims(sharding, leaf)
         data = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=want.dtype or leaf.dtype)
     return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
-
-
-def _key_dims(leaf: Leaf) -> int:
-    try:
-        return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf.impl))).ndim
-    except (ValueError, TypeError) as error:
-        raise FormatError(
-            "epoch.json", f"leaf {leaf.name!r}: this jax has no PRNG implementation {leaf.impl!r}"
-        ) from error
 
 
 def _with_key_dims(sharding: Any, leaf: Leaf) -> Any:

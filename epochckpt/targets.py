@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from epochckpt import tree as tree_lib
-from epochckpt.errors import Mismatch, UnsupportedError
+from epochckpt.errors import FormatError, Mismatch, UnsupportedError
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.tree import ARRAY_KINDS, EMPTY_KINDS
 
@@ -62,9 +62,11 @@ class Shardings:
         if leaf.sharding not in self._known:
             try:
                 self._known[leaf.sharding] = self._build(self._item.shardings[leaf.sharding])
-            except (KeyError, TypeError, ValueError, IndexError):  # a row that this jax cannot express
+            except Exception:  # a row that this jax cannot express: it has many errors for that, bad_cast among them
                 self._known[leaf.sharding] = None
-        return self._known[leaf.sharding] or self._fallback
+        found = self._known[leaf.sharding]
+        shape = _logical_shape(leaf) if leaf.kind == "prng" else leaf.shape
+        return found if found is not None and divides(found, shape) else self._fallback
 
     def _device(self, platform: str, number: int) -> Any:
         if self._devices is None:
@@ -190,7 +192,7 @@ class Matcher:
         if leaf.kind == "prng" and isinstance(target, ocp.metadata.ArrayMetadata) and shape == leaf.shape:
             return Want(number, "jax", None, self._sharding(target, leaf))  # item_metadata describes the keys' data
         if typed or leaf.kind == "prng":
-            logical = _logical_shape(leaf)
+            logical = _logical_shape(leaf) if leaf.kind == "prng" else leaf.shape
             if not typed or leaf.kind != "prng" or f"key<{_tag(leaf)}>" != str(dtype):
                 self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
             elif shape != logical:
@@ -209,17 +211,9 @@ class Matcher:
             return Want(number, "numpy", np.dtype(dtype))
         if not _canonical(dtype):
             self._row(leaf.name, "dtype", describe_leaf(leaf), f"{dtype}, which jax holds only with jax_enable_x64")
-        elif not self._divides(sharding, shape):
+        elif not divides(sharding, shape):
             self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
         return Want(number, "jax", np.dtype(dtype), sharding)
-
-    @staticmethod
-    def _divides(sharding: Sharding, shape: tuple[int, ...]) -> bool:
-        try:
-            sharding.shard_shape(shape)
-        except (ValueError, IndexError):
-            return False
-        return True
 
     def _sharding(self, target: Any, leaf: Leaf) -> Sharding | None:
         sharding = getattr(target, "sharding", None)
@@ -264,10 +258,36 @@ class Matcher:
         return _default(number, leaf, self.shardings)
 
 
+def divides(sharding: Sharding, shape: Sequence[int]) -> bool:
+    """Whether an array of this shape can lie on devices so."""
+    try:
+        sharding.shard_shape(tuple(shape))
+    except (ValueError, IndexError):
+        return False
+    return True
+
+
 def _logical_shape(leaf: Leaf) -> tuple[int, ...]:
     """Shape of typed keys, without the dimensions of their data."""
-    inner = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf.impl)))
-    return leaf.shape[: len(leaf.shape) - inner.ndim]
+    return leaf.shape[: len(leaf.shape) - key_dims(leaf)]
+
+
+def key_dims(leaf: Leaf) -> int:
+    """How many trailing dimensions of a leaf of typed keys are the data of one key.
+
+    Raises:
+        FormatError: this jax has no such keys, or their data looks otherwise.
+    """
+    try:
+        inner = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf.impl)))
+    except (ValueError, TypeError) as error:
+        problem = f"leaf {leaf.name!r}: this jax has no PRNG implementation {leaf.impl!r}"
+        raise FormatError("epoch.json", problem) from error
+    if inner.dtype != leaf.dtype or leaf.shape[max(0, len(leaf.shape) - inner.ndim) :] != inner.shape:
+        raise FormatError(
+            "epoch.json", f"leaf {leaf.name!r}: {leaf.dtype}{list(leaf.shape)} is no {leaf.impl} key data"
+        )
+    return inner.ndim
 
 
 def _tag(leaf: Leaf) -> str:

@@ -80,7 +80,10 @@ def parse_dtype(path: str, name: object) -> np.dtype[Any]:
         if name in DTYPES:
             return DTYPES[name]
         if re.match(r"<[mM]8\[\w{1,8}\]\Z|<[mM]8\Z", name):
-            return np.dtype(name)
+            try:
+                return np.dtype(name)
+            except TypeError:  # no such unit
+                pass
     raise FormatError(path, f"unknown dtype {str(name)[:40]!r}")
 
 
