@@ -157,9 +157,12 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
 
 def _user_data(fields: _Fields, name: str, value: Any) -> Any:
     try:
-        return checksum.unpack_json(value)
+        found = checksum.unpack_json(value)
     except RecursionError:
         raise FormatError(fields.path, f"{name} is nested too deeply") from None
+    if isinstance(value, dict) and not isinstance(found, dict) and name == "custom_metadata":
+        raise fields.fail(name, "an object")
+    return found
 
 
 def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:

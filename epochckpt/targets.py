@@ -82,6 +82,8 @@ class Shardings:
         if number not in self._meshes:
             mesh = self._item.meshes[number]
             devices = [self._device(mesh["platform"], d) for d in mesh["devices"]]
+            if len(set(devices)) != len(devices):
+                raise ValueError("a mesh with one device at two places")
             self._meshes[number] = Mesh(np.array(devices).reshape(mesh["shape"]), tuple(mesh["axes"]))
         spec = PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in row["spec"]])
         mesh = self._meshes[number]

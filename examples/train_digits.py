@@ -146,12 +146,8 @@ def train():
         done = int(state["epoch"])
         if latest is not None:
             say(f"resumed from epoch {done}")
-        if done < (latest or 0):
-            manager.rollback_to(done)  # what is newer is damaged; set aside, it leaves its numbers free
         if done >= FLAGS.epochs:
             say(f"training is complete after {done} epochs, nothing left to do")
-        # SIGTERM makes JAX say "stop" to all processes at one agreed number, if they count without a gap.
-        asked_to_stop = any(manager.reached_preemption(epoch) for epoch in range(1, done + 1))
         for epoch in range(done + 1, FLAGS.epochs + 1):
             start = time.perf_counter()
             # The order follows from (seed, epoch) alone: a resumed run sees the batches it would have seen.
@@ -164,7 +160,8 @@ def train():
             held = f"save() held the loop {(time.perf_counter() - trained) * 1e3:.1f} ms"
             took = f"epoch took {trained - start:.2f} s"
             say(f"epoch {epoch:3d}  train loss {loss:.4f}  test accuracy {score:.4f}  {took}  {held}")
-            if (asked_to_stop or manager.reached_preemption(epoch)) and epoch < FLAGS.epochs:
+            # SIGTERM makes JAX say "stop" to all processes after the same epoch.
+            if manager.reached_preemption(epoch) and epoch < FLAGS.epochs:
                 break
     # Leaving the `with` waited for the last save: what is said from here on is about an epoch that exists.
     if int(state["epoch"]) < FLAGS.epochs:

@@ -1,4 +1,4 @@
-"""What nobody should pass, and what nobody should find on storage: a clear error of ours, nothing written, nothing lost."""
+"""What nobody should pass, or find on storage: a clear error of ours, nothing written, nothing lost."""
 
 from __future__ import annotations
 
@@ -143,11 +143,15 @@ def test_a_directory_or_url_that_makes_no_sense_is_refused() -> None:
 
 
 AS_NOBODY = """
-import sys
-import jax
-import epochckpt as ec, numpy as np, orbax.checkpoint as ocp
+import os, sys
+import epochckpt as ec, orbax.checkpoint as ocp
 from epochckpt import errors
-directory, what = sys.argv[1:]
+directory, what, user = sys.argv[1:]
+# as root: whatever is imported late, from an interpreter that the other user may not read
+ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)).restore(0)
+os.setgroups([])
+os.setgid(int(user))
+os.setuid(int(user))
 try:
     read_only = what in ("read", "restore")
     m = ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=read_only))
@@ -179,15 +183,16 @@ def test_no_permission_is_an_access_error(run: pathlib.Path, what: str, path: st
     for folder in (run, *(f for f in run.parents if f.is_relative_to(pathlib.Path("/tmp")) and f.name)):
         folder.chmod(0o755)
     (run.parent / path).chmod(mode)
-    code = f"import os; os.setgid({NOBODY}); os.setuid({NOBODY})\n{AS_NOBODY}"
     env = {**os.environ, "HOME": "/nonexistent", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
     with unchanged(run):
         done = subprocess.run(
-            [sys.executable, "-c", code, str(run), what],
-            capture_output=True, text=True, timeout=60, env=env, check=False,
-        )  # fmt: skip
-    if "No module named" in done.stderr or "can't open" in done.stderr:
-        pytest.skip("the interpreter cannot be read by another user here")
+            [sys.executable, "-c", AS_NOBODY, str(run), what, str(NOBODY)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=env,
+            check=False,
+        )
     assert done.stdout.startswith("AccessError|True|"), done.stdout + done.stderr[-2000:]
     assert str(run) in done.stdout or path.removeprefix("run/") in done.stdout
 
@@ -321,7 +326,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 WRONG: list[Any] = [
     None, True, False, -1, 0, 1, 2, 10**6, 2**31, 2**48, 2**62, 2**63, 2**64, 2**70, -(2**70), 1.5, 1e308, "", "x",
-    "../x", "..", "/etc/passwd", "a/b", "a\x00b", "\ud800", "é", "process_0", "node.json", "jax", "prng", "numpy", "none",
+    "../x", "..", "/etc/passwd", "a/b", "a\x00b", "\ud800", "é", "process_0", "node.json", "jax", "prng", "numpy",
+    "none",
     "longstr", "str", "int", "dict", "float32", "float64", "int4", "bool", "complex128", "<M8[ns]", "<M8[x]", "rbg",
     "fry", "ffff", "x" * 5000, [], {}, [[]], [None], [0], [-1], [1, 2, 3], [2**40, 2**40], ["x"], [["k", "x"]],
     [["s", 0]], [["s", -1]], [["z", 0]], {"x": 1}, {"$float": "nan"}, {"$float": "x"},
@@ -364,6 +370,7 @@ def check_mutations(run: pathlib.Path, name: str, count: int | None, seed: int) 
     before = reader(run)
     original = (run / EPOCH).read_bytes(), (run / NODE).read_bytes()
     refused = 0
+    surprises: list[str] = []
     biggest = [0]
     real = np.empty
 
@@ -387,14 +394,17 @@ def check_mutations(run: pathlib.Path, name: str, count: int | None, seed: int) 
                     reader(run).restore(None)
                 except errors.EpochCheckpointError as error:
                     found.append(error)
-            except BaseException as error:
-                raise AssertionError(f"{name}: {shown} gave {type(error).__name__}: {error}") from error
-            refused += bool(found)
-            assert biggest[0] < BIG, f"{name}: {shown} made a reader allocate {biggest[0]} bytes"
+                refused += bool(found)
+            except Exception as error:  # collected: one run shows them all
+                surprises.append(f"{shown} gave {type(error).__name__}: {error}"[:300])
+            if biggest[0] > BIG:
+                surprises.append(f"{shown} made a reader allocate {biggest[0]} bytes")
+                biggest[0] = 0
             (run / EPOCH).write_bytes(original[0])
             (run / NODE).write_bytes(original[1])
     finally:
         np.empty = real
+    assert not surprises, f"{name}: {len(surprises)} surprises:\n" + "\n".join(surprises[:100])
     assert refused > 100
     assert before.verify(1).ok
 
@@ -403,7 +413,7 @@ def check_mutations(run: pathlib.Path, name: str, count: int | None, seed: int) 
 def test_records_with_any_field_wrong_are_refused_clearly(run: pathlib.Path, name: str) -> None:
     """A valid record with one field of a wrong type, range or meaning, and a right checksum: every way to read it
     gives an error of ours or a value, in bounded memory, never anything else."""
-    check_mutations(run, name, 700 if name == EPOCH else 400, seed=5)
+    check_mutations(run, name, 300 if name == EPOCH else 150, seed=5)
 
 
 @pytest.mark.long
@@ -458,7 +468,7 @@ def test_absurd_nesting_is_refused(run: pathlib.Path, depth: int) -> None:
     """A record of megabytes of brackets is refused by name, and the older epoch is taken."""
     before = reader(run)
     (run / EPOCH).write_bytes(nested_text(depth))
-    with pytest.raises(errors.FormatError, match="1/epoch.json"):
+    with pytest.raises(errors.FormatError, match=r"1/epoch\.json"):
         before.restore(1)
     assert reader(run).all_steps() == [0]
 
@@ -487,7 +497,7 @@ def test_a_newer_format_version_is_refused_by_name(run: pathlib.Path, version: A
     seal_epoch(run, {**load(run, EPOCH), "version": version})
     with unchanged(run):
         for call in (lambda: reader(run), lambda: ec.CheckpointManager(run), lambda: before.restore(1)):
-            with pytest.raises(errors.FormatVersionError, match="1/epoch.json.*version"):
+            with pytest.raises(errors.FormatVersionError, match=r"1/epoch\.json.*version"):
                 call()
 
 
@@ -748,6 +758,8 @@ def test_values_that_are_not_json_are_refused(run: pathlib.Path) -> None:
             for kwargs, words in [
                 ({"metrics": {"loss": Opaque()}}, "metrics"),
                 ({"metrics": {1: 2}}, "metrics"),
+                ({"metrics": {"a": {"$float": "nan"}}}, "metrics"),
+                ({"custom_metadata": {"a": nest(200)}}, "custom_metadata is nested deeper"),
                 ({"custom_metadata": {"x": {1, 2}}}, "custom_metadata"),
             ]:
                 with pytest.raises(errors.InvalidArgumentError, match=words):

@@ -35,7 +35,7 @@ from tests.processes import Process, Processes, run_worker, start_processes
 
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
 STOPPED_PEER_TIMEOUT = 6.0
-STOPPED_PRIMARY_TIMEOUT = 5.0
+STOPPED_PRIMARY_TIMEOUT = 4.0
 
 
 def say(text: str) -> None:
@@ -111,7 +111,12 @@ def stoppable(directory: str, gates: str, timeout: float, stops: dict[str, list[
                 say(f"VERDICT {epoch}. committed")
             except errors.SaveError as error:
                 secs = time.monotonic() - began
-                answer = {"type": type(error).__name__, "nodes": getattr(error, "nodes", None), "secs": secs, "text": str(error)}
+                answer = {
+                    "type": type(error).__name__,
+                    "nodes": getattr(error, "nodes", None),
+                    "secs": secs,
+                    "text": str(error),
+                }
                 say(f"VERDICT {epoch}. {json.dumps(answer)}")
             assert m.all_steps() == m.all_steps(read=False)
         say("LAST.")
@@ -275,7 +280,7 @@ def fill_disk(disk: pathlib.Path, pages: int) -> pathlib.Path:
 def test_a_full_disk_costs_one_epoch(disk: pathlib.Path) -> None:
     """Whatever file the space runs out at: the loop goes on, the epoch before stays the latest and readable, the
     failure is raised once, and the first save after the space is back commits."""
-    outcomes = set()
+    outcomes, failures = set(), []
     directory = disk / "run"
     with ec.CheckpointManager(directory) as m:
         m.save(0, args=Save(numbers(0)))
@@ -290,8 +295,7 @@ def test_a_full_disk_costs_one_epoch(disk: pathlib.Path) -> None:
                 last = first
                 outcomes.add("committed")
             except errors.SaveError as error:
-                assert error.epoch == first
-                assert "No space left" in str(error)
+                failures.append(error)
                 assert m.status(first).state == "failed"
                 assert "No space left" in m.status(first).detail
                 outcomes.add("failed")
@@ -309,6 +313,8 @@ def test_a_full_disk_costs_one_epoch(disk: pathlib.Path) -> None:
             assert m.latest_step() == last
         free = os.statvfs(disk).f_bavail
     assert outcomes == {"committed", "failed"}
+    assert all("No space left" in str(error) for error in failures)
+    assert len({error.epoch for error in failures}) == len(failures)
     assert os.statvfs(disk).f_bavail >= free
     assert not list(directory.glob("*.orbax-checkpoint-tmp"))
 
@@ -858,7 +864,9 @@ def test_aliased_memory_changed_after_save_fails_the_attempt(
         np.testing.assert_array_equal(m.restore(1)["inner"]["aliased"], buffer)
 
 
-@pytest.mark.xfail(reason="65 samples of aliased memory are kept: a change between them is seen only once writing began")
+@pytest.mark.xfail(
+    reason="65 samples of aliased memory are kept: a change between them is seen only once writing began", strict=True
+)
 def test_one_element_of_aliased_memory_changed_before_the_write_fails_the_attempt(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -885,8 +893,7 @@ def test_aliased_memory_changed_at_any_time_never_commits_a_mixture(tmp_path: pa
             buffer += 1
             try:
                 m.wait_until_finished()
-            except errors.BufferChangedError as error:
-                assert error.leaf == "aliased"
+            except errors.BufferChangedError:
                 assert epoch not in m.all_steps()
             else:
                 np.testing.assert_array_equal(m.restore(epoch)["aliased"], before)
