@@ -8,8 +8,8 @@ Guarantees:
 - attempts of one manager are written one after the other and end in order.
 
 Keys (all below the incarnation's prefix, so that a relaunched job never meets an old one):
-`begin/<epoch>/<try>` the primary's word that an attempt has begun, with its ordinal; `<ordinal>/report/<node>`;
-`<ordinal>/verdict/0`.
+`begin/<epoch>/<try>` the primary's word that an attempt has begun, with its ordinal; `report/<ordinal>/<node>`;
+`verdict/<ordinal>/0`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from epochckpt.records import DataFile, EpochRecord, NodeEntry, NodeRecord
 
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
 _MAX_UNDECIDED = 2
+_REMEMBERED = 128  # keys of the primary's words that are kept for a node that was away; reports are many, words few
 
 
 class Attempts:
@@ -74,7 +75,8 @@ class Attempts:
         self._errors: list[SaveError] = []
         self._failed: dict[int, SaveError] = {}
         self._ordinal = 0
-        self._ended: collections.deque[Attempt] = collections.deque()
+        self._reported: collections.deque[str] = collections.deque()
+        self._spoken: collections.deque[str] = collections.deque()
 
     # -- on the training thread ----------------------------------------------------------------------------------
 
@@ -145,7 +147,8 @@ class Attempts:
         attempt.buffers, attempt.files = [], attempt.files if error is None else ()
         if attempt.ordinal and not self._coordinator.primary:
             try:
-                self._coordinator.put(self._key(attempt, f"report/{self._coordinator.process}"), report)
+                key = f"{self._prefix}/report/{attempt.ordinal}/{self._coordinator.process}"
+                self._coordinator.put(key, report)
             except CoordinationError as caught:
                 error = error or caught
         attempt.reports[self._coordinator.process] = report
@@ -154,7 +157,7 @@ class Attempts:
         self._commit_lane.submit(lambda: self._conclude(attempt, error))
 
     def _begin(self, attempt: Attempt) -> int:
-        key = f"{self._prefix}/begin/{attempt.epoch}/{attempt.number}"
+        key = self._begin_key(attempt)
         if not self._coordinator.primary:
             try:
                 word = self._coordinator.get(f"{key}/0", max(attempt.deadline.left(), 0.001))
@@ -272,7 +275,9 @@ class Attempts:
     def _collect(self, attempt: Attempt) -> None:
         missing = set(range(len(self.nodes))) - attempt.reports.keys()
         if missing:
-            found, missing = self._coordinator.gather(self._key(attempt, "report"), missing, attempt.deadline)
+            found, missing = self._coordinator.gather(
+                f"{self._prefix}/report/{attempt.ordinal}", missing, attempt.deadline
+            )
             attempt.reports.update(found)
         for node, report in sorted(attempt.reports.items()):
             if "error" in report:
@@ -336,21 +341,23 @@ class Attempts:
     def _tell(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of attempts that have ended before."""
         try:
-            self._coordinator.put(self._key(attempt, "verdict/0"), verdict)
+            self._coordinator.put(f"{self._prefix}/verdict/{attempt.ordinal}/0", verdict)
         except CoordinationError as error:  # they will look at storage
             logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
-        self._ended.append(attempt)
-        while len(self._ended) > _MAX_UNDECIDED:
-            old = self._ended.popleft()
-            self._coordinator.forget(f"{self._prefix}/{old.ordinal}")
-            self._coordinator.forget(f"{self._prefix}/begin/{old.epoch}/{old.number}")
+        self._reported.append(f"{self._prefix}/report/{attempt.ordinal}")
+        self._spoken += [f"{self._prefix}/verdict/{attempt.ordinal}", self._begin_key(attempt)]
+        for keys, kept in ((self._reported, _MAX_UNDECIDED), (self._spoken, _REMEMBERED)):
+            while len(keys) > kept:
+                self._coordinator.forget(keys.popleft())
 
     def _hear(self, attempt: Attempt, error: Exception | None) -> Committed:
         """On the other nodes: the primary's verdict, or what storage says when it does not come."""
         if not attempt.ordinal:
             raise error or SaveError(attempt.epoch, "the primary did not begin it")
         try:
-            verdict = self._coordinator.get(self._key(attempt, "verdict/0"), max(attempt.deadline.left(), 0.001))
+            verdict = self._coordinator.get(
+                f"{self._prefix}/verdict/{attempt.ordinal}/0", max(attempt.deadline.left(), 0.001)
+            )
         except CoordinationError as silence:
             if self._commits.read_attempt(attempt.epoch) == self._id(attempt.ordinal):
                 return Committed(attempt.epoch, attempt.metrics, time.time_ns(), ())
@@ -366,9 +373,5 @@ class Attempts:
     def _id(self, ordinal: int) -> str:
         return f"{self._commits.incarnation}-{ordinal}"
 
-    def _key(self, attempt: Attempt, rest: str) -> str:
-        return f"{self._prefix}/{attempt.ordinal}/{rest}"
-
-
-def _say(error: BaseException) -> str:
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    def _begin_key(self, attempt: Attempt) -> str:
+        return f"{self._prefix}/begin/{attempt.epoch}/{attempt.number}"

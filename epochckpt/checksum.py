@@ -75,7 +75,7 @@ def pack_json(value: Any, where: str, depth: int = 0) -> Any:
         if bad:
             raise InvalidArgumentError(f"{where} has the key {bad[0]!r}; keys must be str")
         if value.keys() == {"$float"}:
-            raise InvalidArgumentError(f"{where} holds a dict with the one key '$float', which the format keeps for NaN")
+            raise InvalidArgumentError(f"{where} holds a dict with the one key '$float': it stands for NaN")
         return {k: pack_json(v, where, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [pack_json(v, where, depth + 1) for v in value]

@@ -167,8 +167,8 @@ class Commits(abc.ABC):
                 path = layout.join(base, name)
                 try:
                     found = self.store.size(path)
-                except (FileNotFoundError, NotADirectoryError):
-                    raise DamagedError(path, "is missing") from None
+                except OSError as error:
+                    raise unreadable(path, error) from error
                 if found != size:
                     raise DamagedError(path, f"has {found} bytes, {size} were written")
 

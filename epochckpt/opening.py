@@ -20,6 +20,7 @@ from epochckpt.errors import (
     AccessError,
     CoordinationTimeoutError,
     DamagedError,
+    EpochNotFoundError,
     FormatError,
     FormatVersionError,
     InvalidArgumentError,
@@ -81,9 +82,9 @@ def survey(commits: Commits) -> tuple[list[int], list[int]]:
         try:
             commits.check_shallow(commits.read_record(epochs[-1]))
             break
-        except (FormatVersionError, PermissionError):
+        except FormatVersionError:
             raise
-        except (DamagedError, FormatError, OSError) as error:
+        except (DamagedError, FormatError, EpochNotFoundError) as error:
             logging.error("%s: epoch %d is damaged and will not be used: %s", commits.store.root, epochs[-1], error)
             damaged.append(epochs.pop())
     return epochs, damaged

@@ -123,9 +123,7 @@ class Process:
         """Kills the process and all that it started, and returns at once."""
         with self._changed:
             if self.returncode is None:
-                with contextlib.suppress(
-                    ProcessLookupError, PermissionError
-                ):  # only zombies are left in the group
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # only zombies are left in the group
                     os.killpg(self.pid, signal.SIGKILL)
 
     def dump_stacks(self) -> None:
@@ -208,9 +206,7 @@ class Processes(Sequence[Process]):
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            assert process.wait_for_exit(_KILL_SECS), (
-                f"process {process.index} (pid {process.pid}) survived SIGKILL"
-            )
+            assert process.wait_for_exit(_KILL_SECS), f"process {process.index} (pid {process.pid}) survived SIGKILL"
 
     def close(self) -> None:
         """Kills what still runs and removes the output files. May be called again."""
@@ -253,11 +249,7 @@ class Processes(Sequence[Process]):
         outcomes = []
         for process in self._processes:
             assert process.returncode is not None
-            note = (
-                "\n[tests.processes] was late: told to print its stacks, then killed\n"
-                if process in late
-                else ""
-            )
+            note = "\n[tests.processes] was late: told to print its stacks, then killed\n" if process in late else ""
             outcomes.append(Outcome(process.returncode, process.output() + note))
         return outcomes
 

@@ -65,17 +65,13 @@ def violations(floors: Sequence[Sequence[str]], sources: Mapping[str, str]) -> l
                 found.append(f"{where} imports {what}")
             elif importer in position and imported != importer and position[imported] > position[importer]:
                 how = "upwards" if floor_of[imported] > floor_of[importer] else "to the right"
-                found.append(
-                    f"{where} (F{floor_of[importer]}) imports {how}: {imported} (F{floor_of[imported]})"
-                )
+                found.append(f"{where} (F{floor_of[importer]}) imports {how}: {imported} (F{floor_of[imported]})")
     return found
 
 
 def test_every_import_goes_down_the_drawn_floors() -> None:
     """No module of epochckpt imports one that stands above it or to its right."""
-    docstring = ast.get_docstring(
-        ast.parse((FOLDER / "__init__.py").read_text(encoding="utf-8")), clean=False
-    )
+    docstring = ast.get_docstring(ast.parse((FOLDER / "__init__.py").read_text(encoding="utf-8")), clean=False)
     floors = floors_of(docstring or "")
     assert floors, "epochckpt/__init__.py draws no floors"
     assert violations(floors, sources_of(FOLDER)) == []

@@ -30,11 +30,7 @@ def bare_todos(source: str) -> list[int]:
     """Lines with a leftover comment that is not `TODO(owner): reason`."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token for token in tokens if token.type == tokenize.COMMENT]
-    return [
-        token.start[0]
-        for token in comments
-        if LEFTOVER.search(token.string) and not REASONED.search(token.string)
-    ]
+    return [token.start[0] for token in comments if LEFTOVER.search(token.string) and not REASONED.search(token.string)]
 
 
 def test_every_module_is_short() -> None:

@@ -218,9 +218,7 @@ def test_a_rename_onto_an_existing_name_is_refused(posix: Store) -> None:
     assert not posix.exists("other")
 
 
-def test_a_rename_is_refused_where_the_system_has_no_flag_for_it(
-    posix: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rename_is_refused_where_the_system_has_no_flag_for_it(posix: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same promises without renameat2, as on NFS and outside of Linux."""
     monkeypatch.setattr("epochckpt.posix_store._renameat2", None)
     test_a_rename_onto_an_existing_name_is_refused(posix)
