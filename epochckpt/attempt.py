@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epochckpt import worker
+from epochckpt.commit import Damaged
 from epochckpt.coordination import Deadline
 from epochckpt.plan import ItemPlan
 from epochckpt.records import ItemRecord
+from epochckpt.saving import Prepared, checked_json, take
 from epochckpt.snapshot import Buffer
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Attempt:
     """What the training thread hands over.
 
@@ -28,6 +30,8 @@ class Attempt:
         items: the items as they will be recorded.
         digest: gives the digest of the plan; computed in the background.
         copied_bytes: host memory that the snapshot holds.
+        replaces: the damaged epoch of this number that may be set aside for it.
+        error: what kept this process from taking part; reported to the others instead of files.
         held_secs: how long the training thread was held.
     """
 
@@ -42,8 +46,9 @@ class Attempt:
     metrics: Any
     custom_metadata: dict[str, Any]
     copied_bytes: int
-    replaces_damaged: bool
     deadline: Deadline
+    replaces: Damaged | None = None
+    error: Exception | None = None
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
     started: float = dataclasses.field(default_factory=time.monotonic)
     held_secs: float = 0.0
@@ -84,6 +89,44 @@ class Committed:
     metrics: Any
     committed_ns: int
     deleted: tuple[int, ...]
+
+
+def snapshot(
+    epoch: int,
+    number: int,
+    prepared: Prepared,
+    *,
+    default_item: bool,
+    metrics: Any,
+    custom_metadata: Mapping[str, Any] | None,
+    timeout_secs: float,
+    replaces: Damaged | None,
+) -> Attempt:
+    """Takes the snapshot of a planned save."""
+    kept = checked_json(metrics, "metrics"), checked_json(dict(custom_metadata or {}), "custom_metadata")
+    buffers, items = take(prepared)
+    return Attempt(
+        epoch=epoch,
+        number=number,
+        plans=prepared.plans,
+        buffers=buffers,
+        files=prepared.files,
+        items=items,
+        digest=prepared.digest,
+        default_item=default_item,
+        metrics=kept[0],
+        custom_metadata=kept[1],
+        copied_bytes=prepared.copied_bytes,
+        deadline=Deadline(timeout_secs),
+        replaces=replaces,
+    )
+
+
+def broken(epoch: int, number: int, error: Exception, timeout_secs: float) -> Attempt:
+    """What takes the place of a save that this process could not begin, so that the others need not wait for it."""
+    nothing: dict[str, Any] = {"plans": (), "buffers": [], "files": (), "items": {}, "digest": str, "metrics": None}
+    rest: dict[str, Any] = {"default_item": True, "custom_metadata": {}, "copied_bytes": 0}
+    return Attempt(epoch, number, **nothing, **rest, deadline=Deadline(timeout_secs), error=error)
 
 
 def human_bytes(n: int) -> str:

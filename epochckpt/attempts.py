@@ -29,13 +29,13 @@ from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
-    EpochCheckpointError,
     FencedError,
     InvalidArgumentError,
     LateNodesError,
     SaveError,
     UncertainError,
     from_wire,
+    say,
     to_wire,
 )
 from epochckpt.opening import Opened
@@ -43,7 +43,8 @@ from epochckpt.options import StorageOptions
 from epochckpt.records import DataFile, EpochRecord, NodeEntry, NodeRecord
 
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
-_MAX_UNDECIDED = 2
+_MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
+_REPORTS = 2  # attempts whose reports are kept
 _REMEMBERED = 128  # keys of the primary's words that are kept for a node that was away; reports are many, words few
 
 
@@ -55,7 +56,8 @@ class Attempts:
         options: bounds and sizes.
         retire: on the primary, called with a fresh commit: which epochs to delete now, a call that takes them out of
             sight, and returns one that removes their bytes.
-        on_commit: called on every node for every commit.
+        on_commit: called on every node for every commit; must not fail.
+        log: called after that; may fail.
     """
 
     def __init__(
@@ -63,11 +65,12 @@ class Attempts:
         opened: Opened,
         options: StorageOptions,
         retire: Callable[[Committed], tuple[list[int], Callable[[], Callable[[], None]]]],
-        on_commit: Callable[[Committed, Attempt], None],
+        on_commit: Callable[[Committed], None],
+        log: Callable[[Attempt, Committed], None],
     ):
         self._store, self._commits, self._coordinator = opened.store, opened.commits, opened.coordinator
         self._prefix, self.nodes, self._options = f"{opened.prefix}/save", opened.nodes, options
-        self._retire, self._on_commit = retire, on_commit
+        self._retire, self._on_commit, self._log = retire, on_commit, log
         self._pool = worker.Pool(options.io_threads)
         self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()
         self._lock = threading.Lock()
@@ -98,7 +101,7 @@ class Attempts:
             held = sum(a.copied_bytes for a in unwritten)
             if len(unwritten) < 2 and (limit is None or held + copied_bytes <= limit):
                 return
-            unwritten[0].written.wait()
+            self._wait(unwritten[0], unwritten[0].written)
 
     def submit(self, attempt: Attempt) -> None:
         """Takes over a snapshot."""
@@ -126,12 +129,27 @@ class Attempts:
     def drain(self) -> None:
         """Waits until no attempt is without a verdict. Bounded: every attempt is."""
         for attempt in self.pending():
-            attempt.done.wait()
+            self._wait(attempt, attempt.done)
 
     def drain_removals(self) -> None:
-        """Waits until what was deleted is removed, too."""
+        """Waits until what was deleted is removed, too; bounded like a save."""
         self.drain()
-        self._commit_lane.submit(lambda: None).wait()
+        self._commit_lane.submit(lambda: None).wait(self._options.save_timeout_secs)
+
+    def remove(self, remove: Callable[[], None]) -> None:
+        """Removes what has been hidden, in the background, after what is being done now."""
+        self._commit_lane.submit(lambda: worker.logged("what was deleted could not be removed", remove))
+
+    def _wait(self, attempt: Attempt, event: worker.Future[Any]) -> None:
+        """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed.
+
+        That is the case only when a system call of this node's own hangs. What it still writes goes into staging that
+        nobody will commit: the primary's own clock has run out, too, and a follower's report comes too late.
+        """
+        while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
+            if attempt.deadline.left() + _VERDICT_MARGIN_SECS <= 0:
+                name = self.nodes[self._coordinator.process][0]
+                self._end(attempt, LateNodesError(attempt.epoch, [name], attempt.deadline.secs))
 
     # -- writing, on every node ----------------------------------------------------------------------------------
 
@@ -140,6 +158,8 @@ class Attempts:
         try:
             attempt.state = "waiting for the primary"
             attempt.ordinal = self._begin(attempt)
+            if attempt.error is not None:
+                raise attempt.error
             attempt.state = "writing"
             report = self._write_files(attempt)
         except Exception as caught:  # every failure becomes this node's report
@@ -171,10 +191,10 @@ class Attempts:
         self._ordinal += 1
         ordinal = self._ordinal
         try:
-            pending = self.pending()
-            for older in pending[: max(0, pending.index(attempt) - _MAX_UNDECIDED + 1)]:
-                if not older.done.wait(max(attempt.deadline.left(), 0.0)):
-                    raise SaveError(attempt.epoch, f"epoch {older.epoch} was still waiting for its nodes")
+            waiting = [a for a in self.pending() if a.written.done()]
+            if len(waiting) > _MAX_UNDECIDED:
+                epochs = ", ".join(str(a.epoch) for a in waiting)
+                raise SaveError(attempt.epoch, f"epochs {epochs} are still waiting for their nodes; not more than that")
             self._commits.begin(attempt.epoch, self._id(ordinal))
         except Exception as error:
             self._coordinator.put(f"{key}/0", {"error": to_wire(error)})
@@ -220,31 +240,33 @@ class Attempts:
                 committed, hide = self._decide(attempt, error)
             else:
                 committed = self._hear(attempt, error)
-            self._on_commit(committed, attempt)
+            self._on_commit(committed)
+            worker.logged("the logger of the manager failed", lambda: self._log(attempt, committed))
         except SaveError as caught:
             failure = caught
         except Exception as caught:
             failure = SaveError(attempt.epoch, f"{type(caught).__name__}: {caught}")
             failure.__cause__ = caught
-        attempt.state = "committed" if failure is None else "failed"
+        remove = None if hide is None else worker.logged("older epochs could not be deleted", hide)
+        self._end(attempt, failure)
+        if remove is not None:
+            worker.logged("what was deleted could not be removed", remove)
+
+    def _end(self, attempt: Attempt, failure: SaveError | None) -> None:
+        """Takes an attempt off the list, once; what was given up stays so."""
         with self._lock:
+            if attempt.done.done():
+                return
+            attempt.state = "committed" if failure is None else "failed"
             self._pending.remove(attempt)
             if failure is not None:
-                self._errors.append(failure)
                 self._failed[attempt.epoch] = failure
+                if attempt.error is None:  # else its caller has been told
+                    self._errors.append(failure)
+            attempt.written.set(None)
+            attempt.done.set(None)
         if failure is not None:
             logging.error("%s: %s", self._store.root, failure)
-        remove = self._hide(attempt, hide) if hide is not None else None
-        attempt.done.set(failure)
-        if remove is not None:
-            remove()
-
-    def _hide(self, attempt: Attempt, hide: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
-        try:
-            return hide()
-        except (OSError, EpochCheckpointError) as error:  # they stay, and the next open sees them
-            logging.warning("epoch %d is committed, but older epochs could not be deleted: %s", attempt.epoch, error)
-            return None
 
     def _decide(self, attempt: Attempt, error: Exception | None) -> tuple[Committed, Callable[[], Callable[[], None]]]:
         """Primary: waits for the reports, commits, and tells everybody."""
@@ -254,7 +276,7 @@ class Attempts:
             self._collect(attempt)
             committed = self._publish(attempt)
         except Exception as caught:
-            wire = to_wire(caught if isinstance(caught, SaveError) else SaveError(attempt.epoch, _say(caught)))
+            wire = to_wire(caught if isinstance(caught, SaveError) else SaveError(attempt.epoch, say(caught)))
             if attempt.ordinal:
                 self._tell(attempt, {"error": wire})
                 try:
@@ -322,7 +344,7 @@ class Attempts:
                 raise SaveError(attempt.epoch, f"its {attempt.deadline.secs:g} s were over just before the rename")
 
         data = record.to_bytes()
-        self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces_damaged)
+        self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces)
         slowest = max(nodes, key=lambda n: n.secs)
         logging.info(
             "epoch %d committed to %s: %s from %d node%s in %.2f s (held %.1f ms, slowest %s %.2f s)",
@@ -346,7 +368,7 @@ class Attempts:
             logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
         self._reported.append(f"{self._prefix}/report/{attempt.ordinal}")
         self._spoken += [f"{self._prefix}/verdict/{attempt.ordinal}", self._begin_key(attempt)]
-        for keys, kept in ((self._reported, _MAX_UNDECIDED), (self._spoken, _REMEMBERED)):
+        for keys, kept in ((self._reported, _REPORTS), (self._spoken, _REMEMBERED)):
             while len(keys) > kept:
                 self._coordinator.forget(keys.popleft())
 

@@ -7,7 +7,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import items
+from epochckpt import items, layout
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 
 
@@ -25,6 +25,8 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
         )
     if options.todelete_full_path is not None:
         raise UnsupportedError("todelete_full_path is not supported; use todelete_subdir, or leave it out to delete")
+    if options.todelete_subdir is not None and not layout.is_name(options.todelete_subdir):
+        raise InvalidArgumentError(f"todelete_subdir {options.todelete_subdir!r} is not a plain folder name")
     if options.enable_per_process_directory_creation:
         raise UnsupportedError("enable_per_process_directory_creation is not supported: nodes share one directory")
     hints = [n for n in ("temporary_path_class", "atomicity_options") if getattr(options, n, None) is not None]

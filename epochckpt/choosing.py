@@ -52,7 +52,7 @@ def newest_readable(
     """Restores the newest epoch that every process can read.
 
     Args:
-        candidates: committed epochs, ascending; the same on every process.
+        candidates: committed epochs, ascending; the primary's count.
         restore: restores one; raises DamagedError, FormatError or EpochNotFoundError if it cannot be read.
         coordinator: the other processes.
         prefix: for this vote's keys, used once.
@@ -64,6 +64,7 @@ def newest_readable(
         DamagedError: there are, but none of them can be read; names the reason for the newest.
         CoordinationTimeoutError: a process did not vote, or the primary's answer did not come.
     """
+    candidates = coordinator.agree(f"{prefix}/candidates", lambda: list(candidates), 2 * timeout_secs + _MARGIN_SECS)
     if not candidates:
         raise EpochNotFoundError(None, directory, [])
     rejected: list[int] = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from absl import logging
@@ -87,6 +87,17 @@ class Rollback:
     def folder(self) -> str:
         """Where the epochs go: a name that no clean-up touches."""
         return f"rolled-back-{self.id}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Damaged:
+    """An epoch that could not be read.
+
+    Attributes:
+        attempt: its attempt id, or None where not even its record can be used.
+    """
+
+    attempt: str | None
 
 
 def parse_rollback(data: bytes) -> Rollback:
@@ -185,12 +196,12 @@ class Commits(abc.ABC):
             if epoch is None:
                 continue
             if self.store.exists(layout.join(entry.name, layout.EPOCH_RECORD)):
-                if epoch not in hidden:
+                if epoch not in folders or entry.name == self.names.build(epoch):
                     folders[epoch] = entry.name
             elif self._is_foreign(entry.name):
                 foreign.append(entry.name)
         self._folders = folders
-        return sorted(folders), foreign
+        return sorted(folders.keys() - hidden), foreign
 
     def _hidden(self) -> frozenset[int]:
         try:
@@ -236,7 +247,7 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replace_damaged: bool
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None
     ) -> None:
         """Primary: makes the epoch visible.
 
@@ -245,7 +256,7 @@ class Commits(abc.ABC):
             attempt: the attempt's id.
             record: `epoch.json`.
             check: called just before the decisive step; raises when it is too late.
-            replace_damaged: a damaged epoch under this name is set aside first.
+            replaces: the damaged epoch under this name, if it is still that one, is set aside first.
 
         Raises:
             FencedError: a newer incarnation has taken over.
@@ -284,6 +295,16 @@ class Commits(abc.ABC):
             return self.read_record(epoch).attempt
         except (EpochCheckpointError, OSError):
             return None
+
+    def damaged(self, epochs: Iterable[int]) -> dict[int, Damaged]:
+        """Remembers which attempts at these epochs cannot be used."""
+        return {epoch: Damaged(self.read_attempt(epoch)) for epoch in epochs}
+
+    def require(self, epoch: int) -> None:
+        """Raises EpochNotFoundError, which lists those that exist, unless an epoch is committed."""
+        epochs = self.list_epochs()
+        if epoch not in epochs:
+            raise EpochNotFoundError(epoch, self.store.root, epochs)
 
     def write_once(self, parts: tuple[str, str], data: bytes) -> None:
         """Primary: writes a small file `folder/name` of the directory itself, unless it exists."""

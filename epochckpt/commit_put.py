@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from absl import logging
 
 from epochckpt import layout, parsing, records, worker
-from epochckpt.commit import Commits, Rollback
+from epochckpt.commit import Commits, Damaged, Rollback
 from epochckpt.errors import EpochCheckpointError, FencedError, SaveError, UncertainError
 
 _CLAIM = "claim"
@@ -46,7 +46,14 @@ class PutCommits(Commits):
         self.incarnation = f"{number:08d}"
         self.finish_rollback()
         leftovers = list(self._leftovers())
-        worker.start(lambda: [self.store.remove_tree(path) for path in leftovers])
+        worker.start(lambda: [self._sweep(path) for path in leftovers])
+
+    def _sweep(self, path: str) -> None:
+        """Removes an attempt's data, and the record that an older run may have put for it meanwhile."""
+        self.store.remove_tree(path)
+        folder, attempt = path.partition("/")[0], path.rpartition("/")[2]
+        if self.names.parse(folder) is not None and attempt in self._attempt_in(folder):
+            self.store.remove(layout.join(folder, layout.EPOCH_RECORD))
 
     def _claim_path(self, number: int) -> str:
         return layout.join(layout.incarnation_folder(f"{number:08d}"), _CLAIM)
@@ -105,15 +112,17 @@ class PutCommits(Commits):
         self.store.create(layout.join(self.node_folder(epoch, attempt, node), layout.NODE_RECORD), record)
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replace_damaged: bool
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None
     ) -> None:
         """See Commits."""
         path = layout.join(self.names.build(epoch), layout.EPOCH_RECORD)
         self._check_fence(epoch)
         check()
-        if replace_damaged and self.store.exists(path):
+        if replaces is not None and self.store.exists(path):
             self._copy_aside(epoch, f"damaged-{layout.new_id()}")
-            self.store.remove(path)
+            self._check_fence(epoch)
+            if self.read_attempt(epoch) == replaces.attempt:
+                self.store.remove(path)
         try:
             self.store.create(path, record)
         except FileExistsError:
@@ -127,6 +136,12 @@ class PutCommits(Commits):
         try:
             self._check_fence(epoch)
         except FencedError as error:
+            try:
+                self.check_shallow(self.read_record(epoch))
+            except (EpochCheckpointError, OSError):  # the newer run has swept its data: it must not be seen
+                if self.read_attempt(epoch) == attempt:
+                    self.store.remove(path)
+                raise error from None
             raise UncertainError(epoch, f"its record was put while a newer run took over: {error.reason}") from error
         self._folders[epoch] = self.names.build(epoch)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from absl import logging
 
 from epochckpt import layout, worker
-from epochckpt.commit import Commits, Rollback
+from epochckpt.commit import Commits, Damaged, Rollback
 from epochckpt.errors import EpochExistsError, FencedError, SaveError, UncertainError
 
 
@@ -89,7 +89,7 @@ class RenameCommits(Commits):
             raise self.lost(epoch) from None
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replace_damaged: bool
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None
     ) -> None:
         """See Commits."""
         staging, final = self._staging(epoch, attempt), self.names.build(epoch)
@@ -99,7 +99,7 @@ class RenameCommits(Commits):
         except FileNotFoundError:
             raise self.lost(epoch) from None
         check()
-        if replace_damaged and self.store.exists(final):
+        if replaces is not None and self.read_attempt(epoch) == replaces.attempt:
             with self._fenced(epoch):
                 self._set_damaged_aside(epoch)
         try:
@@ -138,19 +138,21 @@ class RenameCommits(Commits):
         """See Commits."""
         name = self.folder(epoch)
         kept = None if into is None else layout.join(into, name)
+        if into is not None and not self.store.exists(into):
+            self.store.make_folder(into)
         if kept is not None and self.store.exists(kept):
             raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
         away = layout.join(self._home, f"deleted-{epoch}-{layout.new_id()}")
         with self._fenced(epoch):
             self.store.rename(name, away)  # also on the way to `into`, which a newer run would not take from us
-        if into is None or kept is None:
-            self.store.sync_folder("")
-            return lambda: self.store.remove_tree(away)
-        if not self.store.exists(into):
-            self.store.make_folder(into)
-        self.store.rename(away, kept)
+        if kept is not None:
+            try:
+                self.store.rename(away, kept)
+            except OSError:
+                self.store.rename(away, name)
+                raise
         self.store.sync_folder("")
-        return lambda: None
+        return lambda: self.store.remove_tree(away)  # nothing is there any more if it was kept
 
     def roll_back(self, rollback: Rollback) -> None:
         """See Commits."""
@@ -186,6 +188,8 @@ class RenameCommits(Commits):
 
     def _set_damaged_aside(self, epoch: int) -> None:
         name = self.folder(epoch)
+        if not self.store.exists(name):
+            return
         away = f"damaged-{layout.new_id()}"
         draft = layout.join(self._home, away)  # by way of our own folder: what lies there may be a newer run's by now
         self.store.make_folder(draft)

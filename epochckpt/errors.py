@@ -249,6 +249,11 @@ def unreadable(path: str, error: OSError) -> Exception:
     return DamagedError(path, f"cannot be read: {error}") if error.errno in _DAMAGE else error
 
 
+def say(error: BaseException) -> str:
+    """An error in one line, with its type where the text alone says little."""
+    return str(error) if isinstance(error, OSError | EpochCheckpointError) else f"{type(error).__name__}: {error}"
+
+
 def to_wire(error: BaseException) -> dict[str, Any]:
     """Describes an error for another process: a dict of strings and plain attributes, no pickle."""
     plain = {k: v for k, v in getattr(error, "__dict__", {}).items() if isinstance(v, str | int | list | type(None))}

@@ -13,13 +13,11 @@ from absl import logging
 from etils import epath
 
 from epochckpt import choosing, coordination, items, layout, opening, removal, retention, saving, status, worker
-from epochckpt.attempt import Attempt, Committed
+from epochckpt.attempt import Committed, broken, snapshot
 from epochckpt.attempts import Attempts
 from epochckpt.checks import check_options, check_save_args
-from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     EpochExistsError,
-    EpochNotFoundError,
     ErrorGroup,
     InvalidArgumentError,
     SaveError,
@@ -27,6 +25,7 @@ from epochckpt.errors import (
 from epochckpt.options import StorageOptions
 from epochckpt.reading import Browsable, Reading, epoch_number, shown_path
 from epochckpt.retention import EpochInfo, History
+from epochckpt.storage import open_store
 
 
 class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
@@ -80,11 +79,10 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         implied = items.check_handlers(item_handlers, handler_registry, checkpointers)
         self._item_names = tuple(item_names or implied)
         self._multi: bool | None = True if self._item_names else (False if item_handlers is not None else None)
-        self._logger = logger
         coordinator = coordination.connect(self._options.read_only)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
-        self._nodes, self._prefix, self._damaged = opened.nodes, opened.prefix, set(opened.damaged)
+        self._nodes, self._prefix, self._damaged = opened.nodes, opened.prefix, opened.commits.damaged(opened.damaged)
         self._pool = worker.Pool(self._storage.io_threads)
         self._reading = Reading(self._commits, self._pool, self._storage.verify)
         self._history = History(self._commits.read_record)
@@ -97,6 +95,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             self._storage,
             retire=lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
             on_commit=self._committed,
+            log=lambda attempt, done: None if logger is None else logger.log_entry(attempt.log_entry(done)),
         )
         self._tries: dict[int, int] = {}
         self._preemption, self._calls, self._closed = coordination.Preemption(), 0, False
@@ -130,16 +129,15 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         return retention.best(self._options, self._history.committed())
 
     def reload(self) -> None:
-        """Looks at storage again. In a job of several processes all must call it.
+        """Waits for saves in flight, and looks at storage again. In a job of several processes all must call it.
 
         Raises:
             CoordinationTimeoutError: the primary's answer did not come in time.
         """
-        found, damaged = self._agree(lambda: opening.survey(self._commits))
-        self._damaged |= set(damaged)
+        self._attempts.drain()
+        found, damaged = self._agree("reload", lambda: opening.survey(self._commits))
+        self._damaged |= self._commits.damaged(damaged)
         self._history.reset([e for e in found if e not in self._damaged])
-        for attempt in self._attempts.pending():
-            self._history.request(EpochInfo(attempt.epoch, metrics=attempt.metrics, time_ns=attempt.started_ns))
 
     def status(self, epoch: int) -> status.EpochStatus:
         """What is known of an epoch: committed, saving (and what it waits for), failed (and why), damaged or absent."""
@@ -207,32 +205,34 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         step = epoch_number(step)
         if self._closed:
             raise InvalidArgumentError(f"this manager of {self._directory} is closed")
-        self._multi = check_save_args(items, save_kwargs, args, self._multi)
+        multi = check_save_args(items, save_kwargs, args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
         if self._history.is_requested(step):
             raise EpochExistsError(
                 f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room"
             )
-        prepared = self._prepare(args)
-        self._attempts.make_room(prepared.copied_bytes)
-        buffers, records = saving.take(prepared)
-        attempt = Attempt(
-            epoch=step,
-            number=self._tries.get(step, 0),
-            plans=prepared.plans,
-            buffers=buffers,
-            files=prepared.files,
-            items=records,
-            digest=prepared.digest,
-            default_item=not self._multi,
-            metrics=None if self._options.prevent_write_metrics else saving.checked_json(metrics, "metrics"),
-            custom_metadata=saving.checked_json(dict(custom_metadata or {}), "custom_metadata"),
-            copied_bytes=prepared.copied_bytes,
-            replaces_damaged=step in self._damaged,
-            deadline=Deadline(self._storage.save_timeout_secs),
-        )
-        self._tries[step] = attempt.number + 1
+        number = self._tries.get(step, 0)
+        self._tries[step] = number + 1
+        timeout = self._storage.save_timeout_secs
+        try:
+            prepared = self._prepare(args)
+            self._attempts.make_room(prepared.copied_bytes)
+            attempt = snapshot(
+                step,
+                number,
+                prepared,
+                default_item=not multi,
+                metrics=None if self._options.prevent_write_metrics else metrics,
+                custom_metadata=custom_metadata,
+                timeout_secs=timeout,
+                replaces=self._damaged.get(step),
+            )
+        except Exception as error:
+            if self._coordinator.processes > 1:
+                self._attempts.submit(broken(step, number, error, timeout))
+            raise
+        self._multi = multi
         self._history.request(EpochInfo(step, metrics=attempt.metrics, time_ns=attempt.started_ns))
         attempt.held_secs = time.monotonic() - began
         self._attempts.submit(attempt)
@@ -322,26 +322,29 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             MismatchError: the target does not fit; lists every leaf.
             DamagedError: bytes differ from what was written.
         """
-        self._multi = check_save_args(items, restore_kwargs, args, self._multi, restoring=True)
-        reading = self._reading
-        if directory is not None and os.fspath(directory) != self._store.root:
-            reading, newest = reading.elsewhere(directory, opening.step_names(self._options))
-            step = newest if step is None else step
+        multi = check_save_args(items, restore_kwargs, args, self._multi, restoring=True)
+        reading, candidates = self._reading, None
+        if directory is not None and open_store(directory).root != self._store.root:
+            reading, candidates = self._reading.elsewhere(directory, opening.step_names(self._options))
         if step is not None:
-            return reading.restore(epoch_number(step), args)
-        self._attempts.drain()
-        self._calls += 1
-        choice = choosing.newest_readable(
-            self.all_steps(),
-            lambda epoch: reading.restore(epoch, args),
-            self._coordinator,
-            f"{self._prefix}/restore/{self._calls}",
-            self._storage.restore_timeout_secs,
-            str(self._directory),
-        )
-        self._damaged |= set(choice.rejected)
-        self._history.drop(choice.rejected)
-        return choice.value
+            value = reading.restore(epoch_number(step), args)
+        else:
+            self._attempts.drain()
+            self._calls += 1
+            choice = choosing.newest_readable(
+                self.all_steps() if candidates is None else candidates,
+                lambda epoch: reading.restore(epoch, args),
+                self._coordinator,
+                f"{self._prefix}/restore/{self._calls}",
+                self._storage.restore_timeout_secs,
+                reading.commits.store.root,
+            )
+            value = choice.value
+            if candidates is None:
+                self._damaged |= self._commits.damaged(choice.rejected)
+                self._history.drop(choice.rejected)
+        self._multi = multi
+        return value
 
     def delete(self, step: int) -> None:
         """Deletes an epoch, also the newest. In a job of several processes all must call it.
@@ -353,8 +356,13 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         if self._options.read_only:
             logging.warning("%s is read only: epoch %d is not deleted", self._directory, step)
             return
-        self._require(step)
-        self._agree(lambda: removal.hide(self._commits, [step], self._options.todelete_subdir)())
+        self._attempts.drain()
+
+        def decide() -> None:
+            self._commits.require(step)
+            self._attempts.remove(removal.hide(self._commits, [step], self._options.todelete_subdir))
+
+        self._agree("delete", decide)
         self._history.drop([step])
 
     def rollback_to(self, epoch: int) -> None:
@@ -370,29 +378,20 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         if self._options.read_only:
             raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
         self._attempts.drain()
-        self._require(epoch)
-        self._agree(lambda: removal.roll_back(self._commits, epoch))
+        self._agree("rollback_to", lambda: removal.roll_back(self._commits, epoch))
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
-        self._damaged = {e for e in self._damaged if e <= epoch}
+        self._damaged = {e: d for e, d in self._damaged.items() if e <= epoch}
 
-    def _require(self, epoch: int) -> None:
-        steps = self.all_steps()
-        if epoch not in steps:
-            raise EpochNotFoundError(epoch, str(self._directory), steps)
-
-    def _committed(self, done: Committed, attempt: Attempt) -> None:
+    def _committed(self, done: Committed) -> None:
         """On every node, for every commit."""
         self._history.commit(EpochInfo(done.epoch, metrics=done.metrics, time_ns=done.committed_ns))
         self._history.drop(done.deleted)
-        self._damaged.discard(done.epoch)
-        if self._logger is not None:
-            self._logger.log_entry(attempt.log_entry(done))
+        self._damaged.pop(done.epoch, None)
 
-    def _agree(self, decide: Callable[[], Any]) -> Any:
+    def _agree(self, verb: str, decide: Callable[[], Any]) -> Any:
         """The primary does something, everybody takes its answer; every process must make the same calls."""
         self._calls += 1
         wait = self._storage.open_timeout_secs
-        return self._coordinator.agree(
-            f"{self._prefix}/call/{self._calls}", decide, wait if self._coordinator.primary else 2 * wait
-        )
+        key = f"{self._prefix}/call/{self._calls}/{verb}"
+        return self._coordinator.agree(key, decide, wait if self._coordinator.primary else 2 * wait)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from epochckpt import checksum, grid, layout, records
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, FormatError
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, FormatError, unreadable
 from epochckpt.grid import ArrayItem, Part
 from epochckpt.store import Reader, Store
 from epochckpt.worker import Pool
@@ -210,7 +210,10 @@ class NodeFile:
         assert reader is not None, "tasks run while the file is open"
         try:
             reader.read_into(start, into)
-        except (EOFError, OSError) as error:
+        except OSError as error:
+            epoch.check_present(str(error))
+            raise unreadable(self.path, error) from error
+        except EOFError as error:
             epoch.check_present(str(error))
             raise DamagedError(
                 self.path, f"bytes {start}-{end} cannot be read: {error}", self._leaf_at(start)

@@ -103,6 +103,7 @@ class EpochReader:
         file = recorded[0]
         pieces = [data[i : i + file.block_bytes] for i in range(0, len(data), file.block_bytes)] or [b""]
         if len(data) != file.size or tuple(f"{checksum.xxh3(p):016x}" for p in pieces) != file.xxh3:
+            self.check_present(f"{path} changed")
             raise DamagedError(path, f"its {len(data)} bytes differ from the {file.size} bytes that were written")
         return data
 
@@ -137,6 +138,7 @@ class EpochReader:
         path = self.path(node, layout.NODE_RECORD)
         data = self.guard(path, lambda: self.store.read(path, limit_bytes=entry.record_size))
         if len(data) != entry.record_size or checksum.digest(data) != entry.record_digest:
+            self.check_present(f"{path} changed")
             raise DamagedError(path, f"its {len(data)} bytes are not the record that the epoch was committed with")
         record = parsing.parse_node(path, data)
         if (record.node, record.attempt, record.plan) != (entry.name, self.record.attempt, self.record.plan):

@@ -6,6 +6,7 @@ the attempt instead of being committed. `node.json` is not written here: it come
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,7 +79,7 @@ def write_arrays(
         for writer in writers:
             writer.abort()
         raise
-    return [_with_sums(f, s) for f, s in zip(files, sums, strict=True)]
+    return [dataclasses.replace(f, xxh3=tuple(s)) for f, s in zip(files, sums, strict=True)]
 
 
 def write_file(store: Store, folder: str, item: str, name: str, data: bytes, block_bytes: int) -> DataFile:
@@ -86,10 +87,6 @@ def write_file(store: Store, folder: str, item: str, name: str, data: bytes, blo
     store.create(layout.join(folder, item, name), data)
     pieces = [data[i : i + block_bytes] for i in range(0, len(data), block_bytes)] or [b""]
     return DataFile(item, 0, len(data), 0, 0, block_bytes, tuple(f"{checksum.xxh3(p):016x}" for p in pieces))
-
-
-def _with_sums(file: DataFile, sums: list[str]) -> DataFile:
-    return DataFile(file.item, file.part, file.size, file.data_start, file.cells, file.block_bytes, tuple(sums))
 
 
 class _Part:

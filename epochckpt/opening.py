@@ -18,6 +18,7 @@ from epochckpt.commit_rename import RenameCommits
 from epochckpt.coordination import Coordinator, Deadline
 from epochckpt.errors import (
     AccessError,
+    CoordinationError,
     CoordinationTimeoutError,
     DamagedError,
     EpochNotFoundError,
@@ -108,15 +109,22 @@ def open_directory(
         InvalidArgumentError: node names that are unusable, or not unique; items named like a node.
         CoordinationTimeoutError: a process did not come to open it; says which.
     """
+    number = next(_opens) if coordinator.processes > 1 else 0  # first of all: every process counts alike
     name = layout.check_node_name(f"process_{coordinator.process}" if node is None else node)
     names = step_names(options)
     if coordinator.processes == 1:
         answer = _decide(directory, options, names, [(name, coordinator.process)], item_names)
         prefix = ""
     else:
-        base = f"epochckpt/open/{next(_opens)}"
+        base = f"epochckpt/open/{number}"
         if not coordinator.primary:
-            coordinator.put(f"{base}/hello/{coordinator.process}", {"node": name})
+            try:
+                coordinator.put(f"{base}/hello/{coordinator.process}", {"node": name})
+            except CoordinationError as error:
+                raise CoordinationError(
+                    f"process {coordinator.process} could not say hello ({error}). A process that was relaunched into "
+                    "a running job cannot join its managers: restart the whole job"
+                ) from error
         wait = storage.open_timeout_secs
 
         def decide() -> dict[str, Any]:

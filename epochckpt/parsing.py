@@ -173,7 +173,12 @@ def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
     layout.check_recorded_name(path, name)
     if type(process) is not int or type(size) is not int or not 0 < size <= MAX_RECORD_BYTES:
         raise problem
-    if not isinstance(digest, str) or isinstance(secs, bool) or not isinstance(secs, int | float):
+    if (
+        not isinstance(digest, str)
+        or isinstance(secs, bool)
+        or not isinstance(secs, int | float)
+        or not 0 <= secs < 1e12
+    ):
         raise problem
     parsed = []
     for f in files:
@@ -200,6 +205,8 @@ def _parse_arrays(fields: _Fields, name: str, nodes: int) -> ArrayItem:
                 raise problem
         grids.append(Grid(tuple(counts), tuple(map(tuple, holders))))
     leaves = [_parse_leaf(fields, i, row, grids) for i, row in enumerate(fields.array("leaves"))]
+    if sum(len(grids[leaf.grid].holders) for leaf in leaves if leaf.grid >= 0) > _MAX_CELLS:
+        raise fields.fail("leaves", f"at most {_MAX_CELLS} cells in all")
     if len({leaf.name for leaf in leaves}) != len(leaves):
         raise fields.fail("leaves", "distinct names")
     shardings, meshes = fields.array("shardings"), fields.array("meshes")

@@ -245,6 +245,7 @@ class _Builder:
                     {
                         "platform": devices.flat[0].platform,
                         "axes": list(mesh.axis_names),
+                        "axis_types": [t.name for t in mesh.axis_types],
                         "shape": list(devices.shape),
                         "devices": [d.id for d in devices.flat],
                     }

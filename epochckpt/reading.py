@@ -33,13 +33,10 @@ class Reading:
     def __init__(self, commits: Commits, pool: Pool, verify: bool):
         self.commits, self._pool, self._verify = commits, pool, verify
 
-    def elsewhere(self, directory: str | os.PathLike[str], names: StepNames) -> tuple[Reading, int]:
-        """The same for another directory, and its newest epoch."""
+    def elsewhere(self, directory: str | os.PathLike[str], names: StepNames) -> tuple[Reading, list[int]]:
+        """The same for another directory, and its epochs."""
         commits = commits_of(open_store(directory), names)
-        epochs = commits.list_epochs()
-        if not epochs:
-            raise EpochNotFoundError(None, commits.store.root, [])
-        return Reading(commits, self._pool, self._verify), epochs[-1]
+        return Reading(commits, self._pool, self._verify), commits.list_epochs()
 
     def reader(self, epoch: int) -> EpochReader:
         """A reader of one epoch; its record is read now."""

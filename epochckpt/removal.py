@@ -32,6 +32,7 @@ def retire(
     infos = [i for i in history.committed() if i.step != fresh.epoch]
     infos.append(EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns))
     gone = retention.superfluous(options, sorted(infos, key=operator.attrgetter("step")))
+    gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
     return gone, lambda: hide(commits, gone, options.todelete_subdir)
 
 

@@ -190,7 +190,8 @@ class _Assembly:
             out = kind(plain)
         except (TypeError, ValueError, OverflowError):
             out = None
-        if out is None or (out != plain and plain == plain):
+        nan = plain != plain
+        if out is None or (kind not in (float, complex) if nan else out != plain):
             self.rows.append(
                 Mismatch(leaf.name, "value", f"{plain!r:.40}", f"{kind.__name__}, which cannot hold it exactly")
             )
@@ -263,7 +264,7 @@ def _only_precision(before: Any, after: Any) -> bool:
 def _astype(array: np.ndarray, dtype: Any) -> np.ndarray:
     """A cast; complex to real keeps the real part, without NumPy's warning: `_survives` looks at the rest."""
     if tree_lib.issubdtype(array.dtype, np.complexfloating) and not tree_lib.issubdtype(dtype, np.complexfloating):
-        array = array.real
+        array = np.real(array)
     return array.astype(dtype)
 
 

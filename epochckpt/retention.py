@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
+from absl import logging
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
+from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError
 from epochckpt.records import EpochRecord
 
 
@@ -34,13 +36,14 @@ class EpochInfo:
         self.step, self._load, self._metrics, self._time_ns = step, load, metrics, time_ns
 
     def _read(self) -> None:
+        """Reads the record, once. A passing error is raised, and the next look tries again."""
         if self._load is not None:
-            load, self._load = self._load, None
             try:
-                record = load(self.step)
+                record = self._load(self.step)
                 self._metrics, self._time_ns = record.metrics, record.committed_ns
-            except (OSError, ValueError):  # damaged or gone: it has no metrics
-                return
+            except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
+                logging.warning("epoch %d has no readable record: it counts as one without metrics", self.step)
+            self._load = None
 
     @property
     def metrics(self) -> Any:

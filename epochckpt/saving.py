@@ -69,6 +69,8 @@ class Planner:
             if plan is None:
                 plan = self._plan(item)
                 self._keep(self._plans, key, plan)
+            else:
+                self._plans.move_to_end(key)
             plans.append(plan)
             leaves.append(flat)
             keys.append(key)

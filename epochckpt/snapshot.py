@@ -61,26 +61,19 @@ def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list
     Raises:
         InvalidArgumentError: an array was deleted or donated before `save()`, by name.
     """
-    started: dict[tuple[int, int], jax.Array] = {}
-    for t in plan.takes:
-        if (t.staged or staged) and t.shard >= 0 and (t.leaf, t.shard) not in started:
-            started[t.leaf, t.shard] = _start(_shard(plan, leaves, t))
-    cut: dict[tuple[int, int], Buffer] = {}
+    started: dict[int, jax.Array] = {}
+    for i, t in enumerate(plan.takes):
+        if (t.staged or staged) and t.shard >= 0:
+            data = _shard(plan, leaves, t)
+            started[i] = _start(data if t.cut is None else data[t.cut])
     buffers: list[Buffer] = []
-    for t in plan.takes:
+    for i, t in enumerate(plan.takes):
         if t.shard < 0:
             buffers.append(Buffer(_host_copy(leaves[t.leaf], plan.item.leaves[t.leaf].dtype)))
-            continue
-        where = (t.leaf, t.shard)
-        buffer = cut.get(where)
-        if buffer is None:
-            here = started.get(where)
-            buffer = _alias(_shard(plan, leaves, t)) if here is None else Buffer(np.ascontiguousarray(here))
-        if t.cut is not None:
-            cut[where] = buffer
-            part = buffer.array[t.cut]
-            buffer = Buffer(part, None if buffer.sample is None else _sample(part))
-        buffers.append(buffer)
+        elif i in started:
+            buffers.append(Buffer(np.ascontiguousarray(started.pop(i))))
+        else:
+            buffers.append(_alias(_shard(plan, leaves, t), t.cut))
     return buffers
 
 
@@ -107,9 +100,11 @@ def _start(data: jax.Array) -> jax.Array:
     return data
 
 
-def _alias(data: jax.Array) -> Buffer:
+def _alias(data: jax.Array, cut: tuple[slice, ...] | None) -> Buffer:
     """A view of a CPU array's memory, or a copy of a small one."""
     view = np.asarray(data)
+    if cut is not None:
+        view = view[cut]
     if view.nbytes <= COPY_BYTES or not view.flags.c_contiguous:
         return Buffer(np.array(view, order="C", copy=True))
     return Buffer(view, _sample(view))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from epochckpt import tree as tree_lib
 from epochckpt.errors import FormatError, Mismatch, UnsupportedError
@@ -84,7 +84,9 @@ class Shardings:
             devices = [self._device(mesh["platform"], d) for d in mesh["devices"]]
             if len(set(devices)) != len(devices):
                 raise ValueError("a mesh with one device at two places")
-            self._meshes[number] = Mesh(np.array(devices).reshape(mesh["shape"]), tuple(mesh["axes"]))
+            types = tuple(AxisType[t] for t in mesh["axis_types"])
+            grid = np.array(devices).reshape(mesh["shape"])
+            self._meshes[number] = Mesh(grid, tuple(mesh["axes"]), axis_types=types)
         spec = PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in row["spec"]])
         mesh = self._meshes[number]
         return None if mesh is None else NamedSharding(mesh, spec, memory_kind=row["memory"])
@@ -160,7 +162,7 @@ class Matcher:
 
     def _leaf(self, number: int, leaf: Leaf, target: Any) -> Want:
         if isinstance(target, ocp.RestoreArgs):
-            return self._restore_args(number, leaf, target, None)
+            return self.with_restore_args(number, leaf, target, None)
         if leaf.kind in EMPTY_KINDS or self._is_nothing(target):
             if leaf.kind not in EMPTY_KINDS or not self._is_nothing(target):
                 self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
@@ -176,7 +178,8 @@ class Matcher:
 
     def _text(self, number: int, leaf: Leaf, target: Any) -> Want:
         wanted = "bytes" if isinstance(target, bytes) else "str"
-        if leaf.kind not in (wanted, f"long{wanted}"):
+        fits = ("str", "bytes") if isinstance(target, ocp.metadata.StringMetadata) else (wanted,)
+        if leaf.kind.removeprefix("long") not in fits:
             self._row(leaf.name, "type", describe_leaf(leaf), wanted)
         return Want(number, "python")
 
@@ -227,9 +230,6 @@ class Matcher:
 
     def with_restore_args(self, number: int, leaf: Leaf, args: Any, target: Any) -> Want:
         """A leaf with explicit `ocp.RestoreArgs`, which win over the target."""
-        return self._restore_args(number, leaf, args, target)
-
-    def _restore_args(self, number: int, leaf: Leaf, args: Any, target: Any) -> Want:
         kind, dtype = args.restore_type, args.dtype
         if isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array):
             sharding: Any = args.sharding

@@ -242,7 +242,7 @@ def leaf_kind(leaf: Any) -> str | None:
     if isinstance(leaf, jax.Array):
         return "prng" if is_prng_dtype(leaf.dtype) else "jax"
     if isinstance(leaf, np.ndarray):
-        return "numpy"
+        return None if isinstance(leaf, np.ma.MaskedArray) else "numpy"  # a mask would be lost
     if isinstance(leaf, bool):
         return "bool"
     if isinstance(leaf, np.generic):

@@ -20,6 +20,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from absl import logging
+
+from epochckpt.errors import say
+
 T = TypeVar("T")
 
 
@@ -93,6 +97,15 @@ def start(fn: Callable[[], T]) -> Future[T]:
 def abandonable(fn: Callable[[], T], timeout_secs: float) -> T:
     """Runs `fn` with a bound on the wait; on TimeoutError the call itself goes on unobserved."""
     return start(fn).result(timeout_secs)
+
+
+def logged(what: str, fn: Callable[[], T]) -> T | None:
+    """Runs something that must not stop what it follows: a failure is logged, and None returned."""
+    try:
+        return fn()
+    except Exception as error:
+        logging.warning("%s: %s", what, say(error))
+        return None
 
 
 class Pool:
