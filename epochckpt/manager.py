@@ -254,12 +254,12 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         return bool(self._attempts.pending())
 
     def wait_until_finished(self) -> None:
-        """Waits until every save has been committed or has failed, and deletions that follow are done.
+        """Waits until every save has been committed or has failed, and what was deleted is removed.
 
         Raises:
             SaveError: if any failed, once: the failure itself, or all of them in an ErrorGroup.
         """
-        self._attempts.drain()
+        self._attempts.drain_removals()
         self._history.forget_failed()
         self.check_for_errors()
 

@@ -87,7 +87,7 @@ class NodeFile:
         self._sums = mine.xxh3
         reader: Reader = epoch.guard(self.path, lambda: epoch.store.open_reader(self.path))
         self._reader = reader
-        found = reader.size
+        found = epoch.guard(self.path, lambda: reader.size)
         if found != self.size:
             self.close()
             epoch.check_present(f"{self.path} has another size")

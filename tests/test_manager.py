@@ -681,6 +681,7 @@ def test_an_explicit_delete_may_take_the_newest(directory: str, m: ec.Checkpoint
     m.delete(1)
     assert m.all_steps() == read_only(directory).all_steps() == [0]
     assert m.status(1).state == "absent"
+    m.wait_until_finished()
     assert not list(store_of(m).list("1")) if not store_of(m).renames else not (m.directory / "1").exists()
     save_all(m, [1])
     assert m.all_steps() == [0, 1]
@@ -690,7 +691,13 @@ def test_deleted_under_a_reader(directory: str, m: ec.CheckpointManager) -> None
     """A reader that loses its epoch says so; it does not call it damaged."""
     save_all(m, [0, 1])
     reader = read_only(directory)
-    tap = Tap(reader, "open_reader", is_data, lambda: m.delete(0) if 0 in m.all_steps() else None)
+
+    def delete() -> None:
+        if 0 in m.all_steps():
+            m.delete(0)
+            m.wait_until_finished()
+
+    tap = Tap(reader, "open_reader", is_data, delete)
     with pytest.raises(ec.EpochDeleted) as caught:
         reader.restore(0)
     assert caught.value.epoch == 0
