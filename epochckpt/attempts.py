@@ -279,10 +279,9 @@ class Attempts:
             wire = to_wire(caught if isinstance(caught, SaveError) else SaveError(attempt.epoch, say(caught)))
             if attempt.ordinal:
                 self._tell(attempt, {"error": wire})
-                try:
-                    self._commits.discard(attempt.epoch, self._id(attempt.ordinal))
-                except OSError as problem:
-                    logging.warning("epoch %d: removing its remains failed: %s", attempt.epoch, problem)
+                if not isinstance(caught, UncertainError):  # what may exist keeps its data
+                    me = self._id(attempt.ordinal)
+                    worker.logged("the remains of a save stay", lambda: self._commits.discard(attempt.epoch, me))
             raise
         try:
             deleted, hide = self._retire(committed)
