@@ -29,7 +29,7 @@ class StorageOptions:
     """
 
     io_threads: int = 2
-    block_bytes: int = 8 * 2**20
+    block_bytes: int = 4 * 2**20
     part_bytes: int | None = None
     split_bytes: int = 16 * 2**20
     host_memory_limit_bytes: int | None = None
