@@ -72,6 +72,7 @@ class Stopper(Watcher):
 
     def __init__(self, stop: Stop, case: int):
         self.armed = False
+        self._lock = threading.Lock()
         self._name, self._when, self._case = re.compile(stop.name), stop.when, case
         self._path = re.compile(stop.path.replace("HOME", "incarnation-[^/]+"))
 
@@ -93,7 +94,10 @@ class Stopper(Watcher):
             self._stop(op)
 
     def _stop(self, op: Op) -> None:
-        self.armed = False
+        with self._lock:  # two threads may have come here: one stop is what the other side waits for
+            if not self.armed:
+                return
+            self.armed = False
         os.write(1, f"\n{STOPPED} {self._case}, {self._when} {op}\n".encode())
         # to this very thread: sent to the process, it would let this one run a moment longer
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
