@@ -65,13 +65,7 @@ def manager_round(make: Callable[[pathlib.Path], Any], state: Any, folder: pathl
     """One save and one restore through a CheckpointManager."""
     manager = make(folder)
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    began = time.perf_counter()
-    manager.save(0, args=ocp.args.PyTreeSave(state))
-    first_held = time.perf_counter() - began
-    if BUSY.value:
-        spin_until(lambda: not manager.is_saving_in_progress())
-    manager.wait_until_finished()
-    first_save = time.perf_counter() - began
+    first_held, first_save = timed_save(manager, 0, state)
     restore_args = ocp.checkpoint_utils.construct_restore_args(target)
     began = time.perf_counter()
     restored = manager.restore(0, args=ocp.args.PyTreeRestore(target, restore_args=restore_args))
@@ -81,15 +75,20 @@ def manager_round(make: Callable[[pathlib.Path], Any], state: Any, folder: pathl
     assert np.array_equal(np.asarray(restored[name]), np.asarray(state[name]))
     del restored
     os.sync()
+    held, saved = timed_save(manager, 1, state)
+    manager.close()
+    return Times(first_held, first_save, held, saved, took)
+
+
+def timed_save(manager: Any, epoch: int, state: Any) -> tuple[float, float]:
+    """Seconds that `save()` took, and until the epoch was durable."""
     began = time.perf_counter()
-    manager.save(1, args=ocp.args.PyTreeSave(state))
+    manager.save(epoch, args=ocp.args.PyTreeSave(state))
     held = time.perf_counter() - began
     if BUSY.value:
         spin_until(lambda: not manager.is_saving_in_progress())
     manager.wait_until_finished()
-    saved = time.perf_counter() - began
-    manager.close()
-    return Times(first_held, first_save, held, saved, took)
+    return held, time.perf_counter() - began
 
 
 def spin_until(done: Callable[[], bool]) -> None:

@@ -300,11 +300,12 @@ class Commits(abc.ABC):
         """Remembers which attempts at these epochs cannot be used."""
         return {epoch: Damaged(self.read_attempt(epoch)) for epoch in epochs}
 
-    def require(self, epoch: int) -> None:
-        """Raises EpochNotFoundError, which lists those that exist, unless an epoch is committed."""
+    def require(self, epoch: int) -> list[int]:
+        """The committed epochs; raises EpochNotFoundError, which lists them, unless this one is among them."""
         epochs = self.list_epochs()
         if epoch not in epochs:
             raise EpochNotFoundError(epoch, self.store.root, epochs)
+        return epochs
 
     def write_once(self, parts: tuple[str, str], data: bytes) -> None:
         """Primary: writes a small file `folder/name` of the directory itself, unless it exists."""

@@ -10,7 +10,6 @@ import orbax.checkpoint as ocp
 from epochckpt import layout, retention
 from epochckpt.attempt import Committed
 from epochckpt.commit import Commits, Rollback
-from epochckpt.errors import EpochNotFoundError
 from epochckpt.retention import EpochInfo, History
 
 
@@ -39,10 +38,7 @@ def retire(
 def roll_back(commits: Commits, epoch: int) -> list[int]:
     """Sets every later epoch aside; returns them."""
     commits.finish_rollback()  # of a call that was interrupted
-    epochs = commits.list_epochs()
-    if epoch not in epochs:
-        raise EpochNotFoundError(epoch, commits.store.root, epochs)
-    later = [e for e in epochs if e > epoch]
+    later = [e for e in commits.require(epoch) if e > epoch]
     if later:
         commits.roll_back(Rollback(epoch, tuple(later), layout.new_id()))
     return later
