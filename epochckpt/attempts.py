@@ -34,8 +34,8 @@ from epochckpt.errors import (
     LateNodesError,
     SaveError,
     UncertainError,
+    as_save_error,
     from_wire,
-    say,
     to_wire,
 )
 from epochckpt.opening import Opened
@@ -80,6 +80,7 @@ class Attempts:
         self._ordinal = 0
         self._reported: collections.deque[str] = collections.deque()
         self._spoken: collections.deque[str] = collections.deque()
+        self._resident: collections.deque[int] = collections.deque()  # epochs whose bytes the page cache may hold
 
     # -- on the training thread ----------------------------------------------------------------------------------
 
@@ -209,6 +210,8 @@ class Attempts:
         folder = self._commits.make_node_folder(attempt.epoch, me, name, attempt.folders)
         files: list[DataFile] = []
         size = self._options.block_bytes
+        while self._resident:
+            self._commits.uncache(self._resident.popleft(), name)
         try:
             for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
                 files += node_writer.write_arrays(self._store, folder, attempt.epoch, plan, buffers, size, self._pool)
@@ -242,11 +245,9 @@ class Attempts:
                 committed = self._hear(attempt, error)
             self._on_commit(committed)
             worker.logged("the logger of the manager failed", lambda: self._log(attempt, committed))
-        except SaveError as caught:
-            failure = caught
+            self._resident.append(attempt.epoch)
         except Exception as caught:
-            failure = SaveError(attempt.epoch, f"{type(caught).__name__}: {caught}")
-            failure.__cause__ = caught
+            failure = as_save_error(attempt.epoch, caught)
         remove = None if hide is None else worker.logged("older epochs could not be deleted", hide)
         self._end(attempt, failure)
         if remove is not None:
@@ -276,7 +277,7 @@ class Attempts:
             self._collect(attempt)
             committed = self._publish(attempt)
         except Exception as caught:
-            wire = to_wire(caught if isinstance(caught, SaveError) else SaveError(attempt.epoch, say(caught)))
+            wire = to_wire(as_save_error(attempt.epoch, caught))
             if attempt.ordinal:
                 self._tell(attempt, {"error": wire})
                 if not isinstance(caught, UncertainError):  # what may exist keeps its data

@@ -246,6 +246,10 @@ class Commits(abc.ABC):
         """Writes `node.json`, and makes names durable; the node's last act on its staging."""
 
     @abc.abstractmethod
+    def uncache(self, epoch: int, node: str) -> None:
+        """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
+
+    @abc.abstractmethod
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None
     ) -> None:

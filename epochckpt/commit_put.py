@@ -111,6 +111,9 @@ class PutCommits(Commits):
         """See Commits."""
         self.store.create(layout.join(self.node_folder(epoch, attempt, node), layout.NODE_RECORD), record)
 
+    def uncache(self, epoch: int, node: str) -> None:
+        """See Commits. An object store has no page cache."""
+
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None
     ) -> None:

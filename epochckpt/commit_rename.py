@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from absl import logging
 
@@ -87,6 +87,14 @@ class RenameCommits(Commits):
             self.store.sync_folder(self._staging(epoch, attempt))
         except FileNotFoundError:
             raise self.lost(epoch) from None
+
+    def uncache(self, epoch: int, node: str) -> None:
+        """See Commits. Its pages take the bytes of the next epoch, instead of pages that nobody has touched yet."""
+        folder = layout.join(self.folder(epoch), node)
+        with suppress(OSError):  # deleted meanwhile, as a rule
+            for entry in self.store.list(folder):
+                if entry.name.endswith(layout.DATA_SUFFIX):
+                    self.store.uncache(layout.join(folder, entry.name))
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None

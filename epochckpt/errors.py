@@ -254,6 +254,15 @@ def say(error: BaseException) -> str:
     return str(error) if isinstance(error, OSError | EpochCheckpointError) else f"{type(error).__name__}: {error}"
 
 
+def as_save_error(epoch: int, error: Exception) -> SaveError:
+    """The error as a SaveError of this epoch; itself if it is one."""
+    if isinstance(error, SaveError):
+        return error
+    failure = SaveError(epoch, say(error))
+    failure.__cause__ = error
+    return failure
+
+
 def to_wire(error: BaseException) -> dict[str, Any]:
     """Describes an error for another process: a dict of strings and plain attributes, no pickle."""
     plain = {k: v for k, v in getattr(error, "__dict__", {}).items() if isinstance(v, str | int | list | type(None))}

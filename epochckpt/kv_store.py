@@ -107,6 +107,9 @@ class KvStore(Store):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._name(path))
         return KvReader(self._kv, path, self._name(path))
 
+    def uncache(self, path: str) -> None:
+        """Nothing: no page cache of ours."""
+
     def create(self, path: str, data: bytes) -> None:
         """One conditional write."""
         check_path(path, root_allowed=False)

@@ -19,6 +19,7 @@ NODE_RECORD = "node.json"
 ROLLBACK_RECORD = "rollback.json"
 DEFAULT_ITEM = "default"
 JSON_FILE = "metadata"  # the name Orbax's JSON handler uses inside an item's folder
+DATA_SUFFIX = ".safetensors"
 ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore every name with this in it
@@ -54,7 +55,7 @@ def check_node_name(name: object) -> str:
 
 def check_item_name(name: object, nodes: tuple[str, ...] = ()) -> str:
     """Returns `name` if it may name an item beside `nodes`, else raises InvalidArgumentError."""
-    if not is_name(name) or name in _RESERVED or _PART.search(str(name)) or str(name).endswith(".safetensors"):
+    if not is_name(name) or name in _RESERVED or _PART.search(str(name)) or str(name).endswith(DATA_SUFFIX):
         raise InvalidArgumentError(
             f"item name {name!r} is not usable: expected a letter or digit followed by letters, digits, "
             f"'.', '_' or '-' "
@@ -78,7 +79,7 @@ def parse_incarnation(name: str) -> str | None:
 
 def data_file(item: str, part: int) -> str:
     """Name of part `part` of an array item's data file, inside the node's folder."""
-    return f"{item}.safetensors" if part == 0 else f"{item}-{part:05d}.safetensors"
+    return f"{item}{DATA_SUFFIX}" if part == 0 else f"{item}-{part:05d}{DATA_SUFFIX}"
 
 
 def join(*parts: str) -> str:

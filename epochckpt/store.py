@@ -153,6 +153,14 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def uncache(self, path: str) -> None:
+        """Takes a durable file out of the page cache, where there is one; a hint, which changes nothing else.
+
+        Raises:
+            FileNotFoundError: there is no such file, and the store has a page cache.
+        """
+
+    @abstractmethod
     def create(self, path: str, data: bytes) -> None:
         """Creates a small file, durable on return, if and only if there is none of that name.
 

@@ -1,7 +1,9 @@
 """The store contract on POSIX, `memory://` and `file://`, and what only POSIX promises."""
 
 import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import pathlib
 import re
@@ -13,8 +15,13 @@ import sys
 import uuid
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+import epochckpt as ec
 from epochckpt.kv_store import KvReader, KvStore
 from epochckpt.posix_store import Handle, PosixWriter
 from epochckpt.storage import open_store
@@ -42,6 +49,56 @@ class TestPosixWithoutEarlyWriteBack(StoreContract):
     @pytest.fixture
     def reopened(self, tmp_path: pathlib.Path) -> Store:
         return open_store(tmp_path)
+
+
+def resident_pages(path: pathlib.Path) -> int:
+    """How many pages of a file the page cache holds, by mincore(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        pages = ctypes.create_string_buffer(-(-len(mapped) // mmap.PAGESIZE))
+        view = ctypes.c_char.from_buffer(mapped)
+        assert libc.mincore(ctypes.addressof(view), len(mapped), pages) == 0
+        del view
+    return sum(page & 1 for page in pages.raw)
+
+
+def test_a_file_leaves_the_page_cache_and_is_read_back(tmp_path: pathlib.Path) -> None:
+    """`uncache` changes where the bytes are read from, nothing else."""
+    store, data = open_store(tmp_path), os.urandom(1 << 20)
+    write_file(store, "file", data)
+    assert resident_pages(tmp_path / "file") == (1 << 20) // mmap.PAGESIZE
+    store.uncache("file")
+    if tmpfs(tmp_path):
+        pytest.skip("a tmpfs is its page cache")
+    assert resident_pages(tmp_path / "file") == 0
+    assert store.read("file", limit_bytes=1 << 20) == data
+    with pytest.raises(FileNotFoundError):
+        store.uncache("gone")
+
+
+def test_only_the_newest_epoch_stays_in_the_page_cache(tmp_path: pathlib.Path) -> None:
+    """A save takes the bytes of the epoch before it out of memory, and every epoch still restores."""
+    state = {"w": jnp.arange(1 << 18, dtype=jnp.float32)}
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch in range(3):
+            manager.save(epoch, args=ocp.args.StandardSave(jax.tree.map(lambda x, e=epoch: x + e, state)))
+            manager.wait_until_finished()
+        files = [tmp_path / str(e) / "process_0" / "default.safetensors" for e in range(3)]
+        if tmpfs(tmp_path):
+            pytest.skip("a tmpfs is its page cache")
+        pages = [resident_pages(f) for f in files]
+        assert pages[:2] == [0, 0]
+        assert pages[2] > 256
+        for epoch in range(3):
+            restored = manager.restore(epoch, args=ocp.args.StandardRestore(state))
+            np.testing.assert_array_equal(restored["w"], state["w"] + epoch)
+
+
+def tmpfs(path: pathlib.Path) -> bool:
+    """Whether the folder lies in memory."""
+    command = ["stat", "--file-system", "--format=%T", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() in ("tmpfs", "ramfs")
 
 
 class TestMemory(StoreContract):
