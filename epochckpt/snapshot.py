@@ -22,7 +22,7 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.plan import ItemPlan, Take
 
 COPY_BYTES = 64 * 1024  # smaller views are copied: as fast as anything, and immune to later changes
-_SAMPLES = 64
+_SAMPLES = 16  # each is a miss of the processor's cache, and the training thread waits for it
 
 
 @dataclasses.dataclass(slots=True)
