@@ -12,7 +12,7 @@ from epochckpt import worker
 from epochckpt.commit import Damaged
 from epochckpt.coordination import Deadline
 from epochckpt.plan import ItemPlan
-from epochckpt.records import ItemRecord
+from epochckpt.records import EpochRecord, ItemRecord, NodeEntry
 from epochckpt.saving import Prepared, checked_json, take
 from epochckpt.snapshot import Buffer
 
@@ -67,6 +67,23 @@ class Attempt:
     def folders(self) -> list[str]:
         """Items that have a folder of their own on this node."""
         return [item for item, _ in self.files]
+
+    def record(self, attempt: str, nodes: tuple[NodeEntry, ...], *, objects: bool) -> EpochRecord:
+        """The commit record, as of now."""
+        return EpochRecord(
+            self.epoch,
+            attempt,
+            objects,
+            self.plan,
+            nodes,
+            self.items,
+            self.default_item,
+            self.metrics,
+            self.custom_metadata,
+            self.started_ns,
+            time.time_ns(),
+            {"held_secs": round(self.held_secs, 6), "secs": round(time.monotonic() - self.started, 6)},
+        )
 
     def log_entry(self, done: Committed) -> dict[str, Any]:
         """What an Orbax logger is told of a commit."""

@@ -40,10 +40,11 @@ from epochckpt.errors import (
 )
 from epochckpt.opening import Opened
 from epochckpt.options import StorageOptions
-from epochckpt.records import DataFile, EpochRecord, NodeEntry, NodeRecord
+from epochckpt.records import DataFile, NodeEntry, NodeRecord
 
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
+_PATIENCE_SECS = 5.0  # for the oldest of them, before a save is failed: it may only be slow to commit
 _REPORTS = 2  # attempts whose reports are kept
 _REMEMBERED = 128  # keys of the primary's words that are kept for a node that was away; reports are many, words few
 
@@ -193,7 +194,7 @@ class Attempts:
         ordinal = self._ordinal
         try:
             waiting = [a for a in self.pending() if a.written.done()]
-            if len(waiting) > _MAX_UNDECIDED:
+            if len(waiting) > _MAX_UNDECIDED and not waiting[0].done.wait(_PATIENCE_SECS):
                 epochs = ", ".join(str(a.epoch) for a in waiting)
                 raise SaveError(attempt.epoch, f"epochs {epochs} are still waiting for their nodes; not more than that")
             self._commits.begin(attempt.epoch, self._id(ordinal))
@@ -323,21 +324,9 @@ class Attempts:
             report = attempt.reports[number]
             files = tuple(DataFile(*f) for f in report["files"])
             nodes.append(NodeEntry(name, process, report["size"], report["digest"], files, report["secs"]))
-        committed_ns = time.time_ns()
-        record = EpochRecord(
-            attempt.epoch,
-            self._id(attempt.ordinal),
-            not self._store.renames,
-            attempt.plan,
-            tuple(nodes),
-            attempt.items,
-            attempt.default_item,
-            attempt.metrics,
-            attempt.custom_metadata,
-            attempt.started_ns,
-            committed_ns,
-            {"held_secs": round(attempt.held_secs, 6), "secs": round(time.monotonic() - attempt.started, 6)},
-        )
+        record = attempt.record(self._id(attempt.ordinal), tuple(nodes), objects=not self._store.renames)
+        if self._options.orbax_view:
+            record = self._commits.write_view(record, self._pool.run)
 
         def still_in_time() -> None:
             if attempt.deadline.passed():
@@ -358,7 +347,7 @@ class Attempts:
             slowest.name,
             slowest.secs,
         )
-        return Committed(attempt.epoch, attempt.metrics, committed_ns, ())
+        return Committed(attempt.epoch, attempt.metrics, record.committed_ns, ())
 
     def _tell(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of attempts that have ended before."""

@@ -250,6 +250,18 @@ class Commits(abc.ABC):
         """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
 
     @abc.abstractmethod
+    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
+        """Primary: writes the Orbax view of a staged epoch, durably, where the store can have one.
+
+        Args:
+            record: what is about to be published.
+            run: runs calls in parallel.
+
+        Returns:
+            The record with the note of what the view lacks.
+        """
+
+    @abc.abstractmethod
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None
     ) -> None:

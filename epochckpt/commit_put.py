@@ -9,6 +9,7 @@ from absl import logging
 from epochckpt import layout, parsing, records, worker
 from epochckpt.commit import Commits, Damaged, Rollback
 from epochckpt.errors import EpochCheckpointError, FencedError, SaveError, UncertainError
+from epochckpt.records import EpochRecord
 
 _CLAIM = "claim"
 
@@ -113,6 +114,10 @@ class PutCommits(Commits):
 
     def uncache(self, epoch: int, node: str) -> None:
         """See Commits. An object store has no page cache."""
+
+    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
+        """See Commits. The view needs symlinks."""
+        return record
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None

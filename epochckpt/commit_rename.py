@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from absl import logging
 
-from epochckpt import layout, worker
+from epochckpt import layout, orbax_view, worker
 from epochckpt.commit import Commits, Damaged, Rollback
 from epochckpt.errors import EpochExistsError, FencedError, SaveError, UncertainError
+from epochckpt.records import EpochRecord
 
 
 class RenameCommits(Commits):
@@ -95,6 +98,31 @@ class RenameCommits(Commits):
             for entry in self.store.list(folder):
                 if entry.name.endswith(layout.DATA_SUFFIX):
                     self.store.uncache(layout.join(folder, entry.name))
+
+    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
+        """See Commits."""
+        staging = self._staging(record.epoch, record.attempt)
+        try:
+            view = orbax_view.build(record)
+        except Exception:  # whatever Orbax's form cannot take: the epoch itself is not in danger
+            logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
+            return record
+        try:
+            for folder in view.folders:
+                self.store.make_folder(layout.join(staging, folder))
+            for path, target in view.links.items():
+                self.store.link(layout.join(staging, path), target)
+            files = {layout.join(staging, path): data for path, data in view.files.items()}
+            run([partial(self.store.create, path, data) for path, data in files.items()])
+            run([partial(self.store.sync_folder, layout.join(staging, folder)) for folder in reversed(view.folders)])
+        except FileNotFoundError:
+            raise self.lost(record.epoch) from None
+        for item, leaves in view.left_out.items():
+            few = ", ".join(f"{name} ({why})" for name, why in list(leaves.items())[:3])
+            logging.log_first_n(
+                logging.WARNING, "item %s: stock Orbax will not see %d of its leaves: %s", 3, item, len(leaves), few
+            )
+        return dataclasses.replace(record, orbax_left_out=view.left_out)
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None

@@ -141,6 +141,10 @@ class KvStore(Store):
     def make_root(self, mode: int | None = None) -> None:
         """Nothing to do."""
 
+    def link(self, path: str, target: str) -> None:
+        """Refused."""
+        raise io.UnsupportedOperation(f"{self.root}: an object store has no symlinks")
+
     def sync_folder(self, path: str) -> None:
         """Nothing to do: a write that has returned is durable with its name."""
         check_path(path)

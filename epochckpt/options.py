@@ -25,6 +25,7 @@ class StorageOptions:
         save_timeout_secs: from the start of a save until every node must have reported; then it fails, naming the late.
         open_timeout_secs: how long construction, `reload`, `delete` and `rollback_to` wait for the other processes.
         restore_timeout_secs: how long `restore(None)` waits for the votes of the other processes.
+        orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt (POSIX only).
         verify: check every block's checksum before its bytes reach the caller. Turning it off trades safety for little.
     """
 
@@ -36,6 +37,7 @@ class StorageOptions:
     save_timeout_secs: float = 600.0
     open_timeout_secs: float = 300.0
     restore_timeout_secs: float = 600.0
+    orbax_view: bool = True
     verify: bool = True
 
     def __post_init__(self) -> None:
@@ -46,8 +48,9 @@ class StorageOptions:
                 self._check_positive(name, int)
         for name in ("save_timeout_secs", "open_timeout_secs", "restore_timeout_secs"):
             self._check_positive(name, (int, float))
-        if not isinstance(self.verify, bool):
-            raise InvalidArgumentError(f"StorageOptions.verify must be a bool, got {self.verify!r}")
+        for name in ("orbax_view", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(f"StorageOptions.{name} must be a bool, got {getattr(self, name)!r}")
         if not 4096 <= self.block_bytes <= 256 * 2**20:
             raise InvalidArgumentError(
                 f"StorageOptions.block_bytes must be between 4 KiB and 256 MiB, got {self.block_bytes}"

@@ -152,7 +152,18 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
         fields.integer("started_ns"),
         fields.integer("committed_ns"),
         fields.numbers("timings"),
+        _left_out(fields),
     )
+
+
+def _left_out(fields: _Fields) -> dict[str, dict[str, str]] | None:
+    name = "orbax_left_out"
+    if fields.data.get(name) is None:
+        return None
+    found = fields.mapping(name)
+    if not all(isinstance(d, dict) and all(isinstance(v, str) for v in d.values()) for d in found.values()):
+        raise fields.fail(name, "reasons by leaf, by item")
+    return found
 
 
 def _user_data(fields: _Fields, name: str, value: Any) -> Any:

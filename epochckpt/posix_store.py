@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
+from epochckpt.handle import Handle
 from epochckpt.store import Entry, Reader, Store, Writer, check_path, check_piece
 
 WRITE_BACK_BYTES = 1 << 20
@@ -139,6 +140,10 @@ class PosixStore(Store):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
             _sync_folder(os.path.dirname(folder), os.path.dirname(folder))
 
+    def link(self, path: str, target: str) -> None:
+        """One symlink(2)."""
+        os.symlink(target, self._place(path))
+
     def sync_folder(self, path: str) -> None:
         """One fsync(2) of the folder."""
         _sync_folder(self._target(path), self._name(path))
@@ -191,46 +196,6 @@ class PosixStore(Store):
         check_path(path, root_allowed=False)
         self._target(path.rpartition("/")[0])
         return self._name(path)
-
-
-class Handle:
-    """A file descriptor shared by threads. It is closed when the last use of it has ended, not before."""
-
-    def __init__(self, fd: int, name: str):
-        self.name = name
-        self._fd = fd
-        self._lock = threading.Lock()
-        self._uses = 0
-        self._closed = False
-
-    @contextmanager
-    def use(self) -> Generator[int]:
-        """Holds the descriptor open; ValueError if it is closed."""
-        with self._lock:
-            if self._closed:
-                raise ValueError(f"{self.name} is closed")
-            self._uses += 1
-        try:
-            yield self._fd
-        finally:
-            with self._lock:
-                self._uses -= 1
-                last = self._closed and not self._uses
-            if last:
-                os.close(self._fd)
-
-    def busy(self) -> bool:
-        """Whether somebody uses the descriptor now."""
-        with self._lock:
-            return self._uses > 0
-
-    def close(self) -> None:
-        """Closes now, or as soon as the last use has ended."""
-        with self._lock:
-            unused = not self._closed and not self._uses
-            self._closed = True
-        if unused:
-            os.close(self._fd)
 
 
 class PosixReader(Reader):

@@ -111,7 +111,11 @@ class ItemRecord:
 
 @dataclasses.dataclass(frozen=True)
 class EpochRecord:
-    """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist."""
+    """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist.
+
+    Attributes:
+        orbax_left_out: what the Orbax view lacks: reasons by leaf name, by item; None where there is no view.
+    """
 
     epoch: int
     attempt: str
@@ -125,6 +129,7 @@ class EpochRecord:
     started_ns: int
     committed_ns: int
     timings: Mapping[str, float]
+    orbax_left_out: Mapping[str, Mapping[str, str]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -165,6 +170,7 @@ class EpochRecord:
                 "started_ns": self.started_ns,
                 "committed_ns": self.committed_ns,
                 "timings": dict(self.timings),
+                "orbax_left_out": self.orbax_left_out,
             }
         )
 

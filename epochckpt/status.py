@@ -15,14 +15,10 @@ from epochckpt import tree as tree_lib
 from epochckpt.errors import DamagedError, EpochCheckpointError
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.node_reader import EpochReader
+from epochckpt.orbax_view import HANDLERS
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store
 from epochckpt.targets import Shardings
-
-_HANDLERS = {
-    "arrays": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler",
-    "json": "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +134,7 @@ def _scalar_dtype(kind: str) -> Any:
 
 def step_metadata(record: EpochRecord, directory: Any) -> Any:
     """Orbax's StepMetadata of an epoch."""
-    handlers = {name: _HANDLERS[item.kind] for name, item in record.items.items()}
+    handlers = {name: HANDLERS[item.kind] for name, item in record.items.items()}
     return ocp.metadata.StepMetadata(
         item_handlers=handlers,
         item_metadata=item_metadata(record, directory),

@@ -212,6 +212,19 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def link(self, path: str, target: str) -> None:
+        """Creates a symlink; its name is durable after `sync_folder`.
+
+        Args:
+            path: its own path.
+            target: what it says, relative to the folder that it lies in.
+
+        Raises:
+            FileExistsError: there is something of that name.
+            io.UnsupportedOperation: this store has no symlinks.
+        """
+
+    @abstractmethod
     def sync_folder(self, path: str) -> None:
         """Makes the names in a folder durable; nothing to do on object stores.
 

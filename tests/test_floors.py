@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = "epochckpt"
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / PACKAGE
-# A drawn floor: four spaces, its name, two spaces, its modules from left to right.
-FLOOR = re.compile(r"^ {4}F(\d+)  (\w+(?: +\w+)*)$", re.MULTILINE)
+# A drawn floor: four spaces, its name, two spaces, its modules from left to right; longer ones go on below the first.
+FLOOR = re.compile(r"^ {4}F(\d+)  (\w+(?:(?: +|\n {8})\w+)*)$", re.MULTILINE)
 
 
 def floors_of(docstring: str) -> list[list[str]]:

@@ -1,0 +1,113 @@
+"""The index of an OCDBT database whose values lie in other files (https://google.github.io/tensorstore/kvstore/ocdbt).
+
+One manifest, one B-tree leaf node, no compression. A value is either bytes in the node itself or a piece
+(file, offset, length) of any file below the database's folder, so that files which exist already become readable as a
+key-value store without being copied.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import google_crc32c
+
+MANIFEST = "manifest.ocdbt"
+NODE = "index.0"
+MAX_INLINE_BYTES = 1024  # what the manifest announces; the format allows a mebibyte
+
+Piece = tuple[str, int, int]
+"""(file relative to the database's folder, offset, length in bytes)."""
+
+_MANIFEST_MAGIC = 0x0CDB3A2A
+_NODE_MAGIC = 0x0CDB20DE
+_MAX_NODE_BYTES = 2**30
+_ARITY_LOG2 = 4
+
+
+def index(entries: Mapping[bytes, bytes | Piece]) -> dict[str, bytes]:
+    """The two files of a database, by name.
+
+    Args:
+        entries: at least one; value by key.
+    """
+    node = _node(entries)
+    pieces = [v for v in entries.values() if isinstance(v, tuple)]
+    return {NODE: node, MANIFEST: _manifest(len(node), len(entries), sum(p[2] for p in pieces))}
+
+
+def _node(entries: Mapping[bytes, bytes | Piece]) -> bytes:
+    keys = sorted(entries)
+    values = [entries[k] for k in keys]
+    pieces = [v for v in values if isinstance(v, tuple)]
+    files = sorted({p[0] for p in pieces})
+    number = {name: i for i, name in enumerate(files)}
+    shared = [_shared(a, b) for a, b in itertools.pairwise(keys)]
+    cut = [0, *shared]
+    body = [
+        b"\0",  # height: a leaf
+        _file_table(files),
+        _varint(len(keys)),
+        _varints(shared),
+        _varints(len(k) - c for k, c in zip(keys, cut, strict=True)),
+        b"".join(k[c:] for k, c in zip(keys, cut, strict=True)),
+        _varints(v[2] if isinstance(v, tuple) else len(v) for v in values),
+        bytes(isinstance(v, tuple) for v in values),
+        _varints(number[p[0]] for p in pieces),
+        _varints(p[1] for p in pieces),
+        *(v for v in values if not isinstance(v, tuple)),
+    ]
+    return _envelope(_NODE_MAGIC, b"".join(body))
+
+
+def _manifest(node_bytes: int, keys: int, indirect_bytes: int) -> bytes:
+    config = [
+        os.urandom(16),
+        b"\0",  # a single manifest file
+        _varints((MAX_INLINE_BYTES, _MAX_NODE_BYTES)),
+        bytes([_ARITY_LOG2]),
+        _varint(0),  # no compression
+    ]
+    version = [
+        _varints((1, 1)),  # one version, whose generation number is 1
+        b"\0",  # its root is a leaf
+        _varints((0, 0, node_bytes)),  # in the first file, from its start
+        _varints((keys, node_bytes, indirect_bytes)),
+        struct.pack("<Q", time.time_ns()),
+        _varint(0),  # no older versions
+    ]
+    return _envelope(_MANIFEST_MAGIC, b"".join([*config, _file_table([NODE]), *version]))
+
+
+def _envelope(magic: int, body: bytes) -> bytes:
+    """Magic number, length of it all, version 0, compression 0, body, checksum."""
+    head = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + b"\0\0"
+    return head + body + struct.pack("<I", google_crc32c.value(head + body))
+
+
+def _file_table(files: Sequence[str]) -> bytes:
+    """Paths without prefix compression and without base paths."""
+    names = [f.encode() for f in files]
+    shared = bytes(max(0, len(names) - 1))
+    return b"".join([_varint(len(names)), shared, _varints(map(len, names)), bytes(len(names)), *names])
+
+
+def _shared(a: bytes, b: bytes) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _varints(numbers: Iterable[int]) -> bytes:
+    return b"".join(map(_varint, numbers))

@@ -1,0 +1,311 @@
+"""The Orbax view: small files beside the data that let stock Orbax read an epoch without epochckpt.
+
+From an epoch's record to the content of files and links, without I/O; `commit` writes them. An uncompressed zarr
+chunk *is* the raw bytes of a cell, so the index of an OCDBT database points into the nodes' data files, through one
+relative symlink per node (the database accepts only paths below its own folder):
+
+    <item>/manifest.ocdbt index.0 _METADATA _sharding _strings.json array_metadatas/process_0
+    <item>/<node> -> ../<node>                for items of arrays
+    <item>/metadata -> ../<node>/<item>/…     for JSON
+    metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
+
+What Orbax cannot express is left out, never wrong, and named in `View.left_out`.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from epochckpt import layout, ocdbt
+from epochckpt import tree as tree_lib
+from epochckpt.grid import ArrayItem, Leaf
+from epochckpt.records import EpochRecord, ItemRecord
+
+HANDLERS = {
+    "arrays": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler",
+    "json": "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
+}
+"""The Orbax handler that reads an item of a kind, by the name that Orbax records."""
+
+MAX_CHUNKS = 250_000
+"""Items with more cells get no view: the index would be read whole by whoever opens it."""
+
+_MAX_NOTED = 100
+_EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
+_TYPES = {"jax": "jax.Array", "prng": "jax.Array", "numpy": "np.ndarray", "scalar": "scalar"}
+_KEY_TYPES = {"k": 2, "a": 2, "s": 1, "f": 1}  # Orbax's KeyType: DICT and SEQUENCE
+_ZARR_DTYPES = frozenset(  # what both zarr (as TensorStore has it) and Orbax can take
+    ["bool", "int4", "bfloat16"]
+    + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+    + ["float16", "float32", "float64", "complex64", "complex128"]
+    + ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz"]
+)
+
+
+@dataclasses.dataclass
+class View:
+    """What lies in an epoch's folder for Orbax's sake; paths are relative to it.
+
+    Attributes:
+        folders: to be made, in this order.
+        files: content by path.
+        links: target by path.
+        left_out: reasons by leaf name, by item; the leaf name `*` stands for the whole item.
+    """
+
+    folders: list[str] = dataclasses.field(default_factory=list)
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    links: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+
+
+def build(record: EpochRecord) -> View:
+    """The view of an epoch that is about to be committed."""
+    view = View()
+    handlers = {}
+    for name, item in record.items.items():
+        if item.arrays is None:
+            view.folders.append(name)
+            node = record.node_folder(0)
+            view.links[f"{name}/{layout.JSON_FILE}"] = f"../{node}/{name}/{layout.JSON_FILE}"
+        elif not _add_arrays(view, record, name, item, item.arrays):
+            continue
+        handlers[name] = HANDLERS[item.kind]
+    if record.metrics is not None:
+        view.folders.append("metrics")
+        view.files["metrics/metrics"] = json.dumps(record.metrics).encode()
+        handlers["metrics"] = HANDLERS["json"]
+    step = {
+        "item_handlers": handlers,
+        "metrics": record.metrics or {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": record.started_ns,
+        "commit_timestamp_nsecs": record.committed_ns,
+        "custom_metadata": dict(record.custom_metadata),
+    }
+    view.files["_CHECKPOINT_METADATA"] = json.dumps(step).encode()
+    view.files["commit_success.txt"] = b"The checkpoint was committed.\n"
+    return view
+
+
+def _add_arrays(view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> bool:
+    """Adds an item of arrays; returns False where Orbax can be given none of it."""
+    left_out: dict[str, str] = {}
+    chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
+    if chunks > MAX_CHUNKS:
+        left_out["*"] = f"{chunks} chunks, more than {MAX_CHUNKS}: export the epoch for Orbax"
+    elif any(not leaf.path for leaf in arrays.leaves):
+        left_out["*"] = "a bare array is no tree for Orbax"
+    if left_out:
+        view.left_out[name] = left_out
+        return False
+    params = _Params(arrays, left_out)
+    for number, param in params.names.items():
+        params.add(number, param, item.values.get(number))
+    _locate(record, name, arrays, params)
+    if not params.entries:  # an empty tree: Orbax wants a database nevertheless
+        params.entries[b".empty"] = b""
+    files = ocdbt.index(params.entries)
+    files["_METADATA"] = _json(
+        {
+            "tree_metadata": params.tree,
+            "use_ocdbt": True,
+            "use_zarr3": False,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+    )
+    files["_sharding"] = _json(_shardings(arrays, params.names))
+    if params.strings:
+        files["_strings.json"] = _json(params.strings)
+    files["array_metadatas/process_0"] = _json({"array_metadatas": params.metadatas})
+    view.folders += [name, f"{name}/array_metadatas"]
+    view.files.update({f"{name}/{path}": data for path, data in files.items()})
+    view.links.update({f"{name}/{node}": f"../{node}" for node in sorted(params.nodes)})
+    if left_out:
+        view.left_out[name] = _short(left_out)
+    return True
+
+
+class _Params:
+    """The leaves of an item as Orbax's parameters."""
+
+    def __init__(self, arrays: ArrayItem, left_out: dict[str, str]):
+        self.arrays, self.left_out = arrays, left_out
+        self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
+        self.tree: dict[str, Any] = {}
+        self.metadatas: list[Any] = []
+        self.strings: dict[str, str] = {}
+        self.nodes: set[str] = set()
+        self.names = self._name()
+
+    def _name(self) -> dict[int, str]:
+        """Orbax's parameter name by leaf number, for the leaves that it can name."""
+        found = {i: ".".join(str(key) for _, key in leaf.path) for i, leaf in enumerate(self.arrays.leaves)}
+        count = collections.Counter(found.values())
+        out = {}
+        for i, name in found.items():
+            leaf = self.arrays.leaves[i]
+            if count[name] > 1:
+                self.left_out[leaf.name] = f"Orbax would call it and another leaf {name!r}"
+            elif not name.isprintable() or any(str(key) in ("", ".", "..") for _, key in leaf.path):
+                self.left_out[leaf.name] = "Orbax cannot name it"
+            else:
+                out[i] = name
+        return out
+
+    def add(self, number: int, name: str, value: Any) -> None:
+        """Adds a leaf, without the places of its chunks."""
+        leaf = self.arrays.leaves[number]
+        if leaf.kind in _EMPTY:
+            self._record(leaf, _EMPTY[leaf.kind], skip=True)
+        elif leaf.kind == "str":
+            self.strings[name] = tree_lib.value_from_json(leaf.name, "str", value)
+            self._record(leaf, "string")
+        elif leaf.kind in tree_lib.VALUE_KINDS:
+            self._scalar(leaf, name, tree_lib.value_from_json(leaf.name, leaf.kind, value))
+        elif leaf.kind not in _TYPES or leaf.dtype is None:
+            self.left_out[leaf.name] = f"Orbax has no type for it ({leaf.kind})"
+        elif leaf.dtype.name not in _ZARR_DTYPES:
+            self.left_out[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
+        else:
+            self._array(number, leaf, name)
+
+    def _scalar(self, leaf: Leaf, name: str, value: Any) -> None:
+        if isinstance(value, bool):
+            dtype, data = "|b1", bytes([value])
+        elif isinstance(value, int) and -(2**63) <= value < 2**63:
+            dtype, data = "<i8", struct.pack("<q", value)
+        elif isinstance(value, float):
+            dtype, data = "<f8", struct.pack("<d", value)
+        else:
+            self.left_out[leaf.name] = f"Orbax has no type for this {leaf.kind}"
+            return
+        self._record(leaf, "scalar")
+        self.entries[f"{name}/.zarray".encode()] = _zarray((), (), dtype)
+        self.entries[f"{name}/0".encode()] = data
+
+    def _array(self, number: int, leaf: Leaf, name: str) -> None:
+        assert leaf.dtype is not None
+        chunk = self.arrays.cell_shape(number)
+        if not math.prod(leaf.shape):
+            self.left_out[leaf.name] = "Orbax cannot store arrays without elements"
+            return
+        self.entries[f"{name}/.zarray".encode()] = _zarray(leaf.shape, chunk, _zarr_dtype(leaf.dtype))
+        is_jax = leaf.kind in ("jax", "prng")
+        self._record(leaf, _TYPES[leaf.kind], chunk if is_jax else None)
+        if is_jax:
+            ext = {"random_key_impl": leaf.impl} if leaf.kind == "prng" else None
+            shape = list(chunk)
+            row = {"param_name": name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": ext}
+            self.metadatas.append({"array_metadata": row})
+
+    def _record(self, leaf: Leaf, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:
+        keys = [str(key) for _, key in leaf.path]
+        value: dict[str, Any] = {"value_type": kind, "skip_deserialize": skip}
+        if shape is not None:
+            value["write_shape"] = list(shape)
+        types = [_KEY_TYPES[kind] for kind, _ in leaf.path]
+        self.tree[str(tuple(keys))] = {
+            "key_metadata": [{"key": k, "key_type": t} for k, t in zip(keys, types, strict=True)],
+            "value_metadata": value,
+        }
+
+
+def _locate(record: EpochRecord, name: str, arrays: ArrayItem, params: _Params) -> None:
+    """Adds where the chunks of an item's arrays lie."""
+    prefixes = {i: f"{p}/" for i, p in params.names.items() if f"{p}/.zarray".encode() in params.entries}
+    for node, entry in enumerate(record.nodes):
+        files = [f for f in entry.files if f.item == name and f.data_start]
+        ends = np.cumsum([f.cells for f in files]).tolist()
+        for file, part in zip(files, arrays.cut(arrays.owned(node), ends), strict=True):
+            path = layout.join(record.node_folder(node), layout.data_file(name, file.part))
+            starts = (part.offsets[:-1] + file.data_start).tolist()
+            used = False
+            for leaf, cell, start in zip(part.leaves.tolist(), part.cells.tolist(), starts, strict=True):
+                prefix = prefixes.get(leaf)
+                if prefix is not None:
+                    key = f"{prefix}{_chunk(arrays, leaf, cell)}"
+                    params.entries[key.encode()] = (path, start, arrays.cell_bytes(leaf))
+                    used = True
+            if used:
+                params.nodes.add(entry.name)
+
+
+def _chunk(arrays: ArrayItem, leaf: int, cell: int) -> str:
+    counts = arrays.counts(leaf)
+    where = (0,) * len(counts) if arrays.is_whole(leaf) else np.unravel_index(cell, counts)
+    return ".".join(str(int(i)) for i in where) or "0"
+
+
+def _shardings(arrays: ArrayItem, names: Mapping[int, str]) -> dict[str, str]:
+    """Orbax's form of the recorded shardings, by parameter name in base64."""
+    rows = [_sharding(arrays, row) for row in arrays.shardings]
+    out = {}
+    for number, name in names.items():
+        leaf = arrays.leaves[number]
+        row = rows[leaf.sharding] if leaf.kind in ("jax", "prng") and leaf.sharding >= 0 else None
+        if row is not None:
+            out[base64.b64encode(name.encode()).decode()] = row
+    return out
+
+
+def _sharding(arrays: ArrayItem, row: Any) -> str | None:
+    if "device" in row:
+        names = [str(d) for d in jax.devices() if (d.platform, d.id) == (row["platform"], row["device"])]
+        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": names[0]}) if names else None
+    mesh = arrays.meshes[row["mesh"]]
+    devices = np.array([{"id": d} for d in mesh["devices"]], dtype=object).reshape(mesh["shape"]).tolist()
+    return json.dumps(
+        {
+            "sharding_type": "NamedSharding",
+            "shape": mesh["shape"],
+            "axis_names": mesh["axes"],
+            "axis_types": [str(AxisType[t]) for t in mesh["axis_types"]],
+            "partition_spec": row["spec"],
+            "device_mesh": {"mesh": devices},
+        }
+    )
+
+
+def _zarray(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str) -> bytes:
+    return _json(
+        {
+            "chunks": list(chunk),
+            "compressor": None,
+            "dimension_separator": ".",
+            "dtype": dtype,
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+            "shape": list(shape),
+            "zarr_format": 2,
+        }
+    )
+
+
+def _zarr_dtype(dtype: np.dtype[Any]) -> str:
+    return dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
+
+
+def _short(left_out: dict[str, str]) -> dict[str, str]:
+    """At most a hundred of them: the record stays small."""
+    if len(left_out) <= _MAX_NOTED:
+        return left_out
+    kept = dict(list(left_out.items())[:_MAX_NOTED])
+    return {**kept, "*": f"and {len(left_out) - _MAX_NOTED} leaves more"}
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
