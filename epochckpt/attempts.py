@@ -44,7 +44,7 @@ from epochckpt.records import DataFile, NodeEntry, NodeRecord
 
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
-_PATIENCE_SECS = 5.0  # for the oldest of them, before a save is failed: it may only be slow to commit
+_COMMITTING = "every node has written, committing"
 _REPORTS = 2  # attempts whose reports are kept
 _REMEMBERED = 128  # keys of the primary's words that are kept for a node that was away; reports are many, words few
 
@@ -194,7 +194,10 @@ class Attempts:
         ordinal = self._ordinal
         try:
             waiting = [a for a in self.pending() if a.written.done()]
-            if len(waiting) > _MAX_UNDECIDED and not waiting[0].done.wait(_PATIENCE_SECS):
+            late = len(self.nodes) > 1 and any(a.state != _COMMITTING for a in waiting[:1])
+            if len(waiting) > _MAX_UNDECIDED and not late:  # only our own storage is slow
+                self._wait(waiting[0], waiting[0].done)
+            elif len(waiting) > _MAX_UNDECIDED:
                 epochs = ", ".join(str(a.epoch) for a in waiting)
                 raise SaveError(attempt.epoch, f"epochs {epochs} are still waiting for their nodes; not more than that")
             self._commits.begin(attempt.epoch, self._id(ordinal))
@@ -276,6 +279,7 @@ class Attempts:
             if error is not None:
                 raise error
             self._collect(attempt)
+            attempt.state = _COMMITTING
             committed = self._publish(attempt)
         except Exception as caught:
             wire = to_wire(as_save_error(attempt.epoch, caught))
