@@ -10,13 +10,18 @@ from functools import partial
 from absl import logging
 
 from epochckpt import layout, orbax_view, worker
-from epochckpt.commit import Commits, Damaged, Rollback
+from epochckpt.commit import Commits, Damaged, Rollback, StepNames
 from epochckpt.errors import EpochExistsError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
+from epochckpt.store import Store
 
 
 class RenameCommits(Commits):
     """Epochs are staged whole below the incarnation's folder and renamed into place."""
+
+    def __init__(self, store: Store, names: StepNames):
+        super().__init__(store, names)
+        self._views = orbax_view.Views()
 
     @property
     def _home(self) -> str:
@@ -103,7 +108,7 @@ class RenameCommits(Commits):
         """See Commits."""
         staging = self._staging(record.epoch, record.attempt)
         try:
-            view = orbax_view.build(record)
+            view = self._views.build(record)
         except Exception:  # whatever Orbax's form cannot take: the epoch itself is not in danger
             logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
             return record

@@ -28,20 +28,34 @@ _MAX_NODE_BYTES = 2**30
 _ARITY_LOG2 = 4
 
 
-def index(entries: Mapping[bytes, bytes | Piece]) -> dict[str, bytes]:
-    """The two files of a database, by name.
+class Index:
+    """A database whose keys and pieces are fixed; values of a fixed length may change from one writing to the next.
 
     Args:
         entries: at least one; value by key.
     """
-    node = _node(entries)
-    pieces = [v for v in entries.values() if isinstance(v, tuple)]
-    return {NODE: node, MANIFEST: _manifest(len(node), len(entries), sum(p[2] for p in pieces))}
+
+    def __init__(self, entries: Mapping[bytes, bytes | Piece]):
+        keys = sorted(entries)
+        self._inline = {k: v for k in keys if not isinstance(v := entries[k], tuple)}
+        self._indirect_bytes = sum(v[2] for v in entries.values() if isinstance(v, tuple))
+        self._keys = len(keys)
+        self._head = _node_head(keys, [entries[k] for k in keys])
+
+    def files(self, values: Mapping[bytes, bytes]) -> dict[str, bytes]:
+        """The two files, by name.
+
+        Args:
+            values: other values for some keys, as long as those that they replace.
+        """
+        inline = {**self._inline, **values}
+        assert [*map(len, inline.values())] == [*map(len, self._inline.values())]
+        node = _envelope(_NODE_MAGIC, b"".join([self._head, *inline.values()]))
+        return {NODE: node, MANIFEST: _manifest(len(node), self._keys, self._indirect_bytes)}
 
 
-def _node(entries: Mapping[bytes, bytes | Piece]) -> bytes:
-    keys = sorted(entries)
-    values = [entries[k] for k in keys]
+def _node_head(keys: Sequence[bytes], values: Sequence[bytes | Piece]) -> bytes:
+    """The node without the values that lie in it, which come last."""
     pieces = [v for v in values if isinstance(v, tuple)]
     files = sorted({p[0] for p in pieces})
     number = {name: i for i, name in enumerate(files)}
@@ -58,9 +72,8 @@ def _node(entries: Mapping[bytes, bytes | Piece]) -> bytes:
         bytes(isinstance(v, tuple) for v in values),
         _varints(number[p[0]] for p in pieces),
         _varints(p[1] for p in pieces),
-        *(v for v in values if not isinstance(v, tuple)),
     ]
-    return _envelope(_NODE_MAGIC, b"".join(body))
+    return b"".join(body)
 
 
 def _manifest(node_bytes: int, keys: int, indirect_bytes: int) -> bytes:

@@ -53,6 +53,9 @@ _ZARR_DTYPES = frozenset(  # what both zarr (as TensorStore has it) and Orbax ca
 )
 
 
+_Scalars = Mapping[int, tuple[str, bytes] | None]
+
+
 @dataclasses.dataclass
 class View:
     """What lies in an epoch's folder for Orbax's sake; paths are relative to it.
@@ -70,85 +73,115 @@ class View:
     left_out: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
 
-def build(record: EpochRecord) -> View:
-    """The view of an epoch that is about to be committed."""
-    view = View()
-    handlers = {}
-    for name, item in record.items.items():
-        if item.arrays is None:
-            view.folders.append(name)
-            node = record.node_folder(0)
-            view.links[f"{name}/{layout.JSON_FILE}"] = f"../{node}/{name}/{layout.JSON_FILE}"
-        elif not _add_arrays(view, record, name, item, item.arrays):
-            continue
-        handlers[name] = HANDLERS[item.kind]
-    if record.metrics is not None:
-        view.folders.append("metrics")
-        view.files["metrics/metrics"] = json.dumps(record.metrics).encode()
-        handlers["metrics"] = HANDLERS["json"]
-    step = {
-        "item_handlers": handlers,
-        "metrics": record.metrics or {},
-        "performance_metrics": {},
-        "init_timestamp_nsecs": record.started_ns,
-        "commit_timestamp_nsecs": record.committed_ns,
-        "custom_metadata": dict(record.custom_metadata),
-    }
-    view.files["_CHECKPOINT_METADATA"] = json.dumps(step).encode()
-    view.files["commit_success.txt"] = b"The checkpoint was committed.\n"
-    return view
+class Views:
+    """Builds the views of one manager's epochs; what does not change from epoch to epoch is built once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Items] = {}
+
+    def build(self, record: EpochRecord) -> View:
+        """The view of an epoch that is about to be committed."""
+        view = View()
+        handlers = {}
+        for name, item in record.items.items():
+            if item.arrays is None:
+                view.folders.append(name)
+                node = record.node_folder(0)
+                view.links[f"{name}/{layout.JSON_FILE}"] = f"../{node}/{name}/{layout.JSON_FILE}"
+            elif not self._add_arrays(view, record, name, item, item.arrays):
+                continue
+            handlers[name] = HANDLERS[item.kind]
+        if record.metrics is not None:
+            view.folders.append("metrics")
+            view.files["metrics/metrics"] = json.dumps(record.metrics).encode()
+            handlers["metrics"] = HANDLERS["json"]
+        step = {
+            "item_handlers": handlers,
+            "metrics": record.metrics or {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": record.started_ns,
+            "commit_timestamp_nsecs": record.committed_ns,
+            "custom_metadata": dict(record.custom_metadata),
+        }
+        view.files["_CHECKPOINT_METADATA"] = json.dumps(step).encode()
+        view.files["commit_success.txt"] = b"The checkpoint was committed.\n"
+        return view
+
+    def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> bool:
+        """Adds an item of arrays; returns False where Orbax can be given none of it."""
+        chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
+        if chunks > MAX_CHUNKS:
+            view.left_out[name] = {"*": f"{chunks} chunks, more than {MAX_CHUNKS}: export the epoch for Orbax"}
+            return False
+        if any(not leaf.path for leaf in arrays.leaves):
+            view.left_out[name] = {"*": "a bare array is no tree for Orbax"}
+            return False
+        places = tuple((n.name, tuple(f for f in n.files if f.item == name)) for n in record.nodes)
+        values = {
+            i: tree_lib.value_from_json(arrays.leaves[i].name, arrays.leaves[i].kind, v) for i, v in item.values.items()
+        }
+        scalars = {i: _scalar(v) for i, v in values.items()}
+        key = arrays, places, {i: s and s[0] for i, s in scalars.items()}
+        known = self._known.get(name)
+        if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
+            known = self._known[name] = _Items(key, record, name, scalars)
+        params = known.params
+        fresh = {f"{params.names[i]}/0".encode(): s[1] for i, s in scalars.items() if s and i in params.names}
+        files = {**known.index.files(fresh), **known.files}
+        strings = {params.names[i]: v for i, v in values.items() if isinstance(v, str) and i in params.names}
+        if strings:
+            files["_strings.json"] = _json(strings)
+        view.folders += [name, f"{name}/array_metadatas"]
+        view.files.update({f"{name}/{path}": data for path, data in files.items()})
+        view.links.update({f"{name}/{node}": f"../{node}" for node in sorted(params.nodes)})
+        if params.left_out:
+            view.left_out[name] = _short(params.left_out)
+        return True
 
 
-def _add_arrays(view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> bool:
-    """Adds an item of arrays; returns False where Orbax can be given none of it."""
-    left_out: dict[str, str] = {}
-    chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
-    if chunks > MAX_CHUNKS:
-        left_out["*"] = f"{chunks} chunks, more than {MAX_CHUNKS}: export the epoch for Orbax"
-    elif any(not leaf.path for leaf in arrays.leaves):
-        left_out["*"] = "a bare array is no tree for Orbax"
-    if left_out:
-        view.left_out[name] = left_out
-        return False
-    params = _Params(arrays, left_out)
-    for number, param in params.names.items():
-        params.add(number, param, item.values.get(number))
-    _locate(record, name, arrays, params)
-    if not params.entries:  # an empty tree: Orbax wants a database nevertheless
-        params.entries[b".empty"] = b""
-    files = ocdbt.index(params.entries)
-    files["_METADATA"] = _json(
-        {
+class _Items:
+    """What stays the same while an item's tree does.
+
+    Args:
+        key: what it depends on: the item's arrays, where they lie, the types of its Python values.
+        record: an epoch that has the item.
+        name: the item's name.
+        scalars: (dtype, bytes) of its Python values by leaf number; None for those that Orbax cannot have.
+    """
+
+    def __init__(self, key: tuple[ArrayItem, Any, Any], record: EpochRecord, name: str, scalars: _Scalars):
+        self.key, arrays = key, key[0]
+        self.params = params = _Params(arrays, scalars)
+        _locate(record, name, arrays, params)
+        # an empty tree: Orbax wants a database nevertheless
+        self.index = ocdbt.Index(params.entries or {b".empty": b""})
+        metadata = {
             "tree_metadata": params.tree,
             "use_ocdbt": True,
             "use_zarr3": False,
             "store_array_data_equal_to_fill_value": True,
             "custom_metadata": None,
         }
-    )
-    files["_sharding"] = _json(_shardings(arrays, params.names))
-    if params.strings:
-        files["_strings.json"] = _json(params.strings)
-    files["array_metadatas/process_0"] = _json({"array_metadatas": params.metadatas})
-    view.folders += [name, f"{name}/array_metadatas"]
-    view.files.update({f"{name}/{path}": data for path, data in files.items()})
-    view.links.update({f"{name}/{node}": f"../{node}" for node in sorted(params.nodes)})
-    if left_out:
-        view.left_out[name] = _short(left_out)
-    return True
+        self.files = {
+            "_METADATA": _json(metadata),
+            "_sharding": _json(_shardings(arrays, params.names)),
+            "array_metadatas/process_0": _json({"array_metadatas": params.metadatas}),
+        }
 
 
 class _Params:
     """The leaves of an item as Orbax's parameters."""
 
-    def __init__(self, arrays: ArrayItem, left_out: dict[str, str]):
-        self.arrays, self.left_out = arrays, left_out
+    def __init__(self, arrays: ArrayItem, scalars: _Scalars):
+        self.arrays = arrays
+        self.left_out: dict[str, str] = {}
         self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
         self.tree: dict[str, Any] = {}
         self.metadatas: list[Any] = []
-        self.strings: dict[str, str] = {}
         self.nodes: set[str] = set()
         self.names = self._name()
+        for number, name in self.names.items():
+            self._add(number, name, scalars.get(number))
 
     def _name(self) -> dict[int, str]:
         """Orbax's parameter name by leaf number, for the leaves that it can name."""
@@ -165,36 +198,23 @@ class _Params:
                 out[i] = name
         return out
 
-    def add(self, number: int, name: str, value: Any) -> None:
+    def _add(self, number: int, name: str, scalar: tuple[str, bytes] | None) -> None:
         """Adds a leaf, without the places of its chunks."""
         leaf = self.arrays.leaves[number]
         if leaf.kind in _EMPTY:
             self._record(leaf, _EMPTY[leaf.kind], skip=True)
         elif leaf.kind == "str":
-            self.strings[name] = tree_lib.value_from_json(leaf.name, "str", value)
             self._record(leaf, "string")
-        elif leaf.kind in tree_lib.VALUE_KINDS:
-            self._scalar(leaf, name, tree_lib.value_from_json(leaf.name, leaf.kind, value))
+        elif scalar is not None:
+            self._record(leaf, "scalar")
+            self.entries[f"{name}/.zarray".encode()] = _zarray((), (), scalar[0])
+            self.entries[f"{name}/0".encode()] = scalar[1]
         elif leaf.kind not in _TYPES or leaf.dtype is None:
-            self.left_out[leaf.name] = f"Orbax has no type for it ({leaf.kind})"
+            self.left_out[leaf.name] = f"Orbax has no type for this {leaf.kind}"
         elif leaf.dtype.name not in _ZARR_DTYPES:
             self.left_out[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
         else:
             self._array(number, leaf, name)
-
-    def _scalar(self, leaf: Leaf, name: str, value: Any) -> None:
-        if isinstance(value, bool):
-            dtype, data = "|b1", bytes([value])
-        elif isinstance(value, int) and -(2**63) <= value < 2**63:
-            dtype, data = "<i8", struct.pack("<q", value)
-        elif isinstance(value, float):
-            dtype, data = "<f8", struct.pack("<d", value)
-        else:
-            self.left_out[leaf.name] = f"Orbax has no type for this {leaf.kind}"
-            return
-        self._record(leaf, "scalar")
-        self.entries[f"{name}/.zarray".encode()] = _zarray((), (), dtype)
-        self.entries[f"{name}/0".encode()] = data
 
     def _array(self, number: int, leaf: Leaf, name: str) -> None:
         assert leaf.dtype is not None
@@ -221,6 +241,15 @@ class _Params:
             "key_metadata": [{"key": k, "key_type": t} for k, t in zip(keys, types, strict=True)],
             "value_metadata": value,
         }
+
+
+def _scalar(value: Any) -> tuple[str, bytes] | None:
+    """(zarr dtype, bytes) of a Python number, as Orbax stores it; None where it cannot."""
+    if isinstance(value, bool):
+        return "|b1", bytes([value])
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return "<i8", struct.pack("<q", value)
+    return ("<f8", struct.pack("<d", value)) if isinstance(value, float) else None
 
 
 def _locate(record: EpochRecord, name: str, arrays: ArrayItem, params: _Params) -> None:
