@@ -45,11 +45,11 @@ _MAX_NOTED = 100
 _EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
 _TYPES = {"jax": "jax.Array", "prng": "jax.Array", "numpy": "np.ndarray", "scalar": "scalar"}
 _KEY_TYPES = {"k": 2, "a": 2, "s": 1, "f": 1}  # Orbax's KeyType: DICT and SEQUENCE
-_ZARR_DTYPES = frozenset(  # what both zarr (as TensorStore has it) and Orbax can take
-    ["bool", "int4", "bfloat16"]
+_ZARR_DTYPES = frozenset(  # those of ours that TensorStore's zarr knows
+    ["bool", "int2", "int4", "bfloat16", "float4_e2m1fn"]
     + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
     + ["float16", "float32", "float64", "complex64", "complex128"]
-    + ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz"]
+    + [f"float8_{kind}" for kind in ("e3m4", "e4m3fn", "e4m3fnuz", "e4m3b11fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
 )
 
 

@@ -1,0 +1,98 @@
+"""Stock Orbax reads what we wrote, in a process where epochckpt cannot be imported. Runs under `tests.worker`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from tests import stock_states
+
+assert "epochckpt" not in sys.modules
+sys.modules["epochckpt"] = None  # type: ignore[assignment]  # an import of it now fails
+
+
+def read(directory: str, epoch: int, state: str) -> dict[str, list[str]]:
+    """What differs, by reader; an empty list is a success."""
+    with contextlib.suppress(ImportError):
+        import epochckpt  # noqa: F401
+
+        raise AssertionError("epochckpt can be imported here")
+    expected = stock_states.STATES[state]()
+    found: dict[str, list[str]] = {}
+    for name, reader in READERS.items():
+        for reshard in (False, True):
+            target = stock_states.abstract(expected, reshard)
+            key = f"{name}, resharded" if reshard else name
+            try:
+                found[key] = stock_states.differences(reader(directory, epoch, target), expected)
+            except Exception as error:
+                found[key] = [f"{type(error).__name__}: {error}"]
+    return found
+
+
+def _manager(directory: str, epoch: int, target: Any) -> Any:
+    with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        assert manager.latest_step() == epoch
+        return manager.restore(epoch, args=ocp.args.StandardRestore(target))
+
+
+def _composite(directory: str, epoch: int, target: Any) -> Any:
+    with ocp.CheckpointManager(directory, item_names=("default",)) as manager:
+        args = ocp.args.Composite(default=ocp.args.StandardRestore(target))
+        return manager.restore(epoch, args=args)["default"]
+
+
+def _pytree_args(target: Any) -> Any:
+    return ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+
+
+def _evaluator(directory: str, epoch: int, target: Any) -> Any:
+    steps = ocp.checkpoint_utils.checkpoints_iterator(directory, timeout=1)
+    assert next(steps) == epoch
+    return _manager(directory, epoch, target)
+
+
+READERS: dict[str, Callable[[str, int, Any], Any]] = {
+    "v0 CheckpointManager": _manager,
+    "v0 CheckpointManager with items": _composite,
+    "v0 checkpoints_iterator": _evaluator,
+    "v0 StandardCheckpointer": lambda d, e, t: ocp.StandardCheckpointer().restore(f"{d}/{e}/default", t),
+    "v0 PyTreeCheckpointer": lambda d, e, t: ocp.PyTreeCheckpointer().restore(f"{d}/{e}/default", args=_pytree_args(t)),
+    "v1 load_checkpointables": lambda d, e, t: ocp.v1.load_checkpointables(f"{d}/{e}", {"default": t})["default"],
+}
+
+
+def without_target(directory: str, epoch: int) -> dict[str, Any]:
+    """What stock Orbax finds where it is told nothing: shardings, keys, values, metadata, metrics, JSON."""
+    with ocp.CheckpointManager(directory) as manager:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(), config=ocp.args.JsonRestore())
+        got = manager.restore(epoch, args=args)
+        expected = stock_states.plain()
+        shardings = jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else None, got.state)
+        wanted = jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else None, expected)
+        meta = manager.item_metadata(epoch)
+        assert meta is not None
+        return {
+            "differences": stock_states.differences(got.state, expected),
+            "shardings": shardings == wanted,
+            "config": got.config,
+            "shape": list(meta["state"]["params"]["both"].shape),
+            "metrics": manager.metrics(epoch),
+            "custom": manager.metadata(epoch).custom_metadata,
+        }
+
+
+def subset(directory: str, epoch: int) -> list[str]:
+    """Stock Orbax's partial restore of one subtree."""
+    expected = {"list": stock_states.plain()["list"]}
+    target = stock_states.abstract(expected)
+    args = ocp.args.PyTreeRestore(
+        target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
+    )
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return stock_states.differences(checkpointer.restore(f"{directory}/{epoch}/state", args=args), expected)
