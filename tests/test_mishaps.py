@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt import checksum, layout, opening
+from epochckpt.commit_rename import RenameCommits
 from epochckpt.errors import (
     EpochDeleted,
     FencedError,
@@ -690,3 +691,19 @@ def test_a_sharding_of_the_default_mesh_is_restored(directory: str) -> None:
         assert manager.save(1, args=Save({"w": saved}))
         manager.wait_until_finished()
         assert manager.restore(1)["w"].sharding == saved.sharding
+
+
+def test_a_slow_commit_holds_saves_back_and_fails_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that renames slowly: a loop that saves faster than that waits in `save()`, and every epoch commits."""
+    publish = RenameCommits.publish
+
+    def slow(*args: Any) -> None:
+        threading.Event().wait(MOMENT_SECS)
+        publish(*args)
+
+    monkeypatch.setattr(RenameCommits, "publish", slow)
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch in range(10):
+            manager.save(epoch, args=Save(state(epoch)))
+        manager.wait_until_finished()
+        assert manager.all_steps() == list(range(10))
