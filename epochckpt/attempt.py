@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import orbax.checkpoint as ocp
+
 from epochckpt import worker
 from epochckpt.commit import Damaged
 from epochckpt.coordination import Deadline
@@ -84,6 +86,14 @@ class Attempt:
             time.time_ns(),
             {"held_secs": round(self.held_secs, 6), "secs": round(time.monotonic() - self.started, 6)},
         )
+
+    def announce(self, done: Committed, logger: Any, options: ocp.CheckpointManagerOptions) -> None:
+        """Tells an Orbax logger and Orbax's `post_finalization_callback` of a commit."""
+        if logger is not None:
+            logger.log_entry(self.log_entry(done))
+        callback = getattr(options.async_options, "post_finalization_callback", None)
+        if callback is not None:
+            callback()
 
     def log_entry(self, done: Committed) -> dict[str, Any]:
         """What an Orbax logger is told of a commit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -9,30 +10,93 @@ from absl import logging
 
 from epochckpt import items, layout
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.options import StorageOptions
+
+HONOURED = frozenset(
+    {
+        "save_interval_steps",
+        "max_to_keep",
+        "keep_time_interval",
+        "keep_period",
+        "best_fn",
+        "best_mode",
+        "keep_checkpoints_without_metrics",
+        "step_prefix",
+        "step_format_fixed_length",
+        "step_name_format",
+        "create",
+        "save_on_steps",
+        "todelete_subdir",
+        "read_only",
+        "enable_async_checkpointing",
+        "async_options",
+        "should_save_fn",
+        "file_options",
+        "save_root_metadata",
+        "save_decision_policy",
+        "preservation_policy",
+        "prevent_write_metrics",
+        "enable_should_save_is_saving_in_progress_check",
+        "multiprocessing_options",
+    }
+)
+"""Fields of CheckpointManagerOptions that do here what they do in Orbax."""
+
+HINTS = {
+    "cleanup_tmp_directories": "what an earlier run left unfinished is always cleaned up",
+    "single_host_load_and_broadcast": "opening costs one read by the primary in any case",
+    "enable_background_delete": "epochs are always deleted in the background",
+    "num_deletion_threads": "epochs are always deleted in the background",
+    "atomicity_options": "an epoch is always committed atomically, in our own way",
+    "temporary_path_class": "an epoch is always committed atomically, in our own way",
+    "lightweight_initialize": "opening is fast in any case",
+}
+"""Fields that concern Orbax's own engine and change nothing here, and why."""
+
+REFUSED = {
+    "todelete_full_path": "use todelete_subdir, or leave it out to delete",
+    "enable_per_process_directory_creation": "nodes share one directory",
+}
+"""Fields that would change which data exists, and are not supported."""
 
 
 def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
     """Refuses options that would change which data exists and are not honoured; logs hints about Orbax's own engine.
 
     Raises:
-        UnsupportedError: by name.
+        UnsupportedError: by name; also for options that a newer Orbax has and this version does not know.
     """
+    default = type(options)()
+    changed = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(default, f.name)]
+    for name in changed:
+        if name in REFUSED:
+            raise UnsupportedError(f"{name} is not supported: {REFUSED[name]}")
+        if name not in HONOURED and name not in HINTS:
+            raise UnsupportedError(
+                f"{name} is an option of a newer Orbax that this epochckpt does not know; leave it out"
+            )
     processes = options.multiprocessing_options
     if processes.primary_host != 0 or processes.active_processes is not None:
         raise UnsupportedError(
             "multiprocessing_options with another primary_host or active_processes is not supported: "
             "every process of the job takes part, and process 0 commits"
         )
-    if options.todelete_full_path is not None:
-        raise UnsupportedError("todelete_full_path is not supported; use todelete_subdir, or leave it out to delete")
     if options.todelete_subdir is not None and not layout.is_name(options.todelete_subdir):
         raise InvalidArgumentError(f"todelete_subdir {options.todelete_subdir!r} is not a plain folder name")
-    if options.enable_per_process_directory_creation:
-        raise UnsupportedError("enable_per_process_directory_creation is not supported: nodes share one directory")
-    hints = [n for n in ("temporary_path_class", "atomicity_options") if getattr(options, n, None) is not None]
+    hints = [f"{name} ({HINTS[name]})" for name in changed if name in HINTS]
+    if getattr(options.async_options, "barrier_sync_fn", None) is not None:
+        hints.append("async_options.barrier_sync_fn (there are no barriers)")
     if hints:
-        logging.info("%s concern Orbax's own way of committing and change nothing here", ", ".join(hints))
+        logging.info("options that change nothing here: %s", "; ".join(hints))
     return options
+
+
+def save_timeout_secs(options: ocp.CheckpointManagerOptions, storage: StorageOptions | None) -> float:
+    """The bound on a save: StorageOptions', else what `async_options` asks for, else our default."""
+    asked = options.async_options
+    if storage is None and asked is not None and asked.timeout_secs != type(asked)().timeout_secs:
+        return float(asked.timeout_secs)
+    return (storage or StorageOptions()).save_timeout_secs
 
 
 def check_save_args(tree: Any, kwargs: Any, args: Any, multi: bool | None, restoring: bool = False) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from etils import epath
 from epochckpt import choosing, coordination, items, layout, opening, removal, retention, saving, status, worker
 from epochckpt.attempt import Committed, broken, snapshot
 from epochckpt.attempts import Attempts
-from epochckpt.checks import check_options, check_save_args
+from epochckpt.checks import check_options, check_save_args, save_timeout_secs
 from epochckpt.errors import (
     EpochExistsError,
     ErrorGroup,
@@ -75,7 +76,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         if metadata_handler is not None:
             raise InvalidArgumentError("metadata_handler= is not supported yet; leave it out")
         self._options = check_options(options or ocp.CheckpointManagerOptions())
-        self._storage = storage or StorageOptions()
+        timeout = save_timeout_secs(self._options, storage)
+        self._storage = dataclasses.replace(storage or StorageOptions(), save_timeout_secs=timeout)
         implied = items.check_handlers(item_handlers, handler_registry, checkpointers)
         self._item_names = tuple(item_names or implied)
         self._multi: bool | None = True if self._item_names else (False if item_handlers is not None else None)
@@ -95,7 +97,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             self._storage,
             retire=lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
             on_commit=self._committed,
-            log=lambda attempt, done: None if logger is None else logger.log_entry(attempt.log_entry(done)),
+            log=lambda attempt, done: attempt.announce(done, logger, self._options),
         )
         self._tries: dict[int, int] = {}
         self._preemption, self._calls, self._closed = coordination.Preemption(), 0, False
@@ -169,7 +171,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             )
             return False
         return retention.decide_save(
-            self._policy, self._options, step, asked, self.is_saving_in_progress(), self.reached_preemption(step)
+            self._policy, self._options, step, asked, self.is_saving_in_progress, self.reached_preemption(step)
         )
 
     def save(

@@ -155,12 +155,12 @@ def decide_save(
     options: ocp.CheckpointManagerOptions,
     step: int,
     asked: Sequence[EpochInfo],
-    saving: bool,
+    saving: Callable[[], bool],
     preempted: bool,
 ) -> bool:
     """Asks a policy whether to save an epoch now, after those that were asked for."""
     context = decide.DecisionContext(
-        is_saving_in_progress=saving,
+        is_saving_in_progress=options.enable_should_save_is_saving_in_progress_check and saving(),
         reached_preemption=preempted,
         multiprocessing_options=options.multiprocessing_options,
     )

@@ -1,0 +1,183 @@
+"""Every field of Orbax's CheckpointManagerOptions is honoured, a hint, or refused: none is silently ignored."""
+
+import dataclasses
+import logging
+import pathlib
+import stat
+import threading
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint.checkpoint_managers import ContinuousCheckpointingPolicy, FixedIntervalPolicy
+
+import epochckpt as ec
+from epochckpt import checks
+from epochckpt.commit_rename import RenameCommits
+from epochckpt.errors import UnsupportedError
+
+Options = ocp.CheckpointManagerOptions
+WAIT_SECS = 30.0
+
+
+def save(manager: ec.CheckpointManager, epoch: int, **kwargs: Any) -> bool:
+    return manager.save(epoch, args=ocp.args.StandardSave({"a": jnp.full(3, epoch)}), **kwargs)
+
+
+def test_every_field_is_known() -> None:
+    """A new Orbax cannot add an option that we ignore without a word."""
+    fields = {f.name for f in dataclasses.fields(Options)}
+    kinds = [checks.HONOURED, set(checks.HINTS), set(checks.REFUSED)]
+    assert sum(map(len, kinds)) == len(set().union(*kinds))
+    assert fields <= set().union(*kinds)
+
+
+def test_the_docs_name_every_option_argument_and_member() -> None:
+    """docs/orbax.md leaves none out."""
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "orbax.md").read_text(encoding="utf-8")
+    text = text.replace("Save/Restore`", "Save` `Restore`")
+    members = {name for name in dir(ocp.AbstractCheckpointManager) if not name.startswith("_")}
+    words = {f.name for f in dataclasses.fields(Options)} | members
+    words |= {name.removesuffix("Save") for name in dir(ocp.args) if name.endswith("Save")}
+    assert [w for w in sorted(words) if w not in text] == []
+
+
+def test_an_option_of_a_newer_orbax_is_refused(tmp_path: pathlib.Path) -> None:
+    """Unless it is left alone."""
+
+    @dataclasses.dataclass
+    class Newer(Options):
+        fancy: bool = False
+
+    ec.CheckpointManager(tmp_path / "a", options=Newer()).close()
+    with pytest.raises(UnsupportedError, match="fancy is an option of a newer Orbax"):
+        ec.CheckpointManager(tmp_path / "b", options=Newer(fancy=True))
+    assert not (tmp_path / "b").exists()
+
+
+HINTS: dict[str, Any] = {
+    "cleanup_tmp_directories": True,
+    "single_host_load_and_broadcast": True,
+    "enable_background_delete": True,
+    "num_deletion_threads": 4,
+    "atomicity_options": object(),
+    "temporary_path_class": object,
+    "lightweight_initialize": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted(checks.HINTS))
+def test_hints_are_accepted_with_one_line(name: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They change nothing, and the log says so."""
+    with (
+        caplog.at_level(logging.INFO, "absl"),
+        ec.CheckpointManager(tmp_path, options=Options(**{name: HINTS[name]})) as m,
+    ):
+        save(m, 1)
+        m.wait_until_finished()
+        assert m.all_steps() == [1]
+    assert sum(name in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(todelete_full_path="away"),
+        Options(multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes={0})),
+        Options(
+            enable_per_process_directory_creation=True,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=None),
+        ),
+    ],
+)
+def test_what_would_change_the_data_is_refused_by_name(options: Options, tmp_path: pathlib.Path) -> None:
+    """Before anything is written."""
+    with pytest.raises(UnsupportedError, match=r"todelete_full_path|active_processes|enable_per_process"):
+        ec.CheckpointManager(tmp_path / "run", options=options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_post_finalization_callback(tmp_path: pathlib.Path) -> None:
+    """Called once for each commit, after it; what it raises harms nothing."""
+    seen: list[list[int]] = []
+
+    def callback() -> None:
+        seen.append(list(manager.all_steps()))
+        raise RuntimeError("the user's own")
+
+    options = Options(async_options=ocp.AsyncOptions(post_finalization_callback=callback))
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+            manager.wait_until_finished()
+    assert seen == [[0], [0, 1], [0, 1, 2]]
+
+
+def test_async_timeout(tmp_path: pathlib.Path) -> None:
+    """`async_options.timeout_secs` bounds a save, where StorageOptions do not say otherwise."""
+    asked = Options(async_options=ocp.AsyncOptions(timeout_secs=7))
+    assert checks.save_timeout_secs(asked, None) == 7
+    assert checks.save_timeout_secs(asked, ec.StorageOptions(save_timeout_secs=9)) == 9
+    assert checks.save_timeout_secs(Options(), None) == ec.StorageOptions().save_timeout_secs
+
+
+def test_prevent_write_metrics(tmp_path: pathlib.Path) -> None:
+    """They are dropped."""
+    with ec.CheckpointManager(tmp_path, options=Options(prevent_write_metrics=True)) as manager:
+        save(manager, 1, metrics={"loss": 1.0})
+        manager.wait_until_finished()
+        assert manager.metrics(1) is None
+
+
+def test_save_root_metadata(tmp_path: pathlib.Path) -> None:
+    """The directory's own metadata is written unless that is turned off."""
+    for keep in (True, False):
+        directory = tmp_path / str(keep)
+        with ec.CheckpointManager(directory, options=Options(save_root_metadata=keep), metadata={"a": 1}) as manager:
+            assert dict(manager.metadata().custom_metadata or {}) == ({"a": 1} if keep else {})
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_keep_checkpoints_without_metrics(tmp_path: pathlib.Path, keep: bool) -> None:
+    """With best_fn, epochs without metrics stay or go."""
+    options = Options(max_to_keep=1, best_fn=lambda m: m["x"], keep_checkpoints_without_metrics=keep)
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        for epoch, metrics in enumerate([None, {"x": 3}, {"x": 1}]):
+            save(manager, epoch, metrics=metrics)
+            manager.wait_until_finished()
+        assert manager.all_steps() == ([0, 1, 2] if keep else [1, 2])  # the newest is never deleted
+
+
+def test_save_decision_policy(tmp_path: pathlib.Path) -> None:
+    """Orbax's own policy decides."""
+    with ec.CheckpointManager(tmp_path, options=Options(save_decision_policy=FixedIntervalPolicy(3))) as manager:
+        assert [e for e in range(8) if save(manager, e)] == [0, 3, 6]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_continuous_checkpointing(tmp_path: pathlib.Path, check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy skips while a save is in flight, unless the check is turned off."""
+    gate, publish = threading.Event(), RenameCommits.publish
+
+    def held(*args: Any) -> None:
+        assert gate.wait(WAIT_SECS)
+        publish(*args)
+
+    monkeypatch.setattr(RenameCommits, "publish", held)
+    options = Options(
+        save_decision_policy=ContinuousCheckpointingPolicy(), enable_should_save_is_saving_in_progress_check=check
+    )
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        try:
+            assert save(manager, 0)
+            assert save(manager, 1) is not check
+        finally:
+            gate.set()
+
+
+def test_path_permission_mode(tmp_path: pathlib.Path) -> None:
+    """A directory that is created gets it."""
+    options = Options(file_options=ocp.options.FileOptions(path_permission_mode=0o750))
+    ec.CheckpointManager(tmp_path / "run", options=options).close()
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o750
