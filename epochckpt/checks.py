@@ -56,6 +56,7 @@ HINTS = {
 REFUSED = {
     "todelete_full_path": "use todelete_subdir, or leave it out to delete",
     "enable_per_process_directory_creation": "nodes share one directory",
+    "should_keep_fn": "use preservation_policy",  # only in older Orbax
 }
 """Fields that would change which data exists, and are not supported."""
 

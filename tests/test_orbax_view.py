@@ -25,6 +25,7 @@ from tests import stock_states
 from tests.processes import run_worker
 
 DEVICES = 4
+V1_HAS_KEYS = tuple(int(n) for n in ocp.__version__.split(".")[:2]) >= (0, 12)  # see tests/stock_reader.py
 
 
 def save(directory: Any, tree: Any, **storage: Any) -> None:
@@ -66,7 +67,7 @@ def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.P
     save(tmp_path / "run", stock_states.STATES[state]())
     assert left_out(tmp_path / "run") == {}
     (found,) = stock("read", {"directory": str(tmp_path / "run"), "epoch": 5, "state": state})
-    assert len(found) == 12
+    assert len(found) == (12 if V1_HAS_KEYS or state == "linen" else 10)
     assert {k: v for k, v in found.items() if v} == {}
 
 

@@ -261,6 +261,9 @@ class Struct:
     c: int = flax.struct.field(pytree_node=False, default=3)
 
 
+NONE_KEY = None if jax.__version_info__ >= (0, 9) else -1  # older jax cannot flatten a dict with the key None
+
+
 def test_odd_keys(tmp_path: pathlib.Path) -> None:
     """Keys that would collide as paths, or that storage reserves, stay apart."""
     leaf = iter(range(100))
@@ -268,7 +271,7 @@ def test_odd_keys(tmp_path: pathlib.Path) -> None:
         "slash": {"a/b": next(leaf), "a": {"b": next(leaf)}},
         "int": {1: next(leaf), -2: next(leaf), 10**30: next(leaf)},
         "str": {"1": next(leaf), "-2": next(leaf)},
-        "mixed": collections.OrderedDict([(1, np.zeros(2)), ("1", np.ones(2)), (None, 3), (1.5, 4), (True, 5)][:4]),
+        "mixed": collections.OrderedDict([(1, np.zeros(2)), ("1", np.ones(2)), (NONE_KEY, 3), (1.5, 4)]),
         "bool": {False: next(leaf), True: next(leaf)},
         "": {"": next(leaf)},
         "%": next(leaf),
@@ -290,7 +293,7 @@ def test_odd_keys(tmp_path: pathlib.Path) -> None:
     }
     m = check_round_trip(tmp_path, tree)
     got = m.restore(0)
-    assert list(got["mixed"]) == [1, "1", None, 1.5]
+    assert list(got["mixed"]) == [1, "1", NONE_KEY, 1.5]
     assert {type(k) for k in got["int"]} == {int}
     assert got.keys() == tree.keys()
     assert got["slash"] == tree["slash"]
