@@ -4,6 +4,7 @@ Each job is the launcher as one `tests.processes` child in a session of its own.
 the last process that has the job's output is gone, so a job that has ended left nobody behind.
 """
 
+import json
 import os
 import pathlib
 import random
@@ -13,7 +14,9 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from tests.processes import ROOT, Process, Processes, start_processes
@@ -95,6 +98,20 @@ def test_an_undisturbed_run_learns_the_digits(undisturbed) -> None:
     assert accuracy >= 0.95, output
     assert newest_epoch(workdir) == EPOCHS
     assert all(np.isfinite(array).all() for array in final_params(workdir).values())
+
+
+def test_stock_orbax_reads_the_checkpoints(undisturbed) -> None:
+    """The Orbax view of the job's two nodes leaves nothing out, and gives the parameters that the job ended with."""
+    workdir, _ = undisturbed(EPOCHS)
+    step = workdir / "checkpoints" / str(EPOCHS)
+    assert json.loads((step / "epoch.json").read_bytes())["orbax_left_out"] == {}
+    item = next(path.parent for path in step.glob("*/_METADATA"))
+    checkpointer = ocp.PyTreeCheckpointer()
+    leaves = checkpointer.metadata(item).item_metadata.tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves)
+    restored = checkpointer.restore(item, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    found = sorted(array.tobytes() for array in jax.tree.leaves(restored["params"]))
+    assert found == sorted(array.tobytes() for array in final_params(workdir).values())
 
 
 def test_a_complete_run_started_again_has_nothing_left_to_do(undisturbed, tmp_path: pathlib.Path) -> None:
