@@ -194,12 +194,12 @@ class Attempts:
         ordinal = self._ordinal
         try:
             waiting = [a for a in self.pending() if a.written.done()]
-            late = len(self.nodes) > 1 and any(a.state != _COMMITTING for a in waiting[:1])
-            if len(waiting) > _MAX_UNDECIDED and not late:  # only our own storage is slow
-                self._wait(waiting[0], waiting[0].done)
-            elif len(waiting) > _MAX_UNDECIDED:
-                epochs = ", ".join(str(a.epoch) for a in waiting)
-                raise SaveError(attempt.epoch, f"epochs {epochs} are still waiting for their nodes; not more than that")
+            if len(waiting) > _MAX_UNDECIDED:
+                if len(self.nodes) > 1 and waiting[0].state != _COMMITTING:
+                    epochs = ", ".join(str(a.epoch) for a in waiting)
+                    reason = f"epochs {epochs} are still waiting for their nodes; not more than that"
+                    raise SaveError(attempt.epoch, reason)
+                self._wait(waiting[0], waiting[0].done)  # only our own storage is slow
             self._commits.begin(attempt.epoch, self._id(ordinal))
         except Exception as error:
             self._coordinator.put(f"{key}/0", {"error": to_wire(error)})

@@ -92,12 +92,12 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
     return options
 
 
-def save_timeout_secs(options: ocp.CheckpointManagerOptions, storage: StorageOptions | None) -> float:
-    """The bound on a save: StorageOptions', else what `async_options` asks for, else our default."""
+def storage_options(options: ocp.CheckpointManagerOptions, storage: StorageOptions | None) -> StorageOptions:
+    """StorageOptions as given; without them the defaults, and the bound on a save that `async_options` asks for."""
     asked = options.async_options
     if storage is None and asked is not None and asked.timeout_secs != type(asked)().timeout_secs:
-        return float(asked.timeout_secs)
-    return (storage or StorageOptions()).save_timeout_secs
+        return StorageOptions(save_timeout_secs=asked.timeout_secs)
+    return storage or StorageOptions()
 
 
 def check_save_args(tree: Any, kwargs: Any, args: Any, multi: bool | None, restoring: bool = False) -> bool | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from etils import epath
 from epochckpt import choosing, coordination, items, layout, opening, removal, retention, saving, status, worker
 from epochckpt.attempt import Committed, broken, snapshot
 from epochckpt.attempts import Attempts
-from epochckpt.checks import check_options, check_save_args, save_timeout_secs
+from epochckpt.checks import check_options, check_save_args, storage_options
 from epochckpt.errors import (
     EpochExistsError,
     ErrorGroup,
@@ -76,8 +75,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         if metadata_handler is not None:
             raise InvalidArgumentError("metadata_handler= is not supported yet; leave it out")
         self._options = check_options(options or ocp.CheckpointManagerOptions())
-        timeout = save_timeout_secs(self._options, storage)
-        self._storage = dataclasses.replace(storage or StorageOptions(), save_timeout_secs=timeout)
+        self._storage = storage_options(self._options, storage)
         implied = items.check_handlers(item_handlers, handler_registry, checkpointers)
         self._item_names = tuple(item_names or implied)
         self._multi: bool | None = True if self._item_names else (False if item_handlers is not None else None)

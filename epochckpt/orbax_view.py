@@ -109,13 +109,6 @@ class Views:
 
     def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> bool:
         """Adds an item of arrays; returns False where Orbax can be given none of it."""
-        chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
-        if chunks > MAX_CHUNKS:
-            view.left_out[name] = {"*": f"{chunks} chunks, more than {MAX_CHUNKS}: export the epoch for Orbax"}
-            return False
-        if any(not leaf.path for leaf in arrays.leaves):
-            view.left_out[name] = {"*": "a bare array is no tree for Orbax"}
-            return False
         places = tuple((n.name, tuple(f for f in n.files if f.item == name)) for n in record.nodes)
         values = {
             i: tree_lib.value_from_json(arrays.leaves[i].name, arrays.leaves[i].kind, v) for i, v in item.values.items()
@@ -124,6 +117,9 @@ class Views:
         key = arrays, places, {i: s and s[0] for i, s in scalars.items()}
         known = self._known.get(name)
         if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
+            if reason := _inexpressible(arrays):
+                view.left_out[name] = {"*": reason}
+                return False
             known = self._known[name] = _Items(key, record, name, scalars)
         params = known.params
         fresh = {f"{params.names[i]}/0".encode(): s[1] for i, s in scalars.items() if s and i in params.names}
@@ -137,6 +133,14 @@ class Views:
         if params.left_out:
             view.left_out[name] = _short(params.left_out)
         return True
+
+
+def _inexpressible(arrays: ArrayItem) -> str | None:
+    """Why Orbax can be given nothing of an item, if so."""
+    chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
+    if chunks > MAX_CHUNKS:
+        return f"{chunks} chunks, more than {MAX_CHUNKS}: export the epoch for Orbax"
+    return "a bare array is no tree for Orbax" if any(not leaf.path for leaf in arrays.leaves) else None
 
 
 class _Items:
@@ -232,15 +236,11 @@ class _Params:
             self.metadatas.append({"array_metadata": row})
 
     def _record(self, leaf: Leaf, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:
-        keys = [str(key) for _, key in leaf.path]
         value: dict[str, Any] = {"value_type": kind, "skip_deserialize": skip}
         if shape is not None:
             value["write_shape"] = list(shape)
-        types = [_KEY_TYPES[kind] for kind, _ in leaf.path]
-        self.tree[str(tuple(keys))] = {
-            "key_metadata": [{"key": k, "key_type": t} for k, t in zip(keys, types, strict=True)],
-            "value_metadata": value,
-        }
+        keys = [{"key": str(key), "key_type": _KEY_TYPES[entry]} for entry, key in leaf.path]
+        self.tree[str(tuple(k["key"] for k in keys))] = {"key_metadata": keys, "value_metadata": value}
 
 
 def _scalar(value: Any) -> tuple[str, bytes] | None:

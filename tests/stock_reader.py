@@ -16,10 +16,6 @@ assert "epochckpt" not in sys.modules
 sys.modules["epochckpt"] = None  # type: ignore[assignment]  # an import of it now fails
 
 
-# Older ones cannot restore typed keys with a target, not even those that they saved.
-V1_HAS_KEYS = tuple(int(n) for n in ocp.__version__.split(".")[:2]) >= (0, 12)
-
-
 def read(directory: str, epoch: int, state: str) -> dict[str, list[str]]:
     """What differs, by reader; an empty list is a success."""
     with contextlib.suppress(ImportError):
@@ -29,7 +25,7 @@ def read(directory: str, epoch: int, state: str) -> dict[str, list[str]]:
     expected = stock_states.STATES[state]()
     found: dict[str, list[str]] = {}
     for name, reader in READERS.items():
-        if name.startswith("v1") and state != "linen" and not V1_HAS_KEYS:
+        if name.startswith("v1") and state != "linen" and not stock_states.V1_HAS_KEYS:
             continue
         for reshard in (False, True):
             target = stock_states.abstract(expected, reshard)

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 P = PartitionSpec
+# Orbax's v1: older ones cannot restore typed keys with a target, not even those that they saved.
+V1_HAS_KEYS = tuple(int(n) for n in ocp.__version__.split(".")[:2]) >= (0, 12)
 
 
 def sharding(*spec: Any) -> NamedSharding:

@@ -42,12 +42,6 @@ MOMENT_SECS = 0.2  # how long something that must not happen is waited for
 Options = ocp.CheckpointManagerOptions
 
 
-@pytest.fixture(params=["posix", "memory"])
-def directory(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
-    """A directory that does not exist yet."""
-    return str(tmp_path / "run") if request.param == "posix" else f"memory://{uuid.uuid4().hex}/"
-
-
 @pytest.fixture
 def m(directory: str) -> Iterator[ec.CheckpointManager]:
     """An open manager. The test says itself what it expects of `close`."""

@@ -40,12 +40,6 @@ Options = ocp.CheckpointManagerOptions
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
 
 
-@pytest.fixture(params=["posix", "memory"])
-def directory(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
-    """A directory that does not exist yet."""
-    return str(tmp_path / "run") if request.param == "posix" else new_memory()
-
-
 def new_memory() -> str:
     return f"memory://{uuid.uuid4().hex}/"
 
@@ -170,6 +164,16 @@ def bounded(call: Callable[[], Any]) -> Any:
     return out[0]
 
 
+def waits_for(hold: Hold, call: Callable[[], Any]) -> list[Any]:
+    """A call does not end before the hold is let go, and does then; returns what `in_thread` got of it."""
+    assert hold.reached.wait(WAIT_SECS)
+    done, out = in_thread(call)
+    assert not done.wait(MOMENT_SECS)
+    hold.go.set()
+    assert done.wait(WAIT_SECS)
+    return out
+
+
 def eventually(look: Callable[[], bool]) -> bool:
     """Whether something that happens in the background happens."""
     deadline, pause = time.monotonic() + WAIT_SECS, threading.Event()
@@ -268,12 +272,7 @@ def test_reload_waits_for_saves_in_flight(directory: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(opening, "survey", look)
         hold = Hold(monkeypatch, manager._commits, "publish", lambda *args: True)
         assert manager.save(2, args=Save(state(2)))
-        assert hold.reached.wait(WAIT_SECS)
-        done, out = in_thread(manager.reload)
-        assert not done.wait(MOMENT_SECS)
-        hold.go.set()
-        assert done.wait(WAIT_SECS)
-        assert out == [None]
+        assert waits_for(hold, manager.reload) == [None]
         assert saving == [False]
         assert list(manager.all_steps()) == [1, 2]
 
@@ -301,11 +300,7 @@ def test_retired_epochs_are_out_of_sight_when_waiting_ends(directory: str, monke
         save_all(manager, [1])
         hold = Hold(monkeypatch, manager._commits, "hide", lambda epoch, into=None: epoch == 1)
         assert manager.save(2, args=Save(state(2)))
-        assert hold.reached.wait(WAIT_SECS)
-        done, _ = in_thread(manager.wait_until_finished)
-        assert not done.wait(MOMENT_SECS)
-        hold.go.set()
-        assert done.wait(WAIT_SECS)
+        waits_for(hold, manager.wait_until_finished)
         assert list(manager.all_steps()) == on_storage(directory) == [2]
 
 

@@ -117,9 +117,9 @@ def test_post_finalization_callback(tmp_path: pathlib.Path) -> None:
 def test_async_timeout(tmp_path: pathlib.Path) -> None:
     """`async_options.timeout_secs` bounds a save, where StorageOptions do not say otherwise."""
     asked = Options(async_options=ocp.AsyncOptions(timeout_secs=7))
-    assert checks.save_timeout_secs(asked, None) == 7
-    assert checks.save_timeout_secs(asked, ec.StorageOptions(save_timeout_secs=9)) == 9
-    assert checks.save_timeout_secs(Options(), None) == ec.StorageOptions().save_timeout_secs
+    assert checks.storage_options(asked, None).save_timeout_secs == 7
+    assert checks.storage_options(asked, ec.StorageOptions(save_timeout_secs=9)).save_timeout_secs == 9
+    assert checks.storage_options(Options(), None) == ec.StorageOptions()
 
 
 def test_prevent_write_metrics(tmp_path: pathlib.Path) -> None:

@@ -20,12 +20,12 @@ from safetensors.numpy import load_file
 
 import epochckpt as ec
 from epochckpt import orbax_view
-from epochckpt.tree import DTYPES
+from epochckpt.plan import plan_item
+from epochckpt.tree import DTYPES, flatten
 from tests import stock_states
 from tests.processes import run_worker
 
 DEVICES = 4
-V1_HAS_KEYS = tuple(int(n) for n in ocp.__version__.split(".")[:2]) >= (0, 12)  # see tests/stock_reader.py
 
 
 def save(directory: Any, tree: Any, **storage: Any) -> None:
@@ -67,7 +67,7 @@ def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.P
     save(tmp_path / "run", stock_states.STATES[state]())
     assert left_out(tmp_path / "run") == {}
     (found,) = stock("read", {"directory": str(tmp_path / "run"), "epoch": 5, "state": state})
-    assert len(found) == (12 if V1_HAS_KEYS or state == "linen" else 10)
+    assert len(found) == (12 if stock_states.V1_HAS_KEYS or state == "linen" else 10)
     assert {k: v for k, v in found.items() if v} == {}
 
 
@@ -314,10 +314,9 @@ def test_a_view_that_cannot_be_built_costs_no_epoch(tmp_path: pathlib.Path, monk
 def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
     """Orbax's own metadata class writes the same text, key for key."""
     array = stock_states.place(np.ones((4, 4), np.float32), "x", "y")
-    from epochckpt import plan, tree
 
-    pairs, _ = tree.flatten({"a": array, "b": jax.device_put(1.0, jax.devices()[2])})
-    item = plan.plan_item("default", pairs, node=0, node_of_process={0: 0}, split_bytes=1 << 20, part_bytes=None).item
+    pairs, _ = flatten({"a": array, "b": jax.device_put(1.0, jax.devices()[2])})
+    item = plan_item("default", pairs, node=0, node_of_process={0: 0}, split_bytes=1 << 20, part_bytes=None).item
     found = [json.loads(str(orbax_view._sharding(item, row))) for row in item.shardings]
     named = ocp.metadata.NamedShardingMetadata.from_jax_sharding(array.sharding).to_serialized_string()
     single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
