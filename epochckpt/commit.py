@@ -171,9 +171,7 @@ class Commits(abc.ABC):
             base = layout.join(self.folder(record.epoch), record.node_folder(number))
             expected = {layout.NODE_RECORD: node.record_size}
             for f in node.files:
-                arrays = record.items[f.item].arrays if f.item in record.items else None
-                name = layout.join(f.item, layout.JSON_FILE) if arrays is None else layout.data_file(f.item, f.part)
-                expected[name] = f.size
+                expected[f.path] = f.size
             for name, size in expected.items():
                 path = layout.join(base, name)
                 try:
