@@ -230,7 +230,7 @@ class Attempts:
         count = len(self.nodes)
         written = tuple(files), timings, attempt.own
         record = NodeRecord(attempt.epoch, me, name, process, count, attempt.plan, *written).to_bytes()
-        self._commits.seal_node(attempt.epoch, me, name, folders, record)
+        self._commits.seal_node(attempt.epoch, me, name, folders, record, self._options.orbax_view)
         return {
             "plan": attempt.plan,
             "size": len(record),

@@ -240,8 +240,17 @@ class Commits(abc.ABC):
         """
 
     @abc.abstractmethod
-    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes) -> None:
-        """Writes `node.json`, and makes names durable; the node's last act on its staging."""
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
+        """Writes `node.json`, and makes names durable; the node's last act on its staging.
+
+        Args:
+            epoch: the epoch.
+            attempt: the attempt.
+            node: the node.
+            items: folders that were made in the node's.
+            record: content of `node.json`.
+            view: stock Orbax is to be able to read the epoch.
+        """
 
     @abc.abstractmethod
     def uncache(self, epoch: int, node: str) -> None:

@@ -7,6 +7,7 @@ relative symlink per node (the database accepts only paths below its own folder)
     <item>/manifest.ocdbt index.0 _METADATA _sharding _strings.json array_metadatas/process_0
     <item>/<node> -> ../<node>                for items of arrays
     <item>/<file> -> ../<node>/<item>/<file>  for what handlers wrote, JSON among it
+    <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
 What Orbax cannot express is left out, never wrong, and named in `View.left_out`.
@@ -83,10 +84,19 @@ class Views:
     def __init__(self) -> None:
         self._known: dict[str, _Items] = {}
 
-    def build(self, record: EpochRecord) -> View:
-        """The view of an epoch that is about to be committed."""
+    def build(self, record: EpochRecord, *, beside_nodes: bool = True) -> View:
+        """The view of an epoch that is about to be committed.
+
+        Args:
+            record: the epoch.
+            beside_nodes: it lies beside the nodes' folders. Orbax takes every folder for an item when it is not told
+                which to restore; so a node is shown as the JSON item that its record is, through a link of its own.
+        """
         view = View()
         handlers = {}
+        for node in record.nodes if beside_nodes else ():
+            if not any(f.name and f.item == layout.JSON_FILE for f in node.files):  # that link's name is taken
+                handlers[node.name] = JSON_HANDLER
         for name, item in record.items.items():
             handlers[name] = item.handler
             if item.kind == "files":

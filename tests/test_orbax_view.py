@@ -97,6 +97,22 @@ def save_two_items(directory: pathlib.Path) -> None:
         manager.save(5, args=items, metrics={"loss": 0.5}, custom_metadata={"by": "us"})
 
 
+@pytest.mark.parametrize("items", ["one", "two"])
+def test_stock_orbax_needs_no_arguments(tmp_path: pathlib.Path, items: str) -> None:
+    """`CheckpointManager(dir).restore(step)`: our nodes' folders do not stand in the way."""
+    if items == "one":
+        save(tmp_path / "run", stock_states.plain())
+    else:
+        save_two_items(tmp_path / "run")
+    (found,) = stock("no_arguments", {"directory": str(tmp_path / "run"), "epoch": 5})
+    expected: dict[str, Any] = {"differences": [], "steps": [5]}
+    if items == "two":
+        expected |= {"config": {"a": [1]}, "custom": {"by": "us"}}
+    if "v1" in found:
+        expected["v1"] = []
+    assert found == expected
+
+
 def test_stock_orbax_needs_no_target(tmp_path: pathlib.Path) -> None:
     """It finds shardings, keys, scalars, JSON, metrics and metadata by itself, and single subtrees."""
     save_two_items(tmp_path / "run")
