@@ -259,7 +259,6 @@ def test_a_run_is_saved_and_resumed(manager_class: ManagerClass, tmp_path: pathl
     assert type(restored["items"]) is train_state.TrainState
     assert_same(resumed, expected)
     assert_same(restored["items"], expected)
-    assert restored.items is not None  # an item of the name of a dict's method
     shardings = jax.tree.map(lambda x: x.sharding, restored["items"])
     assert shardings == jax.tree.map(lambda x: x.sharding, expected)
 
@@ -515,7 +514,8 @@ def job(directory: str, manager: str, until: int, preempt_at: int | None = None)
         except Stop:
             stopped = True
         m.wait_until_finished()
-        kernel = [np.asarray(shard.data).tolist() for shard in state.params["params"]["kernel"].addressable_shards]
+        params: Any = state.params["params"]
+        kernel = [np.asarray(shard.data).tolist() for shard in params["kernel"].addressable_shards]
         return {"started": started, "seen": seen, "stopped": stopped, "latest": m.latest_step(), "kernel": kernel}
 
 

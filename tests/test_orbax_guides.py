@@ -23,7 +23,9 @@ import pytest
 from flax import linen, nnx
 from flax.training import orbax_utils, train_state
 from google.protobuf import struct_pb2
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 from orbax.checkpoint.checkpoint_managers import preservation_policy, save_decision_policy
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from tests.managers import ManagerClass, abstract, assert_same, both, names, or_refused, sharding
 
@@ -57,7 +59,8 @@ def test_101_every_other_step_is_saved_and_three_are_kept(manager_class: Manager
         saved = []
         for step in range(11):
             state = {**arrays(), "step": step}
-            args = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave([42, step]))
+            extra: Any = [42, step]
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra))
             saved.append(manager.save(step, args=args))
         manager.wait_until_finished()
         assert saved == [step % 2 == 0 for step in range(11)]
@@ -219,7 +222,7 @@ def test_overview_force_saves_off_the_interval(manager_class: ManagerClass, tmp_
         assert not manager.save(5, args=args)
         assert manager.save(5, args=args, force=True)
         assert not manager.save(5, args=args)
-        with pytest.raises(ocp.checkpoint_manager.StepAlreadyExistsError):
+        with pytest.raises(StepAlreadyExistsError):
             manager.save(5, args=args, force=True)
         manager.wait_until_finished()
         assert list(manager.all_steps()) == [0, 5]
@@ -346,14 +349,14 @@ def test_refactor_a_handler_saves_too(manager_class: ManagerClass, tmp_path: pat
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(arrays()),
             vector=ocp.args.ArraySave(jnp.arange(4.0)),
-            extra=ocp.args.JsonSave([1]),
+            extra=ocp.args.JsonSave({"n": 1}),
         )
         manager.save(0, args=items)
         manager.wait_until_finished()
         restored = manager.restore(0)
         assert_same(restored.state, arrays())
         assert_same(restored.vector, jnp.arange(4.0))
-        assert restored.extra == [1]
+        assert restored.extra == {"n": 1}
 
 
 def test_refactor_an_item_may_be_left_out(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
@@ -607,10 +610,10 @@ def test_pytrees_restore_args_alone(manager_class: ManagerClass, tmp_path: pathl
 ARRAY_RESTORE_ARGS: dict[str, Callable[[], ocp.RestoreArgs]] = {
     "sharding": lambda: ocp.ArrayRestoreArgs(sharding=sharding("model")),
     "mesh and mesh_axes": lambda: ocp.ArrayRestoreArgs(
-        mesh=sharding().mesh, mesh_axes=jax.sharding.PartitionSpec("model")
+        mesh=jax.sharding.Mesh(np.array(jax.devices()), ("model",)), mesh_axes=jax.sharding.PartitionSpec("model")
     ),
     "restore_type": lambda: ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding("model")),
-    "dtype": lambda: ocp.ArrayRestoreArgs(sharding=sharding("model"), dtype=np.float32),
+    "dtype": lambda: ocp.ArrayRestoreArgs(sharding=sharding("model"), dtype=np.dtype(np.float32)),
     "global_shape": lambda: ocp.ArrayRestoreArgs(sharding=sharding("model"), global_shape=(16,)),
     "type_handlers": lambda: ocp.type_handlers.ArrayRestoreArgs(sharding=sharding("model")),
 }
@@ -950,7 +953,7 @@ def test_items_of_every_argument_class(manager_class: ManagerClass, tmp_path: pa
     assert restored.extra == {"a": [1, None, "x"]}
     assert restored.config == proto
     assert jax.random.uniform(restored.key) == jax.random.uniform(typed)
-    assert jax.dtypes.issubdtype(restored.key.dtype, jax.dtypes.prng_key)
+    assert jnp.issubdtype(restored.key.dtype, jax.dtypes.prng_key)
     np.testing.assert_array_equal(restored.old_key, raw)
     again = np.random.RandomState()
     again.set_state(restored.shuffle)
@@ -959,7 +962,8 @@ def test_items_of_every_argument_class(manager_class: ManagerClass, tmp_path: pa
 
 def test_items_restored_as_saved(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """The manager that saved them needs no arguments to restore a proto's neighbours, keys and arrays."""
-    key, state = jax.random.split(jax.random.key(5)), np.random.RandomState(7).get_state()
+    key = jax.random.split(jax.random.key(5))
+    state: Any = np.random.RandomState(7).get_state()
     items = ocp.args.Composite(
         vector=ocp.args.ArraySave(jnp.arange(4)),
         number=ocp.args.ArraySave(3),
@@ -1042,7 +1046,7 @@ class SlowPointHandler(ocp.AsyncCheckpointHandler, PointHandler):
 
         if args.own_thread:
             return [self.executor.submit(PointHandler.save, self, directory, copied)]
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="point")]
+        return [CommitFutureAwaitingContractedSignals(write(), name="point")]
 
     def close(self) -> None:
         self.executor.shutdown()
@@ -1376,6 +1380,33 @@ def test_legacy_a_checkpointer_per_item(manager_class: ManagerClass, tmp_path: p
         assert restored["state"]["a"].sharding == sharding()
         assert restored["extra"] == {"version": 1.0}
         assert set(manager.restore(0, items={"state": state}).keys()) == {"state"}
+
+
+class LegacyPointHandler(ocp.CheckpointHandler):
+    """From before there were argument classes: takes the item itself, and what options it likes."""
+
+    def save(self, directory: Any, item: Point, use_npz: bool = True, **kwargs: Any) -> None:
+        if use_npz:
+            np.savez(directory / "point.npz", x=item.x, label=item.label)
+        else:
+            (directory / "point.json").write_text(json.dumps({"x": item.x.tolist(), "label": item.label}))
+
+    def restore(self, directory: Any, item: Any = None, as_dict: bool = False, **kwargs: Any) -> Any:
+        point = json.loads((directory / "point.json").read_text())
+        return point if as_dict else Point(np.array(point["x"]), point["label"])
+
+
+def test_legacy_a_handler_without_argument_classes(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
+    """`save_kwargs` and `restore_kwargs` reach it; its files lie in the item's folder. (Or it is refused by name.)"""
+    with (
+        or_refused(manager_class, "LegacyPointHandler"),
+        manager_class(tmp_path, ocp.Checkpointer(LegacyPointHandler())) as manager,
+    ):
+        manager.save(0, POINT, save_kwargs={"use_npz": False})
+        manager.wait_until_finished()
+        assert (tmp_path / "0" / "default" / "point.json").is_file()
+        assert manager.restore(0).label == "here"
+        assert manager.restore(0, restore_kwargs={"as_dict": True}) == {"x": [1.0, 1.5], "label": "here"}
 
 
 def test_legacy_constructor_and_modern_arguments(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
