@@ -7,7 +7,7 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F2  grid plan snapshot records orbax_view parsing node_writer node_file node_reader handlers commit
         commit_rename commit_put retention
     F3  args targets restoring casting items saving attempt opening attempts removal tree_metadata status choosing
-        checks reading manager following
+        checks legacy reading manager following
 """
 
 from epochckpt import args, errors

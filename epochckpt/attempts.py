@@ -128,10 +128,11 @@ class Attempts:
             errors, self._errors = self._errors, []
             return errors
 
-    def drain(self) -> None:
-        """Waits until no attempt is without a verdict. Bounded: every attempt is."""
+    def drain(self, epoch: int | None = None) -> None:
+        """Waits until no attempt (at one epoch, or at any) is without a verdict. Bounded: every attempt is."""
         for attempt in self.pending():
-            self._wait(attempt, attempt.done)
+            if epoch in (None, attempt.epoch):
+                self._wait(attempt, attempt.done)
 
     def drain_removals(self) -> None:
         """Waits until what was deleted is removed, too; bounded like a save."""

@@ -16,8 +16,8 @@ from epochckpt.errors import InvalidArgumentError
 def apply(item: str, tree: Any, save_args: Any) -> Any:
     """The tree with the arrays cast as its `SaveArgs` ask.
 
-    A cast changes the precision of floating and complex arrays, or widens integers; whatever it would do beyond that
-    (integers to floats, narrower integers, Python numbers) is left out, the leaf saved as it is, and a warning says so.
+    A cast changes the precision of floating and complex arrays, or the width of integers; what would change the kind
+    (integers to floats), and Python numbers, are saved as they are, and a warning says so.
 
     Args:
         item: item name, for messages.
@@ -25,7 +25,7 @@ def apply(item: str, tree: Any, save_args: Any) -> Any:
         save_args: pytree of `ocp.SaveArgs` like it, or None.
 
     Raises:
-        InvalidArgumentError: the two are not alike.
+        InvalidArgumentError: the two are not alike, or integers do not fit.
     """
     if save_args is None:
         return tree
@@ -46,7 +46,12 @@ def _cast(name: str, leaf: Any, dtype: Any) -> Any:
     if dtype is None or getattr(leaf, "dtype", dtype) == dtype:
         return leaf
     if isinstance(leaf, jax.Array | np.ndarray | np.generic) and _keeps_kind(leaf.dtype, np.dtype(dtype)):
-        return leaf.astype(dtype)
+        out = leaf.astype(dtype)
+        if tree_lib.issubdtype(leaf.dtype, np.integer) and not _fits(leaf, out):
+            raise InvalidArgumentError(
+                f"leaf {name!r}: not every value of its {leaf.dtype} fits into {np.dtype(dtype)}"
+            )
+        return out
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     logging.log_first_n(
         logging.WARNING, "leaf %s is saved as %s, not as %s: the cast would not keep its values", 3, name, kind, dtype
@@ -55,7 +60,15 @@ def _cast(name: str, leaf: Any, dtype: Any) -> Any:
 
 
 def _keeps_kind(before: Any, after: Any) -> bool:
-    kinds = (np.floating, np.complexfloating)
-    if any(tree_lib.issubdtype(before, k) and tree_lib.issubdtype(after, k) for k in kinds):
+    kinds = (np.floating, np.complexfloating, np.integer)
+    return any(tree_lib.issubdtype(before, k) and tree_lib.issubdtype(after, k) for k in kinds)
+
+
+def _fits(before: Any, after: Any) -> bool:
+    """Whether a cast of integers kept the values that are here."""
+    if np.can_cast(before.dtype, after.dtype, "safe"):
         return True
-    return np.dtype(before).kind in "iub" and np.can_cast(before, after, "safe") and np.dtype(after).kind in "iu"
+    if isinstance(before, jax.Array):
+        shards = zip(before.addressable_shards, after.addressable_shards, strict=True)
+        return all(_fits(np.asarray(a.data), np.asarray(b.data)) for a, b in shards)
+    return bool(np.array_equal(before, after.astype(before.dtype)))

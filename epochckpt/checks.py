@@ -82,6 +82,11 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
             "multiprocessing_options with another primary_host or active_processes is not supported: "
             "every process of the job takes part, and process 0 commits"
         )
+    excluded = [n for n in ("keep_time_interval", "max_to_keep", "keep_period") if getattr(options, n)]
+    if options.preservation_policy is not None and excluded:
+        raise InvalidArgumentError(f"preservation_policy and {excluded[0]} exclude each other; pass one of them")
+    if options.best_mode not in ("min", "max"):
+        raise InvalidArgumentError(f"best_mode must be 'min' or 'max', got {options.best_mode!r}")
     if options.todelete_subdir is not None and not layout.is_name(options.todelete_subdir):
         raise InvalidArgumentError(f"todelete_subdir {options.todelete_subdir!r} is not a plain folder name")
     hints = [f"{name} ({HINTS[name]})" for name in changed if name in HINTS]
@@ -100,30 +105,13 @@ def storage_options(options: ocp.CheckpointManagerOptions, storage: StorageOptio
     return storage or StorageOptions()
 
 
-def check_legacy(checkpointers: Any) -> None:
-    """Refuses the constructor's legacy argument."""
-    if checkpointers is not None:
-        raise UnsupportedError(
-            "CheckpointManager(checkpointers=…) is Orbax's legacy form; "
-            "leave it out and pass args= to save() and restore()"
-        )
-
-
-def check_save_args(tree: Any, kwargs: Any, args: Any, multi: bool | None, restoring: bool = False) -> bool | None:
-    """Checks the arguments of `save` or `restore`; returns whether the manager handles several named items.
+def check_args(args: Any, multi: bool | None, *, restoring: bool = False) -> bool | None:
+    """Checks the argument of `save` or `restore`; returns whether the manager handles several named items.
 
     Raises:
-        InvalidArgumentError, UnsupportedError: naming the form to use.
+        InvalidArgumentError: naming the form to use.
     """
     verb = "restore" if restoring else "save"
-    if isinstance(tree, ocp.args.CheckpointArgs):
-        raise InvalidArgumentError(f"pass it by name: {verb}(step, args={type(tree).__name__}(…))")
-    if tree is not None or kwargs is not None:
-        raise UnsupportedError(
-            f"{verb}(step, items, …_kwargs) is Orbax's legacy form; use {verb}(step, "
-            f"args=orbax.checkpoint.args.Standard{'Restore' if restoring else 'Save'}(…)), "
-            "or args.Composite(name=…) for several items"
-        )
     if args is None:
         if restoring:
             return multi

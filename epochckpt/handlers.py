@@ -136,15 +136,17 @@ class Handlers:
         item_handlers: a handler for the one unnamed item, or handlers by item name.
         handler_registry: an Orbax `CheckpointHandlerRegistry`.
 
+    Attributes:
+        given: handlers by item name, as passed.
+        names: the item names that this implies.
+        single: whether one handler was passed, for the one unnamed item.
+
     Raises:
-        InvalidArgumentError: both were given.
         UnsupportedError: a handler that overrides Orbax's engine, or has no argument classes; by name.
     """
 
     def __init__(self, item_handlers: Any = None, handler_registry: Any = None):
         self._registry: Any = handler_registry
-        if item_handlers is not None and handler_registry is not None:
-            raise InvalidArgumentError("pass item_handlers= or handler_registry=, not both")
         if handler_registry is not None and not hasattr(handler_registry, "get_all_entries"):
             raise InvalidArgumentError(
                 f"handler_registry expects a CheckpointHandlerRegistry, got a {type(handler_registry).__name__}"
@@ -153,10 +155,10 @@ class Handlers:
         given = item_handlers if several else {} if item_handlers is None else {layout.DEFAULT_ITEM: item_handlers}
         self.names: tuple[str, ...] = tuple(given) if several else ()
         self.single = item_handlers is not None and not several
-        self._given = {name: handler for name, handler in given.items() if handler is not None}
+        self.given = {name: handler for name, handler in given.items() if handler is not None}
         self._made: dict[tuple[str, type], Any] = {}
-        for name, handler in self._given.items():
-            _check(name, type(handler))
+        for name, handler in self.given.items():
+            _check(name, type(handler), handler)
             if type(handler) not in OURS and not ocp.args.has_registered_args(handler):
                 raise UnsupportedError(
                     f"item_handlers[{name!r}]: {type(handler).__name__} has no argument classes; register them with "
@@ -183,9 +185,9 @@ class Handlers:
         for name in (item, None):
             if self._registry is not None and self._registry.has(name, kind):
                 handler = self._registry.get(name, kind)
-                _check(item, type(handler))
+                _check(item, type(handler), handler)
                 return handler
-        known = self._given.get(item)
+        known = self.given.get(item)
         if known is not None:
             if not _suits(known, kind):
                 taken = f"{type(known).__name__}, which takes no {kind.__name__}"
@@ -232,7 +234,7 @@ class Handlers:
         entries = self._registry.get_all_entries() if self._registry is not None else {}
         named = [handler for (name, _), handler in entries.items() if name == item]
         made = [handler for (name, _), handler in self._made.items() if name == item]
-        return self._given.get(item) or next(iter(named + made), None)
+        return self.given.get(item) or next(iter(named + made), None)
 
     def _make(self, item: str, kind: type) -> Any:
         if (item, kind) not in self._made:
@@ -247,7 +249,7 @@ class Handlers:
 
     def close(self) -> None:
         """Closes the handlers."""
-        for handler in [*self._given.values(), *self._made.values()]:
+        for handler in [*self.given.values(), *self._made.values()]:
             close = getattr(handler, "close", None)
             if close is not None:
                 worker.logged(f"{type(handler).__name__} could not be closed", close)
@@ -282,15 +284,25 @@ def with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any])
         return use(epath.Path(folder))
 
 
-def _check(item: str, kind: type) -> None:
+def _check(item: str, kind: type, handler: Any = None) -> None:
     """Refuses handlers whose work our engine would do otherwise than they do."""
     if kind in OURS:
+        if handler is not None and _leaf_types(handler) is not _leaf_types(kind()):
+            raise UnsupportedError(
+                f"item {item!r}: {kind.__name__}(type_handler_registry=…) teaches Orbax's engine leaf types, which "
+                "epochckpt does not use; save such leaves as an item of their own, with a handler"
+            )
         return
     if issubclass(kind, _ENGINE) or kind.__module__.startswith("orbax.checkpoint."):
         raise UnsupportedError(
             f"item {item!r}: {kind.__module__}.{kind.__qualname__} overrides Orbax's own engine, which epochckpt does "
             "not use; pass an unmodified handler of Orbax's, or none"
         )
+
+
+def _leaf_types(handler: Any) -> Any:
+    """What a handler was taught about leaves; there is no public way to ask."""
+    return getattr(handler, "_type_handler_registry", None)
 
 
 def _suits(handler: Any, args: type) -> bool:

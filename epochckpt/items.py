@@ -244,12 +244,13 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
                 f"item {name!r}: StandardRestore(strict=False) pads or cuts arrays; epochckpt does not"
             )
         return TreeRequest(args.item, fallback_sharding=args.fallback_sharding, layouts=args.support_layout)
-    if args.transforms is not None or args.legacy_transform_fn is not None:
+    nothing = args.transforms == {} and args.transforms_default_to_original  # but take from the target what is missing
+    if (args.transforms is not None and not nothing) or args.legacy_transform_fn is not None:
         raise UnsupportedError(
             f"item {name!r}: PyTreeRestore(transforms=…) is not supported; "
             "restore the saved tree and change it with jax.tree.map"
         )
-    return TreeRequest(args.item, args.restore_args, args.partial_restore)
+    return TreeRequest(args.item, args.restore_args, args.partial_restore or nothing)
 
 
 def check_names(names: Sequence[str], nodes: Sequence[str], known: Sequence[str]) -> None:

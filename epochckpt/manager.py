@@ -12,17 +12,16 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import choosing, coordination, items, layout, opening, removal, retention, saving, status, worker
+from epochckpt import choosing, coordination, items, layout, legacy, opening, removal, retention, saving, status, worker
 from epochckpt.attempt import Committed, broken, snapshot
 from epochckpt.attempts import Attempts
-from epochckpt.checks import check_legacy, check_options, check_save_args, storage_options
+from epochckpt.checks import check_args, check_options, storage_options
 from epochckpt.errors import (
     EpochExistsError,
     ErrorGroup,
     InvalidArgumentError,
     SaveError,
 )
-from epochckpt.handlers import Handlers
 from epochckpt.options import StorageOptions
 from epochckpt.reading import Browsable, Reading, epoch_number, shown_path
 from epochckpt.retention import EpochInfo, History
@@ -59,7 +58,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
 
         Args:
             directory: where the epochs live: a path (relative ones are fine) or a URL that TensorStore knows.
-            checkpointers: refused (Orbax's legacy form).
+            checkpointers: Orbax's legacy form: a Checkpointer, or several by item name; their handlers are taken.
             options: Orbax's options; its policies decide what is saved and kept.
             metadata: JSON written once for the whole directory, see `metadata()`.
             item_names: names of the items, if several are saved together with `args.Composite`.
@@ -71,15 +70,14 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             node: this process's node name, `process_<index>` by default.
             metadata_handler: not supported yet.
 
-        Raises:
-            EpochCheckpointError: see `epochckpt.opening.open_directory`.
+        Raises: see `epochckpt.opening.open_directory`.
         """
         if metadata_handler is not None:
             raise InvalidArgumentError("metadata_handler= is not supported yet; leave it out")
         self._options = check_options(options or ocp.CheckpointManagerOptions())
         self._storage = storage_options(self._options, storage)
-        check_legacy(checkpointers)
-        self._handlers = Handlers(item_handlers, handler_registry)
+        self._handlers = legacy.handlers(checkpointers, item_names, item_handlers, handler_registry)
+        self._async = self._options.enable_async_checkpointing and legacy.is_asynchronous(checkpointers)
         self._item_names = tuple(item_names or self._handlers.names)
         self._multi: bool | None = True if self._item_names else (False if self._handlers.single else None)
         coordinator = coordination.connect(self._options.read_only)
@@ -157,8 +155,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         return found
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether JAX's preemption notice has reached every process; all must ask equally often (`step` is unused)."""
-        return self._preemption.reached()
+        """Whether JAX's preemption notice has reached every process; all must ask for the same steps."""
+        return self._preemption.reached(step)
 
     def should_save(self, step: int) -> bool:
         """Whether the options ask for this epoch to be saved, after those that were asked for so far."""
@@ -191,8 +189,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
 
         Args:
             step: the epoch's number.
-            items: refused (Orbax's legacy form).
-            save_kwargs: refused (Orbax's legacy form).
+            items: Orbax's legacy form of args, for managers that were given handlers.
+            save_kwargs: goes with items.
             metrics: JSON, kept with the epoch; `options.best_fn` ranks by it.
             force: save even if `should_save` says no; an existing epoch is still an error.
             args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
@@ -204,13 +202,14 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         Raises:
             EpochExistsError: with force, for an epoch that exists or is on its way.
             InvalidArgumentError: something in it cannot be saved, by name. Nothing was begun.
-            SaveError: only with `enable_async_checkpointing=False`: it was not committed.
+            SaveError: only if saves are not asynchronous: it was not committed.
         """
         began = time.monotonic()
         step = epoch_number(step)
         if self._closed:
             raise InvalidArgumentError(f"this manager of {self._directory} is closed")
-        multi = check_save_args(items, save_kwargs, args, self._multi)
+        args = legacy.save_args(self._handlers, items, save_kwargs, args)
+        multi = check_args(args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
         if self._history.is_requested(step):
@@ -241,7 +240,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         self._history.request(EpochInfo(step, metrics=attempt.metrics, time_ns=attempt.started_ns))
         attempt.held_secs = time.monotonic() - began
         self._attempts.submit(attempt)
-        if not self._options.enable_async_checkpointing:
+        if not self._async:
             self.wait_until_finished()
         return True
 
@@ -310,8 +309,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
 
         Args:
             step: its number, or None for the newest that every process can read (agreed by vote).
-            items: refused (Orbax's legacy form).
-            restore_kwargs: refused (Orbax's legacy form).
+            items: Orbax's legacy form of args, for managers that were given handlers.
+            restore_kwargs: goes with items.
             directory: restore from another directory.
             args: what to restore as what: `args.StandardRestore(target)`, `args.Composite(name=…)`; None for all
                 items as they were saved.
@@ -324,14 +323,15 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             MismatchError: the target does not fit; lists every leaf.
             DamagedError: bytes differ from what was written.
         """
-        multi = check_save_args(items, restore_kwargs, args, self._multi, restoring=True)
+        args = legacy.restore_args(self._handlers, items, restore_kwargs, args)
+        multi = check_args(args, self._multi, restoring=True)
         reading, candidates = self._reading, None
         if directory is not None and open_store(directory).root != self._store.root:
             reading, candidates = self._reading.elsewhere(directory, opening.step_names(self._options))
+        self._attempts.drain(step)
         if step is not None:
             value = reading.restore(epoch_number(step), args)
         else:
-            self._attempts.drain()
             self._calls += 1
             choice = choosing.newest_readable(
                 self.all_steps() if candidates is None else candidates,

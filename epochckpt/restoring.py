@@ -84,7 +84,8 @@ def _match(
             args, want = by_name.get(tree_lib.leaf_name(path)), wants[i]
             if args is not None and want.leaf >= 0:
                 leaf = item.leaves[want.leaf]
-                matcher.rows = [r for r in matcher.rows if r.leaf != leaf.name or r.problem == "missing"]
+                # what they decide, type and place, is theirs; the shape is still the target's
+                matcher.rows = [r for r in matcher.rows if r.leaf != leaf.name or r.problem in ("missing", "shape")]
                 wants[i] = matcher.with_restore_args(want.leaf, leaf, args, target)
     if matcher.rows:
         raise MismatchError(name, reader.record.epoch, matcher.rows, ADVICE)

@@ -23,8 +23,13 @@ from epochckpt.errors import UnsupportedError
 ManagerClass = Callable[..., Any]
 MANAGERS: dict[str, ManagerClass] = {"orbax": ocp.CheckpointManager, "epochckpt": ec.CheckpointManager}
 
-# Stock Orbax alone warns when it is to put an array where it was saved; ours must not.
-_QUIET = {"orbax": [pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")]}
+# Stock Orbax alone warns when it is to put an array where it was saved, and leaves coroutines behind when it fails.
+_QUIET = {
+    "orbax": [
+        pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
+        pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    ]
+}
 
 both = pytest.mark.parametrize(
     "manager_class", [pytest.param(c, id=name, marks=_QUIET.get(name, [])) for name, c in MANAGERS.items()]

@@ -219,7 +219,7 @@ def test_arguments_without_a_handler_and_contradictions_are_refused(tmp_path: pa
     with pytest.raises(ec.errors.UnsupportedError, match=r"NoArgs has no argument classes; register them"):
         ec.CheckpointManager(tmp_path, item_handlers={"x": NoArgs()})
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    with pytest.raises(ec.errors.InvalidArgumentError, match="not both"):
+    with pytest.raises(ec.errors.InvalidArgumentError, match="item_handlers and handler_registry exclude each other"):
         ec.CheckpointManager(tmp_path, item_handlers={"x": NotesHandler()}, handler_registry=registry)
     with (
         ec.CheckpointManager(tmp_path / "typed", item_handlers={"x": NotesHandler()}) as manager,

@@ -494,6 +494,11 @@ def test_a_logger_is_told_of_every_save(manager_class: ManagerClass, tmp_path: p
 # -- several processes ---------------------------------------------------------------------------------------------
 
 
+def total(state: Any) -> float:
+    """What a loss does in every step of a real trainer: it needs all processes, so none runs ahead."""
+    return float(jax.jit(jnp.sum)(state.params["params"]["kernel"]))
+
+
 def job(directory: str, manager: str, until: int, preempt_at: int | None = None) -> Any:
     """One process of a run: trains, each with an iterator of its own, until it is preempted or done."""
     me, count = jax.process_index(), jax.process_count()
@@ -509,6 +514,7 @@ def job(directory: str, manager: str, until: int, preempt_at: int | None = None)
                     os.kill(os.getpid(), signal.SIGTERM)
                 seen.append(next(iterator))
                 state = train(state)
+                total(state)
                 maybe_save(m, state, [(iterator, me, count)], step=step)
             maybe_save(m, state, [(iterator, me, count)])
         except Stop:
