@@ -3,7 +3,7 @@
 Imports go strictly downwards; a test checks it (within a floor: only to the left).
 
     F0  errors options layout tree
-    F1  worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
+    F1  mapped worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
     F2  grid plan snapshot records orbax_view parsing node_writer node_file node_reader commit
         commit_rename commit_put retention
     F3  targets restoring items saving attempt opening attempts removal status choosing checks reading manager following
