@@ -68,8 +68,8 @@ def export(
       Typed PRNG keys become their key data. What the format cannot say (Python values, key paths) is noted in the
       file's `__metadata__`, for `import_`.
 
-    Memory stays bounded: by blocks for `"orbax"`, by about `max_buffer_bytes` for `"safetensors"`. One process does it,
-    at any time, also while the job goes on saving.
+    Memory stays bounded: by blocks for `"orbax"`, by about twice `max_buffer_bytes` for `"safetensors"`. One process
+    does it, at any time, also while the job goes on saving.
 
     Args:
         directory: where the epochs live: a path or a URL.

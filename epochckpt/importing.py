@@ -88,6 +88,11 @@ def import_(
     if epoch in existing:
         raise EpochExistsError(f"{store.root}: epoch {epoch} exists; delete it, or choose another number")
     tree = _read(_path(source), format, separator, _scratch(store.root if store.renames else None))
+    try:
+        tree_lib.flatten(tree)
+    except (ValueError, TypeError) as error:
+        problem = f"is no tree for JAX, which sorts the keys of each dict: {error}"
+        raise FormatError(os.fspath(source), problem) from None
     # mapped files are not copied: a bound on host memory is no reason to refuse them
     storage = dataclasses.replace(storage or StorageOptions(), host_memory_limit_bytes=None)
     args: Any = ocp.args.StandardSave(tree)

@@ -77,16 +77,17 @@ def read(path: str, text: str) -> Notes:
     separator, tensors, values = data.get("separator"), data.get("tensors"), data.get("values")
     if not isinstance(separator, str) or not separator or not isinstance(tensors, dict) or not isinstance(values, list):
         raise problem
+    rows = [*tensors.values(), *values]
+    if not all(isinstance(row, list) and len(row) in (2, 3) and isinstance(row[1], str) for row in rows):
+        raise problem
     notes = Notes(separator)
     for name, row in tensors.items():
-        if not isinstance(row, list) or len(row) not in (2, 3) or row[1] not in tree_lib.ARRAY_KINDS:
-            raise problem
-        if (len(row) == 3) != (row[1] == "prng") or not all(isinstance(text, str) for text in row[1:]):
-            raise problem
         impl = row[2] if len(row) == 3 else None
+        if row[1] not in tree_lib.ARRAY_KINDS or isinstance(impl, str) != (row[1] == "prng"):
+            raise problem
         notes.tensors[name] = tree_lib.path_from_json(path, row[0]), row[1], impl
     for row in values:
-        if not isinstance(row, list) or len(row) != 3 or row[1] not in tree_lib.VALUE_KINDS | tree_lib.EMPTY_KINDS:
+        if len(row) != 3 or row[1] not in tree_lib.VALUE_KINDS | tree_lib.EMPTY_KINDS:
             raise problem
         notes.values.append((tree_lib.path_from_json(path, row[0]), row[1], row[2]))
     return notes
