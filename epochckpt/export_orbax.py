@@ -18,6 +18,9 @@ from epochckpt.records import EpochRecord
 from epochckpt.saving import root_metadata
 from epochckpt.store import Store
 
+MAX_CHUNKS = 2_000_000
+"""More than in an epoch's own view: an export is asked for, and writing its index holds nobody up."""
+
 LeftOut = dict[str, dict[str, str]]
 
 
@@ -38,7 +41,7 @@ def write(reader: EpochReader, record: EpochRecord, target: Store, allow_left_ou
         DamagedError: bytes differ from what was written.
     """
     # nothing of ours is needed to read it: no attempts in paths, as object stores have them
-    view = Views().build(dataclasses.replace(record, objects=False))
+    view = Views(MAX_CHUNKS).build(dataclasses.replace(record, objects=False))
     if view.left_out and not allow_left_out:
         raise UnsupportedError(refusal(record.epoch, "orbax", view.left_out))
     base = str(record.epoch)

@@ -74,10 +74,15 @@ class View:
 
 
 class Views:
-    """Builds the views of one manager's epochs; what does not change from epoch to epoch is built once."""
+    """Builds the views of one manager's epochs; what does not change from epoch to epoch is built once.
 
-    def __init__(self) -> None:
+    Args:
+        max_chunks: items with more cells get no view; None: `MAX_CHUNKS`.
+    """
+
+    def __init__(self, max_chunks: int | None = None) -> None:
         self._known: dict[str, _Items] = {}
+        self._max_chunks = max_chunks
 
     def build(self, record: EpochRecord) -> View:
         """The view of an epoch that is about to be committed."""
@@ -117,7 +122,7 @@ class Views:
         key = arrays, places, {i: s and s[0] for i, s in scalars.items()}
         known = self._known.get(name)
         if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
-            if reason := _inexpressible(arrays):
+            if reason := _inexpressible(arrays, self._max_chunks):
                 view.left_out[name] = {"*": reason}
                 return False
             known = self._known[name] = _Items(key, record, name, scalars)
@@ -135,11 +140,12 @@ class Views:
         return True
 
 
-def _inexpressible(arrays: ArrayItem) -> str | None:
+def _inexpressible(arrays: ArrayItem, max_chunks: int | None) -> str | None:
     """Why Orbax can be given nothing of an item, if so."""
+    limit = MAX_CHUNKS if max_chunks is None else max_chunks
     chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
-    if chunks > MAX_CHUNKS:
-        return f"{chunks} chunks, more than {MAX_CHUNKS}: export the epoch for Orbax"
+    if chunks > limit:
+        return f"{chunks} chunks, more than {limit}{': export the epoch for Orbax' if max_chunks is None else ''}"
     return "a bare array is no tree for Orbax" if any(not leaf.path for leaf in arrays.leaves) else None
 
 

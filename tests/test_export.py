@@ -22,7 +22,7 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 import epochckpt as ec
-from epochckpt import export_safetensors
+from epochckpt import export_orbax, export_safetensors, orbax_view
 from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError, UnsupportedError
 from epochckpt.posix_store import PosixStore, PosixWriter
 from epochckpt.tree import DTYPES
@@ -185,6 +185,21 @@ def test_what_a_format_cannot_express_is_refused_by_name(tmp_path: pathlib.Path,
         set(ec.export(tmp_path / "run", 5, tmp_path / "out", format, allow_left_out=True).left_out["default"])
         == expected
     )
+
+
+def test_items_with_too_many_chunks_for_an_epochs_view_can_be_exported(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the note in the epoch says."""
+    monkeypatch.setattr(orbax_view, "MAX_CHUNKS", 3)
+    tree = {str(i): np.full(2, i) for i in range(9)}
+    save(tmp_path / "run", tree)
+    assert not (tmp_path / "run" / "5" / "default").exists()
+    ec.export(tmp_path / "run", 5, tmp_path / "out")
+    assert stock_states.differences(ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "5" / "default"), tree) == []
+    monkeypatch.setattr(export_orbax, "MAX_CHUNKS", 8)
+    with pytest.raises(UnsupportedError, match="default: 9 chunks, more than 8\n"):
+        ec.export(tmp_path / "run", 5, tmp_path / "other")
 
 
 def test_names_that_would_collide_are_refused(tmp_path: pathlib.Path) -> None:
