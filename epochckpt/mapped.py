@@ -6,26 +6,29 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 
 _PIECE_BYTES = 8 * 2**20
 
 
-def open_map(path: str | os.PathLike[str]) -> np.memmap[Any, Any]:
-    """A file's bytes as a read-only array of uint8.
+class Mapped(np.memmap[Any, Any]):
+    """A read-only map of a file that stays as it is while the array is used, and so need not be copied to be saved.
+
+    A type of its own, because that is a promise: of a `np.memmap` that a caller hands to `save()` nobody knows who
+    writes to the file, or cuts it short, which ends a process that reads it then.
+    """
+
+
+def open_map(file: str | os.PathLike[str] | IO[bytes]) -> Mapped:
+    """A file's bytes as a read-only array of uint8. Slices, `view` and `reshape` stay `Mapped`.
 
     Raises:
         OSError: it cannot be opened.
         ValueError: it is empty.
     """
-    return np.memmap(path, np.uint8, "r")
-
-
-def is_mapped(value: Any) -> bool:
-    """Whether an array is a file mapped for reading only: nobody can change it but through the file."""
-    return isinstance(value, np.memmap) and value.mode == "r" and not value.flags.writeable
+    return cast(Mapped, Mapped(file, np.uint8, "r"))
 
 
 def release(array: np.ndarray, start: int = 0, stop: int | None = None) -> None:
@@ -35,7 +38,7 @@ def release(array: np.ndarray, start: int = 0, stop: int | None = None) -> None:
     is fine, and brings them back.
 
     Args:
-        array: C-contiguous, for which `is_mapped` holds.
+        array: a C-contiguous `Mapped`.
         start: first byte of the array.
         stop: one beyond the last; None: all.
     """
@@ -51,7 +54,7 @@ def release(array: np.ndarray, start: int = 0, stop: int | None = None) -> None:
         owner.madvise(mmap.MADV_DONTNEED, low, high - low)
 
 
-def join(chunks: Iterable[np.ndarray], folder: str) -> np.memmap[Any, Any]:
+def join(chunks: Iterable[np.ndarray], folder: str) -> Mapped:
     """Pieces of mapped files as one mapped array of uint8, through a file in `folder` that has no name.
 
     Raises:
@@ -65,7 +68,7 @@ def join(chunks: Iterable[np.ndarray], folder: str) -> np.memmap[Any, Any]:
                 file.write(flat[start : start + _PIECE_BYTES].data)
                 release(flat, start, min(start + _PIECE_BYTES, flat.nbytes))
         file.flush()
-        return np.memmap(file, np.uint8, "r")
+        return open_map(file)
 
 
 def _address(array: np.ndarray) -> int:

@@ -48,7 +48,7 @@ _TIMES = re.compile(r"(datetime|timedelta)64(\[\w{1,8}\])?\Z")
 
 
 def load(path: str, scratch: str) -> Any:
-    """The tree of a file: dicts, lists, Python values, NumPy scalars, and arrays as read-only `np.memmap`.
+    """The tree of a file: dicts, lists, Python values, NumPy scalars, and arrays as `mapped.Mapped`.
 
     Args:
         path: the file; it must not change while the arrays are used.
@@ -70,7 +70,7 @@ def load(path: str, scratch: str) -> Any:
 
 
 class _Reader:
-    def __init__(self, path: str, data: np.memmap[Any, Any], scratch: str):
+    def __init__(self, path: str, data: mapped.Mapped, scratch: str):
         self.path, self.data, self.scratch = path, data, scratch
         self.raw = data.data
         self.at, self.end = 0, len(data)

@@ -4,8 +4,8 @@
   and large ones leave a sample of their bytes, because jax may alias NumPy memory that the caller can still change.
 - jax arrays on accelerators: copies into host memory, all started before the first is awaited, through pinned host
   memory where the backend has it. Starting a copy is not enough for donation to be safe, so they are awaited here.
-- NumPy leaves: copied, but for files that are mapped read-only (`np.memmap`, mode "r"): those are streamed from the
-  page cache, and leave a sample, too. Python values: taken as they are.
+- NumPy leaves: copied, but for the files of an import (`mapped.Mapped`): those are streamed from the page cache, and
+  leave a sample, too. Python values: taken as they are.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ class Buffer:
     Attributes:
         array: C-contiguous, of the stored dtype.
         sample: some of its bytes at the time of the snapshot, if the memory is not ours; else None.
-        mapped: it is a file mapped read-only.
     """
 
     array: np.ndarray
     sample: bytes | None = None
-    mapped: bool = False
 
     def unchanged(self) -> bool:
         """False if memory that is not ours has visibly changed since the snapshot."""
@@ -49,7 +47,7 @@ class Buffer:
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Says that some bytes have been written: those of a mapped file leave this process's memory."""
-        if self.mapped:
+        if isinstance(self.array, mapped.Mapped):
             mapped.release(self.array, start, stop)
 
 
@@ -127,8 +125,8 @@ def _host(value: Any, dtype: np.dtype[Any] | None) -> Buffer:
         value = value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
         return Buffer(np.frombuffer(value, dtype=np.uint8))
-    if mapped.is_mapped(value) and value.dtype == dtype and value.flags.c_contiguous and value.size:
-        buffer = Buffer(value, _sample(value), mapped=True)
+    if isinstance(value, mapped.Mapped) and value.dtype == dtype and value.flags.c_contiguous and value.size:
+        buffer = Buffer(value, _sample(value))
         buffer.release()
         return buffer
     return Buffer(np.array(value, dtype=dtype, order="C", copy=True))

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import random
-import shutil
 import struct
 import uuid
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import safetensors.numpy
 from flax import nnx
 
 import epochckpt as ec
-from epochckpt import attempts, importing, mapped, msgpack_file
+from epochckpt import attempts, importing, mapped, msgpack_file, snapshot
 from epochckpt import safetensors as headers
 from epochckpt.errors import (
     BufferChangedError,
@@ -508,34 +507,32 @@ def test_a_source_that_changes_meanwhile_is_noticed(
         assert manager.all_steps() == []
 
 
-def test_a_manager_saves_mapped_files_of_every_kind(tmp_path: pathlib.Path) -> None:
-    """Read-only ones by their pages; writable and copy-on-write ones are copied, so later changes do not show."""
+def test_maps_of_an_import_are_not_copied_and_those_of_a_caller_are(tmp_path: pathlib.Path) -> None:
+    """Pieces of every form of the former; of the latter later changes do not show, whatever the mode."""
     data = np.arange(300_000, dtype=np.float32)
-    data.tofile(tmp_path / "data")
-    maps = {m: np.memmap(tmp_path / "data", np.float32, m) for m in ("r", "r+", "c")}  # type: ignore[call-overload]
-    shutil.copy(tmp_path / "data", tmp_path / "other")
-    tree: dict[str, Any] = {
-        "whole": np.memmap(tmp_path / "other", np.float32, "r"),
-        "part": np.memmap(tmp_path / "other", np.float32, "r", offset=12)[7:100_001],
-        "strided": np.memmap(tmp_path / "other", np.float32, "r")[::3],
-        "rows": np.memmap(tmp_path / "other", np.float32, "r", shape=(3, 100_000))[1:],
-        "none": np.memmap(tmp_path / "other", np.float32, "r")[:0],
-        "swapped": np.memmap(tmp_path / "other", ">f4", "r")[:10],
-        **{name: maps[name] for name in ("r+", "c")},
-    }
-    assert [mapped.is_mapped(x) for x in maps.values()] == [True, False, False]
+    for name in ("ours", "theirs"):
+        data.tofile(tmp_path / name)
+    ours = mapped.open_map(tmp_path / "ours").view(np.float32)
+    pieces = {"part": ours[7:100_001], "rows": ours.reshape(3, -1)[1:], "strided": ours[::3], "none": ours[:0]}
+    pieces["odd"] = ours.view(np.uint8)[3:-1].view(np.float32)
+    theirs = {mode: np.memmap(tmp_path / "theirs", np.float32, mode) for mode in ("r", "r+", "c")}  # type: ignore[call-overload]
+    tree: dict[str, Any] = {**pieces, **theirs, "swapped": np.memmap(tmp_path / "ours", ">f4", "r")[:10]}
+    assert all(isinstance(piece, mapped.Mapped) for piece in pieces.values())
+    assert not any(isinstance(value, mapped.Mapped) for value in theirs.values())
     expected = {name: np.array(x, x.dtype.newbyteorder("=")) for name, x in tree.items()}
+    copied = {name: snapshot._host(x, np.dtype(np.float32)).sample is None for name, x in tree.items()}
+    assert {name for name, done in copied.items() if done} == {"strided", "none", "swapped", *theirs}
     with ec.CheckpointManager(tmp_path / "run") as manager:
         manager.save(3, args=ocp.args.StandardSave(tree))
-        maps["c"][:] = 0
-        maps["r+"][:] = 0
+        theirs["c"][:] = 0
+        theirs["r+"][:] = 0
     same(restored(tmp_path / "run"), expected)
 
 
 def test_pages_that_were_released_come_back(tmp_path: pathlib.Path) -> None:
     """Also of pieces that begin and end anywhere in a page."""
     np.arange(100_000, dtype=np.uint16).tofile(tmp_path / "data")
-    whole = np.memmap(tmp_path / "data", np.uint16, "r")
+    whole = mapped.open_map(tmp_path / "data").view(np.uint16)
     for start, stop in ((0, None), (1, 4097), (5000, 5001), (199_999, 200_000)):
         mapped.release(whole, start, stop)
         mapped.release(whole[3:70_000], start, stop)
