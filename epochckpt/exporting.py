@@ -16,7 +16,7 @@ from absl import logging
 from epochckpt import choosing, export_orbax, export_safetensors, layout
 from epochckpt.attempt import human_bytes
 from epochckpt.coordination import SingleProcess
-from epochckpt.errors import InvalidArgumentError
+from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
 from epochckpt.export_safetensors import Settings
 from epochckpt.node_reader import EpochReader
 from epochckpt.opening import commits_of, step_names
@@ -113,10 +113,15 @@ def export(
 
         return _in_place(reader, place, write)
 
-    if epoch is not None:
-        done = run(epoch_number(epoch))
-    else:
-        done = choosing.newest_readable(commits.list_epochs(), run, SingleProcess(), "", 0.0, store.root).value
+    try:
+        if epoch is not None:
+            done = run(epoch_number(epoch))
+        else:
+            done = choosing.newest_readable(commits.list_epochs(), run, SingleProcess(), "", 0.0, store.root).value
+    except NotADirectoryError as error:
+        if store.renames and not os.path.isdir(store.root) and os.path.lexists(store.root):
+            raise NotACheckpointDirectoryError(f"{store.root} is a file; expected a directory of epochs") from error
+        raise
     for left, leaves in done.left_out.items():
         few = ", ".join(f"{leaf} ({why})" for leaf, why in list(leaves.items())[:3])
         logging.warning("%s: item %s: %d leaves were left out: %s", place, left, len(leaves), few)

@@ -5,6 +5,7 @@ The file is never taken into memory: its arrays are views of the mapped file, wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -73,6 +74,7 @@ def import_(
         UnsupportedError: a dtype that we lack, or several processes.
         EpochExistsError: there is such an epoch, be it readable or not.
         SaveError: storage refused; the epoch does not exist.
+        OSError: the source cannot be read.
     """
     epoch = epoch_number(epoch)
     layout.check_item_name(item, ("process_0",))
@@ -84,7 +86,9 @@ def import_(
         )
     names = _names_only(options or ocp.CheckpointManagerOptions())
     store = open_store(directory)
-    existing = commits_of(store, step_names(names)).list_epochs()
+    existing: list[int] = []
+    with contextlib.suppress(NotADirectoryError):  # opening it says so, once the source is known to be good
+        existing = commits_of(store, step_names(names)).list_epochs()
     if epoch in existing:
         raise EpochExistsError(f"{store.root}: epoch {epoch} exists; delete it, or choose another number")
     tree = _read(_path(source), format, separator, _scratch(store.root if store.renames else None))

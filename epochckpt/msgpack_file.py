@@ -62,7 +62,10 @@ def load(path: str, scratch: str) -> Any:
     if not os.path.getsize(path):
         raise FormatError(path, "is empty")
     reader = _Reader(path, mapped.open_map(path), scratch)
-    value = reader.value(0)
+    try:
+        value = reader.value(0)
+    except RecursionError:  # the caller is deep in its own stack
+        raise reader.problem("is nested too deeply") from None
     if reader.at != reader.end:
         raise reader.problem(f"goes on for {reader.end - reader.at} bytes after its one object")
     mapped.release(reader.data)

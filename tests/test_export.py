@@ -23,7 +23,13 @@ from safetensors.numpy import load_file, save_file
 
 import epochckpt as ec
 from epochckpt import export_orbax, export_safetensors, orbax_view
-from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError, UnsupportedError
+from epochckpt.errors import (
+    DamagedError,
+    EpochNotFoundError,
+    InvalidArgumentError,
+    NotACheckpointDirectoryError,
+    UnsupportedError,
+)
 from epochckpt.posix_store import PosixStore, PosixWriter
 from epochckpt.tree import DTYPES
 from tests import stock_states
@@ -328,6 +334,10 @@ def test_wrong_arguments_are_refused(tmp_path: pathlib.Path) -> None:
         ec.export(tmp_path / "run", 6, out)
     with pytest.raises(EpochNotFoundError, match="no committed epoch"):
         ec.export(tmp_path / "nothing", None, out)
+    (tmp_path / "file").write_text("x")
+    for epoch in (None, 5):
+        with pytest.raises(NotACheckpointDirectoryError, match="is a file"):
+            ec.export(tmp_path / "file", epoch, out)
     assert not out.exists()
     ec.export(tmp_path / "run", 5, out, "safetensors", item="two")
     assert set(tensors_of(out)) == {"x"}

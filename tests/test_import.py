@@ -29,6 +29,7 @@ from epochckpt.errors import (
     EpochExistsError,
     FormatError,
     InvalidArgumentError,
+    NotACheckpointDirectoryError,
     SaveError,
     UnsupportedError,
 )
@@ -273,6 +274,8 @@ def test_wrong_arguments_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError):
         ec.import_(tmp_path / "missing.msgpack", tmp_path / "run", 3)
     assert not (tmp_path / "run").exists()
+    with pytest.raises(NotACheckpointDirectoryError):
+        ec.import_(tmp_path / "x.msgpack", tmp_path / "x.msgpack", 3)
 
 
 def refused(source: str, directory: str) -> str:
