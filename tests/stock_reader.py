@@ -113,6 +113,9 @@ def exported(directories: dict[str, str], epoch: int) -> dict[str, dict[str, lis
             got = jax.tree.leaves(got)
             expected = jax.tree.leaves(expected)
             got, expected = (dict(enumerate(sorted(map(_bits, leaves)))) for leaves in (got, expected))
+        else:
+            v1 = ocp.v1.load_checkpointables(f"{directory}/{epoch}")["default"]
+            out[state]["v1 without arguments"] = stock_states.differences(v1, expected)
         out[state]["without arguments"] = stock_states.differences(got, expected)
     return out
 
