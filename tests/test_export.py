@@ -383,7 +383,7 @@ def test_pieces_of_long_rows_are_read_as_pieces(tmp_path: pathlib.Path) -> None:
 
 MIB = 2**20
 LARGE = 256 * MIB
-BOUND = 96 * MIB
+BOUND = LARGE // 4
 
 
 def memory(field: str) -> int:
@@ -461,7 +461,7 @@ def write_large(folder: pathlib.Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 def test_memory_stays_bounded(tmp_path: pathlib.Path) -> None:
-    """256 MiB there and back, from both kinds of files to both kinds of exports, in less than 96 MiB each."""
+    """256 MiB there and back, from both kinds of files to both kinds of exports, in less than 64 MiB each."""
     write_large(tmp_path)
     (grown,) = run_worker("tests.test_export:there_and_back", {"folder": str(tmp_path)}, 1, 1, timeout=110)
     assert grown.pop("control") > LARGE * 0.9, "the control shows nothing"
