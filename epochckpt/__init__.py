@@ -4,13 +4,13 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
 
     F0  errors options layout tree
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
-    F2  tensor_notes grid plan snapshot records orbax_view parsing node_writer node_file node_reader commit
+    F2  tensor_notes grid plan snapshot records orbax_view parsing node_writer node_file node_reader handlers commit
         commit_rename commit_put retention
-    F3  targets restoring items saving attempt opening attempts removal status choosing checks reading manager following
-        export_orbax export_safetensors exporting importing
+    F3  args targets restoring casting items saving attempt opening attempts removal tree_metadata status choosing
+        checks reading manager following export_orbax export_safetensors exporting importing
 """
 
-from epochckpt import errors
+from epochckpt import args, errors
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
@@ -30,6 +30,7 @@ __all__ = [
     "NodeStatus",
     "StorageOptions",
     "Verification",
+    "args",
     "errors",
     "export",
     "follow",

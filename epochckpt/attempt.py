@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,10 @@ import orbax.checkpoint as ocp
 from epochckpt import worker
 from epochckpt.commit import Damaged
 from epochckpt.coordination import Deadline
+from epochckpt.errors import SaveError, say
+from epochckpt.handlers import Content, Run
 from epochckpt.plan import ItemPlan
-from epochckpt.records import EpochRecord, ItemRecord, NodeEntry
+from epochckpt.records import DataFile, EpochRecord, ItemRecord, NodeEntry
 from epochckpt.saving import Prepared, checked_json, take
 from epochckpt.snapshot import Buffer
 
@@ -26,10 +29,11 @@ class Attempt:
     Attributes:
         epoch: its number.
         number: how often this epoch had been tried before.
-        plans: one per array item.
-        buffers: one list per array item; dropped once written.
-        files: (item, content) of items that are one file, on the node that writes them.
+        plans: one per pytree.
+        buffers: one list per pytree; dropped once written.
+        files: what handlers write on this node; removed once written.
         items: the items as they will be recorded.
+        own: the items that differ per node, as this node records them.
         digest: gives the digest of the plan; computed in the background.
         copied_bytes: host memory that the snapshot holds.
         replaces: the damaged epoch of this number that may be set aside for it.
@@ -41,8 +45,9 @@ class Attempt:
     number: int
     plans: Sequence[ItemPlan]
     buffers: list[list[Buffer]]
-    files: Sequence[tuple[str, bytes]]
+    files: Sequence[Content | Run]
     items: dict[str, ItemRecord]
+    own: dict[str, ItemRecord]
     digest: Callable[[], str]
     default_item: bool
     metrics: Any
@@ -65,10 +70,45 @@ class Attempt:
         """Digest of the plan."""
         return self.digest()
 
-    @property
-    def folders(self) -> list[str]:
-        """Items that have a folder of their own on this node."""
-        return [item for item, _ in self.files]
+    def collect(self) -> dict[tuple[str, str], bytes | pathlib.Path]:
+        """What handlers have written on this node, by item and path in its folder; waits for that.
+
+        Raises:
+            SaveError: a handler failed.
+        """
+        found: dict[tuple[str, str], bytes | pathlib.Path] = {}
+        for files in self.files:
+            try:
+                new = files.collect(self.deadline.left())
+            except Exception as error:
+                raise SaveError(self.epoch, f"item {files.item!r}: its handler failed: {say(error)}") from error
+            found.update({(files.item, name): source for name, source in new.items()})
+        return found
+
+    def drop(self) -> None:
+        """Lets go of what the snapshot holds."""
+        self.buffers = []
+        for files in self.files:
+            files.discard()
+        self.files = ()
+
+    def entries(self, nodes: Sequence[tuple[str, int]]) -> tuple[NodeEntry, ...]:
+        """What the nodes have reported.
+
+        Raises:
+            SaveError: two of them wrote a file of one name for an item.
+        """
+        out = []
+        seen: dict[str, str] = {}
+        for number, (name, process) in enumerate(nodes):
+            report = self.reports[number]
+            files = tuple(map(DataFile.from_row, report["files"]))
+            for path in (f.path for f in files if f.name):
+                if path in seen:
+                    raise SaveError(self.epoch, f"nodes {seen[path]} and {name} both wrote {path}")
+                seen[path] = name
+            out.append(NodeEntry(name, process, report["size"], report["digest"], files, report["secs"]))
+        return tuple(out)
 
     def record(self, attempt: str, nodes: tuple[NodeEntry, ...], *, objects: bool) -> EpochRecord:
         """The commit record, as of now."""
@@ -131,14 +171,15 @@ def snapshot(
 ) -> Attempt:
     """Takes the snapshot of a planned save."""
     kept = checked_json(metrics, "metrics"), checked_json(dict(custom_metadata or {}), "custom_metadata")
-    buffers, items = take(prepared)
+    taken = take(prepared)
     return Attempt(
         epoch=epoch,
         number=number,
         plans=prepared.plans,
-        buffers=buffers,
-        files=prepared.files,
-        items=items,
+        buffers=taken.buffers,
+        files=taken.files,
+        items=taken.items,
+        own=taken.own,
         digest=prepared.digest,
         default_item=default_item,
         metrics=kept[0],
@@ -151,8 +192,8 @@ def snapshot(
 
 def broken(epoch: int, number: int, error: Exception, timeout_secs: float) -> Attempt:
     """What takes the place of a save that this process could not begin, so that the others need not wait for it."""
-    nothing: dict[str, Any] = {"plans": (), "buffers": [], "files": (), "items": {}, "digest": str, "metrics": None}
-    rest: dict[str, Any] = {"default_item": True, "custom_metadata": {}, "copied_bytes": 0}
+    nothing: dict[str, Any] = {"plans": (), "buffers": [], "files": (), "items": {}, "own": {}, "digest": str}
+    rest: dict[str, Any] = {"metrics": None, "default_item": True, "custom_metadata": {}, "copied_bytes": 0}
     return Attempt(epoch, number, **nothing, **rest, deadline=Deadline(timeout_secs), error=error)
 
 

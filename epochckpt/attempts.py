@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import checksum, layout, node_writer, worker
+from epochckpt import checksum, node_writer, worker
 from epochckpt.attempt import Attempt, Committed, human_bytes
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
@@ -40,7 +40,7 @@ from epochckpt.errors import (
 )
 from epochckpt.opening import Opened
 from epochckpt.options import StorageOptions
-from epochckpt.records import DataFile, NodeEntry, NodeRecord
+from epochckpt.records import DataFile, NodeRecord
 
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
@@ -166,7 +166,7 @@ class Attempts:
             report = self._write_files(attempt)
         except Exception as caught:  # every failure becomes this node's report
             error, report = caught, {"error": to_wire(caught)}
-        attempt.buffers, attempt.files = [], attempt.files if error is None else ()
+        attempt.drop()
         if attempt.ordinal and not self._coordinator.primary:
             try:
                 key = f"{self._prefix}/report/{attempt.ordinal}/{self._coordinator.process}"
@@ -211,7 +211,9 @@ class Attempts:
         began = time.monotonic()
         name, process = self.nodes[self._coordinator.process]
         me = self._id(attempt.ordinal)
-        folder = self._commits.make_node_folder(attempt.epoch, me, name, attempt.folders)
+        found = attempt.collect()
+        folders = node_writer.folders(found)
+        folder = self._commits.make_node_folder(attempt.epoch, me, name, folders)
         files: list[DataFile] = []
         size = self._options.block_bytes
         while self._resident:
@@ -219,21 +221,22 @@ class Attempts:
         try:
             for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
                 files += node_writer.write_arrays(self._store, folder, attempt.epoch, plan, buffers, size, self._pool)
-            for item, data in attempt.files:
-                files.append(node_writer.write_file(self._store, folder, item, layout.JSON_FILE, data, size))
+            for (item, path), source in found.items():
+                files.append(node_writer.write_file(self._store, folder, item, path, source, size))
         except FileNotFoundError as missing:
             raise self._commits.lost(attempt.epoch) from missing
         secs = time.monotonic() - began
         timings = {"write_secs": round(secs, 6), "held_secs": round(attempt.held_secs, 6)}
         count = len(self.nodes)
-        record = NodeRecord(attempt.epoch, me, name, process, count, attempt.plan, tuple(files), timings).to_bytes()
-        self._commits.seal_node(attempt.epoch, me, name, attempt.folders, record)
+        written = tuple(files), timings, attempt.own
+        record = NodeRecord(attempt.epoch, me, name, process, count, attempt.plan, *written).to_bytes()
+        self._commits.seal_node(attempt.epoch, me, name, folders, record, self._options.orbax_view)
         return {
             "plan": attempt.plan,
             "size": len(record),
             "digest": checksum.digest(record),
             "secs": time.monotonic() - began,
-            "files": [[f.item, f.part, f.size, f.data_start, f.cells] for f in files],
+            "files": [f.row() for f in files],
         }
 
     # -- the verdict ---------------------------------------------------------------------------------------------
@@ -323,12 +326,8 @@ class Attempts:
             )
 
     def _publish(self, attempt: Attempt) -> Committed:
-        nodes = []
-        for number, (name, process) in enumerate(self.nodes):
-            report = attempt.reports[number]
-            files = tuple(DataFile(*f) for f in report["files"])
-            nodes.append(NodeEntry(name, process, report["size"], report["digest"], files, report["secs"]))
-        record = attempt.record(self._id(attempt.ordinal), tuple(nodes), objects=not self._store.renames)
+        nodes = attempt.entries(self.nodes)
+        record = attempt.record(self._id(attempt.ordinal), nodes, objects=not self._store.renames)
         if self._options.orbax_view:
             record = self._commits.write_view(record, self._pool.run)
 

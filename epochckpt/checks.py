@@ -100,6 +100,15 @@ def storage_options(options: ocp.CheckpointManagerOptions, storage: StorageOptio
     return storage or StorageOptions()
 
 
+def check_legacy(checkpointers: Any) -> None:
+    """Refuses the constructor's legacy argument."""
+    if checkpointers is not None:
+        raise UnsupportedError(
+            "CheckpointManager(checkpointers=…) is Orbax's legacy form; "
+            "leave it out and pass args= to save() and restore()"
+        )
+
+
 def check_save_args(tree: Any, kwargs: Any, args: Any, multi: bool | None, restoring: bool = False) -> bool | None:
     """Checks the arguments of `save` or `restore`; returns whether the manager handles several named items.
 

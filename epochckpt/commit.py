@@ -171,9 +171,7 @@ class Commits(abc.ABC):
             base = layout.join(self.folder(record.epoch), record.node_folder(number))
             expected = {layout.NODE_RECORD: node.record_size}
             for f in node.files:
-                arrays = record.items[f.item].arrays if f.item in record.items else None
-                name = layout.join(f.item, layout.JSON_FILE) if arrays is None else layout.data_file(f.item, f.part)
-                expected[name] = f.size
+                expected[f.path] = f.size
             for name, size in expected.items():
                 path = layout.join(base, name)
                 try:
@@ -242,8 +240,17 @@ class Commits(abc.ABC):
         """
 
     @abc.abstractmethod
-    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes) -> None:
-        """Writes `node.json`, and makes names durable; the node's last act on its staging."""
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
+        """Writes `node.json`, and makes names durable; the node's last act on its staging.
+
+        Args:
+            epoch: the epoch.
+            attempt: the attempt.
+            node: the node.
+            items: folders that were made in the node's.
+            record: content of `node.json`.
+            view: stock Orbax is to be able to read the epoch.
+        """
 
     @abc.abstractmethod
     def uncache(self, epoch: int, node: str) -> None:

@@ -108,7 +108,7 @@ class PutCommits(Commits):
         """See Commits."""
         return self.node_folder(epoch, attempt, node)
 
-    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes) -> None:
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
         """See Commits."""
         self.store.create(layout.join(self.node_folder(epoch, attempt, node), layout.NODE_RECORD), record)
 

@@ -84,12 +84,14 @@ class RenameCommits(Commits):
             raise self.lost(epoch) from None
         return folder
 
-    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes) -> None:
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
         """See Commits."""
         folder = self.node_folder(epoch, attempt, node)
         try:
             for item in items:
                 self.store.sync_folder(layout.join(folder, item))
+            if view and layout.JSON_FILE not in items:  # see orbax_view
+                self.store.link(layout.join(folder, layout.JSON_FILE), layout.NODE_RECORD)
             self.store.create(layout.join(folder, layout.NODE_RECORD), record)
             self.store.sync_folder(folder)
             self.store.sync_folder(self._staging(epoch, attempt))

@@ -6,20 +6,17 @@ through a symlink per node; here the files themselves lie there, so the index st
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Generator
 
-from epochckpt import layout, status
+from epochckpt import layout, orbax_view, status
 from epochckpt.errors import UnsupportedError
-from epochckpt.node_file import NodeFile
 from epochckpt.node_reader import EpochReader
 from epochckpt.orbax_view import Views
 from epochckpt.records import EpochRecord
 from epochckpt.saving import root_metadata
-from epochckpt.store import Store
-
-MAX_CHUNKS = 2_000_000
-"""More than in an epoch's own view: an export is asked for, and writing its index holds nobody up."""
+from epochckpt.store import Store, Writer
 
 LeftOut = dict[str, dict[str, str]]
 
@@ -41,7 +38,8 @@ def write(reader: EpochReader, record: EpochRecord, target: Store, allow_left_ou
         DamagedError: bytes differ from what was written.
     """
     # nothing of ours is needed to read it: no attempts in paths, as object stores have them
-    view = Views(MAX_CHUNKS).build(dataclasses.replace(record, objects=False))
+    plain = dataclasses.replace(record, objects=False)
+    view = Views(orbax_view.MAX_EXPORT_CHUNKS).build(plain, beside_nodes=False)
     if view.left_out and not allow_left_out:
         raise UnsupportedError(refusal(record.epoch, "orbax", view.left_out))
     base = str(record.epoch)
@@ -50,15 +48,22 @@ def write(reader: EpochReader, record: EpochRecord, target: Store, allow_left_ou
         folders.make(layout.join(base, folder))
     for path, data in view.files.items():
         target.create(layout.join(base, path), data)
+    for item in (name for name, entry in record.items.items() if entry.kind == "files"):
+        for node, file in reader.item_files(item):
+            with _writing(target, layout.join(base, file.path), file.size) as writer:
+                start = 0
+                for block in reader.blocks(node, file):
+                    writer.write(start, block)
+                    start += len(block)
+    numbers = {entry.name: i for i, entry in enumerate(record.nodes)}
     for path in view.links:
-        item, _, name = path.partition("/")
+        item, name = path.split("/")[0], path.split("/")[-1]
         if record.items[item].arrays is None:
-            target.create(layout.join(base, path), reader.read_file(item, name))
             continue
         folders.make(layout.join(base, path))
-        node = next(i for i, n in enumerate(record.nodes) if n.name == name)
-        for file in reader.files(item, node):
-            _copy(reader, file, target, layout.join(base, path, file.path.rpartition("/")[2]))
+        for file in reader.files(item, numbers[name]):
+            with _writing(target, layout.join(base, path, file.path.rpartition("/")[2]), file.size) as writer:
+                file.stream(reader, writer.write)
     custom = status.root_metadata(reader.store).custom_metadata
     if custom:
         folders.make(layout.ROOT_METADATA[0])
@@ -79,11 +84,11 @@ def refusal(epoch: int, format: str, left_out: LeftOut) -> str:
     return "\n".join([head, *rows[:50], *more, "allow_left_out=True exports the rest"])
 
 
-def _copy(reader: EpochReader, file: NodeFile, target: Store, path: str) -> None:
-    writer = target.open_writer(path, file.size)
+@contextlib.contextmanager
+def _writing(target: Store, path: str, size: int) -> Generator[Writer]:
+    writer = target.open_writer(path, size)
     try:
-        write: Callable[[int, memoryview], None] = writer.write
-        file.stream(reader, write)
+        yield writer
         writer.finish()
     except BaseException:
         writer.abort()

@@ -128,6 +128,11 @@ class ArrayItem:
     shardings: tuple[Any, ...] = ()
     meshes: tuple[Any, ...] = ()
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is one array or value, not a tree of them."""
+        return len(self.leaves) == 1 and not self.leaves[0].path
+
     @functools.cached_property
     def by_name(self) -> dict[str, int]:
         """Leaf numbers by leaf name."""

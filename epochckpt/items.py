@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from google.protobuf import message, text_format
 
-from epochckpt import layout
+from epochckpt import args as own
+from epochckpt import casting, checksum, handlers, layout
 from epochckpt.errors import FormatError, InvalidArgumentError, UnsupportedError
+from epochckpt.handlers import Content, Handlers, Run
 from epochckpt.node_reader import EpochReader
 from epochckpt.restoring import TreeRequest, restore_tree
 
-_ARRAY_SAVE = (ocp.args.StandardSave, ocp.args.PyTreeSave, ocp.args.ArraySave)
 _ARRAY_RESTORE = (ocp.args.StandardRestore, ocp.args.PyTreeRestore, ocp.args.ArrayRestore)
-_ARRAY_HANDLERS = (ocp.StandardCheckpointHandler, ocp.PyTreeCheckpointHandler, ocp.ArrayCheckpointHandler)
-_KNOWN = "StandardSave/Restore, PyTreeSave/Restore, ArraySave/Restore, JsonSave/Restore and Composite of these"
+_PROTO_FILE = "proto.pbtxt"  # what Orbax's handler calls it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +29,38 @@ class SaveItem:
 
     Attributes:
         name: item name.
-        tree: the pytree, for array items.
-        data: the file's content, for JSON items; else None.
+        kind: as in `ItemRecord`.
+        handler: the name under which Orbax knows what the item is.
+        tree: the pytree, for `arrays` and `node`.
+        custom_metadata: JSON that belongs to the item.
+        content: the files, if the primary alone writes them and their bytes are known.
+        run: writes the files of every node by its own handler.
     """
 
     name: str
+    kind: str
+    handler: str = ""
     tree: Any = None
-    data: bytes | None = None
+    custom_metadata: Any = None
+    content: Content | None = None
+    run: Callable[[], Run] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """Who restores: needed for values that differ per node.
+
+    Attributes:
+        handlers: of the manager.
+        node: this node's name.
+        number: its number.
+        count: of nodes.
+    """
+
+    handlers: Handlers
+    node: str = "process_0"
+    number: int = 0
+    count: int = 1
 
 
 def is_multi(args: Any) -> bool:
@@ -46,8 +73,8 @@ def named(args: Any) -> dict[str, Any]:
     return dict(args.items()) if is_multi(args) else {layout.DEFAULT_ITEM: args}
 
 
-def to_save(args: Any) -> list[SaveItem]:
-    """Takes a save argument apart.
+def to_save(args: Any, known: Handlers) -> list[SaveItem]:
+    """Takes a save argument apart; nothing is run or copied yet.
 
     Raises:
         InvalidArgumentError: not a save argument, or one with something in it that cannot be saved.
@@ -57,31 +84,48 @@ def to_save(args: Any) -> list[SaveItem]:
         raise InvalidArgumentError(
             f"save(args=…) expects an instance of a class in orbax.checkpoint.args, got {type(args)}"
         )
-    return [_save_item(name, value) for name, value in named(args).items() if value is not None]
+    return [_save_item(name, value, known) for name, value in named(args).items() if value is not None]
 
 
-def _save_item(name: str, args: Any) -> SaveItem:
-    if isinstance(args, ocp.args.JsonSave):
-        try:
-            return SaveItem(name, data=json.dumps(args.item, ensure_ascii=True).encode())
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidArgumentError(f"item {name!r}: JsonSave expects JSON: {error}") from None
-    if not isinstance(args, _ARRAY_SAVE):
-        raise UnsupportedError(f"item {name!r}: {type(args).__name__} is not supported yet; supported: {_KNOWN}")
-    if getattr(args, "custom_metadata", None) is not None:
-        raise UnsupportedError(
-            f"item {name!r}: custom_metadata of an item is not supported yet; "
-            "use save(custom_metadata=…), which is per epoch"
-        )
-    for save_args in jax.tree.leaves(getattr(args, "save_args", None), is_leaf=lambda x: isinstance(x, ocp.SaveArgs)):
-        if getattr(save_args, "dtype", None) is not None:
-            raise UnsupportedError(
-                f"item {name!r}: SaveArgs(dtype=…) is not supported yet; cast the arrays before save()"
-            )
-    return SaveItem(name, tree=args.item)
+def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
+    if isinstance(args, own.NodeSave):
+        return SaveItem(name, "node", tree=args.item)
+    handler = known.find(name, args, saving=True)
+    kind, handler_name = handlers.kind_of(handler), handlers.type_name(handler)
+    if kind == "other":
+        return SaveItem(name, "files", handler_name, run=functools.partial(Run, handler, name, args))
+    if kind in ("json", "proto"):
+        data = _json(name, args.item) if kind == "json" else _proto(name, args.item)
+        return SaveItem(name, "files", handler_name, content=Content(name, {_file_name(handler, kind): data}))
+    if kind == "jax_key" and not isinstance(args.item, jax.Array):
+        raise InvalidArgumentError(f"item {name!r}: expected a jax random key, got a {type(args.item).__name__}")
+    if kind == "numpy_key" and not isinstance(args.item, tuple | dict):
+        raise InvalidArgumentError(f"item {name!r}: expected numpy.random.get_state(), got {type(args.item).__name__}")
+    tree = casting.apply(name, args.item, getattr(args, "save_args", None))
+    attached = getattr(args, "custom_metadata", None)
+    return SaveItem(name, "arrays", handler_name, tree, checksum.pack_json(attached, f"item {name!r}: custom_metadata"))
 
 
-def restore_item(reader: EpochReader, name: str, args: Any) -> Any:
+def _file_name(handler: Any, kind: str) -> str:
+    """The name that the handler gives its one file."""
+    default = layout.JSON_FILE if kind == "json" else _PROTO_FILE
+    return default if isinstance(handler, type) else getattr(handler, "_filename", default)
+
+
+def _json(name: str, value: Any) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=True).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"item {name!r}: JsonSave expects JSON: {error}") from None
+
+
+def _proto(name: str, value: Any) -> bytes:
+    if not isinstance(value, message.Message):
+        raise InvalidArgumentError(f"item {name!r}: ProtoSave expects a protobuf message, got {type(value).__name__}")
+    return text_format.MessageToString(value).encode()
+
+
+def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
     """Restores one item as its argument asks (None: as it was saved).
 
     Raises:
@@ -92,22 +136,100 @@ def restore_item(reader: EpochReader, name: str, args: Any) -> Any:
     if record is None:
         have = ", ".join(sorted(reader.record.items)) or "none"
         raise InvalidArgumentError(f"epoch {reader.record.epoch} has no item {name!r}; it has: {have}")
-    if record.kind == "json":
-        if args is not None and not isinstance(args, ocp.args.JsonRestore):
-            raise InvalidArgumentError(
-                f"item {name!r} was saved as JSON; restore it with JsonRestore, not {type(args).__name__}"
-            )
-        data = reader.read_file(name, layout.JSON_FILE)
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(reader.path(0, f"{name}/{layout.JSON_FILE}"), f"is not JSON: {error}") from None
-    return restore_tree(reader, name, tree_request(name, args))
-
-
-def tree_request(name: str, args: Any) -> TreeRequest:
-    """What a restore argument asks of an array item."""
+    if record.kind == "node" or isinstance(args, own.NodeRestore):
+        return _restore_node(reader, name, args, here)
+    if record.kind == "arrays":
+        value = restore_tree(reader, name, tree_request(name, args, record.handler, here.handlers))
+        is_state = record.handler == handlers.type_name(ocp.handlers.NumpyRandomKeyCheckpointHandler)
+        return tuple(value) if is_state and isinstance(value, list) else value
     if args is None:
+        handler, args = here.handlers.of(name, record.handler)
+    else:
+        handler = here.handlers.find(name, args, saving=False)
+    kind = handlers.kind_of(handler)
+    if _class(handlers.type_name(handler)) != _class(record.handler):
+        raise _contradiction(name, record.handler, args)
+    if kind == "json":
+        return _restore_json(reader, name, _file_name(handler, kind))
+    if kind == "proto":
+        return _restore_proto(reader, name, _file_name(handler, kind), args)
+    return handlers.with_files(reader, name, functools.partial(handler.restore, args=args))
+
+
+def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handlers) -> Any:
+    """What an item's handler says of the files that it wrote; None where it, or we, cannot say."""
+    try:
+        handler, _ = known.of(name, recorded)
+    except InvalidArgumentError:
+        return None
+    if handlers.kind_of(handler) != "other" or not hasattr(handler, "metadata"):
+        return None
+    try:
+        return handlers.with_files(reader, name, handler.metadata)
+    except NotImplementedError:
+        return None
+
+
+def _class(name: str) -> str:
+    """The class in a handler's name; its module may move from one version to another."""
+    return name.rpartition(".")[2]
+
+
+def _contradiction(name: str, recorded: str, args: Any) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"item {name!r} was saved by {_class(recorded)}; {type(args).__name__} does not restore that"
+    )
+
+
+def _restore_json(reader: EpochReader, name: str, file: str) -> Any:
+    data = reader.read_file(name, file)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{reader.folder}/{name}/{file}", f"is not JSON: {error}") from None
+
+
+def _restore_proto(reader: EpochReader, name: str, file: str, args: Any) -> Any:
+    data = reader.read_file(name, file)
+    try:
+        return text_format.Parse(data.decode(), args.item())
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"item {name!r} is no {args.item.__name__}: {error}") from None
+
+
+def _restore_node(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
+    record = reader.record
+    args = own.NodeRestore() if args is None else args
+    if record.items[name].kind != "node" or not isinstance(args, own.NodeRestore):
+        raise _contradiction(name, record.items[name].handler or "NodeSave", args)
+    count = len(record.nodes)
+    if count == here.count:
+        names = [n.name for n in record.nodes]
+        number = names.index(here.node) if here.node in names else here.number
+        return restore_tree(reader.of_node(number, name), name, TreeRequest(args.item))
+    if args.reshard is None:
+        raise InvalidArgumentError(
+            f"item {name!r} of epoch {record.epoch} differs per node and was saved by {count} nodes; here are "
+            f"{here.count}: pass NodeRestore(reshard=…), which makes new states of the old ones"
+        )
+    old = [restore_tree(reader.of_node(n, name), name, TreeRequest()) for n in range(count)]
+    new = list(args.reshard(old, count, here.count))
+    if len(new) != here.count:
+        raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {here.count} nodes")
+    return new[here.number]
+
+
+def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRequest:
+    """What a restore argument asks of an array item, which was saved in the name of an Orbax handler."""
+    if args is None:
+        return TreeRequest()
+    kind = handlers.kind_of(known.find(name, args, saving=False))
+    saved = next((k for c, k in handlers.OURS.items() if _class(handlers.type_name(c)) == _class(recorded)), "arrays")
+    if kind != saved:
+        raise _contradiction(name, recorded, args)
+    if kind == "jax_key":
+        return TreeRequest(None, args.restore_args)
+    if kind == "numpy_key":
         return TreeRequest()
     if not isinstance(args, _ARRAY_RESTORE):
         raise InvalidArgumentError(
@@ -121,9 +243,7 @@ def tree_request(name: str, args: Any) -> TreeRequest:
             raise UnsupportedError(
                 f"item {name!r}: StandardRestore(strict=False) pads or cuts arrays; epochckpt does not"
             )
-        if args.support_layout:
-            raise UnsupportedError(f"item {name!r}: StandardRestore(support_layout=True) is not supported yet")
-        return TreeRequest(args.item, fallback_sharding=args.fallback_sharding)
+        return TreeRequest(args.item, fallback_sharding=args.fallback_sharding, layouts=args.support_layout)
     if args.transforms is not None or args.legacy_transform_fn is not None:
         raise UnsupportedError(
             f"item {name!r}: PyTreeRestore(transforms=…) is not supported; "
@@ -132,27 +252,9 @@ def tree_request(name: str, args: Any) -> TreeRequest:
     return TreeRequest(args.item, args.restore_args, args.partial_restore)
 
 
-def check_handlers(item_handlers: Any, handler_registry: Any, checkpointers: Any) -> tuple[str, ...]:
-    """Checks the constructor's handler arguments; returns the item names that they imply."""
-    if checkpointers is not None:
-        raise UnsupportedError(
-            "CheckpointManager(checkpointers=…) is Orbax's legacy form; "
-            "leave it out and pass args= to save() and restore()"
-        )
-    if handler_registry is not None:
-        raise UnsupportedError(f"handler_registry= is not supported yet; without it these work: {_KNOWN}")
-    if item_handlers is None:
-        return ()
-    handlers = item_handlers if isinstance(item_handlers, Mapping) else {layout.DEFAULT_ITEM: item_handlers}
-    for name, handler in handlers.items():
-        if type(handler) not in (*_ARRAY_HANDLERS, ocp.JsonCheckpointHandler):
-            raise UnsupportedError(
-                f"item_handlers[{name!r}]: {type(handler).__name__} is not supported yet; supported: {_KNOWN}"
-            )
-    return tuple(handlers) if isinstance(item_handlers, Mapping) else ()
-
-
-def check_names(names: Sequence[str], nodes: Sequence[str]) -> None:
-    """Checks item names against the format and the nodes' names."""
+def check_names(names: Sequence[str], nodes: Sequence[str], known: Sequence[str]) -> None:
+    """Checks item names against the format, the nodes' names, and those that the manager was given, if any."""
     for name in names:
         layout.check_item_name(name, tuple(nodes))
+        if known and name not in known:
+            raise InvalidArgumentError(f"item {name!r} is not among item_names={list(known)}")

@@ -30,6 +30,7 @@ _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )
 MAX_NAME = 120
+_MAX_FILE_PATH = 1000
 
 
 def new_id() -> str:
@@ -85,6 +86,13 @@ def data_file(item: str, part: int) -> str:
 def join(*parts: str) -> str:
     """Joins relative paths, leaving out empty ones."""
     return "/".join(p for p in parts if p)
+
+
+def is_file_path(name: object) -> bool:
+    """Whether `name` may be the path of a handler's file inside its item's folder."""
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_FILE_PATH or not name.isprintable():
+        return False
+    return all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in name.split("/"))
 
 
 def check_recorded_name(path: str, name: object) -> str:

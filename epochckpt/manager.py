@@ -15,13 +15,14 @@ from etils import epath
 from epochckpt import choosing, coordination, items, layout, opening, removal, retention, saving, status, worker
 from epochckpt.attempt import Committed, broken, snapshot
 from epochckpt.attempts import Attempts
-from epochckpt.checks import check_options, check_save_args, storage_options
+from epochckpt.checks import check_legacy, check_options, check_save_args, storage_options
 from epochckpt.errors import (
     EpochExistsError,
     ErrorGroup,
     InvalidArgumentError,
     SaveError,
 )
+from epochckpt.handlers import Handlers
 from epochckpt.options import StorageOptions
 from epochckpt.reading import Browsable, Reading, epoch_number, shown_path
 from epochckpt.retention import EpochInfo, History
@@ -62,9 +63,10 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             options: Orbax's options; its policies decide what is saved and kept.
             metadata: JSON written once for the whole directory, see `metadata()`.
             item_names: names of the items, if several are saved together with `args.Composite`.
-            item_handlers: Orbax's own handlers for arrays and JSON are accepted; our engine does their work.
+            item_handlers: a handler for the one unnamed item, or handlers by item name. Orbax's own, unmodified, only
+                say what our engine does; others are run.
             logger: an Orbax logger that is given one entry per save.
-            handler_registry: not supported yet.
+            handler_registry: an Orbax `CheckpointHandlerRegistry`, instead of item_handlers.
             storage: how bytes get to storage, and timeouts.
             node: this process's node name, `process_<index>` by default.
             metadata_handler: not supported yet.
@@ -76,20 +78,23 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             raise InvalidArgumentError("metadata_handler= is not supported yet; leave it out")
         self._options = check_options(options or ocp.CheckpointManagerOptions())
         self._storage = storage_options(self._options, storage)
-        implied = items.check_handlers(item_handlers, handler_registry, checkpointers)
-        self._item_names = tuple(item_names or implied)
-        self._multi: bool | None = True if self._item_names else (False if item_handlers is not None else None)
+        check_legacy(checkpointers)
+        self._handlers = Handlers(item_handlers, handler_registry)
+        self._item_names = tuple(item_names or self._handlers.names)
+        self._multi: bool | None = True if self._item_names else (False if self._handlers.single else None)
         coordinator = coordination.connect(self._options.read_only)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self._nodes, self._prefix, self._damaged = opened.nodes, opened.prefix, opened.commits.damaged(opened.damaged)
         self._pool = worker.Pool(self._storage.io_threads)
-        self._reading = Reading(self._commits, self._pool, self._storage.verify)
+        me = coordinator.process
+        here = items.Here(self._handlers, self._nodes[me][0], me, len(self._nodes))
+        self._reading = Reading(self._commits, self._pool, self._storage.verify, here)
         self._history = History(self._commits.read_record)
         self._history.reset(opened.history)
         self._policy = retention.save_policy(self._options)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
-        self._planner = saving.Planner(coordinator.process, self._nodes, self._storage, part_bytes)
+        self._planner = saving.Planner(me, self._nodes, self._storage, part_bytes)
         self._attempts = Attempts(
             opened,
             self._storage,
@@ -241,12 +246,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         return True
 
     def _prepare(self, args: Any) -> saving.Prepared:
-        wanted = items.to_save(args)
-        known = [n for n, _ in self._nodes]
-        items.check_names([i.name for i in wanted], known)
-        unknown = [i.name for i in wanted if self._item_names and i.name not in self._item_names]
-        if unknown:
-            raise InvalidArgumentError(f"item {unknown[0]!r} is not among item_names={list(self._item_names)}")
+        wanted = items.to_save(args, self._handlers)
+        items.check_names([i.name for i in wanted], [n for n, _ in self._nodes], self._item_names)
         return self._planner.prepare(wanted)
 
     def is_saving_in_progress(self) -> bool:
@@ -284,6 +285,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
                 self._commits.release()
             except OSError as error:  # the next open sweeps it
                 logging.warning("%s: the staging folder could not be removed: %s", self._directory, error)
+        self._handlers.close()
         self.check_for_errors()
 
     def __enter__(self) -> CheckpointManager:

@@ -20,7 +20,7 @@ from epochckpt import checksum, layout, parsing, records
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, FormatError, unreadable
 from epochckpt.grid import ArrayItem, Box
 from epochckpt.node_file import Copy, NodeFile
-from epochckpt.records import EpochRecord, NodeRecord
+from epochckpt.records import DataFile, EpochRecord, NodeRecord
 from epochckpt.store import Store
 from epochckpt.worker import Pool
 
@@ -90,22 +90,47 @@ class EpochReader:
             for file in opened:
                 file.close()
 
+    def item_files(self, item: str) -> list[tuple[int, DataFile]]:
+        """(node, file) of everything that handlers wrote for an item, on all nodes."""
+        nodes = [n for n, entry in enumerate(self.record.nodes) if any(f.item == item for f in entry.files)]
+        self.pool.run([functools.partial(self.node_record, node) for node in nodes])
+        return [(node, f) for node in nodes for f in self.node_record(node).files if f.item == item and f.name]
+
     def read_file(self, item: str, name: str) -> bytes:
-        """The content of an item's file that is not made of arrays, verified; written by the primary."""
-        node = 0
-        recorded = [f for f in self.node_record(node).files if f.item == item]
-        path = self.path(node, layout.join(item, name))
-        if len(recorded) != 1:
-            raise FormatError(path, "is not listed in its node's record")
-        if recorded[0].size > records.MAX_RECORD_BYTES:
-            raise FormatError(path, f"is recorded with {recorded[0].size} bytes, more than {records.MAX_RECORD_BYTES}")
-        data = self.guard(path, lambda: self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES))
-        file = recorded[0]
-        pieces = [data[i : i + file.block_bytes] for i in range(0, len(data), file.block_bytes)] or [b""]
-        if len(data) != file.size or tuple(f"{checksum.xxh3(p):016x}" for p in pieces) != file.xxh3:
-            self.check_present(f"{path} changed")
-            raise DamagedError(path, f"its {len(data)} bytes differ from the {file.size} bytes that were written")
-        return data
+        """The content of a small file that a handler wrote, verified.
+
+        Raises:
+            FormatError: there is none, or it is too large for that.
+            DamagedError: its bytes differ from what was written.
+        """
+        found = [(node, f) for node, f in self.item_files(item) if f.name == name]
+        if len(found) != 1:
+            raise FormatError(f"{self.folder}/{item}/{name}", "is not listed in its node's record")
+        node, file = found[0]
+        if file.size > records.MAX_RECORD_BYTES:
+            problem = f"is recorded with {file.size} bytes, more than {records.MAX_RECORD_BYTES}"
+            raise FormatError(self.path(node, file.path), problem)
+        return b"".join(self.blocks(node, file))
+
+    def blocks(self, node: int, file: DataFile) -> Iterator[bytes]:
+        """The content of a file that a handler wrote, verified block by block."""
+        path = self.path(node, file.path)
+        starts = range(0, max(file.size, 1), file.block_bytes)
+        if len(starts) != len(file.xxh3):
+            raise FormatError(path, f"is recorded with {len(file.xxh3)} checksums for {len(starts)} blocks")
+        with self.guard(path, functools.partial(self.store.open_reader, path)) as reader:
+            size = self.guard(path, lambda: reader.size)
+            if size != file.size:
+                self.check_present(f"{path} changed")
+                raise DamagedError(path, f"its {size} bytes differ from the {file.size} bytes that were written")
+            for start, expected in zip(starts, file.xxh3, strict=True):
+                data = bytearray(min(file.block_bytes, file.size - start))
+                if data:
+                    self.guard(path, functools.partial(reader.read_into, start, memoryview(data)))
+                if self.verify and f"{checksum.xxh3(data):016x}" != expected:
+                    self.check_present(f"{path} changed")
+                    raise DamagedError(path, f"bytes [{start}, {start + len(data)}) differ from what was written")
+                yield bytes(data)
 
     def check_files(self, item: str, leaf: int, box: Box) -> None:
         """Looks at the sizes of the files that hold a part of a leaf, before memory is taken for it.
@@ -146,6 +171,15 @@ class EpochReader:
         with self._lock:
             self._nodes[node] = record
         return record
+
+    def of_node(self, node: int, item: str) -> EpochReader:
+        """A reader of what one node saved of its own, as if it were an epoch by itself."""
+        own = self.node_record(node).items.get(item)
+        entry = self.record.nodes[node]
+        if own is None:
+            raise FormatError(self.path(node, layout.NODE_RECORD), f"has no tree of item {item!r}")
+        record = dataclasses.replace(self.record, nodes=(entry,), items={item: own})
+        return EpochReader(self.store, self.folder, record, self.pool, self.verify)
 
     def files(self, item: str, node: int) -> list[NodeFile]:
         """The data files that a node wrote for an item."""
@@ -217,8 +251,12 @@ class EpochReader:
                     if item.arrays is not None:
                         for file in self.files(name, node):
                             yield from file.verify(self)
-                    elif any(f.item == name for f in record.files):
-                        self.read_file(name, layout.JSON_FILE)
+                    elif item.kind == "node":
+                        yield from self.of_node(node, name).verify_all()
+                    else:
+                        for file in record.files:
+                            if file.item == name:
+                                collections.deque(self.blocks(node, file), maxlen=0)
                 except EpochDeleted:
                     raise
                 except EpochCheckpointError as error:

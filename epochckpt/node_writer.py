@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -82,11 +84,62 @@ def write_arrays(
     return [dataclasses.replace(f, xxh3=tuple(s)) for f, s in zip(files, sums, strict=True)]
 
 
-def write_file(store: Store, folder: str, item: str, name: str, data: bytes, block_bytes: int) -> DataFile:
-    """Writes one small file of an item that is not made of arrays, durable on return."""
-    store.create(layout.join(folder, item, name), data)
-    pieces = [data[i : i + block_bytes] for i in range(0, len(data), block_bytes)] or [b""]
-    return DataFile(item, 0, len(data), 0, 0, block_bytes, tuple(f"{checksum.xxh3(p):016x}" for p in pieces))
+def folders(names: Iterable[tuple[str, str]]) -> list[str]:
+    """The folders that hold (item, path) files, below a node's folder, parents first."""
+    found: set[str] = set()
+    for item, name in names:
+        parts = [item, *name.split("/")[:-1]]
+        found |= {layout.join(*parts[: i + 1]) for i in range(len(parts))}
+    return sorted(found)
+
+
+def write_file(
+    store: Store, folder: str, item: str, name: str, source: bytes | pathlib.Path, block_bytes: int
+) -> DataFile:
+    """Writes one file of an item that is not made of arrays, durable on return.
+
+    Args:
+        store: where.
+        folder: this node's staging folder; the folders of `item` and `name` exist.
+        item: item name.
+        name: path inside the item's folder.
+        source: its content, or the file that has it.
+        block_bytes: unit of writing and hashing.
+
+    Raises:
+        OSError: storage refused, or the source became shorter.
+    """
+    path = layout.join(folder, item, name)
+    if isinstance(source, bytes):
+        store.create(path, source)
+        pieces = [source[i : i + block_bytes] for i in range(0, len(source), block_bytes)] or [b""]
+        sums = [checksum.xxh3(p) for p in pieces]
+        size = len(source)
+    else:
+        with source.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            sums = _stream(store, path, file, size, block_bytes)
+    return DataFile(item, 0, size, 0, 0, block_bytes, tuple(f"{s:016x}" for s in sums), name)
+
+
+def _stream(store: Store, path: str, file: BinaryIO, size: int, block_bytes: int) -> list[int]:
+    """Writes a file from another, block by block; returns the checksums."""
+    if size <= block_bytes:
+        data = file.read(size)
+        store.create(path, data)
+        return [checksum.xxh3(data)]
+    sums: list[int] = []
+    writer = store.open_writer(path, size)
+    try:
+        for offset in range(0, size, block_bytes):
+            data = file.read(min(block_bytes, size - offset))
+            writer.write(offset, data)
+            sums.append(checksum.xxh3(data))
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+    return sums
 
 
 class _Part:

@@ -6,7 +6,8 @@ relative symlink per node (the database accepts only paths below its own folder)
 
     <item>/manifest.ocdbt index.0 _METADATA _sharding _strings.json array_metadatas/process_0
     <item>/<node> -> ../<node>                for items of arrays
-    <item>/metadata -> ../<node>/<item>/…     for JSON
+    <item>/<file> -> ../<node>/<item>/<file>  for what handlers wrote, JSON among it
+    <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
 What Orbax cannot express is left out, never wrong, and named in `View.left_out`.
@@ -25,6 +26,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.sharding import AxisType
 
 from epochckpt import layout, ocdbt
@@ -32,14 +34,17 @@ from epochckpt import tree as tree_lib
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.records import EpochRecord, ItemRecord
 
-HANDLERS = {
-    "arrays": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler",
-    "json": "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
+JSON_HANDLER = ocp.handlers.JsonCheckpointHandler.typestr()
+ARRAY_HANDLER = ocp.handlers.ArrayCheckpointHandler.typestr()
+_KEY_HANDLERS = {
+    ocp.handlers.JaxRandomKeyCheckpointHandler.typestr(): "jax_random_key",
+    ocp.handlers.NumpyRandomKeyCheckpointHandler.typestr(): "np_random_key",
 }
-"""The Orbax handler that reads an item of a kind, by the name that Orbax records."""
+"""Handlers that keep arrays one folder deeper, beside a JSON file, and the folder."""
+_ALONE = "checkpoint"  # what Orbax calls an array that is not in a tree
 
-MAX_CHUNKS = 250_000
-"""Items with more cells get no view: the index would be read whole by whoever opens it."""
+MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
+"""Items with more cells get no view: the index would be read whole by whoever opens it; and it holds up a commit."""
 
 _MAX_NOTED = 100
 _EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
@@ -74,32 +79,40 @@ class View:
 
 
 class Views:
-    """Builds the views of one manager's epochs; what does not change from epoch to epoch is built once.
-
-    Args:
-        max_chunks: items with more cells get no view; None: `MAX_CHUNKS`.
-    """
+    """Builds the views of one manager's epochs; what does not change from epoch to epoch is built once."""
 
     def __init__(self, max_chunks: int | None = None) -> None:
         self._known: dict[str, _Items] = {}
         self._max_chunks = max_chunks
 
-    def build(self, record: EpochRecord) -> View:
-        """The view of an epoch that is about to be committed."""
+    def build(self, record: EpochRecord, *, beside_nodes: bool = True) -> View:
+        """The view of an epoch that is about to be committed.
+
+        Args:
+            record: the epoch.
+            beside_nodes: it lies beside the nodes' folders. Orbax takes every folder for an item when it is not told
+                which to restore; so a node is shown as the JSON item that its record is, through a link of its own.
+        """
         view = View()
         handlers = {}
+        for node in record.nodes if beside_nodes else ():
+            if not any(f.name and f.item == layout.JSON_FILE for f in node.files):  # that link's name is taken
+                handlers[node.name] = JSON_HANDLER
         for name, item in record.items.items():
-            if item.arrays is None:
-                view.folders.append(name)
-                node = record.node_folder(0)
-                view.links[f"{name}/{layout.JSON_FILE}"] = f"../{node}/{name}/{layout.JSON_FILE}"
+            handlers[name] = item.handler
+            if item.kind == "files":
+                _add_files(view, record, name)
+            elif item.arrays is None:
+                view.left_out[name] = {"*": "it differs per node, which Orbax has no form for"}
+                del handlers[name]
             elif not self._add_arrays(view, record, name, item, item.arrays):
-                continue
-            handlers[name] = HANDLERS[item.kind]
+                del handlers[name]
+            elif item.arrays.is_bare and item.handler not in _KEY_HANDLERS:
+                handlers[name] = ARRAY_HANDLER
         if record.metrics is not None:
             view.folders.append("metrics")
             view.files["metrics/metrics"] = json.dumps(record.metrics).encode()
-            handlers["metrics"] = HANDLERS["json"]
+            handlers["metrics"] = JSON_HANDLER
         step = {
             "item_handlers": handlers,
             "metrics": record.metrics or {},
@@ -119,34 +132,61 @@ class Views:
             i: tree_lib.value_from_json(arrays.leaves[i].name, arrays.leaves[i].kind, v) for i, v in item.values.items()
         }
         scalars = {i: _scalar(v) for i, v in values.items()}
-        key = arrays, places, {i: s and s[0] for i, s in scalars.items()}
+        key = arrays, places, {i: s and s[0] for i, s in scalars.items()}, item.handler, item.custom_metadata
         known = self._known.get(name)
         if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
-            if reason := _inexpressible(arrays, self._max_chunks):
+            if reason := _inexpressible(arrays, self._max_chunks or MAX_CHUNKS):
                 view.left_out[name] = {"*": reason}
                 return False
-            known = self._known[name] = _Items(key, record, name, scalars)
+            known = self._known[name] = _Items(key, record, item, name, scalars)
         params = known.params
         fresh = {f"{params.names[i]}/0".encode(): s[1] for i, s in scalars.items() if s and i in params.names}
         files = {**known.index.files(fresh), **known.files}
         strings = {params.names[i]: v for i, v in values.items() if isinstance(v, str) and i in params.names}
         if strings:
             files["_strings.json"] = _json(strings)
-        view.folders += [name, f"{name}/array_metadatas"]
-        view.files.update({f"{name}/{path}": data for path, data in files.items()})
-        view.links.update({f"{name}/{node}": f"../{node}" for node in sorted(params.nodes)})
+        base, up = name, ".."
+        view.folders.append(name)
+        if item.handler in _KEY_HANDLERS:
+            base, up = f"{name}/{_KEY_HANDLERS[item.handler]}", "../.."
+            view.folders += [base, f"{base}_metadata"]
+            view.files[f"{base}_metadata/{layout.JSON_FILE}"] = _json(_key_metadata(arrays, item.handler))
+        view.folders.append(f"{base}/array_metadatas")
+        view.files.update({f"{base}/{path}": data for path, data in files.items()})
+        view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(params.nodes)})
         if params.left_out:
             view.left_out[name] = _short(params.left_out)
         return True
 
 
-def _inexpressible(arrays: ArrayItem, max_chunks: int | None) -> str | None:
+def _add_files(view: View, record: EpochRecord, name: str) -> None:
+    """Adds what handlers wrote: one link per file."""
+    view.folders.append(name)
+    for number, node in enumerate(record.nodes):
+        for file in (f for f in node.files if f.item == name):
+            *parents, _ = file.name.split("/")
+            for depth in range(1, len(parents) + 1):
+                folder = layout.join(name, *parents[:depth])
+                if folder not in view.folders:
+                    view.folders.append(folder)
+            up = "../" * (len(parents) + 1)
+            view.links[file.path] = f"{up}{layout.join(record.node_folder(number), file.path)}"
+
+
+def _inexpressible(arrays: ArrayItem, max_chunks: int) -> str | None:
     """Why Orbax can be given nothing of an item, if so."""
-    limit = MAX_CHUNKS if max_chunks is None else max_chunks
     chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
-    if chunks > limit:
-        return f"{chunks} chunks, more than {limit}{': export the epoch for Orbax' if max_chunks is None else ''}"
-    return "a bare array is no tree for Orbax" if any(not leaf.path for leaf in arrays.leaves) else None
+    if chunks > max_chunks:
+        return f"{chunks} chunks, more than {max_chunks}; an export takes {MAX_EXPORT_CHUNKS}"
+    bare = arrays.is_bare and arrays.leaves[0].kind not in _TYPES.keys() | {"bool", "int", "float"}
+    return f"Orbax has no form for a {arrays.leaves[0].kind} alone" if bare else None
+
+
+def _key_metadata(arrays: ArrayItem, handler: str) -> dict[str, bool]:
+    """What Orbax's handlers of random keys put beside the key."""
+    if handler == ocp.handlers.JaxRandomKeyCheckpointHandler.typestr():
+        return {"typed": arrays.leaves[0].kind == "prng"}
+    return {"legacy": all(leaf.path[0][0] == "s" for leaf in arrays.leaves)}
 
 
 class _Items:
@@ -155,13 +195,15 @@ class _Items:
     Args:
         key: what it depends on: the item's arrays, where they lie, the types of its Python values.
         record: an epoch that has the item.
+        item: its record.
         name: the item's name.
         scalars: (dtype, bytes) of its Python values by leaf number; None for those that Orbax cannot have.
     """
 
-    def __init__(self, key: tuple[ArrayItem, Any, Any], record: EpochRecord, name: str, scalars: _Scalars):
-        self.key, arrays = key, key[0]
-        self.params = params = _Params(arrays, scalars)
+    def __init__(self, key: tuple[Any, ...], record: EpochRecord, item: ItemRecord, name: str, scalars: _Scalars):
+        assert item.arrays is not None, "callers choose array items"
+        self.key, arrays = key, item.arrays
+        self.params = params = _Params(arrays, scalars, typed=item.handler not in _KEY_HANDLERS)
         _locate(record, name, arrays, params)
         # an empty tree: Orbax wants a database nevertheless
         self.index = ocdbt.Index(params.entries or {b".empty": b""})
@@ -170,7 +212,7 @@ class _Items:
             "use_ocdbt": True,
             "use_zarr3": False,
             "store_array_data_equal_to_fill_value": True,
-            "custom_metadata": None,
+            "custom_metadata": item.custom_metadata,
         }
         self.files = {
             "_METADATA": _json(metadata),
@@ -180,10 +222,16 @@ class _Items:
 
 
 class _Params:
-    """The leaves of an item as Orbax's parameters."""
+    """The leaves of an item as Orbax's parameters.
 
-    def __init__(self, arrays: ArrayItem, scalars: _Scalars):
-        self.arrays = arrays
+    Args:
+        arrays: the item.
+        scalars: see `_Items`.
+        typed: typed PRNG keys come back as such; else as their data.
+    """
+
+    def __init__(self, arrays: ArrayItem, scalars: _Scalars, *, typed: bool):
+        self.arrays, self.typed = arrays, typed
         self.left_out: dict[str, str] = {}
         self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
         self.tree: dict[str, Any] = {}
@@ -195,7 +243,8 @@ class _Params:
 
     def _name(self) -> dict[int, str]:
         """Orbax's parameter name by leaf number, for the leaves that it can name."""
-        found = {i: ".".join(str(key) for _, key in leaf.path) for i, leaf in enumerate(self.arrays.leaves)}
+        paths = {i: self._path(leaf) for i, leaf in enumerate(self.arrays.leaves)}
+        found = {i: ".".join(str(key) for _, key in path) for i, path in paths.items()}
         count = collections.Counter(found.values())
         out = {}
         for i, name in found.items():
@@ -207,6 +256,9 @@ class _Params:
             else:
                 out[i] = name
         return out
+
+    def _path(self, leaf: Leaf) -> tree_lib.KeyPath:
+        return leaf.path or (("k", _ALONE),)
 
     def _add(self, number: int, name: str, scalar: tuple[str, bytes] | None) -> None:
         """Adds a leaf, without the places of its chunks."""
@@ -236,7 +288,7 @@ class _Params:
         is_jax = leaf.kind in ("jax", "prng")
         self._record(leaf, _TYPES[leaf.kind], chunk if is_jax else None)
         if is_jax:
-            ext = {"random_key_impl": leaf.impl} if leaf.kind == "prng" else None
+            ext = {"random_key_impl": leaf.impl} if leaf.kind == "prng" and self.typed else None
             shape = list(chunk)
             row = {"param_name": name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": ext}
             self.metadatas.append({"array_metadata": row})
@@ -245,7 +297,7 @@ class _Params:
         value: dict[str, Any] = {"value_type": kind, "skip_deserialize": skip}
         if shape is not None:
             value["write_shape"] = list(shape)
-        keys = [{"key": str(key), "key_type": _KEY_TYPES[entry]} for entry, key in leaf.path]
+        keys = [{"key": str(key), "key_type": _KEY_TYPES[entry]} for entry, key in self._path(leaf)]
         self.tree[str(tuple(k["key"] for k in keys))] = {"key_metadata": keys, "value_metadata": value}
 
 

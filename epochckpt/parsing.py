@@ -97,7 +97,13 @@ def parse_node(path: str, data: bytes) -> NodeRecord:
         item = layout.check_recorded_name(path, f.data.get("item"))
         part, size, start, cells = (f.integer(n, high=_MAX_BYTES) for n in ("part", "size", "data_start", "cells"))
         block = f.integer("block_bytes", low=1, high=2**31)
-        files.append(DataFile(item, part, size, start, cells, block, sums))
+        name = f.text("name")
+        if name and not layout.is_file_path(name):
+            raise f.fail("name", "a relative path")
+        files.append(DataFile(item, part, size, start, cells, block, sums, name))
+    items = {name: _parse_item(path, name, entry, 1) for name, entry in fields.mapping("items").items()}
+    if any(item.arrays is None for item in items.values()):
+        raise fields.fail("items", "pytrees")
     return NodeRecord(
         fields.integer("epoch"),
         fields.text("attempt"),
@@ -107,6 +113,7 @@ def parse_node(path: str, data: bytes) -> NodeRecord:
         fields.text("plan"),
         tuple(files),
         fields.numbers("timings"),
+        items,
     )
 
 
@@ -125,18 +132,7 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
     names = [n.name for n in nodes]
     if not nodes or len(set(names)) != len(names):
         raise fields.fail("nodes", "at least one node, with distinct names")
-    items: dict[str, ItemRecord] = {}
-    for name, entry in fields.mapping("items").items():
-        layout.check_recorded_name(path, name)
-        f = _Fields(path, entry, f"items.{name}.")
-        kind = f.text("kind")
-        if kind == "arrays":
-            arrays = _parse_arrays(f, name, len(nodes))
-            items[name] = ItemRecord(kind, arrays, _parse_values(f, arrays))
-        elif kind == "json":
-            items[name] = ItemRecord(kind)
-        else:
-            raise f.fail("kind", "'arrays' or 'json'")
+    items = {name: _parse_item(path, name, entry, len(nodes)) for name, entry in fields.mapping("items").items()}
     if fields.boolean("default_item") and layout.DEFAULT_ITEM not in items:
         raise fields.fail("items", f"the item {layout.DEFAULT_ITEM!r}")
     return EpochRecord(
@@ -154,6 +150,19 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
         fields.numbers("timings"),
         _left_out(fields),
     )
+
+
+def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
+    layout.check_recorded_name(path, name)
+    fields = _Fields(path, entry, f"items.{name}.")
+    kind, handler = fields.text("kind"), fields.text("handler")
+    if kind in ("files", "node"):
+        return ItemRecord(kind, handler)
+    if kind != "arrays":
+        raise fields.fail("kind", "'arrays', 'files' or 'node'")
+    arrays = _parse_arrays(fields, name, nodes)
+    attached = _user_data(fields, "an item's custom_metadata", fields.data.get("custom_metadata"))
+    return ItemRecord(kind, handler, arrays, _parse_values(fields, arrays), attached)
 
 
 def _left_out(fields: _Fields) -> dict[str, dict[str, str]] | None:
@@ -193,9 +202,12 @@ def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
         raise problem
     parsed = []
     for f in files:
-        if not isinstance(f, list) or len(f) != 5 or not all(type(v) is int and 0 <= v < _MAX_BYTES for v in f[1:]):
+        if not isinstance(f, list) or not all(type(v) is int and 0 <= v < _MAX_BYTES for v in f[1:5]):
             raise problem
-        parsed.append(DataFile(layout.check_recorded_name(path, f[0]), *f[1:]))
+        if len(f) != 5 and (len(f) != 6 or not layout.is_file_path(f[5])):
+            raise problem
+        layout.check_recorded_name(path, f[0])
+        parsed.append(DataFile.from_row(f))
     return NodeEntry(name, process, size, digest, tuple(parsed), float(secs))
 
 

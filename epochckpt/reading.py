@@ -13,6 +13,8 @@ from etils import epath
 from epochckpt import items, layout, status
 from epochckpt.commit import Commits, StepNames
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
+from epochckpt.handlers import Handlers
+from epochckpt.items import Here
 from epochckpt.node_reader import EpochReader
 from epochckpt.opening import commits_of
 from epochckpt.records import EpochRecord
@@ -28,15 +30,17 @@ class Reading:
         commits: the directory's epochs.
         pool: who reads.
         verify: check every block before its bytes are used.
+        here: who restores; by default one process without handlers of its own.
     """
 
-    def __init__(self, commits: Commits, pool: Pool, verify: bool):
+    def __init__(self, commits: Commits, pool: Pool, verify: bool, here: Here | None = None):
         self.commits, self._pool, self._verify = commits, pool, verify
+        self._here = here or Here(Handlers())
 
     def elsewhere(self, directory: str | os.PathLike[str], names: StepNames) -> tuple[Reading, list[int]]:
         """The same for another directory, and its epochs."""
         commits = commits_of(open_store(directory), names)
-        return Reading(commits, self._pool, self._verify), commits.list_epochs()
+        return Reading(commits, self._pool, self._verify, self._here), commits.list_epochs()
 
     def reader(self, epoch: int) -> EpochReader:
         """A reader of one epoch; its record is read now."""
@@ -51,7 +55,7 @@ class Reading:
             single = reader.record.default_item
         else:
             wanted, single = items.named(args), not items.is_multi(args)
-        values = {name: items.restore_item(reader, name, arg) for name, arg in wanted.items()}
+        values = {name: items.restore_item(reader, name, arg, self._here) for name, arg in wanted.items()}
         return values[layout.DEFAULT_ITEM] if single else ocp.args.Composite(**values)
 
     def leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
@@ -65,6 +69,15 @@ class Reading:
                 f"epoch {epoch} has no array item {item!r}; pass item=, one of: {', '.join(arrays)}"
             )
         return read_leaves(reader, item, [patterns] if isinstance(patterns, str) else patterns)
+
+    def item_metadata(self, epoch: int) -> Any:
+        """Orbax's metadata of an epoch's items."""
+        reader = self.reader(epoch)
+
+        def of_files(name: str, recorded: str) -> Any:
+            return items.files_metadata(reader, name, recorded, self._here.handlers)
+
+        return status.item_metadata(reader.record, self.path(reader.record), of_files)
 
     def verify(self, epoch: int) -> status.Verification:
         """Reads every byte."""
@@ -116,14 +129,13 @@ class Browsable:
 
     def item_metadata(self, step: int) -> Any:
         """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads one small file."""
-        record = self._reading.commits.read_record(epoch_number(step))
-        return status.item_metadata(record, self._reading.path(record))
+        return self._reading.item_metadata(epoch_number(step))
 
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's StepMetadata of an epoch, or the directory's RootMetadata."""
         if step is not None:
             record = self._reading.commits.read_record(epoch_number(step))
-            return status.step_metadata(record, self._reading.path(record))
+            return status.step_metadata(record, self._reading.item_metadata(record.epoch))
         return status.root_metadata(self._reading.commits.store)
 
     def nodes(self, epoch: int) -> list[str]:

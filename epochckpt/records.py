@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from epochckpt import checksum, layout
@@ -25,6 +25,7 @@ class DataFile:
         cells: how many cells it holds.
         block_bytes: unit of the checksums.
         xxh3: one checksum per block as 16 hex digits; empty in `epoch.json`.
+        name: path inside the item's folder, for what a handler wrote; empty for data files.
     """
 
     item: str
@@ -34,11 +35,31 @@ class DataFile:
     cells: int = 0
     block_bytes: int = 0
     xxh3: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def path(self) -> str:
+        """Path relative to the node's folder."""
+        return layout.join(self.item, self.name) if self.name else layout.data_file(self.item, self.part)
+
+    def row(self) -> list[Any]:
+        """Its form in `epoch.json`."""
+        row: list[Any] = [self.item, self.part, self.size, self.data_start, self.cells]
+        return [*row, self.name] if self.name else row
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> DataFile:
+        """The inverse of `row`."""
+        return cls(*row[:5], name=row[5] if len(row) == 6 else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeRecord:
-    """`node.json`: what one node wrote for one attempt."""
+    """`node.json`: what one node wrote for one attempt.
+
+    Attributes:
+        items: the trees of items that differ per node, by item name.
+    """
 
     epoch: int
     attempt: str
@@ -48,6 +69,7 @@ class NodeRecord:
     plan: str
     files: tuple[DataFile, ...]
     timings: Mapping[str, float]
+    items: Mapping[str, ItemRecord] = dataclasses.field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -64,6 +86,7 @@ class NodeRecord:
                 "plan": self.plan,
                 "files": [dataclasses.asdict(f) for f in self.files],
                 "timings": dict(self.timings),
+                "items": {name: _item_json(item) for name, item in self.items.items()},
             }
         )
 
@@ -99,14 +122,19 @@ class ItemRecord:
     """One item of an epoch.
 
     Attributes:
-        kind: `arrays` (a pytree in data files) or `json` (one JSON file, written by the primary).
+        kind: `arrays` (a pytree in data files), `files` (what a handler wrote), or `node` (a pytree of each node's own,
+            described in its `node.json`).
+        handler: the Orbax handler that stands for it, by the name that Orbax records.
         arrays: the tree and its grids, for `arrays`.
         values: JSON forms of Python leaves by leaf number, for `arrays`.
+        custom_metadata: what the caller attached to the item, for `arrays`.
     """
 
     kind: str
+    handler: str = ""
     arrays: ArrayItem | None = None
     values: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    custom_metadata: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +187,7 @@ class EpochRecord:
                         n.record_size,
                         n.record_digest,
                         round(n.secs, 6),
-                        [[f.item, f.part, f.size, f.data_start, f.cells] for f in n.files],
+                        [f.row() for f in n.files],
                     ]
                     for n in self.nodes
                 ],
@@ -190,10 +218,12 @@ def array_item_json(item: ArrayItem) -> dict[str, Any]:
 
 
 def _item_json(item: ItemRecord) -> dict[str, Any]:
+    head = {"kind": item.kind, "handler": item.handler}
     if item.arrays is None:
-        return {"kind": item.kind}
+        return head
     return {
-        "kind": item.kind,
+        **head,
         **array_item_json(item.arrays),
         "values": {str(k): v for k, v in item.values.items()},
+        "custom_metadata": checksum.pack_json(item.custom_metadata, "custom_metadata"),
     }

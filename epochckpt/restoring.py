@@ -31,12 +31,14 @@ class TreeRequest:
         restore_args: pytree of `ocp.RestoreArgs` over the target (or alone), or None.
         partial: see `Matcher.match`.
         fallback_sharding: for arrays whose saved sharding does not exist here.
+        layouts: arrays get the device-local layout that the target's leaves ask for.
     """
 
     target: Any = None
     restore_args: Any = None
     partial: bool = False
     fallback_sharding: Any = None
+    layouts: bool = False
 
 
 def restore_tree(reader: EpochReader, name: str, request: TreeRequest) -> Any:
@@ -56,9 +58,17 @@ def restore_tree(reader: EpochReader, name: str, request: TreeRequest) -> Any:
         wants, treedef = _match(reader, name, item, request, shardings)
     leaves = _Assembly(reader, name, item).run(wants)
     if treedef is not None:
-        return tree_lib.unflatten(treedef, leaves)
+        tree = tree_lib.unflatten(treedef, leaves)
+        return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
     where = f"{reader.folder}/epoch.json"
     return tree_lib.nest([(leaf.path, value) for leaf, value in zip(item.leaves, leaves, strict=True)], where)
+
+
+def _laid_out(leaf: Any, target: Any) -> Any:
+    """An array in the device-local layout that its target asks for, if it asks for one."""
+    wanted = getattr(target, "format", None)
+    asks = isinstance(leaf, jax.Array) and getattr(wanted, "layout", None) is not None
+    return jax.device_put(leaf, wanted) if asks else leaf
 
 
 def _match(

@@ -13,6 +13,7 @@ from epochckpt import checksum, records, snapshot
 from epochckpt import plan as plan_lib
 from epochckpt import tree as tree_lib
 from epochckpt.errors import InvalidArgumentError
+from epochckpt.handlers import Content, Run
 from epochckpt.items import SaveItem
 from epochckpt.options import StorageOptions
 from epochckpt.records import ItemRecord
@@ -23,14 +24,31 @@ _PLANS = 16  # how many are kept; a job has one or two
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The plans of a save; nothing has been copied yet. `digest` is computed when it is first called."""
+    """The plans of a save; nothing has been copied or run yet. `digest` is computed when it is first called."""
 
     plans: list[plan_lib.ItemPlan]
     leaves: list[list[Any]]
-    files: list[tuple[str, bytes]]
+    wanted: Sequence[SaveItem]
     digest: Callable[[], str]
     copied_bytes: int
-    names: tuple[str, ...]
+    primary: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a save holds when the training thread goes on.
+
+    Attributes:
+        buffers: one list per plan.
+        items: the items as they will be recorded.
+        own: the items that differ per node, as this node records them.
+        files: what handlers write on this node.
+    """
+
+    buffers: list[list[Buffer]]
+    items: dict[str, ItemRecord]
+    own: dict[str, ItemRecord]
+    files: list[Content | Run]
 
 
 class Planner:
@@ -54,17 +72,16 @@ class Planner:
         Raises:
             InvalidArgumentError: something in it cannot be saved.
         """
-        plans, leaves, files, keys = [], [], [], []
+        plans, leaves, keys = [], [], []
         for item in items:
-            if item.data is not None:
-                files.append((item.name, item.data))
-                keys.append(item.name)
+            if item.kind == "files":
+                keys.append((item.name, item.handler))
                 continue
             try:
                 flat, treedef = tree_lib.flatten_leaves(item.tree)
             except (ValueError, TypeError) as error:
                 raise InvalidArgumentError(f"item {item.name!r} is not a pytree that can be saved: {error}") from error
-            key = (item.name, plan_lib.key(flat, treedef))
+            key = (item.name, item.kind, plan_lib.key(flat, treedef))
             plan = self._plans.get(key)
             if plan is None:
                 plan = self._plan(item)
@@ -76,25 +93,29 @@ class Planner:
             keys.append(key)
         digest = self._digests.get(tuple(keys))
         if digest is None:
-            digest = functools.cache(functools.partial(self._digest, plans, [name for name, _ in files]))
+            shared = {item.name for item in items if item.kind == "arrays"}
+            alike = [p for p in plans if p.item.name in shared]
+            others = sorted((i.name, i.kind, i.handler) for i in items if i.name not in shared)
+            digest = functools.cache(functools.partial(self._digest, alike, others))
             self._keep(self._digests, tuple(keys), digest)
         copied = sum(p.copied_bytes for p in plans)
-        mine = files if self._node == 0 else []
-        return Prepared(plans, leaves, mine, digest, copied, tuple(item.name for item in items))
+        return Prepared(plans, leaves, items, digest, copied, self._node == 0)
 
     def _plan(self, item: SaveItem) -> plan_lib.ItemPlan:
         pairs, _ = tree_lib.flatten(item.tree)
+        alone = item.kind == "node"
+        nodes = {process: i for i, (_, process) in enumerate(self._nodes)}
         return plan_lib.plan_item(
             item.name,
             pairs,
-            node=self._node,
-            node_of_process={process: i for i, (_, process) in enumerate(self._nodes)},
+            node=0 if alone else self._node,
+            node_of_process={self._nodes[self._node][1]: 0} if alone else nodes,
             split_bytes=self._options.split_bytes,
             part_bytes=self._part_bytes,
         )
 
-    def _digest(self, plans: Sequence[plan_lib.ItemPlan], files: Sequence[str]) -> str:
-        what = {"nodes": list(self._nodes), "files": sorted(files)}
+    def _digest(self, plans: Sequence[plan_lib.ItemPlan], others: Sequence[Any]) -> str:
+        what = {"nodes": list(self._nodes), "others": list(others)}
         what["items"] = {p.item.name: records.array_item_json(p.item) for p in plans}
         return checksum.digest(json.dumps(what, separators=(",", ":")).encode())
 
@@ -105,15 +126,32 @@ class Planner:
             cache.popitem(last=False)
 
 
-def take(prepared: Prepared) -> tuple[list[list[Buffer]], dict[str, ItemRecord]]:
-    """The snapshot of a planned save, and the items as they will be recorded."""
-    buffers = [snapshot.take(p, values) for p, values in zip(prepared.plans, prepared.leaves, strict=True)]
+def take(prepared: Prepared) -> Snapshot:
+    """The snapshot of a planned save. Handlers that are not ours run their blocking part here."""
+    pairs = list(zip(prepared.plans, prepared.leaves, strict=True))
+    trees = {plan.item.name: (plan, values) for plan, values in pairs}
     items: dict[str, ItemRecord] = {}
-    for plan, values in zip(prepared.plans, prepared.leaves, strict=True):
-        items[plan.item.name] = ItemRecord("arrays", plan.item, snapshot.values(plan, values))
-    for name in prepared.names:
-        items.setdefault(name, ItemRecord("json"))
-    return buffers, items
+    own: dict[str, ItemRecord] = {}
+    for item in prepared.wanted:
+        record = ItemRecord(item.kind, item.handler)
+        if item.name in trees:
+            plan, values = trees[item.name]
+            tree = ItemRecord("arrays", "", plan.item, snapshot.values(plan, values), item.custom_metadata)
+            if item.kind == "node":
+                own[item.name] = tree
+            else:
+                record = dataclasses.replace(tree, handler=item.handler)
+        items[item.name] = record
+    files: list[Content | Run] = []
+    try:
+        files += [item.run() for item in prepared.wanted if item.run is not None]
+        buffers = [snapshot.take(plan, values) for plan, values in pairs]
+    except BaseException:
+        for file in files:
+            file.discard()
+        raise
+    files += [item.content for item in prepared.wanted if item.content is not None and prepared.primary]
+    return Snapshot(buffers, items, own, files)
 
 
 def checked_json(value: Any, where: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +16,10 @@ from epochckpt import tree as tree_lib
 from epochckpt.errors import DamagedError, EpochCheckpointError
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.node_reader import EpochReader
-from epochckpt.orbax_view import HANDLERS
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store
 from epochckpt.targets import Shardings
+from epochckpt.tree_metadata import TreeMetadata
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,19 +95,31 @@ def verify(reader: EpochReader) -> Verification:
     return Verification(reader.record.epoch, reader.record.nbytes, tuple(reader.verify_all()))
 
 
-def item_metadata(record: EpochRecord, directory: Any) -> Any:
-    """Orbax metadata of every item: trees of `ocp.metadata.ArrayMetadata` and its kin, usable as restore targets."""
-    out = {
-        name: None if item.arrays is None else _tree_metadata(item.arrays, directory / name)
-        for name, item in record.items.items()
-    }
+def item_metadata(record: EpochRecord, directory: Any, of_files: Callable[[str, str], Any]) -> Any:
+    """Orbax metadata of every item.
+
+    Args:
+        record: the epoch.
+        directory: its folder.
+        of_files: what the handler of an item, by item and handler name, says of what it wrote.
+
+    Returns:
+        A TreeMetadata per array item, whose leaves are `ocp.metadata.ArrayMetadata` and its kin, usable as a restore
+        target; a Composite of them unless the epoch has one unnamed item.
+    """
+    out = {}
+    for name, item in record.items.items():
+        if item.arrays is not None:
+            out[name] = _tree_metadata(item.arrays, directory / name, item.custom_metadata)
+        else:
+            out[name] = of_files(name, item.handler) if item.kind == "files" else None
     return out[next(iter(out))] if record.default_item and len(out) == 1 else ocp.args.Composite(**out)
 
 
-def _tree_metadata(item: ArrayItem, directory: Any) -> Any:
+def _tree_metadata(item: ArrayItem, directory: Any, custom_metadata: Any) -> Any:
     shardings = Shardings(item)
     pairs = [(leaf.path, _leaf_metadata(leaf, shardings, directory)) for leaf in item.leaves]
-    return tree_lib.nest(pairs, str(directory))
+    return TreeMetadata(tree_lib.nest(pairs, str(directory)), custom_metadata)
 
 
 def _leaf_metadata(leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
@@ -132,12 +145,11 @@ def _scalar_dtype(kind: str) -> Any:
     )
 
 
-def step_metadata(record: EpochRecord, directory: Any) -> Any:
-    """Orbax's StepMetadata of an epoch."""
-    handlers = {name: HANDLERS[item.kind] for name, item in record.items.items()}
+def step_metadata(record: EpochRecord, items: Any) -> Any:
+    """Orbax's StepMetadata of an epoch, given that of its items."""
     return ocp.metadata.StepMetadata(
-        item_handlers=handlers,
-        item_metadata=item_metadata(record, directory),
+        item_handlers={name: item.handler for name, item in record.items.items() if item.handler},
+        item_metadata=items,
         metrics=record.metrics or {},
         init_timestamp_nsecs=record.started_ns,
         commit_timestamp_nsecs=record.committed_ns,

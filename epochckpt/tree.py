@@ -103,7 +103,7 @@ def flatten(tree: Any) -> tuple[list[tuple[KeyPath, Any]], Any]:
         (path, leaf) pairs in JAX's order, and the treedef that puts them together again.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
-    return [(_key_path(path), leaf) for path, leaf in pairs], treedef
+    return [(key_path(path), leaf) for path, leaf in pairs], treedef
 
 
 def flatten_leaves(tree: Any) -> tuple[list[Any], Any]:
@@ -116,7 +116,8 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
-def _key_path(path: Sequence[Any]) -> KeyPath:
+def key_path(path: Sequence[Any]) -> KeyPath:
+    """JAX's key path as ours; InvalidArgumentError for a dict key that cannot be saved."""
     out: list[tuple[str, Any]] = []
     for entry in path:
         if isinstance(entry, jax.tree_util.DictKey):

@@ -90,6 +90,22 @@ def without_target(directory: str, epoch: int) -> dict[str, Any]:
         }
 
 
+def no_arguments(directory: str, epoch: int) -> dict[str, Any]:
+    """`restore(step)` with nothing else, as in Orbax's guides, and what it knows then."""
+    with ocp.CheckpointManager(directory) as manager:
+        got = manager.restore(epoch)
+        steps, metadata = manager.all_steps(), manager.metadata(epoch)
+    state = got if isinstance(got, dict) else got["state"]
+    found = {"differences": stock_states.differences(state, stock_states.plain()), "steps": list(steps)}
+    if not isinstance(got, dict):
+        found |= {"config": got["config"], "custom": metadata.custom_metadata}
+    if hasattr(ocp.v1, "load"):
+        name = "default" if isinstance(got, dict) else "state"
+        again = ocp.v1.load_checkpointables(f"{directory}/{epoch}")[name]
+        found["v1"] = stock_states.differences(again, stock_states.plain())
+    return found
+
+
 def subset(directory: str, epoch: int) -> list[str]:
     """Stock Orbax's partial restore of one subtree."""
     expected = {"list": stock_states.plain()["list"]}

@@ -22,7 +22,7 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 import epochckpt as ec
-from epochckpt import export_orbax, export_safetensors, orbax_view
+from epochckpt import export_safetensors, orbax_view
 from epochckpt.errors import (
     DamagedError,
     EpochNotFoundError,
@@ -203,8 +203,8 @@ def test_items_with_too_many_chunks_for_an_epochs_view_can_be_exported(
     assert not (tmp_path / "run" / "5" / "default").exists()
     ec.export(tmp_path / "run", 5, tmp_path / "out")
     assert stock_states.differences(ocp.PyTreeCheckpointer().restore(tmp_path / "out" / "5" / "default"), tree) == []
-    monkeypatch.setattr(export_orbax, "MAX_CHUNKS", 8)
-    with pytest.raises(UnsupportedError, match="default: 9 chunks, more than 8\n"):
+    monkeypatch.setattr(orbax_view, "MAX_EXPORT_CHUNKS", 8)
+    with pytest.raises(UnsupportedError, match="default: 9 chunks, more than 8; "):
         ec.export(tmp_path / "run", 5, tmp_path / "other")
 
 

@@ -344,7 +344,7 @@ def record_of(nodes: int, leaves: int) -> EpochRecord:
         NodeEntry(f"process_{n}", n, 12345, "0123456789abcdef" * 2, (DataFile("default", 0, 10**9, 8192, 5000),), 1.5)
         for n in everyone
     )
-    record = ItemRecord("arrays", item, {})
+    record = ItemRecord("arrays", "", item, {})
     return EpochRecord(
         7, "0123456789abcdef-1", False, "ab" * 16, files, {"default": record}, True, None, {}, 1, 2, {"secs": 1.0}
     )

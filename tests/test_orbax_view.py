@@ -97,6 +97,22 @@ def save_two_items(directory: pathlib.Path) -> None:
         manager.save(5, args=items, metrics={"loss": 0.5}, custom_metadata={"by": "us"})
 
 
+@pytest.mark.parametrize("items", ["one", "two"])
+def test_stock_orbax_needs_no_arguments(tmp_path: pathlib.Path, items: str) -> None:
+    """`CheckpointManager(dir).restore(step)`: our nodes' folders do not stand in the way."""
+    if items == "one":
+        save(tmp_path / "run", stock_states.plain())
+    else:
+        save_two_items(tmp_path / "run")
+    (found,) = stock("no_arguments", {"directory": str(tmp_path / "run"), "epoch": 5})
+    expected: dict[str, Any] = {"differences": [], "steps": [5]}
+    if items == "two":
+        expected |= {"config": {"a": [1]}, "custom": {"by": "us"}}
+    if "v1" in found:
+        expected["v1"] = []
+    assert found == expected
+
+
 def test_stock_orbax_needs_no_target(tmp_path: pathlib.Path) -> None:
     """It finds shardings, keys, scalars, JSON, metrics and metadata by itself, and single subtrees."""
     save_two_items(tmp_path / "run")
@@ -178,12 +194,14 @@ def test_what_orbax_cannot_express_is_left_out_and_named(tmp_path: pathlib.Path)
 
 
 def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bare array, and more chunks than an index should hold: no folder, and a note."""
+    """A text alone, what differs per node, and more chunks than an index should hold: no folder, and a note."""
     with ec.CheckpointManager(tmp_path) as manager:
-        items = {"bare": ocp.args.ArraySave(jnp.ones(3)), "many": ocp.args.StandardSave({str(i): i for i in range(9)})}
-        manager.save(5, args=ocp.args.Composite(**items))
+        items = {"text": ocp.args.StandardSave("alone"), "many": ocp.args.StandardSave({str(i): i for i in range(9)})}
+        manager.save(5, args=ocp.args.Composite(**items, own=ec.args.NodeSave({"position": 3})))
         manager.wait_until_finished()
-        assert set(left_out(tmp_path)) == {"bare"}
+        assert set(left_out(tmp_path)) == {"text", "own"}
+        assert not (tmp_path / "5" / "text").exists()
+        assert not (tmp_path / "5" / "own").exists()
         monkeypatch.setattr(orbax_view, "MAX_CHUNKS", 3)
         items["many"] = ocp.args.StandardSave({str(i): jnp.ones(2) for i in range(9)})
         manager.save(6, args=ocp.args.Composite(**items))

@@ -1,0 +1,39 @@
+"""Argument classes of epochckpt's own, beside those of `orbax.checkpoint.args`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
+
+
+@dataclasses.dataclass
+class NodeSave(ocp.args.CheckpointArgs):
+    """Saves a value that differs per node: a data iterator's position, a random generator of each process.
+
+    Every node saves its own pytree; the trees need not be alike. Arrays must be addressable by the process.
+
+    Attributes:
+        item: this node's pytree of arrays and Python values.
+    """
+
+    item: Any
+
+
+@dataclasses.dataclass
+class NodeRestore(ocp.args.CheckpointArgs):
+    """Restores what this node saved with `NodeSave`.
+
+    Attributes:
+        item: target pytree as for `StandardRestore`; None for what was saved, as dicts and lists.
+        reshard: called when the epoch was saved by another number of nodes, which is refused without it:
+            `reshard(old_states, old_count, new_count)` is given every node's pytree in node order (dicts and lists,
+            whatever `item` says) and returns `new_count` of them; every node must compute the same.
+    """
+
+    item: Any = None
+    reshard: Reshard | None = None

@@ -1,0 +1,61 @@
+"""`SaveArgs(dtype=…)`: arrays that are saved with another precision than they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt import tree as tree_lib
+from epochckpt.errors import InvalidArgumentError
+
+
+def apply(item: str, tree: Any, save_args: Any) -> Any:
+    """The tree with the arrays cast as its `SaveArgs` ask.
+
+    A cast changes the precision of floating and complex arrays, or widens integers; whatever it would do beyond that
+    (integers to floats, narrower integers, Python numbers) is left out, the leaf saved as it is, and a warning says so.
+
+    Args:
+        item: item name, for messages.
+        tree: what to save.
+        save_args: pytree of `ocp.SaveArgs` like it, or None.
+
+    Raises:
+        InvalidArgumentError: the two are not alike.
+    """
+    if save_args is None:
+        return tree
+    asked, _ = jax.tree_util.tree_flatten_with_path(save_args, is_leaf=lambda x: isinstance(x, ocp.SaveArgs))
+    wanted = {tree_lib.leaf_name(tree_lib.key_path(path)): args.dtype for path, args in asked if args is not None}
+    if not any(dtype is not None for dtype in wanted.values()):
+        return tree
+    pairs, treedef = tree_lib.flatten(tree)
+    names = [tree_lib.leaf_name(path) for path, _ in pairs]
+    unknown = sorted(wanted.keys() - set(names))
+    if unknown:
+        raise InvalidArgumentError(f"item {item!r}: save_args has {unknown[0]!r}, which the item has not")
+    leaves = [_cast(name, leaf, wanted.get(name)) for name, (_, leaf) in zip(names, pairs, strict=True)]
+    return tree_lib.unflatten(treedef, leaves)
+
+
+def _cast(name: str, leaf: Any, dtype: Any) -> Any:
+    if dtype is None or getattr(leaf, "dtype", dtype) == dtype:
+        return leaf
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic) and _keeps_kind(leaf.dtype, np.dtype(dtype)):
+        return leaf.astype(dtype)
+    kind = getattr(leaf, "dtype", type(leaf).__name__)
+    logging.log_first_n(
+        logging.WARNING, "leaf %s is saved as %s, not as %s: the cast would not keep its values", 3, name, kind, dtype
+    )
+    return leaf
+
+
+def _keeps_kind(before: Any, after: Any) -> bool:
+    kinds = (np.floating, np.complexfloating)
+    if any(tree_lib.issubdtype(before, k) and tree_lib.issubdtype(after, k) for k in kinds):
+        return True
+    return np.dtype(before).kind in "iub" and np.can_cast(before, after, "safe") and np.dtype(after).kind in "iu"
