@@ -32,7 +32,7 @@ from epochckpt.errors import (
 )
 from epochckpt.posix_store import PosixStore, PosixWriter
 from epochckpt.tree import DTYPES
-from tests import stock_states
+from tests import handler_jobs, stock_states
 from tests.processes import run_worker, start_processes
 
 DEVICES = 4
@@ -94,6 +94,52 @@ def test_stock_orbax_restores_it_with_and_without_arguments(tmp_path: pathlib.Pa
     for state, readers in found.items():
         assert len(readers) >= 11, state
         assert {k: v for k, v in readers.items() if v} == {}, state
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("kind", ["posix", "memory"])
+def test_items_of_other_handlers_come_along(tmp_path: pathlib.Path, kind: str) -> None:
+    """Files of handlers of other people, in folders of their own, and random keys; what differs per node is refused."""
+    directory = str(tmp_path / "run") if kind == "posix" else f"memory://{uuid.uuid4().hex}/"
+    rng = np.random.default_rng(3)
+    twister = np.random.RandomState(3)
+    key = jax.random.key(7)
+    items: dict[str, Any] = {
+        "reader": handler_jobs.ReaderSave(handler_jobs.Reader(17)),
+        "key": ocp.args.JaxRandomKeySave(key),
+        "twister": ocp.args.NumpyRandomKeySave(twister.get_state()),
+        "state": ocp.args.StandardSave({"w": rng.normal(size=(4, 4))}),
+        "bare": ocp.args.ArraySave(jnp.arange(5)),
+        "own": ec.args.NodeSave({"a": 1}),
+    }
+    with ec.CheckpointManager(directory, storage=ec.StorageOptions(block_bytes=4096)) as manager:
+        manager.save(5, args=ocp.args.Composite(**items))
+    with pytest.raises(UnsupportedError, match="  own: it differs per node"):
+        ec.export(directory, 5, tmp_path / "out")
+    done = ec.export(directory, 5, tmp_path / "out", allow_left_out=True)
+    assert set(done.left_out) == {"own"}
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+    with ocp.CheckpointManager(
+        tmp_path / "out", item_names=("reader", "key", "twister", "state", "bare")
+    ) as stock_manager:
+        asked = ocp.args.Composite(
+            reader=handler_jobs.ReaderRestore(handler_jobs.Reader()),
+            key=ocp.args.JaxRandomKeyRestore(),
+            twister=ocp.args.NumpyRandomKeyRestore(),
+            state=ocp.args.StandardRestore(),
+            bare=ocp.args.ArrayRestore(),
+        )
+        got = stock_manager.restore(5, args=asked)
+    assert got["reader"].position == 17
+    assert stock_states.differences([got["key"], got["bare"]], [key, jnp.arange(5)]) == []
+    assert stock_states.differences(got["state"], items["state"].item) == []
+    again = np.random.RandomState()
+    again.set_state(got["twister"])
+    assert again.randint(10**9) == twister.randint(10**9)
+    with pytest.raises(UnsupportedError, match="'reader' is not made of arrays"):
+        ec.export(directory, 5, tmp_path / "tensors", "safetensors", item="reader")
+    ec.export(directory, 5, tmp_path / "tensors", "safetensors", item="bare")
+    assert tensors_of(tmp_path / "tensors")["value"][2] == np.arange(5, dtype=np.int32).tobytes()
 
 
 @pytest.mark.parametrize("kind", ["posix", "memory"])
