@@ -138,7 +138,7 @@ class KvStore(Store):
         """Nothing to do."""
         check_path(path)
 
-    def make_root(self, mode: int | None = None) -> None:
+    def make_root(self) -> None:
         """Nothing to do."""
 
     def link(self, path: str, target: str) -> None:

@@ -67,6 +67,11 @@ def step_names(options: ocp.CheckpointManagerOptions) -> StepNames:
     )
 
 
+def folder_mode(options: ocp.CheckpointManagerOptions) -> int | None:
+    """Permission bits that the options ask for."""
+    return options.file_options.path_permission_mode if options.file_options else None
+
+
 def commits_of(store: Store, names: StepNames) -> Commits:
     """How attempts become epochs on this store."""
     return RenameCommits(store, names) if store.renames else PutCommits(store, names)
@@ -134,7 +139,7 @@ def open_directory(
         # the others wait longer: the primary may come late, and then waits for the latest
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
         prefix = f"{base}/{answer['incarnation']}"
-    store = open_store(answer["directory"])
+    store = open_store(answer["directory"], folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     commits.join_incarnation(answer["incarnation"])
     nodes = tuple((n, p) for n, p in answer["nodes"])
@@ -165,7 +170,7 @@ def _decide(
     """On the primary: looks at the directory, and only then writes to it."""
     for item in item_names:
         layout.check_item_name(item, tuple(n for n, _ in nodes))
-    store = open_store(directory)
+    store = open_store(directory, folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     try:
         _check_directory(store, options.create and not options.read_only)
@@ -179,8 +184,7 @@ def _decide(
             )
         history, damaged = survey(commits)
         if not options.read_only:
-            mode = options.file_options.path_permission_mode if options.file_options else None
-            store.make_root(mode)
+            store.make_root()
             commits.claim()
             history = [e for e in commits.list_epochs() if e not in damaged]
     except NotACheckpointDirectoryError:

@@ -57,9 +57,11 @@ class PosixStore(Store):
     renames = True
     preferred_part_bytes = None
 
-    def __init__(self, directory: str | os.PathLike[str], *, early_write_back: bool = True):
+    def __init__(
+        self, directory: str | os.PathLike[str], *, early_write_back: bool = True, folder_mode: int | None = None
+    ):
         self.root = os.path.abspath(directory)
-        self._early_write_back = early_write_back
+        self._early_write_back, self._folder_mode = early_write_back, folder_mode
 
     def exists(self, path: str) -> bool:
         """Whether stat(2) finds it."""
@@ -122,9 +124,14 @@ class PosixStore(Store):
 
     def make_folder(self, path: str) -> None:
         """One mkdir(2), never recursive."""
-        os.mkdir(self._place(path))
+        self._make(self._place(path))
 
-    def make_root(self, mode: int | None = None) -> None:
+    def _make(self, path: str) -> None:
+        os.mkdir(path)
+        if self._folder_mode is not None:
+            os.chmod(path, self._folder_mode)  # mkdir(2) would subtract the umask
+
+    def make_root(self) -> None:
         """Creates what is missing from the top down, and flushes each folder that got a new name."""
         missing = []
         folder = self.root
@@ -133,9 +140,10 @@ class PosixStore(Store):
             folder = os.path.dirname(folder)
         for folder in reversed(missing):
             with suppress(FileExistsError):  # another process was quicker, or it is no folder
-                os.mkdir(folder)
-                if mode is not None and folder == self.root:
-                    os.chmod(folder, mode)
+                if folder == self.root:
+                    self._make(folder)
+                else:
+                    os.mkdir(folder)
             if not os.path.isdir(folder):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
             _sync_folder(os.path.dirname(folder), os.path.dirname(folder))

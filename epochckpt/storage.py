@@ -14,7 +14,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _COLLAPSED_URL = re.compile(r"(?:gs|s3|file|memory|https?):/[^/]")
 
 
-def open_store(directory: str | os.PathLike[str], *, early_write_back: bool = True) -> Store:
+def open_store(
+    directory: str | os.PathLike[str], *, early_write_back: bool = True, folder_mode: int | None = None
+) -> Store:
     """Opens the store that a directory names; touches nothing.
 
     Args:
@@ -22,6 +24,7 @@ def open_store(directory: str | os.PathLike[str], *, early_write_back: bool = Tr
             `file://`); anything else is a POSIX path, made absolute here and now.
         early_write_back: POSIX: have the kernel start writing to the disk while later pieces are still being
             written. Never changes what is durable when.
+        folder_mode: POSIX: permission bits of the folders that are created here; None leaves that to the umask.
 
     Raises:
         ValueError: no such scheme, or a URL that `pathlib.Path` has damaged.
@@ -31,4 +34,4 @@ def open_store(directory: str | os.PathLike[str], *, early_write_back: bool = Tr
         return KvStore(name)
     if isinstance(directory, pathlib.PurePath) and _COLLAPSED_URL.match(name):
         raise ValueError(f"{name!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path")
-    return PosixStore(name, early_write_back=early_write_back)
+    return PosixStore(name, early_write_back=early_write_back, folder_mode=folder_mode)

@@ -204,12 +204,8 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def make_root(self, mode: int | None = None) -> None:
-        """Creates the root and its parents durably where they are missing; nothing to do on object stores.
-
-        Args:
-            mode: permission bits of the root if it is created here; None leaves that to the umask.
-        """
+    def make_root(self) -> None:
+        """Creates the root and its parents durably where they are missing; nothing to do on object stores."""
 
     @abstractmethod
     def link(self, path: str, target: str) -> None:

@@ -3,14 +3,13 @@
 import dataclasses
 import logging
 import pathlib
-import stat
 import threading
 from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint.checkpoint_managers import ContinuousCheckpointingPolicy, FixedIntervalPolicy
+from orbax.checkpoint.checkpoint_managers import ContinuousCheckpointingPolicy
 
 import epochckpt as ec
 from epochckpt import checks
@@ -122,22 +121,6 @@ def test_async_timeout(tmp_path: pathlib.Path) -> None:
     assert checks.storage_options(Options(), None) == ec.StorageOptions()
 
 
-def test_prevent_write_metrics(tmp_path: pathlib.Path) -> None:
-    """They are dropped."""
-    with ec.CheckpointManager(tmp_path, options=Options(prevent_write_metrics=True)) as manager:
-        save(manager, 1, metrics={"loss": 1.0})
-        manager.wait_until_finished()
-        assert manager.metrics(1) is None
-
-
-def test_save_root_metadata(tmp_path: pathlib.Path) -> None:
-    """The directory's own metadata is written unless that is turned off."""
-    for keep in (True, False):
-        directory = tmp_path / str(keep)
-        with ec.CheckpointManager(directory, options=Options(save_root_metadata=keep), metadata={"a": 1}) as manager:
-            assert dict(manager.metadata().custom_metadata or {}) == ({"a": 1} if keep else {})
-
-
 @pytest.mark.parametrize("keep", [True, False])
 def test_keep_checkpoints_without_metrics(tmp_path: pathlib.Path, keep: bool) -> None:
     """With best_fn, epochs without metrics stay or go."""
@@ -147,12 +130,6 @@ def test_keep_checkpoints_without_metrics(tmp_path: pathlib.Path, keep: bool) ->
             save(manager, epoch, metrics=metrics)
             manager.wait_until_finished()
         assert manager.all_steps() == ([0, 1, 2] if keep else [1, 2])  # the newest is never deleted
-
-
-def test_save_decision_policy(tmp_path: pathlib.Path) -> None:
-    """Orbax's own policy decides."""
-    with ec.CheckpointManager(tmp_path, options=Options(save_decision_policy=FixedIntervalPolicy(3))) as manager:
-        assert [e for e in range(8) if save(manager, e)] == [0, 3, 6]
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -174,10 +151,3 @@ def test_continuous_checkpointing(tmp_path: pathlib.Path, check: bool, monkeypat
             assert save(manager, 1) is not check
         finally:
             gate.set()
-
-
-def test_path_permission_mode(tmp_path: pathlib.Path) -> None:
-    """A directory that is created gets it."""
-    options = Options(file_options=ocp.options.FileOptions(path_permission_mode=0o750))
-    ec.CheckpointManager(tmp_path / "run", options=options).close()
-    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o750

@@ -324,14 +324,17 @@ def test_make_folder_is_exclusive(posix: Store) -> None:
 
 
 def test_the_root_is_made_with_its_parents(tmp_path: pathlib.Path) -> None:
-    """Once or many times; the mode is the root's; a file in the way is refused."""
-    store = open_store(tmp_path / "a" / "b" / "root")
+    """Once or many times; the mode is the root's and that of folders in it; a file in the way is refused."""
+    store = open_store(tmp_path / "a" / "b" / "root", folder_mode=0o2770)
     with pytest.raises(FileNotFoundError):
         store.list("")
-    assert in_parallel([lambda: store.make_root(mode=0o2770)] * 4) == [None] * 4
+    assert in_parallel([lambda: store.make_root()] * 4) == [None] * 4
     assert store.list("") == []
+    store.make_folder("below")
+    assert os.stat(f"{store.root}/below").st_mode & 0o7777 == 0o2770
     assert os.stat(store.root).st_mode & 0o7777 == 0o2770
-    store.make_root(mode=0o700)
+    assert os.stat(os.path.dirname(store.root)).st_mode & 0o7777 != 0o2770
+    open_store(store.root, folder_mode=0o700).make_root()
     assert os.stat(store.root).st_mode & 0o7777 == 0o2770
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="file"):
