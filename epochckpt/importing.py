@@ -63,7 +63,7 @@ def import_(
             its tree noted, and gets exactly that.
         metrics: kept with the epoch.
         custom_metadata: kept with the epoch.
-        options: the step name format, if it is not the default.
+        options: the step name format and the mode of folders, if they are not the default.
         storage: how bytes get to storage.
 
     Returns:
@@ -109,8 +109,9 @@ def import_(
 
 
 def _names_only(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
-    """Of the options those that name epochs: an import must not delete any."""
+    """Of the options those that name and make folders: an import must not delete any."""
     return ocp.CheckpointManagerOptions(
+        file_options=options.file_options,
         step_name_format=options.step_name_format,
         step_prefix=options.step_prefix,
         step_format_fixed_length=options.step_format_fixed_length,

@@ -258,6 +258,19 @@ def test_an_epoch_that_exists_stays_as_it_is(tmp_path: pathlib.Path) -> None:
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
+def test_options_name_epochs_and_delete_none(tmp_path: pathlib.Path) -> None:
+    """Step names and folder modes are those of the job; what it keeps is its own business."""
+    (tmp_path / "x.msgpack").write_bytes(flax.serialization.msgpack_serialize({"y": np.ones(3)}))
+    files = ocp.options.FileOptions(path_permission_mode=0o750)
+    options = ocp.CheckpointManagerOptions(step_prefix="step", max_to_keep=1, file_options=files)
+    for epoch in (1, 2, 3):
+        ec.import_(tmp_path / "x.msgpack", tmp_path / "run", epoch, options=options)
+    assert sorted(os.listdir(tmp_path / "run")) == ["step_1", "step_2", "step_3"]
+    assert (tmp_path / "run" / "step_2").stat().st_mode & 0o777 == 0o750
+    assert ec.export(tmp_path / "run", None, tmp_path / "out", options=options).epoch == 3
+    assert os.listdir(tmp_path / "out") == ["3"]
+
+
 def test_wrong_arguments_are_refused(tmp_path: pathlib.Path) -> None:
     """Before anything is written."""
     (tmp_path / "x.msgpack").write_bytes(flax.serialization.msgpack_serialize({"y": np.ones(3)}))
