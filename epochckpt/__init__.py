@@ -3,16 +3,18 @@
 Imports go strictly downwards; a test checks it (within a floor: only to the left).
 
     F0  errors options layout tree
-    F1  worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
-    F2  grid plan snapshot records orbax_view parsing node_writer node_file node_reader handlers commit
+    F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
+    F2  tensor_notes grid plan snapshot records orbax_view parsing node_writer node_file node_reader handlers commit
         commit_rename commit_put retention
     F3  args targets restoring casting items saving attempt opening attempts removal tree_metadata status choosing
-        checks legacy reading manager following
+        checks legacy reading manager following export_orbax export_safetensors exporting importing
 """
 
 from epochckpt import args, errors
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
+from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
+from epochckpt.importing import import_
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
 from epochckpt.status import EpochStatus, NodeStatus, Verification
@@ -24,10 +26,13 @@ __all__ = [
     "EpochCheckpointError",
     "EpochDeleted",
     "EpochStatus",
+    "Exported",
     "NodeStatus",
     "StorageOptions",
     "Verification",
     "args",
     "errors",
+    "export",
     "follow",
+    "import_",
 ]

@@ -85,8 +85,6 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
     excluded = [n for n in ("keep_time_interval", "max_to_keep", "keep_period") if getattr(options, n)]
     if options.preservation_policy is not None and excluded:
         raise InvalidArgumentError(f"preservation_policy and {excluded[0]} exclude each other; pass one of them")
-    if options.best_mode not in ("min", "max"):
-        raise InvalidArgumentError(f"best_mode must be 'min' or 'max', got {options.best_mode!r}")
     if options.todelete_subdir is not None and not layout.is_name(options.todelete_subdir):
         raise InvalidArgumentError(f"todelete_subdir {options.todelete_subdir!r} is not a plain folder name")
     hints = [f"{name} ({HINTS[name]})" for name in changed if name in HINTS]

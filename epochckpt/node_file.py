@@ -103,15 +103,34 @@ class NodeFile:
         """Reads every block; returns one error for each that is damaged."""
         problems: list[EpochCheckpointError] = []
         try:
-            self.open(epoch)
+            self.stream(epoch, lambda start, data: None, problems.append)
         except EpochDeleted:
             raise
         except EpochCheckpointError as error:
             return [error]
+        return problems
+
+    def stream(
+        self,
+        epoch: Epoch,
+        use: Callable[[int, memoryview], None],
+        damaged: Callable[[EpochCheckpointError], None] | None = None,
+    ) -> None:
+        """Reads the whole file, block by block, in several threads and any order; memory: one block per thread.
+
+        Args:
+            epoch: what it belongs to.
+            use: is given each block's offset and its bytes, verified, which are valid only during the call.
+            damaged: is told of each block that cannot be used; without it the first one ends the stream.
+
+        Raises:
+            DamagedError, EpochDeleted: see `open`, and without `damaged` those of a block, too.
+        """
+        self.open(epoch)
         largest = int(np.diff(self._ends, prepend=0).max(initial=0))
         local = threading.local()
 
-        def check(block: int) -> None:
+        def take(block: int) -> None:
             if not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(largest))
             start, end = self._bounds(block)
@@ -120,13 +139,16 @@ class NodeFile:
             except EpochDeleted:
                 raise
             except EpochCheckpointError as error:
-                problems.append(error)
+                if damaged is None:
+                    raise
+                damaged(error)
+                return
+            use(start, local.buffer[: end - start])
 
         try:
-            epoch.pool.run([functools.partial(check, b) for b in range(len(self._ends))])
+            epoch.pool.run([functools.partial(take, b) for b in range(len(self._ends))])
         finally:
             self.close()
-        return problems
 
     def tasks(self, epoch: Epoch, wanted: dict[int, list[Copy]]) -> list[Callable[[], None]]:
         """Tasks that serve the wanted cells of this file."""
@@ -172,27 +194,34 @@ class NodeFile:
                 copy.out[copy.into] = array[copy.source]
 
     def _large(self, epoch: Epoch, cell: int, copies: list[Copy]) -> None:
-        """Rows of a cell that spans several blocks: the blocks that they touch."""
-        leaf = int(self.part.leaves[cell])
-        shape = self.item.cell_shape(leaf)
-        axis = next(i for i, d in enumerate(shape) if d > 1)
-        low = min(c.source[axis].start for c in copies)
-        high = max(c.source[axis].stop for c in copies)
+        """A part of a cell that spans several blocks: the blocks that it touches, of one row or rows next to another.
+
+        Leading axes of which only one index is wanted are gone into, so that a piece of a long row costs only a piece.
+        """
+        shape = self.item.cell_shape(int(self.part.leaves[cell]))
         start, end = int(self.offsets[cell]), int(self.offsets[cell + 1])
-        row = (end - start) // shape[axis]
-        first = int(np.searchsorted(self._ends, start + low * row, side="right"))
-        last = int(np.searchsorted(self._ends, start + high * row, side="left"))
+        row, bounds = end - start, []
+        for axis, size in enumerate(shape):
+            row //= size
+            low = min(c.source[axis].start for c in copies)
+            high = max(c.source[axis].stop for c in copies)
+            start, end = start + low * row, start + high * row
+            bounds.append((low, high))
+            if high - low > 1:
+                break
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._ends, end, side="left"))
         begin = self._bounds(first)[0]
         buffer = np.empty(self._bounds(last)[1] - begin, dtype=np.uint8)
         for block in range(first, last + 1):
             a, b = self._bounds(block)
             self._read(epoch, block, buffer[a - begin : b - begin].data)
-        raw = buffer[start + low * row - begin : start + high * row - begin]
-        array = self._array(cell, raw, (*shape[:axis], high - low, *shape[axis + 1 :]))
+        sizes = [high - low for low, high in bounds]
+        array = self._array(cell, buffer[start - begin : end - begin], (*sizes, *shape[len(sizes) :]))
         for copy in copies:
-            cut = copy.source[axis]
-            moved = (*copy.source[:axis], slice(cut.start - low, cut.stop - low), *copy.source[axis + 1 :])
-            copy.out[copy.into] = array[moved]
+            cuts = zip(copy.source, bounds, strict=False)
+            moved = tuple(slice(cut.start - low, cut.stop - low) for cut, (low, _) in cuts)
+            copy.out[copy.into] = array[(*moved, *copy.source[len(moved) :])]
 
     def _array(self, cell: int, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         dtype = self.item.leaves[int(self.part.leaves[cell])].dtype

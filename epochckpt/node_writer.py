@@ -177,8 +177,11 @@ class _Part:
             self._put(index, start, data)
             if buffer.sample is not None and f"{checksum.xxh3(data):016x}" != self.sums[index]:
                 raise BufferChangedError(self.epoch, self.names[first])
+            buffer.release(start - base, end - base)
         else:  # a run of small cells is joined: a call that frees the interpreter lock costs more than copying
             self._put(index, start, b"".join([b.array.tobytes() for b in self.buffers[first:last]]))
+            for b in self.buffers[first:last]:
+                b.release()
 
     def _put(self, index: int, offset: int, data: Any) -> None:
         self.sums[index] = f"{checksum.xxh3(data):016x}"

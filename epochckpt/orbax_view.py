@@ -43,8 +43,8 @@ _KEY_HANDLERS = {
 """Handlers that keep arrays one folder deeper, beside a JSON file, and the folder."""
 _ALONE = "checkpoint"  # what Orbax calls an array that is not in a tree
 
-MAX_CHUNKS = 250_000
-"""Items with more cells get no view: the index would be read whole by whoever opens it."""
+MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
+"""Items with more cells get no view: the index would be read whole by whoever opens it; and it holds up a commit."""
 
 _MAX_NOTED = 100
 _EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
@@ -81,8 +81,9 @@ class View:
 class Views:
     """Builds the views of one manager's epochs; what does not change from epoch to epoch is built once."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_chunks: int | None = None) -> None:
         self._known: dict[str, _Items] = {}
+        self._max_chunks = max_chunks
 
     def build(self, record: EpochRecord, *, beside_nodes: bool = True) -> View:
         """The view of an epoch that is about to be committed.
@@ -134,7 +135,7 @@ class Views:
         key = arrays, places, {i: s and s[0] for i, s in scalars.items()}, item.handler, item.custom_metadata
         known = self._known.get(name)
         if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
-            if reason := _inexpressible(arrays):
+            if reason := _inexpressible(arrays, self._max_chunks or MAX_CHUNKS):
                 view.left_out[name] = {"*": reason}
                 return False
             known = self._known[name] = _Items(key, record, item, name, scalars)
@@ -172,11 +173,11 @@ def _add_files(view: View, record: EpochRecord, name: str) -> None:
             view.links[file.path] = f"{up}{layout.join(record.node_folder(number), file.path)}"
 
 
-def _inexpressible(arrays: ArrayItem) -> str | None:
+def _inexpressible(arrays: ArrayItem, max_chunks: int) -> str | None:
     """Why Orbax can be given nothing of an item, if so."""
     chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
-    if chunks > MAX_CHUNKS:
-        return f"{chunks} chunks, more than {MAX_CHUNKS}: export the epoch for Orbax"
+    if chunks > max_chunks:
+        return f"{chunks} chunks, more than {max_chunks}; an export takes {MAX_EXPORT_CHUNKS}"
     bare = arrays.is_bare and arrays.leaves[0].kind not in _TYPES.keys() | {"bool", "int", "float"}
     return f"Orbax has no form for a {arrays.leaves[0].kind} alone" if bare else None
 

@@ -4,7 +4,8 @@
   and large ones leave a sample of their bytes, because jax may alias NumPy memory that the caller can still change.
 - jax arrays on accelerators: copies into host memory, all started before the first is awaited, through pinned host
   memory where the backend has it. Starting a copy is not enough for donation to be safe, so they are awaited here.
-- NumPy leaves: copied. Python values: taken as they are.
+- NumPy leaves: copied, but for the files of an import (`mapped.Mapped`): those are streamed from the page cache, and
+  leave a sample, too. Python values: taken as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from epochckpt import mapped
 from epochckpt import tree as tree_lib
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.plan import ItemPlan, Take
@@ -39,7 +41,14 @@ class Buffer:
 
     def unchanged(self) -> bool:
         """False if memory that is not ours has visibly changed since the snapshot."""
-        return self.sample is None or _sample(self.array) == self.sample
+        same = self.sample is None or _sample(self.array) == self.sample
+        self.release()
+        return same
+
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        """Says that some bytes have been written: those of a mapped file leave this process's memory."""
+        if isinstance(self.array, mapped.Mapped):
+            mapped.release(self.array, start, stop)
 
 
 def _sample(array: np.ndarray) -> bytes:
@@ -69,7 +78,7 @@ def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list
     buffers: list[Buffer] = []
     for i, t in enumerate(plan.takes):
         if t.shard < 0:
-            buffers.append(Buffer(_host_copy(leaves[t.leaf], plan.item.leaves[t.leaf].dtype)))
+            buffers.append(_host(leaves[t.leaf], plan.item.leaves[t.leaf].dtype))
         elif i in started:
             buffers.append(Buffer(np.ascontiguousarray(started.pop(i))))
         else:
@@ -110,12 +119,17 @@ def _alias(data: jax.Array, cut: tuple[slice, ...] | None) -> Buffer:
     return Buffer(view, _sample(view))
 
 
-def _host_copy(value: Any, dtype: np.dtype[Any] | None) -> np.ndarray:
+def _host(value: Any, dtype: np.dtype[Any] | None) -> Buffer:
+    """The bytes of a leaf that is no jax array."""
     if isinstance(value, str):
         value = value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
-        return np.frombuffer(value, dtype=np.uint8)
-    return np.array(value, dtype=dtype, order="C", copy=True)
+        return Buffer(np.frombuffer(value, dtype=np.uint8))
+    if isinstance(value, mapped.Mapped) and value.dtype == dtype and value.flags.c_contiguous and value.size:
+        buffer = Buffer(value, _sample(value))
+        buffer.release()
+        return buffer
+    return Buffer(np.array(value, dtype=dtype, order="C", copy=True))
 
 
 def values(plan: ItemPlan, leaves: Sequence[Any]) -> dict[int, Any]:

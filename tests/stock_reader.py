@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import flax.serialization
 import jax
 import orbax.checkpoint as ocp
 
@@ -114,3 +115,54 @@ def subset(directory: str, epoch: int) -> list[str]:
     )
     with ocp.PyTreeCheckpointer() as checkpointer:
         return stock_states.differences(checkpointer.restore(f"{directory}/{epoch}/state", args=args), expected)
+
+
+def exported(directories: dict[str, str], epoch: int) -> dict[str, dict[str, list[str]]]:
+    """What differs in exports of several states, by state and reader; one more reader is given no argument at all."""
+    out = {}
+    for state, directory in directories.items():
+        out[state] = read(directory, epoch, state)
+        with ocp.CheckpointManager(directory) as manager:
+            got = manager.restore(epoch)
+        expected = stock_states.STATES[state]()
+        if state != "plain":  # without a target, custom nodes are dicts and lists
+            got = jax.tree.leaves(got)
+            expected = jax.tree.leaves(expected)
+            got, expected = (dict(enumerate(sorted(map(_bits, leaves)))) for leaves in (got, expected))
+        else:
+            v1 = ocp.v1.load_checkpointables(f"{directory}/{epoch}")["default"]
+            out[state]["v1 without arguments"] = stock_states.differences(v1, expected)
+        out[state]["without arguments"] = stock_states.differences(got, expected)
+    return out
+
+
+def _bits(leaf: Any) -> tuple[str, str]:
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return str(jax.numpy.asarray(leaf).dtype), str(jax.device_get(leaf).tolist() if hasattr(leaf, "shape") else leaf)
+
+
+def everything(directory: str, epoch: int) -> dict[str, Any]:
+    """Items, metrics and metadata of an epoch and its directory, found without being told anything."""
+    with ocp.CheckpointManager(directory) as manager:
+        got = manager.restore(epoch)
+        return {
+            "items": sorted(got.keys()),
+            "differences": stock_states.differences(got["state"], stock_states.plain()),
+            "config": got["config"],
+            "metrics": manager.metrics(epoch),
+            "custom": manager.metadata(epoch).custom_metadata,
+            "root": manager.metadata().custom_metadata,
+        }
+
+
+def flax_states(directories: dict[str, str], epoch: int) -> dict[str, list[str]]:
+    """What differs in epochs that were imported from flax's files, restored without a target, by directory."""
+    found = {}
+    for state, directory in directories.items():
+        with ocp.CheckpointManager(directory) as manager:
+            got = manager.restore(epoch, args=ocp.args.StandardRestore())
+        expected = stock_states.STATES[state]()
+        back = flax.serialization.from_state_dict(expected, got)
+        found[state] = stock_states.differences(*(jax.tree.map(jax.numpy.asarray, tree) for tree in (back, expected)))
+    return found

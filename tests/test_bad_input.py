@@ -787,7 +787,6 @@ def test_legacy_and_unsupported_arguments_are_refused_by_name(run: pathlib.Path)
                 "checkpointers= expects an orbax.checkpoint.Checkpointer",
             ),
             ({"checkpointers": ocp.PyTreeCheckpointer(), "item_names": ("a",)}, "exclude each other"),
-            ({"options": ocp.CheckpointManagerOptions(best_mode="large")}, "best_mode"),
             ({"handler_registry": object()}, "handler_registry"),
             ({"metadata_handler": object()}, "metadata_handler"),
             ({"item_handlers": {"x": OwnHandler()}}, "OwnHandler"),

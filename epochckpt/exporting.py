@@ -1,0 +1,200 @@
+"""`export`: an epoch as a plain stock Orbax checkpoint, or as safetensors files, in a folder of its own.
+
+The folder appears whole or not at all: it is written under another name beside its own, made durable, and renamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping
+
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt import choosing, export_orbax, export_safetensors, layout
+from epochckpt.attempt import human_bytes
+from epochckpt.coordination import SingleProcess
+from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
+from epochckpt.export_safetensors import Settings
+from epochckpt.node_reader import EpochReader
+from epochckpt.opening import commits_of, step_names
+from epochckpt.options import StorageOptions
+from epochckpt.posix_store import PosixStore
+from epochckpt.reading import Reading, epoch_number
+from epochckpt.records import EpochRecord
+from epochckpt.storage import open_store
+from epochckpt.worker import Pool
+
+FORMATS = ("orbax", "safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        epoch: the epoch.
+        path: the folder.
+        nbytes: bytes of its files.
+        left_out: what the format cannot express: reasons by leaf name, by item; empty if that is nothing.
+    """
+
+    epoch: int
+    path: str
+    nbytes: int
+    left_out: Mapping[str, Mapping[str, str]]
+
+
+def export(
+    directory: str | os.PathLike[str],
+    epoch: int | None,
+    destination: str | os.PathLike[str],
+    format: str = "orbax",
+    *,
+    item: str | None = None,
+    separator: str = ".",
+    max_file_bytes: int = 5 * 10**9,
+    max_buffer_bytes: int = 64 * 2**20,
+    allow_left_out: bool = False,
+    options: ocp.CheckpointManagerOptions | None = None,
+) -> Exported:
+    """Writes an epoch in a form that needs nothing of ours, into a new local folder. Every byte is verified first.
+
+    - `"orbax"`: a checkpoint directory with this one step in it, without symlinks:
+      `ocp.CheckpointManager(destination).restore(epoch)`, `StandardCheckpointer`, `ocp.v1`.
+    - `"safetensors"`: an item of arrays as whole tensors, `model.safetensors` or Hugging Face's parts with their index.
+      Typed PRNG keys become their key data. What the format cannot say (Python values, key paths) is noted in the
+      file's `__metadata__`, for `import_`.
+
+    Memory stays bounded: by blocks for `"orbax"`, by about twice `max_buffer_bytes` for `"safetensors"`. One process
+    does it, at any time, also while the job goes on saving.
+
+    Args:
+        directory: where the epochs live: a path or a URL.
+        epoch: its number; None: the newest that can be read.
+        destination: a local folder that is missing or empty.
+        format: `"orbax"` or `"safetensors"`.
+        item: export this item only; safetensors needs it if there are several of arrays.
+        separator: safetensors: joins the keys of a leaf's path to its name; "." is what Hugging Face and Orbax use.
+        max_file_bytes: safetensors: goes on in a further file past so many bytes of tensors.
+        max_buffer_bytes: safetensors: bound on the bytes that are held at a time.
+        allow_left_out: leave out, and log, what the format cannot express, instead of refusing.
+        options: the step name format, if it is not the default.
+
+    Raises:
+        EpochNotFoundError: there is no such epoch.
+        DamagedError: bytes differ from what was written. As after every other error there is no destination.
+        UnsupportedError: the format cannot express something, by name.
+        InvalidArgumentError: the destination is no empty folder; no such item; leaves that would be called alike.
+        OSError: the destination cannot be written.
+    """
+    began = time.monotonic()
+    _check(format, separator, max_file_bytes, max_buffer_bytes)
+    store = open_store(directory)
+    names = step_names(options or ocp.CheckpointManagerOptions())
+    commits = commits_of(store, names)
+    place = _destination(destination)
+    parent, name = os.path.split(place)
+    if store.renames and os.path.realpath(store.root) == parent and names.parse(name) is not None:
+        raise InvalidArgumentError(f"destination {place!r} is the name of an epoch in the directory itself")
+    settings = Settings(separator, max_file_bytes, max_buffer_bytes, allow_left_out)
+    reading = Reading(commits, Pool(StorageOptions().io_threads), verify=True)
+
+    def run(number: int) -> Exported:
+        reader = reading.reader(number)
+        record = _chosen(reader.record, item)
+
+        def write(target: PosixStore) -> export_orbax.LeftOut:
+            if format == "orbax":
+                return export_orbax.write(reader, record, target, allow_left_out)
+            return export_safetensors.write(reader, _item_of_arrays(record), target, settings)
+
+        return _in_place(reader, place, write)
+
+    try:
+        if epoch is not None:
+            done = run(epoch_number(epoch))
+        else:
+            done = choosing.newest_readable(commits.list_epochs(), run, SingleProcess(), "", 0.0, store.root).value
+    except NotADirectoryError as error:
+        if store.renames and not os.path.isdir(store.root) and os.path.lexists(store.root):
+            raise NotACheckpointDirectoryError(f"{store.root} is a file; expected a directory of epochs") from error
+        raise
+    for left, leaves in done.left_out.items():
+        few = ", ".join(f"{leaf} ({why})" for leaf, why in list(leaves.items())[:3])
+        logging.warning("%s: item %s: %d leaves were left out: %s", place, left, len(leaves), few)
+    secs = time.monotonic() - began
+    size = human_bytes(done.nbytes)
+    logging.info("epoch %d of %s exported as %s to %s: %s in %.2f s", done.epoch, store.root, format, place, size, secs)
+    return done
+
+
+def _check(format: str, separator: str, max_file_bytes: int, max_buffer_bytes: int) -> None:
+    if format not in FORMATS:
+        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, FORMATS))}")
+    if not isinstance(separator, str) or not separator:
+        raise InvalidArgumentError(f"separator must be a text of at least one character, got {separator!r}")
+    for name, value in (("max_file_bytes", max_file_bytes), ("max_buffer_bytes", max_buffer_bytes)):
+        if type(value) is not int or value < 1:
+            raise InvalidArgumentError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _destination(destination: str | os.PathLike[str]) -> str:
+    """The destination, resolved; InvalidArgumentError unless it is missing or an empty folder."""
+    path = os.fspath(destination)
+    if "://" in path:
+        raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
+    path = os.path.realpath(path)
+    if os.path.isdir(path):
+        if os.listdir(path) or os.path.ismount(path):
+            raise InvalidArgumentError(f"destination {path} is not empty; choose another folder")
+    elif os.path.lexists(path):
+        raise InvalidArgumentError(f"destination {path} is a file; expected a folder that is missing or empty")
+    return path
+
+
+def _chosen(record: EpochRecord, item: str | None) -> EpochRecord:
+    """The record with the chosen item only."""
+    if item is None:
+        return record
+    if item not in record.items:
+        have = ", ".join(sorted(record.items)) or "none"
+        raise InvalidArgumentError(f"epoch {record.epoch} has no item {item!r}; it has: {have}")
+    return dataclasses.replace(record, items={item: record.items[item]})
+
+
+def _item_of_arrays(record: EpochRecord) -> str:
+    if len(record.items) == 1:
+        return next(iter(record.items))
+    arrays = [name for name, item in record.items.items() if item.arrays is not None]
+    if len(arrays) != 1:
+        raise InvalidArgumentError(
+            f"epoch {record.epoch} has {len(arrays)} items of arrays; pass item=, one of: {', '.join(arrays) or 'none'}"
+        )
+    return arrays[0]
+
+
+def _in_place(reader: EpochReader, place: str, write: Callable[[PosixStore], export_orbax.LeftOut]) -> Exported:
+    """Writes into a folder with a temporary name, and renames it when all is durable."""
+    parent, name = os.path.split(place)
+    above = PosixStore(parent)
+    above.make_root()
+    staging = f"export-{layout.new_id()}{layout.TMP_SUFFIX}"
+    above.make_folder(staging)
+    try:
+        left_out = write(PosixStore(os.path.join(parent, staging)))
+        nbytes = sum(
+            os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(os.path.join(parent, staging)) for f in files
+        )
+        reader.check_present("it was being exported")
+        try:
+            above.rename(staging, name, replace=True)  # of folders only an empty one
+        except (FileExistsError, NotADirectoryError) as error:
+            raise InvalidArgumentError(f"destination {place} was filled by somebody else meanwhile: {error}") from error
+        above.sync_folder("")
+    except BaseException:
+        above.remove_tree(staging)
+        raise
+    return Exported(reader.record.epoch, place, nbytes, left_out)
