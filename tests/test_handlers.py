@@ -531,3 +531,19 @@ def test_the_module_of_jobs_is_used() -> None:
     """The handler of the jobs has no base class, as Grain's has none."""
     assert ReaderHandler.__mro__ == (ReaderHandler, object)
     assert handler_jobs.own_value()["seed"] == 100
+
+
+def test_restore_gives_the_layout_that_is_asked_for(tmp_path: pathlib.Path) -> None:
+    """StandardRestore(support_layout=True) with a Format in the target."""
+    layout = pytest.importorskip("jax.experimental.layout")
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    turned = layout.Format(layout.Layout((1, 0)), single)
+    value = jnp.arange(6.0).reshape(2, 3)
+    save(tmp_path, state=ocp.args.StandardSave({"w": value, "n": 1}))
+    target = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=turned), "n": 0}
+    with ec.CheckpointManager(tmp_path) as manager:
+        args = ocp.args.StandardRestore(target, support_layout=True)
+        got = manager.restore(0, args=ocp.args.Composite(state=args))["state"]
+    assert got["w"].format.layout.major_to_minor == (1, 0)
+    np.testing.assert_array_equal(got["w"], value)
+    assert got["n"] == 1
