@@ -1,0 +1,404 @@
+"""Reads a step that stock Orbax wrote, with Orbax's own handlers.
+
+What Orbax is asked for is decided here, leaf by leaf, from its metadata and the target: so a target that does not fit
+is refused with our table of all differences, and no value changes its kind of number unless it survives exactly (Orbax
+itself casts without a word). Nothing here waits for another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from epochckpt import items, layout, orbax_steps, restoring, status
+from epochckpt import tree as tree_lib
+from epochckpt.errors import (
+    AccessError,
+    DamagedError,
+    EpochCheckpointError,
+    EpochDeleted,
+    InvalidArgumentError,
+    Mismatch,
+    MismatchError,
+    UnsupportedError,
+    say,
+    unreadable,
+)
+from epochckpt.grid import ArrayItem, Leaf
+from epochckpt.orbax_steps import OrbaxRecord
+from epochckpt.store import Store
+from epochckpt.targets import ADVICE, Shardings, Want, divides, key_dims, without_target
+
+NOTE = (
+    "written by stock Orbax, which keeps no checksums: checked was only whether it is whole and can be read, "
+    "not whether its bytes are those that were written"
+)
+
+_VERIFY_BYTES = 256 * 2**20  # what is held at once while every array is read
+_NO_ARGS = {
+    "JaxRandomKeyCheckpointHandler": ocp.args.JaxRandomKeyRestore,
+    "NumpyRandomKeyCheckpointHandler": ocp.args.NumpyRandomKeyRestore,
+}
+_ARRAY = "checkpoint"  # what Orbax's ArrayCheckpointHandler calls its only leaf
+
+
+class StepReader:
+    """Reads one step of stock Orbax.
+
+    Args:
+        store: the directory.
+        folder: the step's folder in it.
+        record: what Orbax recorded of it.
+    """
+
+    def __init__(self, store: Store, folder: str, record: OrbaxRecord):
+        self._store, self._folder, self.record = store, folder, record
+        self._path = epath.Path(store.root) / folder
+
+    # -- what the manager asks -----------------------------------------------------------------------------------
+
+    def restore(self, args: Any) -> Any:
+        """Restores the items that `args` names (None: all, as they were saved).
+
+        Raises:
+            MismatchError: the target does not fit; lists every leaf that does not.
+            DamagedError: the step is not whole, or cannot be read.
+        """
+        orbax_steps.check(self._store, self._folder, self.record)
+        if args is None:
+            wanted: Mapping[str, Any] = dict.fromkeys(self.record.names)
+            single = self.record.default_item
+        else:
+            wanted, single = items.named(args), not items.is_multi(args)
+        values = {name: self._item(name, arg) for name, arg in sorted(wanted.items())}
+        return values[layout.DEFAULT_ITEM] if single else ocp.args.Composite(**{n: values[n] for n in wanted})
+
+    def leaves(self, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
+        """Single leaves by shell patterns of their names, as NumPy arrays and Python values."""
+        arrays = [name for name in self.record.names if self._kind(name) == "arrays"]
+        if item is None and len(arrays) == 1:
+            item = arrays[0]
+        if item not in arrays:
+            raise InvalidArgumentError(
+                f"epoch {self.record.epoch} has no array item {item!r}; pass item=, one of: {', '.join(arrays)}"
+            )
+        shell = [patterns] if isinstance(patterns, str) else patterns
+        tree = self._tree(item)
+        chosen = [i for i, leaf in enumerate(tree.leaves) if any(fnmatch.fnmatchcase(leaf.name, p) for p in shell)]
+        values = self._deliver(tree, tree.leaves, [_plain(i, tree.leaves[i]) for i in chosen])
+        return dict(zip((tree.leaves[i].name for i in chosen), values, strict=True))
+
+    def verify(self) -> status.Verification:
+        """Looks whether the step is whole, and reads every array; there are no checksums to compare with."""
+        damage: list[EpochCheckpointError] = []
+        try:
+            orbax_steps.check(self._store, self._folder, self.record)
+            for name in self.record.names:
+                damage += self._verify_item(name)
+        except EpochDeleted:
+            raise
+        except EpochCheckpointError as error:
+            damage.append(error)
+        return status.Verification(
+            self.record.epoch, orbax_steps.nbytes(self._store, self._folder), tuple(damage), NOTE
+        )
+
+    def status(self) -> status.EpochStatus:
+        """Committed; raises what `restore` would raise for a step that is not whole."""
+        orbax_steps.check(self._store, self._folder, self.record)
+        size = orbax_steps.nbytes(self._store, self._folder)
+        return status.EpochStatus(self.record.epoch, "committed", "written by stock Orbax", orbax_nbytes=size)
+
+    def item_metadata(self) -> Any:
+        """What Orbax's handlers say of every array item, usable as restore targets; None for other items."""
+        found = {name: self._metadata(name) if self._kind(name) == "arrays" else None for name in self.record.names}
+        return found[layout.DEFAULT_ITEM] if self.record.default_item else ocp.args.Composite(**found)
+
+    def step_metadata(self) -> Any:
+        """Orbax's StepMetadata."""
+        return ocp.metadata.StepMetadata(
+            item_handlers=dict(self.record.handlers),
+            item_metadata=self.item_metadata(),
+            metrics=self.record.metrics or {},
+            init_timestamp_nsecs=self.record.started_ns,
+            commit_timestamp_nsecs=self.record.committed_ns,
+            custom_metadata=dict(self.record.custom_metadata),
+        )
+
+    # -- items ---------------------------------------------------------------------------------------------------
+
+    def _at(self, name: str) -> str:
+        if name not in self.record.folders:
+            have = ", ".join(self.record.names) or "none"
+            raise InvalidArgumentError(f"epoch {self.record.epoch} has no item {name!r}; it has: {have}")
+        return layout.join(self._folder, self.record.folders[name])
+
+    def _kind(self, name: str) -> str:
+        at = self._at(name)
+        with self._stock(name):
+            return orbax_steps.kind(self._store, at, name, self.record)
+
+    def _item(self, name: str, args: Any) -> Any:
+        kind = self._kind(name)
+        if kind == "arrays":
+            return self._array_item(name, args)
+        path = self._path / self.record.folders[name]
+        if kind == "json" and (args is None or isinstance(args, ocp.args.JsonRestore)):
+            with self._stock(name):
+                return ocp.JsonCheckpointHandler().restore(path, args=args or ocp.args.JsonRestore())
+        handler = self.record.handlers.get(name, "").rpartition(".")[2]
+        if args is None:
+            if handler not in _NO_ARGS:
+                raise UnsupportedError(
+                    f"item {name!r} was saved by {handler or 'an unknown handler'} of Orbax: "
+                    f"say how to restore it, with args=Composite({name}=…)"
+                )
+            args = _NO_ARGS[handler]()
+        with self._stock(name):
+            return ocp.CompositeCheckpointHandler().restore(self._path, args=ocp.args.Composite(**{name: args}))[name]
+
+    def _array_item(self, name: str, args: Any) -> Any:
+        request = items.tree_request(name, args)
+        tree = self._tree(name, isinstance(args, ocp.args.ArrayRestore))
+        given = request.target if request.target is not None else request.restore_args
+        if given is None:
+            item = ArrayItem(name, tree.leaves, ())
+            wants = without_target(item, _Saved(item, tree, None))
+            return tree.nest(self._deliver(tree, item.leaves, wants))
+        item = ArrayItem(name, tree.named_like(given), ())
+        shardings = _Saved(item, tree, request.fallback_sharding)
+        wants, treedef = restoring.match(self.record.epoch, name, item, request, shardings)
+        return tree_lib.unflatten(treedef, self._deliver(tree, item.leaves, wants))
+
+    def _verify_item(self, name: str) -> list[EpochCheckpointError]:
+        if self._kind(name) == "json":
+            self._item(name, None)
+        if self._kind(name) != "arrays":
+            return []
+        tree, damage = self._tree(name), []
+        batches: list[list[int]] = [[]]
+        for i, leaf in enumerate(tree.leaves):
+            if sum(tree.leaves[j].nbytes for j in batches[-1]) + leaf.nbytes > _VERIFY_BYTES:
+                batches.append([])
+            batches[-1].append(i)
+        while batches:
+            batch = batches.pop(0)
+            try:
+                self._deliver(tree, tree.leaves, [_plain(i, tree.leaves[i]) for i in batch])
+            except DamagedError as error:
+                if len(batch) > 1:
+                    batches += [[i] for i in batch]
+                else:
+                    damage.append(DamagedError(error.path, error.problem, tree.leaves[batch[0]].name))
+        return damage
+
+    # -- trees ---------------------------------------------------------------------------------------------------
+
+    def _metadata(self, name: str) -> Any:
+        at = self._at(name)
+        with self._stock(name):
+            orbax_steps.check_item(self._store, at, name, self.record)
+            return ocp.PyTreeCheckpointHandler().metadata(self._path / self.record.folders[name]).tree
+
+    def _tree(self, name: str, bare: bool = False) -> _Tree:
+        at, path = self._at(name), self._path / self.record.folders[name]
+        with self._stock(name):
+            if not self._store.exists(layout.join(at, orbax_steps.TREE_RECORD)):  # written before Orbax had metadata
+                orbax_steps.check_item(self._store, at, name, self.record)
+                values = ocp.PyTreeCheckpointHandler().restore(path)
+                pairs, treedef = tree_lib.flatten(values)
+                return _Tree(name, treedef, _leaves(pairs, {}, {}), [v for _, v in pairs], values=True)
+            tree = self._metadata(name)
+            types = _value_types(orbax_steps.tree_record(self._store, at, self.record.epoch))
+            impls = orbax_steps.prng_impls(self._store, at)
+        pairs, treedef = tree_lib.flatten(tree)
+        handler = self.record.handlers.get(name, "")
+        bare = (bare or handler.endswith("ArrayCheckpointHandler")) and isinstance(tree, dict) and set(tree) == {_ARRAY}
+        leaves = _leaves(pairs, types, impls)
+        if bare:
+            leaves = (dataclasses.replace(leaves[0], path=(), name=tree_lib.leaf_name(())),)
+        return _Tree(name, treedef, leaves, [meta for _, meta in pairs], bare=bare)
+
+    def _deliver(self, tree: _Tree, leaves: Sequence[Leaf], wants: Sequence[Want]) -> list[Any]:
+        """Has Orbax read what is wanted, and makes of it what was asked for."""
+        asked = {w.leaf: _ask(leaves[w.leaf], w) for w in wants if w.leaf >= 0}
+        values = {i: tree.found[i] for i in asked} if tree.values else self._read(tree, asked)
+        rows: list[Mismatch] = []
+        out = [w.value if w.leaf < 0 else _finish(rows, leaves[w.leaf], w, values[w.leaf]) for w in wants]
+        if rows:
+            raise MismatchError(tree.name, self.record.epoch, rows, ADVICE)
+        return out
+
+    def _read(self, tree: _Tree, asked: Mapping[int, ocp.RestoreArgs]) -> dict[int, Any]:
+        """The leaves with these numbers, read by Orbax's handler; the others are placeholders and not read."""
+        if not asked:
+            return {}
+        nothing = ocp.RestoreArgs()
+        skeleton = [0 if i in asked else ... for i in range(len(tree.leaves))]
+        args = [asked.get(i, nothing) for i in range(len(tree.leaves))]
+        request = ocp.args.PyTreeRestore(
+            tree_lib.unflatten(tree.treedef, skeleton), restore_args=tree_lib.unflatten(tree.treedef, args)
+        )
+        with self._stock(tree.name):
+            got = ocp.PyTreeCheckpointHandler().restore(self._path / self.record.folders[tree.name], args=request)
+        return dict(enumerate(jax.tree.leaves(got, is_leaf=lambda x: x is ...)))
+
+    @contextlib.contextmanager
+    def _stock(self, name: str) -> Generator[None]:
+        """Says what an error of Orbax's means. What the caller asked for was checked before: it is the data's fault."""
+        at = layout.join(self._folder, self.record.folders.get(name, ""))
+        try:
+            yield
+        except EpochCheckpointError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            if not self._store.exists(self._folder):
+                raise EpochDeleted(self.record.epoch, self._store.root, say(error)) from error
+            if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
+                raise AccessError(f"{at}: {error}") from error
+            passing = isinstance(error, OSError) and not isinstance(unreadable(at, error), DamagedError)
+            if passing or "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            problem = f"Orbax cannot read item {name!r} ({type(error).__name__}: {str(error)[:1000]})"
+            raise orbax_steps.half_written(self.record.epoch, at, problem) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tree:
+    """The tree of an array item.
+
+    Attributes:
+        name: the item.
+        treedef: of Orbax's nested dicts and lists.
+        leaves: as our records would have them; `sharding` is the leaf's own number.
+        found: Orbax's metadata of each leaf.
+        bare: the tree is a single array.
+        values: `found` holds the values themselves: the item is older than Orbax's metadata.
+    """
+
+    name: str
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+    found: list[Any]
+    bare: bool = False
+    values: bool = False
+
+    def nest(self, values: Sequence[Any]) -> Any:
+        """The tree with these leaves."""
+        return values[0] if self.bare else tree_lib.unflatten(self.treedef, values)
+
+    def named_like(self, target: Any) -> tuple[Leaf, ...]:
+        """The leaves under the names that the target has for them: Orbax writes all keys as text."""
+        pairs, _ = tree_lib.flatten(target)
+        names = {tuple(str(key) for _, key in path): tree_lib.leaf_name(path) for path, _ in pairs}
+        return tuple(
+            dataclasses.replace(leaf, name=names.get(tuple(str(key) for _, key in leaf.path), leaf.name))
+            for leaf in self.leaves
+        )
+
+
+class _Saved(Shardings):
+    """The shardings that Orbax recorded, as far as their devices exist in this process's job."""
+
+    def __init__(self, item: ArrayItem, tree: _Tree, fallback: Sharding | None):
+        super().__init__(item, fallback)
+        self._tree, self._other = tree, fallback
+
+    def of(self, leaf: Leaf) -> Sharding | None:
+        """See Shardings."""
+        recorded: Any = getattr(self._tree.found[leaf.sharding], "sharding", None)
+        shape = leaf.shape[: len(leaf.shape) - key_dims(leaf)] if leaf.kind == "prng" else leaf.shape
+        try:
+            found = recorded.to_jax_sharding() if hasattr(recorded, "to_jax_sharding") else None
+        except Exception:  # its devices do not exist here: jax and Orbax have many errors for that
+            found = None
+        if isinstance(found, SingleDeviceSharding) and jax.process_count() > 1:
+            return self._other  # a device of one process
+        if isinstance(found, NamedSharding) and leaf.kind == "prng":  # Orbax recorded that of the keys' data
+            found = NamedSharding(found.mesh, PartitionSpec(*found.spec[: len(shape)]), memory_kind=found.memory_kind)
+        return found if found is not None and divides(found, shape) else self._other
+
+
+def _value_types(tree: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+    """What each leaf was when it was saved, by its keys as text; from an item's `_METADATA`."""
+    return {
+        tuple(str(entry["key"]) for entry in row["key_metadata"]): str(row["value_metadata"]["value_type"])
+        for row in tree["tree_metadata"].values()
+    }
+
+
+def _leaves(
+    pairs: Sequence[tuple[tree_lib.KeyPath, Any]], types: Mapping[tuple[str, ...], str], impls: Mapping[str, str]
+) -> tuple[Leaf, ...]:
+    out = []
+    for number, (path, meta) in enumerate(pairs):
+        impl = impls.get(getattr(meta, "name", None) or "")
+        dtype, shape = getattr(meta, "dtype", None), tuple(getattr(meta, "shape", None) or ())
+        kind = tree_lib.leaf_kind(meta)  # of empty nodes, and of values
+        if isinstance(meta, ocp.metadata.StringMetadata):
+            kind, dtype = "str", None
+        elif isinstance(meta, ocp.metadata.ScalarMetadata):
+            kind, dtype = _scalar_kind(dtype), None
+        elif kind is None and dtype is not None:
+            numpy = types.get(tuple(str(key) for _, key in path)) == "np.ndarray"
+            kind = "prng" if impl is not None else "numpy" if numpy else "jax"
+        elif kind is None:
+            raise UnsupportedError(f"leaf {tree_lib.leaf_name(path)!r} is a {type(meta).__name__} of Orbax's")
+        path = tuple(("k", int(key)) if k == "k" and _is_int(key) else (k, key) for k, key in path)
+        dtype = None if dtype is None else np.dtype(dtype)
+        out.append(Leaf(path, tree_lib.leaf_name(path), kind, dtype, shape, sharding=number, impl=impl))
+    return tuple(out)
+
+
+def _is_int(key: Any) -> bool:
+    """Whether a key was a number, as in the states of NNX: Orbax writes all keys as text."""
+    return isinstance(key, str) and key.isdecimal() and str(int(key)) == key
+
+
+def _scalar_kind(dtype: Any) -> str:
+    return {"b": "bool", "i": "int", "u": "int", "c": "complex"}.get(np.dtype(dtype).kind, "float")
+
+
+def _plain(number: int, leaf: Leaf) -> Want:
+    """A leaf as a NumPy array or a Python value; typed keys as their data."""
+    if leaf.kind in tree_lib.EMPTY_KINDS:
+        return Want(-1, "keep")
+    return Want(number, "python" if leaf.dtype is None else "numpy")
+
+
+def _direct(leaf: Leaf, want: Want) -> bool:
+    """Whether Orbax itself makes the array that is wanted: no number changes its kind."""
+    if want.form != "jax" or leaf.dtype is None:
+        return False
+    return want.dtype is None or want.dtype == leaf.dtype or restoring.only_precision(leaf.dtype, want.dtype)
+
+
+def _ask(leaf: Leaf, want: Want) -> ocp.RestoreArgs:
+    if leaf.kind == "str":
+        return ocp.RestoreArgs()
+    if _direct(leaf, want):
+        sharding = want.sharding or SingleDeviceSharding(jax.local_devices()[0])
+        return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding, dtype=want.dtype)
+    return ocp.RestoreArgs(restore_type=np.ndarray)
+
+
+def _finish(rows: list[Mismatch], leaf: Leaf, want: Want, value: Any) -> Any:
+    if leaf.kind in ("str", "longstr") or (_direct(leaf, want) and isinstance(value, jax.Array)):
+        return value
+    data = np.asarray(value)
+    if want.form == "python":
+        return restoring.convert(rows, leaf, data.item(), want.kind)
+    data = restoring.cast(rows, leaf, data, want.dtype)
+    if want.form != "jax":
+        return data if want.form == "numpy" else data[()]
+    sharding = want.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index], dtype=data.dtype)
