@@ -44,10 +44,6 @@ NOTE = (
 )
 
 _VERIFY_BYTES = 256 * 2**20  # what is held at once while every array is read
-_NO_ARGS = {
-    "JaxRandomKeyCheckpointHandler": ocp.args.JaxRandomKeyRestore,
-    "NumpyRandomKeyCheckpointHandler": ocp.args.NumpyRandomKeyRestore,
-}
 _ARRAY = "checkpoint"  # what Orbax's ArrayCheckpointHandler calls its only leaf
 
 
@@ -155,16 +151,22 @@ class StepReader:
         if kind == "json" and (args is None or isinstance(args, ocp.args.JsonRestore)):
             with self._stock(name):
                 return ocp.JsonCheckpointHandler().restore(path, args=args or ocp.args.JsonRestore())
-        handler = self.record.handlers.get(name, "").rpartition(".")[2]
-        if args is None:
-            if handler not in _NO_ARGS:
-                raise UnsupportedError(
-                    f"item {name!r} was saved by {handler or 'an unknown handler'} of Orbax: "
-                    f"say how to restore it, with args=Composite({name}=…)"
-                )
-            args = _NO_ARGS[handler]()
+        args = args or self._known_args(name)
         with self._stock(name):
             return ocp.CompositeCheckpointHandler().restore(self._path, args=ocp.args.Composite(**{name: args}))[name]
+
+    def _known_args(self, name: str) -> Any:
+        handler = self.record.handlers.get(name, "").rpartition(".")[2]
+        if handler == "NumpyRandomKeyCheckpointHandler":
+            return ocp.args.NumpyRandomKeyRestore()
+        if handler == "JaxRandomKeyCheckpointHandler":
+            sharding = SingleDeviceSharding(jax.local_devices()[0])
+            one = ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding)
+            return ocp.args.JaxRandomKeyRestore(restore_args=one)
+        raise UnsupportedError(
+            f"item {name!r} was saved by {handler or 'an unknown handler'} of Orbax: "
+            f"say how to restore it, with args=Composite({name}=…)"
+        )
 
     def _array_item(self, name: str, args: Any) -> Any:
         request = items.tree_request(name, args)
@@ -249,7 +251,10 @@ class StepReader:
             tree_lib.unflatten(tree.treedef, skeleton), restore_args=tree_lib.unflatten(tree.treedef, args)
         )
         with self._stock(tree.name):
-            got = ocp.PyTreeCheckpointHandler().restore(self._path / self.record.folders[tree.name], args=request)
+            path = self._path / self.record.folders[tree.name]
+            # an array may be stored as a folder of the name under which Orbax looks for its old msgpack file
+            old = {} if (path / orbax_steps.AGGREGATE).is_file() else {"aggregate_filename": ".none"}
+            got = ocp.PyTreeCheckpointHandler(**old).restore(path, args=request)
         return dict(enumerate(jax.tree.leaves(got, is_leaf=lambda x: x is ...)))
 
     @contextlib.contextmanager
@@ -258,18 +263,33 @@ class StepReader:
         at = layout.join(self._folder, self.record.folders.get(name, ""))
         try:
             yield
-        except EpochCheckpointError:
+        except (EpochCheckpointError, MemoryError):
             raise
-        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except Exception as error:  # Orbax raises many classes, also Exception itself
+            causes = _causes(error)
             if not self._store.exists(self._folder):
                 raise EpochDeleted(self.record.epoch, self._store.root, say(error)) from error
-            if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
-                raise AccessError(f"{at}: {error}") from error
-            passing = isinstance(error, OSError) and not isinstance(unreadable(at, error), DamagedError)
-            if passing or "RESOURCE_EXHAUSTED" in str(error):
+            if any(isinstance(e, PermissionError) or "PERMISSION_DENIED" in str(e) for e in causes):
+                raise AccessError(f"{at}: {causes[-1]}") from error
+            if any(_is_passing(at, e) for e in causes):
                 raise
-            problem = f"Orbax cannot read item {name!r} ({type(error).__name__}: {str(error)[:1000]})"
+            problem = f"Orbax cannot read item {name!r} ({type(causes[-1]).__name__}: {str(causes[-1])[:800]})"
             raise orbax_steps.half_written(self.record.epoch, at, problem) from error
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """An error and what led to it, the first cause last."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
+
+
+def _is_passing(at: str, error: BaseException) -> bool:
+    """Whether an error says nothing about the data: memory, open files, the device, a warning made an error."""
+    if isinstance(error, OSError):
+        return not isinstance(unreadable(at, error), DamagedError)
+    return isinstance(error, MemoryError | RuntimeError | Warning) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 @dataclasses.dataclass(frozen=True)

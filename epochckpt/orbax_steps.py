@@ -146,7 +146,7 @@ def check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
             raise half_written(record.epoch, _first_file(at, entries, record.epoch), "has 0 bytes; expected JSON")
         return
     if TREE_RECORD not in entries:
-        if AGGREGATE in entries:
+        if entries.get(AGGREGATE) is False:
             return
         found = f"the folder holds {', '.join(sorted(entries)[:6])}"
         problem = f"is missing; expected the tree of item {name!r} ({found})"
