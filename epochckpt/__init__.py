@@ -6,8 +6,8 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F1  worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
     F2  grid plan snapshot records orbax_view parsing node_writer node_file node_reader orbax_steps commit
         commit_rename commit_put retention
-    F3  targets restoring items saving attempt opening attempts removal status orbax_reader choosing checks reading
-        manager following
+    F3  targets restoring items saving attempt opening attempts removal status orbax_tree orbax_reader choosing
+        checks reading manager following
 """
 
 from epochckpt import errors

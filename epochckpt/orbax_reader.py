@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from epochckpt import items, layout, orbax_steps, restoring, status
 from epochckpt import tree as tree_lib
@@ -35,8 +35,9 @@ from epochckpt.errors import (
 )
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.orbax_steps import OrbaxRecord
+from epochckpt.orbax_tree import SavedShardings, StoredTree, leaves_of, value_types
 from epochckpt.store import Store
-from epochckpt.targets import ADVICE, Shardings, Want, divides, key_dims, without_target
+from epochckpt.targets import ADVICE, Want, without_target
 
 NOTE = (
     "written by stock Orbax, which keeps no checksums: checked was only whether it is whole and can be read, "
@@ -69,7 +70,7 @@ class StepReader:
             MismatchError: the target does not fit; lists every leaf that does not.
             DamagedError: the step is not whole, or cannot be read.
         """
-        orbax_steps.check(self._store, self._folder, self.record)
+        self._check()
         if args is None:
             wanted: Mapping[str, Any] = dict.fromkeys(self.record.names)
             single = self.record.default_item
@@ -80,6 +81,7 @@ class StepReader:
 
     def leaves(self, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
         """Single leaves by shell patterns of their names, as NumPy arrays and Python values."""
+        self._check()
         arrays = [name for name in self.record.names if self._kind(name) == "arrays"]
         if item is None and len(arrays) == 1:
             item = arrays[0]
@@ -97,7 +99,7 @@ class StepReader:
         """Looks whether the step is whole, and reads every array; there are no checksums to compare with."""
         damage: list[EpochCheckpointError] = []
         try:
-            orbax_steps.check(self._store, self._folder, self.record)
+            self._check()
             for name in self.record.names:
                 damage += self._verify_item(name)
         except EpochDeleted:
@@ -110,12 +112,13 @@ class StepReader:
 
     def status(self) -> status.EpochStatus:
         """Committed; raises what `restore` would raise for a step that is not whole."""
-        orbax_steps.check(self._store, self._folder, self.record)
+        self._check()
         size = orbax_steps.nbytes(self._store, self._folder)
         return status.EpochStatus(self.record.epoch, "committed", "written by stock Orbax", orbax_nbytes=size)
 
     def item_metadata(self) -> Any:
         """What Orbax's handlers say of every array item, usable as restore targets; None for other items."""
+        self._check()
         found = {name: self._metadata(name) if self._kind(name) == "arrays" else None for name in self.record.names}
         return found[layout.DEFAULT_ITEM] if self.record.default_item else ocp.args.Composite(**found)
 
@@ -129,6 +132,10 @@ class StepReader:
             commit_timestamp_nsecs=self.record.committed_ns,
             custom_metadata=dict(self.record.custom_metadata),
         )
+
+    def _check(self) -> None:
+        with self._stock(""):
+            orbax_steps.check(self._store, self._folder, self.record)
 
     # -- items ---------------------------------------------------------------------------------------------------
 
@@ -174,10 +181,10 @@ class StepReader:
         given = request.target if request.target is not None else request.restore_args
         if given is None:
             item = ArrayItem(name, tree.leaves, ())
-            wants = without_target(item, _Saved(item, tree, None))
+            wants = without_target(item, SavedShardings(item, tree, None))
             return tree.nest(self._deliver(tree, item.leaves, wants))
         item = ArrayItem(name, tree.named_like(given), ())
-        shardings = _Saved(item, tree, request.fallback_sharding)
+        shardings = SavedShardings(item, tree, request.fallback_sharding)
         wants, treedef = restoring.match(self.record.epoch, name, item, request, shardings)
         return tree_lib.unflatten(treedef, self._deliver(tree, item.leaves, wants))
 
@@ -206,31 +213,29 @@ class StepReader:
     # -- trees ---------------------------------------------------------------------------------------------------
 
     def _metadata(self, name: str) -> Any:
-        at = self._at(name)
+        self._at(name)
         with self._stock(name):
-            orbax_steps.check_item(self._store, at, name, self.record)
             return ocp.PyTreeCheckpointHandler().metadata(self._path / self.record.folders[name]).tree
 
-    def _tree(self, name: str, bare: bool = False) -> _Tree:
+    def _tree(self, name: str, bare: bool = False) -> StoredTree:
         at, path = self._at(name), self._path / self.record.folders[name]
         with self._stock(name):
             if not self._store.exists(layout.join(at, orbax_steps.TREE_RECORD)):  # written before Orbax had metadata
-                orbax_steps.check_item(self._store, at, name, self.record)
                 values = ocp.PyTreeCheckpointHandler().restore(path)
                 pairs, treedef = tree_lib.flatten(values)
-                return _Tree(name, treedef, _leaves(pairs, {}, {}), [v for _, v in pairs], values=True)
+                return StoredTree(name, treedef, leaves_of(pairs, {}, {}), [v for _, v in pairs], values=True)
             tree = self._metadata(name)
-            types = _value_types(orbax_steps.tree_record(self._store, at, self.record.epoch))
+            types = value_types(orbax_steps.tree_record(self._store, at, self.record.epoch))
             impls = orbax_steps.prng_impls(self._store, at)
         pairs, treedef = tree_lib.flatten(tree)
         handler = self.record.handlers.get(name, "")
         bare = (bare or handler.endswith("ArrayCheckpointHandler")) and isinstance(tree, dict) and set(tree) == {_ARRAY}
-        leaves = _leaves(pairs, types, impls)
+        leaves = leaves_of(pairs, types, impls)
         if bare:
             leaves = (dataclasses.replace(leaves[0], path=(), name=tree_lib.leaf_name(())),)
-        return _Tree(name, treedef, leaves, [meta for _, meta in pairs], bare=bare)
+        return StoredTree(name, treedef, leaves, [meta for _, meta in pairs], bare=bare)
 
-    def _deliver(self, tree: _Tree, leaves: Sequence[Leaf], wants: Sequence[Want]) -> list[Any]:
+    def _deliver(self, tree: StoredTree, leaves: Sequence[Leaf], wants: Sequence[Want]) -> list[Any]:
         """Has Orbax read what is wanted, and makes of it what was asked for."""
         asked = {w.leaf: _ask(leaves[w.leaf], w) for w in wants if w.leaf >= 0}
         values = {i: tree.found[i] for i in asked} if tree.values else self._read(tree, asked)
@@ -240,7 +245,7 @@ class StepReader:
             raise MismatchError(tree.name, self.record.epoch, rows, ADVICE)
         return out
 
-    def _read(self, tree: _Tree, asked: Mapping[int, ocp.RestoreArgs]) -> dict[int, Any]:
+    def _read(self, tree: StoredTree, asked: Mapping[int, ocp.RestoreArgs]) -> dict[int, Any]:
         """The leaves with these numbers, read by Orbax's handler; the others are placeholders and not read."""
         if not asked:
             return {}
@@ -253,8 +258,8 @@ class StepReader:
         with self._stock(tree.name):
             path = self._path / self.record.folders[tree.name]
             # an array may be stored as a folder of the name under which Orbax looks for its old msgpack file
-            old = {} if (path / orbax_steps.AGGREGATE).is_file() else {"aggregate_filename": ".none"}
-            got = ocp.PyTreeCheckpointHandler(**old).restore(path, args=request)
+            old = orbax_steps.AGGREGATE if (path / orbax_steps.AGGREGATE).is_file() else ".none"
+            got = ocp.PyTreeCheckpointHandler(aggregate_filename=old).restore(path, args=request)
         return dict(enumerate(jax.tree.leaves(got, is_leaf=lambda x: x is ...)))
 
     @contextlib.contextmanager
@@ -263,7 +268,9 @@ class StepReader:
         at = layout.join(self._folder, self.record.folders.get(name, ""))
         try:
             yield
-        except (EpochCheckpointError, MemoryError):
+        except (EpochCheckpointError, MemoryError) as error:
+            if isinstance(error, DamagedError) and not self._store.exists(self._folder):
+                raise EpochDeleted(self.record.epoch, self._store.root, say(error)) from error
             raise
         except Exception as error:  # Orbax raises many classes, also Exception itself
             causes = _causes(error)
@@ -278,10 +285,10 @@ class StepReader:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """An error and what led to it, the first cause last."""
+    """An error and what it was raised from, the first cause last."""
     chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-        chain.append(cause)
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
     return chain
 
 
@@ -290,102 +297,6 @@ def _is_passing(at: str, error: BaseException) -> bool:
     if isinstance(error, OSError):
         return not isinstance(unreadable(at, error), DamagedError)
     return isinstance(error, MemoryError | RuntimeError | Warning) or "RESOURCE_EXHAUSTED" in str(error)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tree:
-    """The tree of an array item.
-
-    Attributes:
-        name: the item.
-        treedef: of Orbax's nested dicts and lists.
-        leaves: as our records would have them; `sharding` is the leaf's own number.
-        found: Orbax's metadata of each leaf.
-        bare: the tree is a single array.
-        values: `found` holds the values themselves: the item is older than Orbax's metadata.
-    """
-
-    name: str
-    treedef: Any
-    leaves: tuple[Leaf, ...]
-    found: list[Any]
-    bare: bool = False
-    values: bool = False
-
-    def nest(self, values: Sequence[Any]) -> Any:
-        """The tree with these leaves."""
-        return values[0] if self.bare else tree_lib.unflatten(self.treedef, values)
-
-    def named_like(self, target: Any) -> tuple[Leaf, ...]:
-        """The leaves under the names that the target has for them: Orbax writes all keys as text."""
-        pairs, _ = tree_lib.flatten(target)
-        names = {tuple(str(key) for _, key in path): tree_lib.leaf_name(path) for path, _ in pairs}
-        return tuple(
-            dataclasses.replace(leaf, name=names.get(tuple(str(key) for _, key in leaf.path), leaf.name))
-            for leaf in self.leaves
-        )
-
-
-class _Saved(Shardings):
-    """The shardings that Orbax recorded, as far as their devices exist in this process's job."""
-
-    def __init__(self, item: ArrayItem, tree: _Tree, fallback: Sharding | None):
-        super().__init__(item, fallback)
-        self._tree, self._other = tree, fallback
-
-    def of(self, leaf: Leaf) -> Sharding | None:
-        """See Shardings."""
-        recorded: Any = getattr(self._tree.found[leaf.sharding], "sharding", None)
-        shape = leaf.shape[: len(leaf.shape) - key_dims(leaf)] if leaf.kind == "prng" else leaf.shape
-        try:
-            found = recorded.to_jax_sharding() if hasattr(recorded, "to_jax_sharding") else None
-        except Exception:  # its devices do not exist here: jax and Orbax have many errors for that
-            found = None
-        if isinstance(found, SingleDeviceSharding) and jax.process_count() > 1:
-            return self._other  # a device of one process
-        if isinstance(found, NamedSharding) and leaf.kind == "prng":  # Orbax recorded that of the keys' data
-            found = NamedSharding(found.mesh, PartitionSpec(*found.spec[: len(shape)]), memory_kind=found.memory_kind)
-        return found if found is not None and divides(found, shape) else self._other
-
-
-def _value_types(tree: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
-    """What each leaf was when it was saved, by its keys as text; from an item's `_METADATA`."""
-    return {
-        tuple(str(entry["key"]) for entry in row["key_metadata"]): str(row["value_metadata"]["value_type"])
-        for row in tree["tree_metadata"].values()
-    }
-
-
-def _leaves(
-    pairs: Sequence[tuple[tree_lib.KeyPath, Any]], types: Mapping[tuple[str, ...], str], impls: Mapping[str, str]
-) -> tuple[Leaf, ...]:
-    out = []
-    for number, (path, meta) in enumerate(pairs):
-        impl = impls.get(getattr(meta, "name", None) or "")
-        dtype, shape = getattr(meta, "dtype", None), tuple(getattr(meta, "shape", None) or ())
-        kind = tree_lib.leaf_kind(meta)  # of empty nodes, and of values
-        if isinstance(meta, ocp.metadata.StringMetadata):
-            kind, dtype = "str", None
-        elif isinstance(meta, ocp.metadata.ScalarMetadata):
-            kind, dtype = _scalar_kind(dtype), None
-        elif kind is None and dtype is not None:
-            numpy = types.get(tuple(str(key) for _, key in path)) == "np.ndarray"
-            kind = "prng" if impl is not None else "numpy" if numpy else "jax"
-        elif kind is None:
-            raise UnsupportedError(f"leaf {tree_lib.leaf_name(path)!r} is a {type(meta).__name__} of Orbax's")
-        path = tuple(("k", int(key)) if k == "k" and _is_int(key) else (k, key) for k, key in path)
-        dtype = None if dtype is None else np.dtype(dtype)
-        out.append(Leaf(path, tree_lib.leaf_name(path), kind, dtype, shape, sharding=number, impl=impl))
-    return tuple(out)
-
-
-def _is_int(key: Any) -> bool:
-    """Whether a key was a number, as in the states of NNX: Orbax writes all keys as text."""
-    return isinstance(key, str) and key.isdecimal() and str(int(key)) == key
-
-
-def _scalar_kind(dtype: Any) -> str:
-    return {"b": "bool", "i": "int", "u": "int", "c": "complex"}.get(np.dtype(dtype).kind, "float")
 
 
 def _plain(number: int, leaf: Leaf) -> Want:

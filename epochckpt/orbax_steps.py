@@ -129,12 +129,12 @@ def check(store: Store, folder: str, record: OrbaxRecord) -> None:
         if not record.names:
             raise half_written(record.epoch, folder, "holds no item")
         for name in record.names:
-            check_item(store, layout.join(folder, record.folders[name]), name, record)
+            _check_item(store, layout.join(folder, record.folders[name]), name, record)
     except OSError as error:
         raise unreadable(folder, error) from error
 
 
-def check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
+def _check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
     """The same for one item in the folder `at`."""
     entries = {e.name: e.is_folder for e in store.list(at)}
     if not entries:

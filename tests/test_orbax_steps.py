@@ -215,7 +215,8 @@ def test_an_nnx_model_that_orbax_saved_trains_on_as_if_nothing_happened(tmp_path
 
 def test_every_dtype_that_orbax_knows_is_restored(tmp_path: pathlib.Path) -> None:
     """As jax arrays and NumPy arrays, with and without a target; those of ours that Orbax cannot save are few."""
-    unknown = {"int2", "uint2", "int1", "uint1", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"}
+    unknown = {"int1", "uint1", "uint2", "uint4", "float8_e4m3", "complex32", "bcomplex32"}
+    unknown |= {"float6_e2m3fn", "float6_e3m2fn"}
     tree: dict[str, Any] = {}
     for name, dtype in DTYPES.items():
         if name not in unknown:
@@ -224,7 +225,7 @@ def test_every_dtype_that_orbax_knows_is_restored(tmp_path: pathlib.Path) -> Non
             with contextlib.suppress(TypeError):  # jax has no such arrays
                 if jax.dtypes.canonicalize_dtype(dtype) == dtype:
                     tree[f"jax {name}"] = jnp.asarray(values)
-    assert len(tree) > 40
+    assert len(tree) > 35
     with ocp.CheckpointManager(tmp_path / "run") as stock:
         stock.save(0, args=Save(tree))
     with ec.CheckpointManager(tmp_path / "run") as manager:
@@ -480,6 +481,9 @@ def read_job(directory: str) -> dict[str, Any]:
                 args = [Restore(stock_states.abstract(expected, moved)) for moved in (False, True)]
                 got = [manager.restore(1, args=a) for a in args]
                 got += [manager.restore(None, args=args[1]), manager.restore(2)]
+                if jax.process_index() == 0:  # a read waits for no other process
+                    alone = manager.restore_leaves(2, "params/*")
+                    assert not _wrong({"params": {k[7:]: v for k, v in alone.items()}}, {"params": host["params"]})
                 manager.save(5, args=Save(got[0]), metrics={"loss": 0.0})
                 manager.wait_until_finished()
                 got.append(manager.restore(5, args=args[1]))
@@ -626,6 +630,16 @@ def test_a_broken_step_record_or_metrics_file_costs_no_array(
         assert manager.best_step() == 1
     assert "2/_CHECKPOINT_METADATA is no JSON" in caplog.text
     assert "2/metrics/metrics is no JSON" in caplog.text
+
+
+def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(run: pathlib.Path) -> None:
+    """`EpochDeleted`: take another one."""
+    reading = ec.CheckpointManager(run, options=READ_ONLY)._reading
+    reader = reading.reader(2)
+    shutil.rmtree(run / "2")
+    for read in (lambda: reader.restore(None), lambda: reader.leaves("*", None), reader.verify, reader.status):
+        with pytest.raises(errors.EpochDeleted, match="epoch 2"):
+            read()
 
 
 def test_staging_of_orbax_is_no_epoch_and_left_alone(run: pathlib.Path) -> None:
