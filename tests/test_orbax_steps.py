@@ -285,6 +285,21 @@ def test_a_step_that_a_plain_checkpointer_wrote_is_one_unnamed_item(
         assert manager.verify(4).ok
 
 
+def test_steps_of_the_v1_api_are_restored(tmp_path: pathlib.Path) -> None:
+    """`save` and `save_checkpointables` into a numbered folder: their items, under the names that v1 gives."""
+    tree = {"x": stock_states.place(np.arange(8.0), "x"), "step": 3}
+    save = getattr(ocp.v1, "save", None) or ocp.v1.save_pytree  # its older name
+    save(tmp_path / "1", tree)
+    ocp.v1.save_checkpointables(tmp_path / "2", {"a": tree, "b": {"y": np.ones(2)}})
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
+        assert manager.all_steps() == [1, 2]
+        (got,) = manager.restore(1).values()
+        assert stock_states.differences(got, tree) == []
+        several = manager.restore(None, args=Composite(a=Restore(stock_states.abstract(tree, reshard=True)), b=None))
+        assert stock_states.differences(several["a"], tree) == []
+        assert stock_states.differences(several["b"], {"y": np.ones(2)}) == []
+
+
 def test_a_step_that_is_older_than_orbax_metadata_is_restored(tmp_path: pathlib.Path) -> None:
     """The whole tree in one msgpack file `checkpoint`, as flax and the first versions of Orbax wrote it."""
     tree = {"params": {"w": np.arange(6.0).reshape(2, 3), "b": np.float32([1, 2])}, "step": 4}
