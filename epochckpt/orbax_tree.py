@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import tree as tree_lib
 from epochckpt.errors import UnsupportedError
@@ -72,8 +72,6 @@ class SavedShardings(Shardings):
             found = None
         if isinstance(found, SingleDeviceSharding) and jax.process_count() > 1:
             return self._other  # a device of one process
-        if isinstance(found, NamedSharding) and leaf.kind == "prng":  # Orbax recorded that of the keys' data
-            found = NamedSharding(found.mesh, PartitionSpec(*found.spec[: len(shape)]), memory_kind=found.memory_kind)
         return found if found is not None and divides(found, shape) else self._other
 
 

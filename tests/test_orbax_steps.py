@@ -79,6 +79,11 @@ def target(tree: Any, single: bool, reshard: bool = False) -> Any:
     return one if single else Composite(state=one, config=ocp.args.JsonRestore())
 
 
+def placed(tree: Any) -> list[Any]:
+    """Where each array lies."""
+    return [x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     """One directory per layout, with the steps 3 and 8."""
@@ -115,6 +120,8 @@ def test_every_layout_of_orbax_is_restored_bit_for_bit(layouts: dict[str, pathli
             got = manager.restore(step, args=args)
             assert stock_states.differences(got if single else got["state"], expected) == []
             assert single or got["config"] == CONFIG
+            if args is None:  # typed keys among them
+                assert placed(got if single else got["state"]) == placed(expected)
         if not single:
             assert list(manager.restore(3, args=Composite(config=None)).keys()) == ["config"]
 
@@ -231,6 +238,19 @@ def test_every_dtype_that_orbax_knows_is_restored(tmp_path: pathlib.Path) -> Non
     with ec.CheckpointManager(tmp_path / "run") as manager:
         for args in (None, Restore(), Restore(tree)):
             assert stock_states.differences(manager.restore(0, args=args), tree) == []
+
+
+def test_keys_that_are_numbers_fit_as_numbers_and_as_text(tmp_path: pathlib.Path) -> None:
+    """Orbax writes both as text: a target decides; without one they are text, as from Orbax. Odd names survive."""
+    tree = {"n": {0: {1: jnp.ones(2)}, 2: [jnp.zeros(1)]}, "a.b": {"c/d": np.ones(1)}, "gr ö": 3}
+    text = {**tree, "n": {"0": {"1": jnp.ones(2)}, "2": [jnp.zeros(1)]}}
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(0, args=Save(tree))
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
+        for keys in (tree, text):
+            assert stock_states.differences(manager.restore(0, args=Restore(keys)), keys) == []
+        assert stock_states.differences(manager.restore(0), text) == []
+        assert list(manager.restore_leaves(0, ["n/0/*", "a.b/*"])) == ["a.b/c%2Fd", "n/0/1"]
 
 
 def test_items_of_other_handlers_are_restored_by_them(tmp_path: pathlib.Path) -> None:
@@ -555,6 +575,23 @@ def test_any_number_of_processes_reads_what_two_wrote(
         assert process == {layout: [[[]] * 5, [2, 5], 5] for layout in process}
 
 
+def read_on_one_device(directory: str) -> list[str]:
+    """What arrays are whose devices do not exist here; and that they go where the target says."""
+    with ec.CheckpointManager(directory, options=READ_ONLY) as manager:
+        got = manager.restore(2)["params"]
+        asked = {"params": jax.tree.map(jnp.zeros_like, got)}
+        args = ocp.args.PyTreeRestore(asked, partial_restore=True)
+        again = manager.restore(2, args=args)["params"]
+        same = all(np.array_equal(got[k], again[k]) and len(again[k].devices()) == 1 for k in got)
+    return [type(x).__name__ for x in got.values()] + [str(same)]
+
+
+def test_arrays_whose_devices_do_not_exist_come_back_as_numpy(of_two: pathlib.Path) -> None:
+    """Saved on four devices, restored where there is one: without a target; with one they are placed on it."""
+    (found,) = run_worker("tests.test_orbax_steps:read_on_one_device", {"directory": str(of_two / LAYOUTS[0])})
+    assert found == ["ndarray"] * 6 + ["True"]
+
+
 # -- half-written and foreign ----------------------------------------------------------------------------------------
 
 
@@ -615,6 +652,16 @@ def test_a_half_written_step_is_skipped_loudly_and_says_what_to_do(
         assert stock_states.differences(got, tree_of(1)) == []
         assert manager.all_steps() == [1]
     assert any("epoch 2" in r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR)
+
+
+def test_a_step_without_any_item_is_damaged(run: pathlib.Path) -> None:
+    """Only Orbax's step record is left, and it names nothing."""
+    _remove(run / "2" / "default")
+    (run / "2" / "_CHECKPOINT_METADATA").write_text("{}")
+    with ec.CheckpointManager(run, options=READ_ONLY) as manager:
+        assert manager.all_steps() == [1]
+        with pytest.raises(errors.DamagedError, match="2: holds no item"):
+            manager.restore(2)
 
 
 def test_a_half_written_step_can_be_replaced_or_deleted(run: pathlib.Path) -> None:
