@@ -39,6 +39,7 @@ class Attempt:
         replaces: the damaged epoch of this number that may be set aside for it.
         error: what kept this process from taking part; reported to the others instead of files.
         held_secs: how long the training thread was held.
+        collecting: on the primary: when it began to wait for the other nodes' reports; 0 before.
     """
 
     epoch: int
@@ -60,6 +61,7 @@ class Attempt:
     started: float = dataclasses.field(default_factory=time.monotonic)
     held_secs: float = 0.0
     ordinal: int = 0
+    collecting: float = 0.0
     state: str = "queued"
     written: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     done: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
@@ -125,6 +127,16 @@ class Attempt:
             self.started_ns,
             time.time_ns(),
             {"held_secs": round(self.held_secs, 6), "secs": round(time.monotonic() - self.started, 6)},
+        )
+
+    def summary(self, record: EpochRecord) -> str:
+        """What a commit was like, for the log."""
+        slowest = max(record.nodes, key=lambda n: n.secs)
+        count = len(record.nodes)
+        return (
+            f"{human_bytes(record.nbytes)} from {count} node{'' if count == 1 else 's'} in "
+            f"{time.monotonic() - self.started:.2f} s (held {self.held_secs * 1e3:.1f} ms, "
+            f"slowest {slowest.name} {slowest.secs:.2f} s)"
         )
 
     def announce(self, done: Committed, logger: Any, options: ocp.CheckpointManagerOptions) -> None:

@@ -44,6 +44,7 @@ from epochckpt.records import DataFile, NodeRecord
 
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
+_PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before others suffer
 _COMMITTING = "every node has written, committing"
 _REPORTS = 2  # attempts whose reports are kept
 _REMEMBERED = 128  # keys of the primary's words that are kept for a node that was away; reports are many, words few
@@ -194,19 +195,29 @@ class Attempts:
         self._ordinal += 1
         ordinal = self._ordinal
         try:
-            waiting = [a for a in self.pending() if a.written.done()]
-            if len(waiting) > _MAX_UNDECIDED:
-                if len(self.nodes) > 1 and waiting[0].state != _COMMITTING:
-                    epochs = ", ".join(str(a.epoch) for a in waiting)
-                    reason = f"epochs {epochs} are still waiting for their nodes; not more than that"
-                    raise SaveError(attempt.epoch, reason)
-                self._wait(waiting[0], waiting[0].done)  # only our own storage is slow
+            self._let_older_ones_end(attempt)
             self._commits.begin(attempt.epoch, self._id(ordinal))
         except Exception as error:
             self._coordinator.put(f"{key}/0", {"error": to_wire(error)})
             raise
         self._coordinator.put(f"{key}/0", {"ordinal": ordinal})
         return ordinal
+
+    def _let_older_ones_end(self, attempt: Attempt) -> None:
+        """On the primary: waits while too many are undecided and this is slow, as long as no node is silent.
+
+        Raises:
+            SaveError: a node has been silent for a while: what waits for it must not pile up on storage.
+        """
+        while len(waiting := [a for a in self.pending() if a.written.done()]) > _MAX_UNDECIDED:
+            oldest = waiting[0]
+            since = time.monotonic() - oldest.collecting
+            if oldest.collecting and oldest.state != _COMMITTING and since >= _PATIENCE_SECS:
+                epochs = ", ".join(str(a.epoch) for a in waiting)
+                raise SaveError(attempt.epoch, f"epochs {epochs} are still waiting for their nodes; not more than that")
+            if oldest.deadline.passed():
+                self._wait(oldest, oldest.done)
+            oldest.done.wait(_PATIENCE_SECS / 4)
 
     def _write_files(self, attempt: Attempt) -> dict[str, Any]:
         began = time.monotonic()
@@ -282,6 +293,7 @@ class Attempts:
         try:
             if error is not None:
                 raise error
+            attempt.collecting = time.monotonic()
             self._collect(attempt)
             attempt.state = _COMMITTING
             committed = self._publish(attempt)
@@ -338,19 +350,7 @@ class Attempts:
 
         data = record.to_bytes()
         self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces)
-        slowest = max(nodes, key=lambda n: n.secs)
-        logging.info(
-            "epoch %d committed to %s: %s from %d node%s in %.2f s (held %.1f ms, slowest %s %.2f s)",
-            attempt.epoch,
-            self._store.root,
-            human_bytes(record.nbytes),
-            len(nodes),
-            "" if len(nodes) == 1 else "s",
-            time.monotonic() - attempt.started,
-            attempt.held_secs * 1e3,
-            slowest.name,
-            slowest.secs,
-        )
+        logging.info("epoch %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
         return Committed(attempt.epoch, attempt.metrics, record.committed_ns, ())
 
     def _tell(self, attempt: Attempt, verdict: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
 | only below `incarnation-*` (POSIX), or in `<epoch>/<node>/<attempt>` (object store) | uncommitted | nobody |
 | `<epoch>/epoch.json` under its final name | committed | everybody |
 | the same, named by a `rollback.json` as set aside | rolled back, being moved | nobody |
+| `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax_steps`) | committed | everybody |
 | moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
 
 With a folder rename (POSIX) an epoch is staged whole and renamed into place. Without one (object stores) the data
@@ -16,6 +17,7 @@ put (object stores).
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +25,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import checksum, layout, parsing, records
+from epochckpt import checksum, layout, orbax_steps, parsing, records
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -135,11 +137,11 @@ class Commits(abc.ABC):
         return epochs
 
     def foreign(self) -> list[str]:
-        """Folders named like an epoch that hold no commit record of ours."""
+        """Folders named like an epoch that hold no commit record of ours, and are no step of stock Orbax either."""
         return self._scan()[1]
 
     def read_record(self, epoch: int) -> EpochRecord:
-        """An epoch's commit record.
+        """An epoch's commit record; an `orbax_steps.OrbaxRecord` if stock Orbax wrote it.
 
         Raises:
             EpochNotFoundError: there is none; lists those that exist.
@@ -151,6 +153,10 @@ class Commits(abc.ABC):
         try:
             data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
         except (FileNotFoundError, NotADirectoryError):
+            folder = self.folder(epoch)
+            with contextlib.suppress(FileNotFoundError):
+                if self._is_orbax(folder):
+                    return orbax_steps.read(self.store, folder, epoch)
             raise EpochNotFoundError(epoch, self.store.root, self.list_epochs()) from None
         except ValueError as error:
             raise FormatError(path, str(error)) from None
@@ -167,6 +173,9 @@ class Commits(abc.ABC):
         Raises:
             DamagedError: the first one found.
         """
+        if isinstance(record, orbax_steps.OrbaxRecord):
+            orbax_steps.check(self.store, self.folder(record.epoch), record)
+            return
         for number, node in enumerate(record.nodes):
             base = layout.join(self.folder(record.epoch), record.node_folder(number))
             expected = {layout.NODE_RECORD: node.record_size}
@@ -193,7 +202,8 @@ class Commits(abc.ABC):
             epoch = self.names.parse(entry.name) if entry.is_folder else None
             if epoch is None:
                 continue
-            if self.store.exists(layout.join(entry.name, layout.EPOCH_RECORD)):
+            recorded = self.store.exists(layout.join(entry.name, layout.EPOCH_RECORD))
+            if recorded or self._is_orbax(entry.name):
                 if epoch not in folders or entry.name == self.names.build(epoch):
                     folders[epoch] = entry.name
             elif self._is_foreign(entry.name):
@@ -211,6 +221,10 @@ class Commits(abc.ABC):
     @abc.abstractmethod
     def _is_foreign(self, folder: str) -> bool:
         """Whether a folder without a commit record is somebody else's, not a remainder of ours."""
+
+    def _is_orbax(self, folder: str) -> bool:
+        """Whether a folder without a commit record is a step that stock Orbax finished."""
+        return False  # on object stores Orbax has another way to finish a step, which we do not read
 
     # -- writing -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from absl import logging
 
-from epochckpt import layout, orbax_view, worker
+from epochckpt import layout, orbax_steps, orbax_view, worker
 from epochckpt.commit import Commits, Damaged, Rollback, StepNames
 from epochckpt.errors import EpochExistsError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
@@ -33,6 +33,9 @@ class RenameCommits(Commits):
 
     def _is_foreign(self, folder: str) -> bool:
         return True  # our own deletions move a folder away before anything in it is removed
+
+    def _is_orbax(self, folder: str) -> bool:
+        return orbax_steps.is_step(self.store, folder)
 
     def claim(self) -> None:
         """See Commits."""

@@ -16,11 +16,12 @@ from absl import logging
 from epochckpt import choosing, export_orbax, export_safetensors, layout
 from epochckpt.attempt import human_bytes
 from epochckpt.coordination import SingleProcess
-from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
+from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.export_safetensors import Settings
 from epochckpt.node_reader import EpochReader
 from epochckpt.opening import commits_of, step_names
 from epochckpt.options import StorageOptions
+from epochckpt.orbax_reader import StepReader
 from epochckpt.posix_store import PosixStore
 from epochckpt.reading import Reading, epoch_number
 from epochckpt.records import EpochRecord
@@ -104,6 +105,10 @@ def export(
 
     def run(number: int) -> Exported:
         reader = reading.reader(number)
+        if isinstance(reader, StepReader):
+            raise UnsupportedError(
+                f"epoch {number} was written by stock Orbax: copy its folder, or save it once with a manager of ours"
+            )
         record = _chosen(reader.record, item)
 
         def write(target: PosixStore) -> export_orbax.LeftOut:

@@ -179,8 +179,8 @@ def _decide(
             shown = ", ".join(foreign[:5])
             raise FormatError(
                 f"{store.root}/{foreign[0]}",
-                f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}). It was written by "
-                "something else, for example stock Orbax; choose another directory, or move these folders away",
+                f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}), and it is no finished "
+                "step of stock Orbax on a file system either. Choose another directory, or move these folders away",
             )
         history, damaged = survey(commits)
         if not options.read_only:

@@ -17,6 +17,8 @@ from epochckpt.handlers import Handlers
 from epochckpt.items import Here
 from epochckpt.node_reader import EpochReader
 from epochckpt.opening import commits_of
+from epochckpt.orbax_reader import StepReader
+from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.records import EpochRecord
 from epochckpt.restoring import read_leaves
 from epochckpt.storage import open_store
@@ -42,14 +44,19 @@ class Reading:
         commits = commits_of(open_store(directory), names)
         return Reading(commits, self._pool, self._verify, self._here), commits.list_epochs()
 
-    def reader(self, epoch: int) -> EpochReader:
-        """A reader of one epoch; its record is read now."""
+    def reader(self, epoch: int) -> EpochReader | StepReader:
+        """A reader of one epoch, ours or stock Orbax's; its record is read now."""
         record = self.commits.read_record(epoch)
-        return EpochReader(self.commits.store, self.commits.folder(epoch), record, self._pool, self._verify)
+        store, folder = self.commits.store, self.commits.folder(epoch)
+        if isinstance(record, OrbaxRecord):
+            return StepReader(store, folder, record, self._here.handlers)
+        return EpochReader(store, folder, record, self._pool, self._verify)
 
     def restore(self, epoch: int, args: Any) -> Any:
         """Restores the items that `args` names (None: all, as they were saved)."""
         reader = self.reader(epoch)
+        if isinstance(reader, StepReader):
+            return reader.restore(args)
         if args is None:
             wanted: Mapping[str, Any] = dict.fromkeys(reader.record.items)
             single = reader.record.default_item
@@ -61,6 +68,8 @@ class Reading:
     def leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
         """Single leaves; see `CheckpointManager.restore_leaves`."""
         reader = self.reader(epoch)
+        if isinstance(reader, StepReader):
+            return reader.leaves(patterns, item)
         arrays = [name for name, r in reader.record.items.items() if r.arrays is not None]
         if item is None and len(arrays) == 1:
             item = arrays[0]
@@ -70,19 +79,11 @@ class Reading:
             )
         return read_leaves(reader, item, [patterns] if isinstance(patterns, str) else patterns)
 
-    def item_metadata(self, epoch: int) -> Any:
-        """Orbax's metadata of an epoch's items."""
-        reader = self.reader(epoch)
-
-        def of_files(name: str, recorded: str) -> Any:
-            return items.files_metadata(reader, name, recorded, self._here.handlers)
-
-        return status.item_metadata(reader.record, self.path(reader.record), of_files)
-
     def verify(self, epoch: int) -> status.Verification:
         """Reads every byte."""
         try:
-            return status.verify(self.reader(epoch))
+            reader = self.reader(epoch)
+            return reader.verify() if isinstance(reader, StepReader) else status.verify(reader)
         except EpochNotFoundError:
             raise
         except EpochCheckpointError as error:
@@ -91,7 +92,8 @@ class Reading:
     def status(self, epoch: int) -> status.EpochStatus:
         """Committed, damaged or absent."""
         try:
-            return status.committed(self.commits.read_record(epoch))
+            reader = self.reader(epoch)
+            return reader.status() if isinstance(reader, StepReader) else status.committed(reader.record)
         except EpochNotFoundError:
             return status.EpochStatus(epoch, "absent")
         except EpochCheckpointError as error:
@@ -100,10 +102,31 @@ class Reading:
     def node_path(self, node: str, epoch: int) -> epath.Path:
         """The folder of one node's files."""
         record = self.commits.read_record(epoch)
+        if isinstance(record, OrbaxRecord):
+            raise InvalidArgumentError(f"epoch {epoch} was written by stock Orbax: it has no folders of nodes")
         names = [n.name for n in record.nodes]
         if node not in names:
             raise InvalidArgumentError(f"epoch {epoch} has no node {node!r}; it has: {', '.join(names)}")
         return self.path(record) / record.node_folder(names.index(node))
+
+    def item_metadata(self, epoch: int) -> Any:
+        """See `CheckpointManager.item_metadata`."""
+        reader = self.reader(epoch)
+        if isinstance(reader, StepReader):
+            return reader.item_metadata()
+        known = self._here.handlers
+        return status.item_metadata(
+            reader.record,
+            self.path(reader.record),
+            lambda name, recorded: items.files_metadata(reader, name, recorded, known),
+        )
+
+    def step_metadata(self, epoch: int) -> Any:
+        """See `CheckpointManager.metadata`."""
+        reader = self.reader(epoch)
+        if isinstance(reader, StepReader):
+            return reader.step_metadata()
+        return status.step_metadata(reader.record, self.item_metadata(epoch))
 
     def path(self, record: EpochRecord) -> epath.Path:
         """The folder of an epoch."""
@@ -134,12 +157,11 @@ class Browsable:
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's StepMetadata of an epoch, or the directory's RootMetadata."""
         if step is not None:
-            record = self._reading.commits.read_record(epoch_number(step))
-            return status.step_metadata(record, self._reading.item_metadata(record.epoch))
+            return self._reading.step_metadata(epoch_number(step))
         return status.root_metadata(self._reading.commits.store)
 
     def nodes(self, epoch: int) -> list[str]:
-        """Names of the nodes that wrote an epoch."""
+        """Names of the nodes that wrote an epoch; none if stock Orbax wrote it."""
         return [n.name for n in self._reading.commits.read_record(epoch_number(epoch)).nodes]
 
     def node_path(self, node: str, epoch: int) -> epath.Path:
@@ -151,7 +173,10 @@ class Browsable:
         return self._reading.node_path(node, epoch_number(epoch))
 
     def verify(self, epoch: int) -> status.Verification:
-        """Reads every byte of a committed epoch, of all nodes, and compares it with what was written."""
+        """Reads every byte of a committed epoch, of all nodes, and compares it with what was written.
+
+        Stock Orbax keeps no checksums: of its epochs it says whether they are whole and can be read; see `note`.
+        """
         return self._reading.verify(epoch_number(epoch))
 
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:

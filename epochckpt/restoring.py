@@ -55,25 +55,24 @@ def restore_tree(reader: EpochReader, name: str, request: TreeRequest) -> Any:
     if request.target is None and request.restore_args is None:
         wants = without_target(item, shardings)
     else:
-        wants, treedef = _match(reader, name, item, request, shardings)
+        wants, treedef = match(reader.record.epoch, name, item, request, shardings)
     leaves = _Assembly(reader, name, item).run(wants)
     if treedef is not None:
         tree = tree_lib.unflatten(treedef, leaves)
-        return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
+        return jax.tree.map(laid_out, tree, request.target) if request.layouts else tree
     where = f"{reader.folder}/epoch.json"
     return tree_lib.nest([(leaf.path, value) for leaf, value in zip(item.leaves, leaves, strict=True)], where)
 
 
-def _laid_out(leaf: Any, target: Any) -> Any:
+def laid_out(leaf: Any, target: Any) -> Any:
     """An array in the device-local layout that its target asks for, if it asks for one."""
     wanted = getattr(target, "format", None)
     asks = isinstance(leaf, jax.Array) and getattr(wanted, "layout", None) is not None
     return jax.device_put(leaf, wanted) if asks else leaf
 
 
-def _match(
-    reader: EpochReader, name: str, item: ArrayItem, request: TreeRequest, shardings: Shardings
-) -> tuple[list[Want], Any]:
+def match(epoch: int, name: str, item: ArrayItem, request: TreeRequest, shardings: Shardings) -> tuple[list[Want], Any]:
+    """What each leaf of the target wants, and the treedef that puts them together; MismatchError if it does not fit."""
     matcher = Matcher(item, shardings)
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
     wants = matcher.match(pairs, request.partial)
@@ -88,7 +87,7 @@ def _match(
                 matcher.rows = [r for r in matcher.rows if r.leaf != leaf.name or r.problem in ("missing", "shape")]
                 wants[i] = matcher.with_restore_args(want.leaf, leaf, args, target)
     if matcher.rows:
-        raise MismatchError(name, reader.record.epoch, matcher.rows, ADVICE)
+        raise MismatchError(name, epoch, matcher.rows, ADVICE)
     return wants, treedef
 
 
@@ -194,35 +193,37 @@ class _Assembly:
         return cast if want.form == "numpy" else cast[()]
 
     def _convert(self, leaf: Leaf, value: Any, kind: type | None) -> Any:
-        if kind is None or type(value) is kind:
-            return value
-        plain = value.item() if isinstance(value, np.generic) else value
-        try:
-            out = kind(plain)
-        except (TypeError, ValueError, OverflowError):
-            out = None
-        nan = plain != plain
-        if out is None or (kind not in (float, complex) if nan else out != plain):
-            self.rows.append(
-                Mismatch(leaf.name, "value", f"{plain!r:.40}", f"{kind.__name__}, which cannot hold it exactly")
-            )
-        return out
+        return convert(self.rows, leaf, value, kind)
 
     def _cast(self, leaf: Leaf, data: np.ndarray, dtype: Any) -> np.ndarray:
-        if dtype is None or data.dtype == dtype:
-            return data
-        with np.errstate(all="ignore"):
-            out = _astype(data, dtype)
-            if not _only_precision(data.dtype, dtype) and not _survives(data, out):
-                self.rows.append(
-                    Mismatch(
-                        leaf.name,
-                        "dtype",
-                        str(data.dtype),
-                        f"{np.dtype(dtype)}: not every value survives the cast",
-                    )
-                )
-        return out
+        return cast(self.rows, leaf, data, dtype)
+
+
+def convert(rows: list[Mismatch], leaf: Leaf, value: Any, kind: type | None) -> Any:
+    """A scalar as a Python type; adds a row if that cannot hold it exactly."""
+    if kind is None or type(value) is kind:
+        return value
+    plain = value.item() if isinstance(value, np.generic) else value
+    try:
+        out = kind(plain)
+    except (TypeError, ValueError, OverflowError):
+        out = None
+    nan = plain != plain
+    if out is None or (kind not in (float, complex) if nan else out != plain):
+        rows.append(Mismatch(leaf.name, "value", f"{plain!r:.40}", f"{kind.__name__}, which cannot hold it exactly"))
+    return out
+
+
+def cast(rows: list[Mismatch], leaf: Leaf, data: np.ndarray, dtype: Any) -> np.ndarray:
+    """An array with another dtype; adds a row if more than precision changes and not every value survives."""
+    if dtype is None or data.dtype == dtype:
+        return data
+    with np.errstate(all="ignore"):
+        out = _astype(data, dtype)
+        if not only_precision(data.dtype, dtype) and not _survives(data, out):
+            expected = f"{np.dtype(dtype)}: not every value survives the cast"
+            rows.append(Mismatch(leaf.name, "dtype", str(data.dtype), expected))
+    return out
 
 
 def _join(leaf: Leaf, want: Want, arrays: list[jax.Array]) -> jax.Array:
@@ -266,7 +267,7 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def _only_precision(before: Any, after: Any) -> bool:
+def only_precision(before: Any, after: Any) -> bool:
     """Whether a cast changes the precision only: float to float, or complex to complex."""
     kinds = (np.complexfloating, np.floating)
     return any(tree_lib.issubdtype(before, kind) and tree_lib.issubdtype(after, kind) for kind in kinds)

@@ -45,18 +45,20 @@ class EpochStatus:
         epoch: its number.
         state: `committed`, `saving`, `failed`, `damaged` or `absent`.
         detail: what it waits for, or why it failed; empty otherwise.
-        nodes: the nodes that wrote it, if committed.
+        nodes: the nodes that wrote it, if committed; none if stock Orbax wrote it.
+        orbax_nbytes: bytes of its files, if stock Orbax wrote it.
     """
 
     epoch: int
     state: str
     detail: str = ""
     nodes: tuple[NodeStatus, ...] = ()
+    orbax_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all nodes' files."""
-        return sum(n.nbytes for n in self.nodes)
+        """Bytes of all its files."""
+        return sum(n.nbytes for n in self.nodes) + self.orbax_nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +69,17 @@ class Verification:
         epoch: its number.
         nbytes: bytes that its records say it has.
         damage: one error per damaged place, each naming its file and, where there is one, its leaf.
+        note: what could not be checked, if anything: epochs of stock Orbax have no checksums.
     """
 
     epoch: int
     nbytes: int
     damage: tuple[EpochCheckpointError, ...] = ()
+    note: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it was written."""
+        """Whether everything that can be checked is as it was written."""
         return not self.damage
 
     def raise_if_damaged(self) -> None:

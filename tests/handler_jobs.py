@@ -48,6 +48,10 @@ class ReaderHandler:
 
     def close(self) -> None: ...
 
+    @classmethod
+    def typestr(cls) -> str:
+        return f"{cls.__module__}.{cls.__qualname__}"
+
 
 @ocp.args.register_with_handler(ReaderHandler, for_save=True)  # type: ignore[arg-type]
 @dataclasses.dataclass

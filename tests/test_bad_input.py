@@ -209,16 +209,18 @@ def test_a_foreign_epoch_folder_is_refused(run: pathlib.Path) -> None:
             assert caught.value.path.endswith("/5")
 
 
-def test_a_stock_orbax_directory_is_refused(tmp_path: pathlib.Path) -> None:
-    """A directory that Orbax wrote: refused, and Orbax can still read it."""
+def test_a_stock_orbax_directory_is_opened_without_a_change(tmp_path: pathlib.Path) -> None:
+    """A directory that Orbax wrote: its steps are epochs, reading changes nothing, and Orbax can still read it."""
     value = np.arange(4.0)
     with ocp.CheckpointManager(tmp_path / "orbax") as stock:
         stock.save(3, args=Save({"x": value}))
         stock.wait_until_finished()
     with unchanged(tmp_path / "orbax"):
-        for options in (None, READ_ONLY):
-            with pytest.raises(errors.FormatError, match="stock Orbax"):
-                ec.CheckpointManager(tmp_path / "orbax", options=options)
+        with ec.CheckpointManager(tmp_path / "orbax", options=READ_ONLY) as m:
+            assert m.all_steps() == [3]
+            np.testing.assert_array_equal(m.restore(None, args=Restore({"x": value}))["x"], value)
+        with ec.CheckpointManager(tmp_path / "orbax") as m:
+            assert m.latest_step() == 3
     with ocp.CheckpointManager(tmp_path / "orbax") as stock:
         np.testing.assert_array_equal(stock.restore(3, args=Restore({"x": value}))["x"], value)
 
