@@ -285,6 +285,22 @@ def test_save_never_waits_for_another_node(job: Job) -> None:
     assert all("waiting for their nodes" in e.reason for e in errors[len(late) :])
 
 
+def test_a_node_that_is_slow_but_answers_costs_no_save(job: Job) -> None:
+    """A primary far ahead of the others is held back in the background; none of its saves fails."""
+    epochs = list(range(4 * attempts._MAX_UNDECIDED))
+
+    def process(number: int) -> Any:
+        manager = job.open()
+        for epoch in epochs:
+            if number == 1:
+                threading.Event().wait(0.1)
+            assert save(manager, epoch)
+        manager.wait_until_finished()
+        return list(manager.all_steps())
+
+    assert job.run(process) == [epochs, epochs]
+
+
 def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

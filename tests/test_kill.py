@@ -146,7 +146,7 @@ def test_a_job_killed_100_times_loses_nothing_it_saw_committed(tmp_path: pathlib
 def test_without_the_protection_the_same_kills_are_found_out(tmp_path: pathlib.Path, unprotected: str) -> None:
     """Negative control: epochs that are written, or deleted, in place are lost, and the harness sees it."""
     job = KilledJob(tmp_path, unprotected)
-    kind, count = {"write_in_place": ("write", 8), "delete_in_place": ("delete", 3)}[unprotected]
+    kind, count = {"write_in_place": ("write", 8), "delete_in_place": ("delete", 8)}[unprotected]
     job.kill({"kind": kind, "count": count, "how": "after"})  # within the first write, or the first delete
     job.run(epochs=0)
     print(*job.violations(), sep="\n")
