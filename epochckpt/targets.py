@@ -194,8 +194,10 @@ class Matcher:
 
     def _array(self, number: int, leaf: Leaf, target: Any, shape: tuple[int, ...], dtype: Any) -> Want:
         typed = tree_lib.is_prng_dtype(dtype)
-        if leaf.kind == "prng" and isinstance(target, ocp.metadata.ArrayMetadata) and shape == leaf.shape:
-            return Want(number, "jax", None, self._sharding(target, leaf))  # item_metadata describes the keys' data
+        describes = isinstance(target, ocp.metadata.ArrayMetadata | jax.ShapeDtypeStruct)
+        if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
+            # item_metadata, and Orbax's utils.to_shape_dtype_struct, describe the keys' data
+            return Want(number, "jax", None, _of_keys(self._sharding(target, leaf), leaf))
         if typed or leaf.kind == "prng":
             logical = _logical_shape(leaf) if leaf.kind == "prng" else leaf.shape
             if not typed or leaf.kind != "prng" or f"key<{_tag(leaf)}>" != str(dtype):
@@ -272,6 +274,14 @@ def divides(sharding: Sharding, shape: Sequence[int]) -> bool:
 def _logical_shape(leaf: Leaf) -> tuple[int, ...]:
     """Shape of typed keys, without the dimensions of their data."""
     return leaf.shape[: len(leaf.shape) - key_dims(leaf)]
+
+
+def _of_keys(sharding: Sharding | None, leaf: Leaf) -> Sharding | None:
+    """The sharding of typed keys, given that of their data: without the dimensions that make up a key."""
+    rank = len(leaf.shape) - key_dims(leaf)
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rank]), memory_kind=sharding.memory_kind)
 
 
 def key_dims(leaf: Leaf) -> int:

@@ -735,3 +735,25 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: pathlib.Path) -> None
             m.save(0, args=ocp.args.StandardSave({"gone": donated}))
         assert m.all_steps() == []
         assert not m.is_saving_in_progress()
+
+
+def test_orbaxs_description_of_typed_keys_is_a_target(tmp_path: pathlib.Path) -> None:
+    """`utils.to_shape_dtype_struct` gives the keys' data, as `item_metadata` does; the keys come back typed."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    keys = jax.random.split(jax.random.key(1, impl="rbg"), len(jax.devices()))
+    tree = {"one": jax.random.key(3), "many": jax.device_put(keys, spread)}
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+        described = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+        assert described["one"].dtype == np.uint32
+        for target in (described, manager.item_metadata(0), tree):
+            got = manager.restore(0, args=ocp.args.StandardRestore(target))
+            for name, value in tree.items():
+                assert got[name].dtype == value.dtype
+                assert got[name].sharding.is_equivalent_to(value.sharding, value.ndim)
+                np.testing.assert_array_equal(jax.random.key_data(got[name]), jax.random.key_data(value))
+        wrong = {**described, "one": jax.ShapeDtypeStruct((2,), np.float32)}
+        with pytest.raises(ec.errors.MismatchError, match="one"):
+            manager.restore(0, args=ocp.args.StandardRestore(wrong))
