@@ -30,6 +30,10 @@ def apply(item: str, tree: Any, save_args: Any) -> Any:
     if save_args is None:
         return tree
     asked, _ = jax.tree_util.tree_flatten_with_path(save_args, is_leaf=lambda x: isinstance(x, ocp.SaveArgs))
+    if any(args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()) for _, args in asked if args):
+        logging.log_first_n(
+            logging.INFO, "SaveArgs: what concerns Orbax's own files (chunks, …) changes nothing here", 1
+        )
     wanted = {tree_lib.leaf_name(tree_lib.key_path(path)): args.dtype for path, args in asked if args is not None}
     if not any(dtype is not None for dtype in wanted.values()):
         return tree

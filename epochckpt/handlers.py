@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
+from absl import logging
 from etils import epath
 
 from epochckpt import layout, worker
@@ -164,6 +165,15 @@ class Handlers:
                     f"item_handlers[{name!r}]: {type(handler).__name__} has no argument classes; register them with "
                     "orbax.checkpoint.args.register_with_handler"
                 )
+
+        entries = handler_registry.get_all_entries() if handler_registry is not None else {}
+        known = {name or "any": h for (name, _), h in entries.items()} | self.given
+        chosen = sorted(name for name, h in known.items() if kind_of(h) == "arrays")
+        if chosen:
+            logging.info(
+                "items %s: Orbax's array handlers choose epochckpt's engine; their own options change nothing here",
+                ", ".join(chosen),
+            )
 
     def find(self, item: str, args: Any, *, saving: bool) -> Any:
         """The handler for an item with an argument: an instance, or one of the classes in `OURS`.

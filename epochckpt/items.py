@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 from google.protobuf import message, text_format
 
 from epochckpt import args as own
@@ -101,6 +102,8 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
         raise InvalidArgumentError(f"item {name!r}: expected a jax random key, got a {type(args.item).__name__}")
     if kind == "numpy_key" and not isinstance(args.item, tuple | dict):
         raise InvalidArgumentError(f"item {name!r}: expected numpy.random.get_state(), got {type(args.item).__name__}")
+    if getattr(args, "ocdbt_target_data_file_size", None) is not None:
+        logging.log_first_n(logging.INFO, "ocdbt_target_data_file_size is about Orbax's own files: nothing changes", 1)
     tree = casting.apply(name, args.item, getattr(args, "save_args", None))
     attached = getattr(args, "custom_metadata", None)
     return SaveItem(name, "arrays", handler_name, tree, checksum.pack_json(attached, f"item {name!r}: custom_metadata"))

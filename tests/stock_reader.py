@@ -68,6 +68,8 @@ READERS: dict[str, Callable[[str, int, Any], Any]] = {
     "v0 PyTreeCheckpointer": lambda d, e, t: ocp.PyTreeCheckpointer().restore(f"{d}/{e}/default", args=_pytree_args(t)),
     "v1 load_checkpointables": lambda d, e, t: ocp.v1.load_checkpointables(f"{d}/{e}", {"default": t})["default"],
 }
+if hasattr(ocp.v1, "load"):  # not in older ones
+    READERS["v1 load"] = lambda d, e, t: ocp.v1.load(f"{d}/{e}", t)
 
 
 def without_target(directory: str, epoch: int) -> dict[str, Any]:

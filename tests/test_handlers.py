@@ -160,8 +160,12 @@ def test_a_registry_chooses_the_handler(tmp_path: pathlib.Path) -> None:
     assert len(registry.get_all_entries()) == 6
 
 
-def test_orbax_handlers_select_our_engine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unmodified array handlers with options of their own are never run; a JSON handler's file name is kept."""
+def test_orbax_handlers_select_our_engine(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unmodified array handlers with options of their own are never run, and one line says so; a JSON handler's file
+    name is kept."""
+    caplog.set_level("INFO", "absl")
     for kind in (ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler, ocp.ArrayCheckpointHandler):
         for name in ("save", "async_save", "restore"):
             monkeypatch.setattr(kind, name, None)
@@ -181,6 +185,7 @@ def test_orbax_handlers_select_our_engine(tmp_path: pathlib.Path, monkeypatch: p
     assert got.config == {"a": 1}
     assert json.loads((tmp_path / "0" / "config" / "settings.json").read_text()) == {"a": 1}
     assert (tmp_path / "0" / "process_0" / "state.safetensors").is_file()
+    assert sum("items array, state: Orbax's array handlers choose" in r.getMessage() for r in caplog.records) == 1
 
 
 def test_a_handler_that_overrides_orbaxs_engine_is_refused(tmp_path: pathlib.Path) -> None:
@@ -547,3 +552,46 @@ def test_restore_gives_the_layout_that_is_asked_for(tmp_path: pathlib.Path) -> N
     assert got["w"].format.layout.major_to_minor == (1, 0)
     np.testing.assert_array_equal(got["w"], value)
     assert got["n"] == 1
+
+
+ALONE: dict[str, tuple[Any, Any, Any]] = {  # how to save, how to restore, how to look at it
+    "Standard": (lambda: ocp.args.StandardSave(STATE), ocp.args.StandardRestore(), lambda x: x["w"].tolist()),
+    "PyTree": (lambda: ocp.args.PyTreeSave(STATE), ocp.args.PyTreeRestore(), lambda x: x["w"].tolist()),
+    "Array": (lambda: ocp.args.ArraySave(STATE["w"]), ocp.args.ArrayRestore(), lambda x: x.tolist()),
+    "Json": (lambda: ocp.args.JsonSave({"a": [1]}), ocp.args.JsonRestore(), dict),
+    "Proto": (lambda: ocp.args.ProtoSave(PROTO), ocp.args.ProtoRestore(struct_pb2.Value), lambda x: x.string_value),
+    "JaxRandomKey": (
+        lambda: ocp.args.JaxRandomKeySave(jax.random.key(3)),
+        ocp.args.JaxRandomKeyRestore(),
+        lambda x: jax.random.key_data(x).tolist(),
+    ),
+    "NumpyRandomKey": (
+        lambda: ocp.args.NumpyRandomKeySave(np.random.RandomState(3).get_state()),
+        ocp.args.NumpyRandomKeyRestore(),
+        lambda x: (x[0], x[1].tolist(), x[2:]),
+    ),
+}
+PROTO = struct_pb2.Value(string_value="x")
+
+
+def test_every_argument_class_of_orbax_is_known_here() -> None:
+    """A class that a newer Orbax adds cannot be forgotten."""
+    found = {name.removesuffix("Save") for name in dir(ocp.args) if name.endswith("Save")}
+    assert found == ALONE.keys()
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_every_argument_class_works_alone_and_in_composite(place: str, name: str) -> None:
+    """As the unnamed item and as one of several; restored with its argument and, where that has defaults, without."""
+    make, restore, look = ALONE[name]
+    expected = look(make().item)
+    with ec.CheckpointManager(f"{place}/alone") as alone, ec.CheckpointManager(f"{place}/several") as several:
+        alone.save(0, args=make())
+        several.save(0, args=ocp.args.Composite(one=make(), two=make()))
+        assert look(alone.restore(0, args=restore)) == expected
+        got = several.restore(0, args=ocp.args.Composite(one=restore, two=restore))
+        assert (look(got.one), look(got.two)) == (expected, expected)
+        if name != "Proto":  # its class must be named
+            assert look(alone.restore(0)) == look(several.restore(0).two) == expected
+        assert alone.verify(0).ok
+        assert several.verify(0).ok
