@@ -26,7 +26,7 @@ class NodeSave(ocp.args.CheckpointArgs):
 
 @dataclasses.dataclass
 class NodeRestore(ocp.args.CheckpointArgs):
-    """Restores what this node saved with `NodeSave`.
+    """Restores what this node saved with `NodeSave`: of as many nodes, the one of its name, else one that has no heir.
 
     Attributes:
         item: target pytree as for `StandardRestore`; None for what was saved, as dicts and lists.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import worker
+from epochckpt import layout, worker
 from epochckpt.commit import Damaged
 from epochckpt.coordination import Deadline
 from epochckpt.errors import SaveError, say
@@ -68,6 +69,11 @@ class Attempt:
     reports: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
+    def runs_handlers(self) -> bool:
+        """Whether handlers still write for it, or may."""
+        return any(isinstance(f, Run) for f in self.files)
+
+    @property
     def plan(self) -> str:
         """Digest of the plan."""
         return self.digest()
@@ -81,8 +87,8 @@ class Attempt:
         found: dict[tuple[str, str], bytes | pathlib.Path] = {}
         for files in self.files:
             try:
-                new = files.collect(self.deadline.left())
-            except Exception as error:
+                new = files.collect(self.deadline)
+            except BaseException as error:  # asyncio's CancelledError is one
                 raise SaveError(self.epoch, f"item {files.item!r}: its handler failed: {say(error)}") from error
             found.update({(files.item, name): source for name, source in new.items()})
         return found
@@ -98,17 +104,21 @@ class Attempt:
         """What the nodes have reported.
 
         Raises:
-            SaveError: two of them wrote a file of one name for an item.
+            SaveError: two of them wrote a file of one name for an item, or one a file where another has a folder.
         """
         out = []
         seen: dict[str, str] = {}
+        folders: dict[str, str] = {}
         for number, (name, process) in enumerate(nodes):
             report = self.reports[number]
             files = tuple(map(DataFile.from_row, report["files"]))
             for path in (f.path for f in files if f.name):
-                if path in seen:
-                    raise SaveError(self.epoch, f"nodes {seen[path]} and {name} both wrote {path}")
+                parents = list(itertools.accumulate(path.split("/")[:-1], layout.join))
+                other = seen.get(path) or folders.get(path) or next((seen[p] for p in parents if p in seen), None)
+                if other is not None:
+                    raise SaveError(self.epoch, f"nodes {other} and {name} both wrote {path}")
                 seen[path] = name
+                folders.update(dict.fromkeys(parents, name))
             out.append(NodeEntry(name, process, report["size"], report["digest"], files, report["secs"]))
         return tuple(out)
 

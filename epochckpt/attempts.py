@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import checksum, node_writer, worker
+from epochckpt import checksum, layout, node_writer, worker
 from epochckpt.attempt import Attempt, Committed, human_bytes
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
@@ -86,8 +86,10 @@ class Attempts:
 
     # -- on the training thread ----------------------------------------------------------------------------------
 
-    def make_room(self, copied_bytes: int) -> None:
+    def make_room(self, copied_bytes: int, runs_handlers: bool) -> None:
         """Waits for this node's own older writes: at most one may be unwritten, and the memory limit holds.
+
+        A save that runs handlers waits until they are done with the one before: they may keep things in themselves.
 
         Raises:
             InvalidArgumentError: this snapshot alone is more than the limit.
@@ -102,7 +104,8 @@ class Attempts:
             with self._lock:
                 unwritten = [a for a in self._pending if not a.written.done()]
             held = sum(a.copied_bytes for a in unwritten)
-            if len(unwritten) < 2 and (limit is None or held + copied_bytes <= limit):
+            busy = runs_handlers and any(a.runs_handlers for a in unwritten)
+            if len(unwritten) < 2 and not busy and (limit is None or held + copied_bytes <= limit):
                 return
             self._wait(unwritten[0], unwritten[0].written)
 
@@ -223,9 +226,7 @@ class Attempts:
         began = time.monotonic()
         name, process = self.nodes[self._coordinator.process]
         me = self._id(attempt.ordinal)
-        found = attempt.collect()
-        folders = node_writer.folders(found)
-        folder = self._commits.make_node_folder(attempt.epoch, me, name, folders)
+        folder = self._commits.make_node_folder(attempt.epoch, me, name)
         files: list[DataFile] = []
         size = self._options.block_bytes
         while self._resident:
@@ -233,6 +234,11 @@ class Attempts:
         try:
             for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
                 files += node_writer.write_arrays(self._store, folder, attempt.epoch, plan, buffers, size, self._pool)
+            attempt.buffers = []  # what the snapshot holds need not wait for handlers
+            found = attempt.collect()
+            folders = node_writer.folders(found)
+            for path in folders:
+                self._store.make_folder(layout.join(folder, path))
             for (item, path), source in found.items():
                 files.append(node_writer.write_file(self._store, folder, item, path, source, size))
         except FileNotFoundError as missing:

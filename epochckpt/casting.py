@@ -25,11 +25,17 @@ def apply(item: str, tree: Any, save_args: Any) -> Any:
         save_args: pytree of `ocp.SaveArgs` like it, or None.
 
     Raises:
-        InvalidArgumentError: the two are not alike, or integers do not fit.
+        InvalidArgumentError: the two are not alike, there is something else in `save_args`, or integers do not fit.
     """
     if save_args is None:
         return tree
     asked, _ = jax.tree_util.tree_flatten_with_path(save_args, is_leaf=lambda x: isinstance(x, ocp.SaveArgs))
+    for path, args in asked:
+        if args is not None and not isinstance(args, ocp.SaveArgs):
+            where = tree_lib.leaf_name(tree_lib.key_path(path))
+            raise InvalidArgumentError(
+                f"item {item!r}: save_args has a {type(args).__name__} at {where!r}, no SaveArgs"
+            )
     if any(args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()) for _, args in asked if args):
         logging.log_first_n(
             logging.INFO, "SaveArgs: what concerns Orbax's own files (chunks, …) changes nothing here", 1
@@ -75,4 +81,4 @@ def _fits(before: Any, after: Any) -> bool:
     if isinstance(before, jax.Array):
         shards = zip(before.addressable_shards, after.addressable_shards, strict=True)
         return all(_fits(np.asarray(a.data), np.asarray(b.data)) for a, b in shards)
-    return bool(np.array_equal(before, after.astype(before.dtype)))
+    return bool(np.array_equal(before, after.astype(before.dtype)) and np.array_equal(before < 0, after < 0))

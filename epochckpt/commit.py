@@ -245,7 +245,7 @@ class Commits(abc.ABC):
         """Where a node writes its files for an attempt."""
 
     @abc.abstractmethod
-    def make_node_folder(self, epoch: int, attempt: str, node: str, items: Sequence[str]) -> str:
+    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """Makes a node's folder (with folders for the named items) and returns its path.
 
         Raises:

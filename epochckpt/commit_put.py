@@ -104,7 +104,7 @@ class PutCommits(Commits):
         """See Commits."""
         return layout.join(self.names.build(epoch), node, attempt)
 
-    def make_node_folder(self, epoch: int, attempt: str, node: str, items: Sequence[str]) -> str:
+    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
         return self.node_folder(epoch, attempt, node)
 

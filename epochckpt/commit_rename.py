@@ -76,13 +76,11 @@ class RenameCommits(Commits):
         """See Commits."""
         return layout.join(self._staging(epoch, attempt), node)
 
-    def make_node_folder(self, epoch: int, attempt: str, node: str, items: Sequence[str]) -> str:
+    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
         folder = self.node_folder(epoch, attempt, node)
         try:
             self.store.make_folder(folder)
-            for item in items:
-                self.store.make_folder(layout.join(folder, item))
         except FileNotFoundError:
             raise self.lost(epoch) from None
         return folder

@@ -194,22 +194,26 @@ class Preemption:
     """JAX's preemption notice, asked for in the one way that hears it: with numbers that grow by one.
 
     JAX announces a sync point, a number that every process will pass; whoever asks with the steps of a resumed run, or
-    skips some, never meets it. So steps are counted. However often a step is asked about, it has one answer: else a
-    trainer could learn of the notice after `save` had not heard of it yet. The answer stays True once it was.
+    skips some, never meets it. So questions are counted, those of all managers of a process together, for JAX knows
+    but one sequence. However often a manager is asked about a step, it has one answer: else a trainer could learn of
+    the notice after `save` had not heard of it yet. The answer stays True once it was.
     """
 
+    _asked = 0
+    _heard = False
+
     def __init__(self) -> None:
-        self._asked = 0
         self._step: int | None = None
-        self._reached = False
+        self._answer = False
 
     def reached(self, step: int) -> bool:
         """Whether the notice has reached every process; all of them must ask for the same steps."""
         if step != self._step:
             self._step = step
-            self._asked += 1
-            self._reached = self._reached or bool(ocp.utils.reached_preemption(self._asked))
-        return self._reached
+            Preemption._asked += 1
+            Preemption._heard = bool(ocp.utils.reached_preemption(Preemption._asked)) or Preemption._heard
+            self._answer = Preemption._heard
+        return self._answer
 
 
 def connect(read_only: bool) -> Coordinator:

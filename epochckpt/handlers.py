@@ -10,6 +10,7 @@ filled again with what every node wrote, verified.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import os
@@ -24,6 +25,7 @@ from absl import logging
 from etils import epath
 
 from epochckpt import layout, worker
+from epochckpt.coordination import Deadline
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.node_reader import EpochReader
 from epochckpt.records import DataFile
@@ -40,7 +42,7 @@ OURS: Mapping[type, str] = {
 """What our engine does for an unmodified handler of Orbax's."""
 
 _ENGINE = (*(c for c, kind in OURS.items() if kind not in ("json", "proto")), ocp.handlers.CompositeCheckpointHandler)
-MAX_FILES = 10_000
+MAX_FILES = 4096
 """How many files a handler may write on one node for one item."""
 
 
@@ -56,7 +58,7 @@ class Content:
     item: str
     files: Mapping[str, bytes]
 
-    def collect(self, timeout_secs: float) -> Mapping[str, bytes | pathlib.Path]:
+    def collect(self, deadline: Deadline) -> Mapping[str, bytes | pathlib.Path]:
         """The files."""
         return self.files
 
@@ -75,35 +77,44 @@ class Run:
 
     def __init__(self, handler: Any, item: str, args: Any):
         self.item, self._handler = item, handler
+        self._late: worker.Future[Any] | None = None
+        self._futures: list[Any] = []
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="epochckpt-"))
         try:
             where = epath.Path(self._folder)
             if isinstance(handler, ocp.handlers.AsyncCheckpointHandler):
                 self._futures = list(_finished(handler.async_save(where, args=args)) or ())
             else:
-                self._futures = []
                 handler.save(where, args=args)
         except BaseException as error:
             self.discard()
             error.add_note(f"raised by {type(handler).__name__} while saving item {item!r}")
             raise
 
-    def collect(self, timeout_secs: float) -> Mapping[str, bytes | pathlib.Path]:
-        """What it has written, by path inside the item's folder; waits for that.
+    def collect(self, deadline: Deadline) -> Mapping[str, bytes | pathlib.Path]:
+        """What it has written, by path inside the item's folder; waits for that. Empty folders are not kept.
 
         Raises:
             InvalidArgumentError: it left something that is no plain file, or too many of them.
-            Exception: whatever the handler raises.
+            TimeoutError: it did not end in time.
+            BaseException: whatever the handler raises.
         """
-        for future in self._futures:
-            worker.abandonable(future.result, max(timeout_secs, 0.001))
+        while self._futures:
+            self._bounded(self._futures.pop(0).result, deadline)
         finalize = getattr(type(self._handler), "finalize", None)
         if finalize not in (None, ocp.handlers.CheckpointHandler.finalize):
-            self._handler.finalize(epath.Path(self._folder))
+            self._bounded(lambda: self._handler.finalize(epath.Path(self._folder)), deadline)
         found = dict(self._walk(self._folder))
         if len(found) > MAX_FILES:
             raise InvalidArgumentError(f"item {self.item!r}: its handler wrote {len(found)} files, over {MAX_FILES}")
         return found
+
+    def _bounded(self, call: Callable[[], Any], deadline: Deadline) -> None:
+        running = worker.start(call)
+        if not running.wait(max(deadline.left(), 0.001)):
+            self._late = running
+            raise TimeoutError(f"it did not end within {deadline.secs:g} s")
+        running.result()
 
     def _walk(self, folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
         for entry in sorted(os.scandir(folder), key=lambda e: e.name):
@@ -117,7 +128,18 @@ class Run:
             yield name, path
 
     def discard(self) -> None:
-        """Removes the folder."""
+        """Removes the folder; if the handler still writes to it, when that has ended."""
+        if self._late is None and not self._futures:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        else:
+            worker.start(self._discard_late)
+
+    def _discard_late(self) -> None:
+        if self._late is not None:
+            self._late.wait()
+        for future in self._futures:
+            with contextlib.suppress(BaseException):  # nobody waits for it any more
+                future.result()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -166,8 +188,7 @@ class Handlers:
                     "orbax.checkpoint.args.register_with_handler"
                 )
 
-        entries = handler_registry.get_all_entries() if handler_registry is not None else {}
-        known = {name or "any": h for (name, _), h in entries.items()} | self.given
+        known = {name or "any": h for (name, _), h in self._entries().items()} | self.given
         chosen = sorted(name for name, h in known.items() if kind_of(h) == "arrays")
         if chosen:
             logging.info(
@@ -223,15 +244,15 @@ class Handlers:
         Raises:
             InvalidArgumentError: it is not known here, or its argument has no defaults.
         """
-        handler = self._configured(item)
+        handler = next((h for h in self._configured(item) if same(type_name(h), recorded)), None)
         if handler is None:
-            found = next((c for c in _registered() if type_name(c) == recorded), None)
-            if found is None:
+            found = [c for c in _registered() if same(type_name(c), recorded)]
+            if not found:
                 raise InvalidArgumentError(
                     f"item {item!r} was saved by {recorded}, which is not known here: pass its restore argument in "
                     "args=, or handler_registry= or item_handlers= to the manager"
                 )
-            handler = self._make(item, found)
+            handler = self._make(item, found[-1])  # a class that was defined again counts
         _, restore = ocp.args.get_registered_args_cls(handler)
         try:
             return handler, restore()
@@ -240,11 +261,15 @@ class Handlers:
                 f"item {item!r}: {restore.__name__} cannot be made without arguments ({error}); pass it in args="
             ) from None
 
-    def _configured(self, item: str) -> Any:
-        entries = self._registry.get_all_entries() if self._registry is not None else {}
-        named = [handler for (name, _), handler in entries.items() if name == item]
-        made = [handler for (name, _), handler in self._made.items() if name == item]
-        return self.given.get(item) or next(iter(named + made), None)
+    def _configured(self, item: str) -> list[Any]:
+        """The handlers that an item may have, the most particular first."""
+        given = [self.given[item]] if item in self.given else []
+        named = [handler for (name, _), handler in self._entries().items() if name == item]
+        anyone = [handler for (name, _), handler in self._entries().items() if name is None]
+        return given + named + anyone + [handler for (name, _), handler in self._made.items() if name == item]
+
+    def _entries(self) -> Mapping[tuple[str | None, type], Any]:
+        return self._registry.get_all_entries() if self._registry is not None else {}
 
     def _make(self, item: str, kind: type) -> Any:
         if (item, kind) not in self._made:
@@ -259,7 +284,8 @@ class Handlers:
 
     def close(self) -> None:
         """Closes the handlers."""
-        for handler in [*self.given.values(), *self._made.values()]:
+        every = [*self.given.values(), *self._entries().values(), *self._made.values()]
+        for handler in {id(h): h for h in every}.values():
             close = getattr(handler, "close", None)
             if close is not None:
                 worker.logged(f"{type(handler).__name__} could not be closed", close)
@@ -274,6 +300,12 @@ def type_name(handler: Any) -> str:
     """The name under which Orbax records a handler (an instance or a class)."""
     kind = handler if isinstance(handler, type) else type(handler)
     return kind.typestr() if hasattr(kind, "typestr") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def same(name: str, other: str) -> bool:
+    """Whether two names mean one handler; Orbax moves its own from module to module."""
+    orbax = name.startswith("orbax.checkpoint.") and other.startswith("orbax.checkpoint.")
+    return name == other or (orbax and name.rpartition(".")[2] == other.rpartition(".")[2])
 
 
 def with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]) -> Any:

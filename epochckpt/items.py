@@ -18,7 +18,9 @@ from epochckpt import casting, checksum, handlers, layout
 from epochckpt.errors import FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.handlers import Content, Handlers, Run
 from epochckpt.node_reader import EpochReader
+from epochckpt.records import MAX_RECORD_BYTES
 from epochckpt.restoring import TreeRequest, restore_tree
+from epochckpt.tree_metadata import TreeMetadata
 
 _ARRAY_RESTORE = (ocp.args.StandardRestore, ocp.args.PyTreeRestore, ocp.args.ArrayRestore)
 _PROTO_FILE = "proto.pbtxt"  # what Orbax's handler calls it
@@ -53,15 +55,23 @@ class Here:
 
     Attributes:
         handlers: of the manager.
-        node: this node's name.
-        number: its number.
-        count: of nodes.
+        nodes: names of the job's nodes.
+        number: this node's number.
     """
 
     handlers: Handlers
-    node: str = "process_0"
+    nodes: tuple[str, ...] = ("process_0",)
     number: int = 0
-    count: int = 1
+
+    def successor_of(self, names: Sequence[str]) -> int:
+        """The number of the old node, of as many as there are now, whose place this one takes.
+
+        A node goes on where the one of its name was; the others take the places that are left, in order.
+        """
+        left = [n for n, name in enumerate(names) if name not in self.nodes]
+        new = [name for name in self.nodes if name not in names]
+        name = self.nodes[self.number]
+        return list(names).index(name) if name in names else left[new.index(name)]
 
 
 def is_multi(args: Any) -> bool:
@@ -97,7 +107,11 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
         return SaveItem(name, "files", handler_name, run=functools.partial(Run, handler, name, args))
     if kind in ("json", "proto"):
         data = _json(name, args.item) if kind == "json" else _proto(name, args.item)
-        return SaveItem(name, "files", handler_name, content=Content(name, {_file_name(handler, kind): data}))
+        file = _file_name(handler, kind)
+        if not layout.is_file_path(file) or len(data) > MAX_RECORD_BYTES:
+            problem = f"{file!r} ({len(data)} bytes) is no file name, or it holds over {MAX_RECORD_BYTES} bytes"
+            raise InvalidArgumentError(f"item {name!r}: {problem}; pass an array item, or a handler of your own")
+        return SaveItem(name, "files", handler_name, content=Content(name, {file: data}))
     if kind == "jax_key" and not isinstance(args.item, jax.Array):
         raise InvalidArgumentError(f"item {name!r}: expected a jax random key, got a {type(args.item).__name__}")
     if kind == "numpy_key" and not isinstance(args.item, tuple | dict):
@@ -125,7 +139,11 @@ def _json(name: str, value: Any) -> bytes:
 def _proto(name: str, value: Any) -> bytes:
     if not isinstance(value, message.Message):
         raise InvalidArgumentError(f"item {name!r}: ProtoSave expects a protobuf message, got {type(value).__name__}")
-    return text_format.MessageToString(value).encode()
+    data = text_format.MessageToString(value).encode()
+    again = text_format.Parse(data.decode(), type(value)())
+    if again.SerializeToString(deterministic=True) != value.SerializeToString(deterministic=True):
+        raise InvalidArgumentError(f"item {name!r}: its text, which Orbax's format is, would lose fields unknown here")
+    return data
 
 
 def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
@@ -150,7 +168,7 @@ def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
     else:
         handler = here.handlers.find(name, args, saving=False)
     kind = handlers.kind_of(handler)
-    if _class(handlers.type_name(handler)) != _class(record.handler):
+    if not handlers.same(handlers.type_name(handler), record.handler):
         raise _contradiction(name, record.handler, args)
     if kind == "json":
         return _restore_json(reader, name, _file_name(handler, kind))
@@ -173,19 +191,23 @@ def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handler
         return None
 
 
-def _class(name: str) -> str:
-    """The class in a handler's name; its module may move from one version to another."""
-    return name.rpartition(".")[2]
-
-
 def _contradiction(name: str, recorded: str, args: Any) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"item {name!r} was saved by {_class(recorded)}; {type(args).__name__} does not restore that"
+        f"item {name!r} was saved by {recorded.rpartition('.')[2]}; {type(args).__name__} does not restore that"
     )
 
 
+def _only_file(reader: EpochReader, name: str, file: str) -> tuple[str, bytes]:
+    """(name, content) of the one file of an item, whatever it was called when it was saved."""
+    found = [f.name for _, f in reader.item_files(name)]
+    chosen = file if file in found or len(found) != 1 else found[0]
+    if chosen not in found:
+        raise InvalidArgumentError(f"item {name!r} has no file {file!r}; it has: {', '.join(found) or 'none'}")
+    return chosen, reader.read_file(name, chosen)
+
+
 def _restore_json(reader: EpochReader, name: str, file: str) -> Any:
-    data = reader.read_file(name, file)
+    file, data = _only_file(reader, name, file)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -193,7 +215,7 @@ def _restore_json(reader: EpochReader, name: str, file: str) -> Any:
 
 
 def _restore_proto(reader: EpochReader, name: str, file: str, args: Any) -> Any:
-    data = reader.read_file(name, file)
+    _, data = _only_file(reader, name, file)
     try:
         return text_format.Parse(data.decode(), args.item())
     except (text_format.ParseError, UnicodeDecodeError) as error:
@@ -205,20 +227,19 @@ def _restore_node(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
     args = own.NodeRestore() if args is None else args
     if record.items[name].kind != "node" or not isinstance(args, own.NodeRestore):
         raise _contradiction(name, record.items[name].handler or "NodeSave", args)
-    count = len(record.nodes)
-    if count == here.count:
-        names = [n.name for n in record.nodes]
-        number = names.index(here.node) if here.node in names else here.number
-        return restore_tree(reader.of_node(number, name), name, TreeRequest(args.item))
+    count, now = len(record.nodes), len(here.nodes)
+    if count == now:
+        number = here.successor_of([n.name for n in record.nodes])
+        return restore_tree(reader.of_node(number, name), name, TreeRequest(_plain(args.item)))
     if args.reshard is None:
         raise InvalidArgumentError(
             f"item {name!r} of epoch {record.epoch} differs per node and was saved by {count} nodes; here are "
-            f"{here.count}: pass NodeRestore(reshard=…), which makes new states of the old ones"
+            f"{now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
         )
     old = [restore_tree(reader.of_node(n, name), name, TreeRequest()) for n in range(count)]
-    new = list(args.reshard(old, count, here.count))
-    if len(new) != here.count:
-        raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {here.count} nodes")
+    new = list(args.reshard(old, count, now))
+    if len(new) != now:
+        raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {now} nodes")
     return new[here.number]
 
 
@@ -227,7 +248,7 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
     if args is None:
         return TreeRequest()
     kind = handlers.kind_of(known.find(name, args, saving=False))
-    saved = next((k for c, k in handlers.OURS.items() if _class(handlers.type_name(c)) == _class(recorded)), "arrays")
+    saved = next((k for c, k in handlers.OURS.items() if handlers.same(handlers.type_name(c), recorded)), "arrays")
     if kind != saved:
         raise _contradiction(name, recorded, args)
     if kind == "jax_key":
@@ -240,20 +261,25 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
             f"not {type(args).__name__}"
         )
     if isinstance(args, ocp.args.ArrayRestore):
-        return TreeRequest(args.item, args.restore_args)
+        return TreeRequest(_plain(args.item), args.restore_args)
     if isinstance(args, ocp.args.StandardRestore):
         if not args.strict:
             raise UnsupportedError(
                 f"item {name!r}: StandardRestore(strict=False) pads or cuts arrays; epochckpt does not"
             )
-        return TreeRequest(args.item, fallback_sharding=args.fallback_sharding, layouts=args.support_layout)
+        return TreeRequest(_plain(args.item), fallback_sharding=args.fallback_sharding, layouts=args.support_layout)
     nothing = args.transforms == {} and args.transforms_default_to_original  # but take from the target what is missing
     if (args.transforms is not None and not nothing) or args.legacy_transform_fn is not None:
         raise UnsupportedError(
             f"item {name!r}: PyTreeRestore(transforms=…) is not supported; "
             "restore the saved tree and change it with jax.tree.map"
         )
-    return TreeRequest(args.item, args.restore_args, args.partial_restore or nothing)
+    return TreeRequest(_plain(args.item), args.restore_args, args.partial_restore or nothing)
+
+
+def _plain(target: Any) -> Any:
+    """A target as a plain tree: `item_metadata` is one, too."""
+    return target.tree if isinstance(target, TreeMetadata) else target
 
 
 def check_names(names: Sequence[str], nodes: Sequence[str], known: Sequence[str]) -> None:

@@ -24,6 +24,8 @@ ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's 
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore every name with this in it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+_PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+\Z")
+_IN_VIEWS = frozenset({"manifest.ocdbt", "index.0", "array_metadatas"})  # beside which links to nodes lie
 _PART = re.compile(r"-\d{5}\Z")
 _INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _RESERVED = frozenset(
@@ -45,11 +47,11 @@ def is_name(name: object) -> bool:
 
 def check_node_name(name: object) -> str:
     """Returns `name` if it may name a node, else raises InvalidArgumentError."""
-    if not is_name(name) or name in _RESERVED:
+    if not is_name(name) or name in _RESERVED | _IN_VIEWS:
         raise InvalidArgumentError(
             f"node name {name!r} is not usable: expected a letter or digit followed by letters, digits, "
             f"'.', '_' or '-' "
-            f"(at most {MAX_NAME}), not one of {sorted(_RESERVED)}"
+            f"(at most {MAX_NAME}), not one of {sorted(_RESERVED | _IN_VIEWS)}"
         )
     return str(name)
 
@@ -90,7 +92,7 @@ def join(*parts: str) -> str:
 
 def is_file_path(name: object) -> bool:
     """Whether `name` may be the path of a handler's file inside its item's folder."""
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_FILE_PATH or not name.isprintable():
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_FILE_PATH or not _PLAIN.match(name):
         return False
     return all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in name.split("/"))
 

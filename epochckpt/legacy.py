@@ -47,7 +47,9 @@ def _handler(checkpointer: Any) -> Any:
             f"{type(checkpointer).__name__}; better leave this legacy form, and pass args= to save() and restore()"
         )
     handler = checkpointer.handler
-    if type(handler).__name__ == "_LegacyCheckpointHandlerWrapper":  # Orbax's, around one without argument classes
+    if type(handler).__name__.endswith(
+        "LegacyCheckpointHandlerWrapper"
+    ):  # Orbax's, around one without argument classes
         handler = getattr(handler, "_handler", handler)
     return handler
 

@@ -85,14 +85,13 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self._nodes, self._prefix, self._damaged = opened.nodes, opened.prefix, opened.commits.damaged(opened.damaged)
         self._pool = worker.Pool(self._storage.io_threads)
-        me = coordinator.process
-        here = items.Here(self._handlers, self._nodes[me][0], me, len(self._nodes))
+        here = items.Here(self._handlers, tuple(n for n, _ in self._nodes), coordinator.process)
         self._reading = Reading(self._commits, self._pool, self._storage.verify, here)
         self._history = History(self._commits.read_record)
         self._history.reset(opened.history)
         self._policy = retention.save_policy(self._options)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
-        self._planner = saving.Planner(me, self._nodes, self._storage, part_bytes)
+        self._planner = saving.Planner(coordinator.process, self._nodes, self._storage, part_bytes)
         self._attempts = Attempts(
             opened,
             self._storage,
@@ -203,6 +202,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             EpochExistsError: with force, for an epoch that exists or is on its way.
             InvalidArgumentError: something in it cannot be saved, by name. Nothing was begun.
             SaveError: only if saves are not asynchronous: it was not committed.
+            Exception: what a handler raises that is not ours, as it is. Nothing was begun.
         """
         began = time.monotonic()
         step = epoch_number(step)
@@ -221,7 +221,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         timeout = self._storage.save_timeout_secs
         try:
             prepared = self._prepare(args)
-            self._attempts.make_room(prepared.copied_bytes)
+            self._attempts.make_room(prepared.copied_bytes, prepared.runs_handlers)
             attempt = snapshot(
                 step,
                 number,

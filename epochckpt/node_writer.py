@@ -122,17 +122,24 @@ def write_file(
     return DataFile(item, 0, size, 0, 0, block_bytes, tuple(f"{s:016x}" for s in sums), name)
 
 
+def _exactly(file: BinaryIO, size: int, path: str) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise OSError(f"{path}: the file that its handler wrote became shorter while it was copied")
+    return data
+
+
 def _stream(store: Store, path: str, file: BinaryIO, size: int, block_bytes: int) -> list[int]:
     """Writes a file from another, block by block; returns the checksums."""
     if size <= block_bytes:
-        data = file.read(size)
+        data = _exactly(file, size, path)
         store.create(path, data)
         return [checksum.xxh3(data)]
     sums: list[int] = []
     writer = store.open_writer(path, size)
     try:
         for offset in range(0, size, block_bytes):
-            data = file.read(min(block_bytes, size - offset))
+            data = _exactly(file, min(block_bytes, size - offset), path)
             writer.write(offset, data)
             sums.append(checksum.xxh3(data))
         writer.finish()

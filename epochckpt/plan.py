@@ -182,12 +182,13 @@ class _Builder:
         known = (sharding, value.ndim if isinstance(sharding, NamedSharding) else value.shape)
         if known not in self.cells:
             counts, cell_of_device = device_cells(sharding, tuple(value.shape))
-            nodes = {}
+            nodes, alone = {}, len(self.node_of_process) == 1
             for device, cell in cell_of_device.items():
                 node = self.node_of_process.get(device.process_index)
                 if node is None:
                     raise InvalidArgumentError(
                         f"leaf {name!r} lies on {device}, whose process is no node of this manager"
+                        + (" (NodeSave takes arrays that only this process holds)" if alone else "")
                     )
                 nodes.setdefault(cell, set()).add(node)
             holders = tuple(tuple(sorted(nodes[c])) for c in range(math.prod(counts)))

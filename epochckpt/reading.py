@@ -151,7 +151,10 @@ class Browsable:
         return self._reading.commits.read_record(epoch_number(step)).metrics
 
     def item_metadata(self, step: int) -> Any:
-        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads one small file."""
+        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes.
+
+        Reads one small file, and the files of items whose handlers, not ours, can say something about them.
+        """
         return self._reading.item_metadata(epoch_number(step))
 
     def metadata(self, step: int | None = None) -> Any:

@@ -33,6 +33,11 @@ class Prepared:
     copied_bytes: int
     primary: bool
 
+    @property
+    def runs_handlers(self) -> bool:
+        """Whether handlers that are not ours have a part in it."""
+        return any(item.run is not None for item in self.wanted)
+
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
@@ -144,7 +149,8 @@ def take(prepared: Prepared) -> Snapshot:
         items[item.name] = record
     files: list[Content | Run] = []
     try:
-        files += [item.run() for item in prepared.wanted if item.run is not None]
+        for run in (item.run for item in prepared.wanted if item.run is not None):
+            files.append(run())  # one by one: what has begun is to be ended when the next one fails
         buffers = [snapshot.take(plan, values) for plan, values in pairs]
     except BaseException:
         for file in files:

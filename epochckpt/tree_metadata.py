@@ -8,6 +8,19 @@ from typing import Any
 import jax
 
 
+class _Aside:
+    """Something that goes with a tree without being part of its structure: trees are alike whatever it is."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Aside)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class TreeMetadata:
     """A pytree with properties, like Orbax's class of this name (`ocp.StandardCheckpointer().metadata(path)`).
@@ -29,16 +42,16 @@ class TreeMetadata:
         """The top level of the tree, as JAX wants it."""
         if isinstance(self.tree, dict):
             names = list(self.tree)
-            return [(jax.tree_util.DictKey(k), self.tree[k]) for k in names], (names, self.custom_metadata)
+            return [(jax.tree_util.DictKey(k), self.tree[k]) for k in names], (names, _Aside(self.custom_metadata))
         if isinstance(self.tree, list):
             children = [(jax.tree_util.SequenceKey(i), value) for i, value in enumerate(self.tree)]
-            return children, (len(children), self.custom_metadata)
-        return [(jax.tree_util.GetAttrKey("tree"), self.tree)], (None, self.custom_metadata)
+            return children, (len(children), _Aside(self.custom_metadata))
+        return [(jax.tree_util.GetAttrKey("tree"), self.tree)], (None, _Aside(self.custom_metadata))
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Iterable[Any]) -> TreeMetadata:
         """The inverse."""
-        shape, custom_metadata = aux
+        shape, custom_metadata = aux[0], aux[1].value
         if isinstance(shape, list):
             return cls(dict(zip(shape, children, strict=True)), custom_metadata)
         values = list(children)

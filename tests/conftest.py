@@ -15,3 +15,12 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 def directory(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
     """A directory that does not exist yet."""
     return str(tmp_path / "run") if request.param == "posix" else f"memory://{uuid.uuid4().hex}/"
+
+
+@pytest.fixture(autouse=True)
+def _not_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that plays JAX's preemption notice leaves the process, which hears it once and for all, as it was."""
+    from epochckpt import coordination
+
+    monkeypatch.setattr(coordination.Preemption, "_asked", 0)
+    monkeypatch.setattr(coordination.Preemption, "_heard", False)
