@@ -5,10 +5,13 @@ The folder appears whole or not at all: it is written under another name beside 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import stat
 import time
-from collections.abc import Callable, Mapping
+import urllib.parse
+from collections.abc import Callable, Generator, Mapping
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -26,6 +29,7 @@ from epochckpt.posix_store import PosixStore
 from epochckpt.reading import Reading, epoch_number
 from epochckpt.records import EpochRecord
 from epochckpt.storage import open_store
+from epochckpt.store import Store
 from epochckpt.worker import Pool
 
 FORMATS = ("orbax", "safetensors")
@@ -75,7 +79,7 @@ def export(
     Args:
         directory: where the epochs live: a path or a URL.
         epoch: its number; None: the newest that can be read.
-        destination: a local folder that is missing or empty.
+        destination: a local folder that is missing or empty; an empty one is replaced, by one of its mode and group.
         format: `"orbax"` or `"safetensors"`.
         item: export this item only; safetensors needs it if there are several of arrays.
         separator: safetensors: joins the keys of a leaf's path to its name; "." is what Hugging Face and Orbax use.
@@ -88,7 +92,8 @@ def export(
         EpochNotFoundError: there is no such epoch.
         DamagedError: bytes differ from what was written. As after every other error there is no destination.
         UnsupportedError: the format cannot express something, by name.
-        InvalidArgumentError: the destination is no empty folder; no such item; leaves that would be called alike.
+        InvalidArgumentError: the destination is no empty folder, lies in `directory`, or is the current directory; no
+            such item; leaves that would be called alike.
         OSError: the destination cannot be written.
     """
     began = time.monotonic()
@@ -96,10 +101,7 @@ def export(
     store = open_store(directory)
     names = step_names(options or ocp.CheckpointManagerOptions())
     commits = commits_of(store, names)
-    place = _destination(destination)
-    parent, name = os.path.split(place)
-    if store.renames and os.path.realpath(store.root) == parent and names.parse(name) is not None:
-        raise InvalidArgumentError(f"destination {place!r} is the name of an epoch in the directory itself")
+    place = _destination(destination, _local_root(store))
     settings = Settings(separator, max_file_bytes, max_buffer_bytes, allow_left_out)
     reading = Reading(commits, Pool(StorageOptions().io_threads), verify=True)
 
@@ -146,18 +148,42 @@ def _check(format: str, separator: str, max_file_bytes: int, max_buffer_bytes: i
             raise InvalidArgumentError(f"{name} must be a positive integer, got {value!r}")
 
 
-def _destination(destination: str | os.PathLike[str]) -> str:
-    """The destination, resolved; InvalidArgumentError unless it is missing or an empty folder."""
+def _local_root(store: Store) -> str | None:
+    """The checkpoint directory as a local path, resolved; None if it is elsewhere."""
+    if store.renames:
+        return os.path.realpath(store.root)
+    return os.path.realpath(urllib.parse.unquote(store.root[7:])) if store.root.startswith("file://") else None
+
+
+def _destination(destination: str | os.PathLike[str], root: str | None) -> str:
+    """The destination, resolved; InvalidArgumentError unless it is missing or an empty folder outside of `root`."""
     path = os.fspath(destination)
     if "://" in path:
         raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
     path = os.path.realpath(path)
+    if root is not None and os.path.commonpath([root, path]) == root:
+        raise InvalidArgumentError(
+            f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "
+            "choose a folder outside"
+        )
     if os.path.isdir(path):
+        if _is_current(path):
+            raise InvalidArgumentError(
+                f"destination {path} is the current working directory, which an export would replace; "
+                "name a folder in it, or go elsewhere"
+            )
         if os.listdir(path) or os.path.ismount(path):
             raise InvalidArgumentError(f"destination {path} is not empty; choose another folder")
     elif os.path.lexists(path):
         raise InvalidArgumentError(f"destination {path} is a file; expected a folder that is missing or empty")
     return path
+
+
+def _is_current(path: str) -> bool:
+    try:
+        return os.path.samefile(path, os.curdir)
+    except FileNotFoundError:  # that is gone
+        return False
 
 
 def _chosen(record: EpochRecord, item: str | None) -> EpochRecord:
@@ -184,15 +210,40 @@ def _item_of_arrays(record: EpochRecord) -> str:
 def _in_place(reader: EpochReader, place: str, write: Callable[[PosixStore], export_orbax.LeftOut]) -> Exported:
     """Writes into a folder with a temporary name, and renames it when all is durable."""
     parent, name = os.path.split(place)
-    above = PosixStore(parent)
-    above.make_root()
+    with _parents(parent):
+        return _staged(reader, PosixStore(parent), name, write)
+
+
+@contextlib.contextmanager
+def _parents(parent: str) -> Generator[None]:
+    """Makes the folders that are missing, and removes those again that it made if it comes to nothing."""
+    missing = []
+    while not os.path.lexists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    try:
+        PosixStore(missing[0] if missing else parent).make_root()
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # somebody else uses it already
+            for folder in missing:
+                if os.path.isdir(folder):
+                    os.rmdir(folder)
+        raise
+
+
+def _staged(
+    reader: EpochReader, above: PosixStore, name: str, write: Callable[[PosixStore], export_orbax.LeftOut]
+) -> Exported:
+    place = os.path.join(above.root, name)
     staging = f"export-{layout.new_id()}{layout.TMP_SUFFIX}"
+    folder = os.path.join(above.root, staging)
     above.make_folder(staging)
     try:
-        left_out = write(PosixStore(os.path.join(parent, staging)))
-        nbytes = sum(
-            os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(os.path.join(parent, staging)) for f in files
-        )
+        if os.path.isdir(place):  # it is replaced: by one that is as open to others as it was, from the beginning
+            _like(place, folder)
+        left_out = write(PosixStore(folder))
+        nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
         reader.check_present("it was being exported")
         try:
             above.rename(staging, name, replace=True)  # of folders only an empty one
@@ -203,3 +254,11 @@ def _in_place(reader: EpochReader, place: str, write: Callable[[PosixStore], exp
         above.remove_tree(staging)
         raise
     return Exported(reader.record.epoch, place, nbytes, left_out)
+
+
+def _like(model: str, folder: str) -> None:
+    """Gives a folder the group, as far as that is allowed, and the mode of another; its owner may always write."""
+    status = os.stat(model)
+    with contextlib.suppress(PermissionError):
+        os.chown(folder, -1, status.st_gid)
+    os.chmod(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU)

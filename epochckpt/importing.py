@@ -24,6 +24,7 @@ from epochckpt.manager import CheckpointManager
 from epochckpt.opening import commits_of, step_names
 from epochckpt.options import StorageOptions
 from epochckpt.reading import epoch_number
+from epochckpt.saving import checked_json
 from epochckpt.status import EpochStatus
 from epochckpt.storage import open_store
 
@@ -80,6 +81,10 @@ def import_(
     layout.check_item_name(item, ("process_0",))
     if separator is not None and not separator:
         raise InvalidArgumentError("separator='' cannot split a name; None keeps names whole")
+    if not (custom_metadata is None or isinstance(custom_metadata, Mapping)):
+        raise InvalidArgumentError(f"custom_metadata must be a dict, got a {type(custom_metadata).__name__}")
+    metrics = checked_json(metrics, "metrics")
+    custom = checked_json(dict(custom_metadata or {}), "custom_metadata")
     if jax.process_count() > 1:
         raise UnsupportedError(
             f"import_ works in one process, and this job has {jax.process_count()}: import before the job starts"
@@ -92,20 +97,30 @@ def import_(
     if epoch in existing:
         raise EpochExistsError(f"{store.root}: epoch {epoch} exists; delete it, or choose another number")
     tree = _read(_path(source), format, separator, _scratch(store.root if store.renames else None))
-    try:
-        tree_lib.flatten(tree)
-    except (ValueError, TypeError) as error:
-        problem = f"is no tree for JAX, which sorts the keys of each dict: {error}"
-        raise FormatError(os.fspath(source), problem) from None
+    _check_tree(tree, os.fspath(source))
     # mapped files are not copied: a bound on host memory is no reason to refuse them
     storage = dataclasses.replace(storage or StorageOptions(), host_memory_limit_bytes=None)
     args: Any = ocp.args.StandardSave(tree)
     if item != layout.DEFAULT_ITEM:
         args = ocp.args.Composite(**{item: args})
     with CheckpointManager(directory, options=names, storage=storage) as manager:
-        manager.save(epoch, args=args, metrics=metrics, custom_metadata=dict(custom_metadata or {}), force=True)
+        manager.save(epoch, args=args, metrics=metrics, custom_metadata=custom, force=True)
         manager.wait_until_finished()
         return manager.status(epoch)
+
+
+def _check_tree(tree: Any, source: str) -> None:
+    """FormatError for what a save would refuse, which is after the directory was made."""
+    try:
+        pairs, _ = tree_lib.flatten(tree)
+    except (ValueError, TypeError) as error:
+        raise FormatError(source, f"is no tree for JAX, which sorts the keys of each dict: {error}") from None
+    seen: set[str] = set()
+    for path, _ in pairs:
+        name = tree_lib.leaf_name(path)
+        if name in seen:  # two keys that are NaN
+            raise FormatError(source, f"has two leaves that are called {name[:200]!r}")
+        seen.add(name)
 
 
 def _names_only(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:

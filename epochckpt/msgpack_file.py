@@ -10,7 +10,6 @@ Everything in the file may be hostile: lengths are checked against what is left 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -24,7 +23,9 @@ from epochckpt import tree as tree_lib
 from epochckpt.errors import FormatError, UnsupportedError
 
 MAX_DEPTH = 256
-MAX_OBJECTS = 5_000_000
+MAX_DIMS = 32
+MAX_OBJECTS = 200_000
+"""Bound on keys, values and containers: each takes a few kilobytes on its way into an epoch. An array counts as one."""
 MAX_VALUE_BYTES = 256 * 2**20
 """Bound on strings and bytes outside of arrays; those are held in memory."""
 
@@ -44,7 +45,7 @@ _LENGTHS = {  # token: (kind, format of the length)
     **{0xDE + i: ("map", f) for i, f in enumerate((">H", ">I"))},
 }
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_TIMES = re.compile(r"(datetime|timedelta)64(\[\w{1,8}\])?\Z")
+_TIMES = re.compile(f"(datetime|timedelta)64{tree_lib.TIME_UNIT}")
 
 
 def load(path: str, scratch: str) -> Any:
@@ -116,7 +117,7 @@ class _Reader:
         if depth > MAX_DEPTH:
             raise self.problem(f"is nested deeper than {MAX_DEPTH}")
         if self.objects > MAX_OBJECTS:
-            raise self.problem(f"holds more than {MAX_OBJECTS} objects")
+            raise self.problem(f"holds more than {MAX_OBJECTS} objects (keys, values and containers)")
         if self.objects % 1024 == 0:
             mapped.release(self.data)
         kind, length = self.head()
@@ -128,7 +129,7 @@ class _Reader:
             return bytes(self.hold(length))
         if kind == "ext":
             return self.extension(length)
-        if length > self.end - self.at:  # each object takes a byte at least
+        if length * (2 if kind == "map" else 1) > self.end - self.at:  # each object takes a byte at least
             raise self.problem(f"is truncated: a {kind} of {length} objects, {self.end - self.at} bytes left")
         if kind == "list":
             return [self.value(depth + 1) for _ in range(length)]
@@ -153,7 +154,7 @@ class _Reader:
             key = self.value(depth + 1)
             if not (key is None or isinstance(key, str | int | float)):
                 raise self.problem(f"has a dict key of type {type(key).__name__}; expected str, int, float or None")
-            if key in out:
+            if key in out or (key != key and any(other != other for other in out)):  # NaN is never in a dict
                 raise self.problem(f"has the dict key {str(key)[:80]!r} twice")
             out[key] = self.value(depth + 1)
         return self.joined(out) if _CHUNKED in out else out
@@ -182,10 +183,10 @@ class _Reader:
             raise self.problem(f"is truncated: an array of {length} bytes, {outer - self.at} left")
         self.end = self.at + length
         if code in (_NDARRAY, _SCALAR):
-            value: Any = self.array()
+            value: Any = self.array(MAX_DIMS if code == _NDARRAY else 0)
         elif code == _COMPLEX:
-            pair = self.value(MAX_DEPTH - 1)
-            if not isinstance(pair, list) or len(pair) != 2 or not all(type(x) in (int, float) for x in pair):
+            pair = self.numbers(2)
+            if pair is None or len(pair) != 2:
                 raise self.problem("has a complex number that is not two numbers")
             value = complex(*pair)
         else:
@@ -195,16 +196,26 @@ class _Reader:
         self.end = outer
         return np.array(value)[()] if code == _SCALAR else value
 
-    def array(self) -> np.ndarray:
+    def numbers(self, most: int) -> list[Any] | None:
+        """A list of at most so many numbers; None for anything else, which is not looked into."""
+        kind, length = self.head()
+        if kind != "list" or length > most:
+            return None
+        heads = [self.head() for _ in range(length)]
+        found = [value for kind, value in heads if kind == "value" and type(value) in (int, float)]
+        return found if len(found) == length else None
+
+    def array(self, dims: int) -> np.ndarray:
         if self.head() != ("list", 3):
             raise self.problem("has an array that is not (shape, dtype, bytes)")
-        shape = self.value(MAX_DEPTH - 1)
-        if not isinstance(shape, list) or len(shape) > 32 or not all(type(d) is int and d >= 0 for d in shape):
-            raise self.problem("has an array whose shape is no list of sizes")
+        shape = self.numbers(dims)
+        if shape is None or not all(type(d) is int and d >= 0 for d in shape):
+            what = f"an array whose shape is no list of at most {dims} sizes" if dims else "a scalar that has a shape"
+            raise self.problem(f"has {what}")
         kind, length = self.head()
         dtype = self.dtype(self.text(length) if kind == "str" else "")
         kind, length = self.head()
-        if kind not in ("bin", "str") or length != math.prod(shape) * dtype.itemsize:
+        if kind not in ("bin", "str") or length != math.prod(shape) * dtype.itemsize or not tree_lib.fits(shape, dtype):
             raise self.problem(f"has an array of shape {tuple(shape)} and dtype {dtype} that has {length} bytes")
         start = self.take(length)
         return self.data[start : start + length].view(dtype).reshape(shape)
@@ -212,8 +223,7 @@ class _Reader:
     def dtype(self, name: str) -> np.dtype[Any]:
         found = tree_lib.DTYPES.get(name)
         if found is None and _TIMES.match(name):
-            with contextlib.suppress(TypeError):  # no such unit
-                found = np.dtype(name)
+            found = np.dtype(name)
         if found is None:
             raise UnsupportedError(f"{self.path}: arrays of dtype {name[:40]!r} (at byte {self.at}) cannot be imported")
         return found

@@ -15,7 +15,6 @@ What Orbax cannot express is left out, never wrong, and named in `View.left_out`
 
 from __future__ import annotations
 
-import base64
 import collections
 import dataclasses
 import json
@@ -24,12 +23,10 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import AxisType
 
-from epochckpt import layout, ocdbt
+from epochckpt import layout, ocdbt, orbax_left_out, orbax_sharding
 from epochckpt import tree as tree_lib
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.records import EpochRecord, ItemRecord
@@ -41,12 +38,13 @@ _KEY_HANDLERS = {
     ocp.handlers.NumpyRandomKeyCheckpointHandler.typestr(): "np_random_key",
 }
 """Handlers that keep arrays one folder deeper, beside a JSON file, and the folder."""
+_TEXT = "string"
+_NONE = {"value_type": "None", "skip_deserialize": True}
 _ALONE = "checkpoint"  # what Orbax calls an array that is not in a tree
 
 MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
 """Items with more cells get no view: the index would be read whole by whoever opens it; and it holds up a commit."""
 
-_MAX_NOTED = 100
 _EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
 _TYPES = {"jax": "jax.Array", "prng": "jax.Array", "numpy": "np.ndarray", "scalar": "scalar"}
 _KEY_TYPES = {"k": 2, "a": 2, "s": 1, "f": 1}  # Orbax's KeyType: DICT and SEQUENCE
@@ -140,9 +138,13 @@ class Views:
                 return False
             known = self._known[name] = _Items(key, record, item, name, scalars)
         params = known.params
-        fresh = {f"{params.names[i]}/0".encode(): s[1] for i, s in scalars.items() if s and i in params.names}
+        if not params.tree:
+            view.left_out[name] = {"*": orbax_left_out.nothing_left(params.left_out)}
+            return False
+        kept = {i: (params.names[i], s) for i, s in scalars.items() if s and i in params.names}
+        fresh = {f"{path}/0".encode(): s[1] for path, s in kept.values() if s[0] != _TEXT}
         files = {**known.index.files(fresh), **known.files}
-        strings = {params.names[i]: v for i, v in values.items() if isinstance(v, str) and i in params.names}
+        strings = {path: values[i] for i, (path, s) in kept.items() if s[0] == _TEXT}
         if strings:
             files["_strings.json"] = _json(strings)
         base, up = name, ".."
@@ -155,7 +157,7 @@ class Views:
         view.files.update({f"{base}/{path}": data for path, data in files.items()})
         view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(params.nodes)})
         if params.left_out:
-            view.left_out[name] = _short(params.left_out)
+            view.left_out[name] = orbax_left_out.short(params.left_out)
         return True
 
 
@@ -216,7 +218,7 @@ class _Items:
         }
         self.files = {
             "_METADATA": _json(metadata),
-            "_sharding": _json(_shardings(arrays, params.names)),
+            "_sharding": _json(orbax_sharding.texts(arrays, params.names)),
             "array_metadatas/process_0": _json({"array_metadatas": params.metadatas}),
         }
 
@@ -240,6 +242,12 @@ class _Params:
         self.names = self._name()
         for number, name in self.names.items():
             self._add(number, name, scalars.get(number))
+        if self.left_out:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
+            paths = {i: self._path(leaf) for i, leaf in enumerate(arrays.leaves)}
+            out = {i for i in paths if arrays.leaves[i].name in self.left_out}
+            gaps = orbax_left_out.gaps(paths, out, self.names)
+            rows = (_row(gaps.get(i, path), _NONE) for i, path in paths.items() if i not in out or i in gaps)
+            self.tree = {key: self.tree.get(key, row) for key, row in rows}
 
     def _name(self) -> dict[int, str]:
         """Orbax's parameter name by leaf number, for the leaves that it can name."""
@@ -265,8 +273,10 @@ class _Params:
         leaf = self.arrays.leaves[number]
         if leaf.kind in _EMPTY:
             self._record(leaf, _EMPTY[leaf.kind], skip=True)
+        elif leaf.kind == "str" and scalar is None:
+            self.left_out[leaf.name] = "Orbax cannot store a lone surrogate"
         elif leaf.kind == "str":
-            self._record(leaf, "string")
+            self._record(leaf, _TEXT)
         elif scalar is not None:
             self._record(leaf, "scalar")
             self.entries[f"{name}/.zarray".encode()] = _zarray((), (), scalar[0])
@@ -297,12 +307,19 @@ class _Params:
         value: dict[str, Any] = {"value_type": kind, "skip_deserialize": skip}
         if shape is not None:
             value["write_shape"] = list(shape)
-        keys = [{"key": str(key), "key_type": _KEY_TYPES[entry]} for entry, key in self._path(leaf)]
-        self.tree[str(tuple(k["key"] for k in keys))] = {"key_metadata": keys, "value_metadata": value}
+        self.tree.update([_row(self._path(leaf), value)])
+
+
+def _row(path: tree_lib.KeyPath, value: Any) -> tuple[str, Any]:
+    """An entry of Orbax's tree metadata."""
+    keys = [{"key": str(key), "key_type": _KEY_TYPES[entry]} for entry, key in path]
+    return str(tuple(k["key"] for k in keys)), {"key_metadata": keys, "value_metadata": value}
 
 
 def _scalar(value: Any) -> tuple[str, bytes] | None:
-    """(zarr dtype, bytes) of a Python number, as Orbax stores it; None where it cannot."""
+    """(zarr dtype, bytes) of a Python number, as Orbax stores it; (_TEXT, nothing) of a text; None where it cannot."""
+    if isinstance(value, str):
+        return None if any("\ud800" <= c <= "\udfff" for c in value) else (_TEXT, b"")
     if isinstance(value, bool):
         return "|b1", bytes([value])
     if isinstance(value, int) and -(2**63) <= value < 2**63:
@@ -336,36 +353,6 @@ def _chunk(arrays: ArrayItem, leaf: int, cell: int) -> str:
     return ".".join(str(int(i)) for i in where) or "0"
 
 
-def _shardings(arrays: ArrayItem, names: Mapping[int, str]) -> dict[str, str]:
-    """Orbax's form of the recorded shardings, by parameter name in base64."""
-    rows = [_sharding(arrays, row) for row in arrays.shardings]
-    out = {}
-    for number, name in names.items():
-        leaf = arrays.leaves[number]
-        row = rows[leaf.sharding] if leaf.kind in ("jax", "prng") and leaf.sharding >= 0 else None
-        if row is not None:
-            out[base64.b64encode(name.encode()).decode()] = row
-    return out
-
-
-def _sharding(arrays: ArrayItem, row: Any) -> str | None:
-    if "device" in row:
-        names = [str(d) for d in jax.devices() if (d.platform, d.id) == (row["platform"], row["device"])]
-        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": names[0]}) if names else None
-    mesh = arrays.meshes[row["mesh"]]
-    devices = np.array([{"id": d} for d in mesh["devices"]], dtype=object).reshape(mesh["shape"]).tolist()
-    return json.dumps(
-        {
-            "sharding_type": "NamedSharding",
-            "shape": mesh["shape"],
-            "axis_names": mesh["axes"],
-            "axis_types": [str(AxisType[t]) for t in mesh["axis_types"]],
-            "partition_spec": row["spec"],
-            "device_mesh": {"mesh": devices},
-        }
-    )
-
-
 def _zarray(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str) -> bytes:
     return _json(
         {
@@ -384,14 +371,6 @@ def _zarray(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str) -> bytes
 
 def _zarr_dtype(dtype: np.dtype[Any]) -> str:
     return dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
-
-
-def _short(left_out: dict[str, str]) -> dict[str, str]:
-    """At most a hundred of them: the record stays small."""
-    if len(left_out) <= _MAX_NOTED:
-        return left_out
-    kept = dict(list(left_out.items())[:_MAX_NOTED])
-    return {**kept, "*": f"and {len(left_out) - _MAX_NOTED} leaves more"}
 
 
 def _json(value: Any) -> bytes:

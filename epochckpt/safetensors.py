@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from epochckpt.errors import FormatError, UnsupportedError
-from epochckpt.tree import DTYPES
+from epochckpt.tree import DTYPES, fits
 
 ALIGNMENT = 4096
 MAX_READ_BYTES = 100_000_000  # what the format allows
@@ -151,7 +151,7 @@ def _tensor(path: str, name: str, entry: Any, start: int) -> Tensor:
     dtype = _DTYPES.get(kind)
     if dtype is None:
         raise UnsupportedError(f"{path}: tensor {name[:200]!r} is of type {kind[:40]!r}, which NumPy and JAX lack")
-    if offsets[0] + math.prod(shape) * dtype.itemsize != offsets[1]:
+    if offsets[0] + math.prod(shape) * dtype.itemsize != offsets[1] or not fits(shape, dtype):
         raise problem
     return Tensor(dtype, tuple(shape), start + offsets[0], start + offsets[1])
 

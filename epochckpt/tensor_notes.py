@@ -113,6 +113,6 @@ def array_of(path: str, array: np.ndarray, kind: str, impl: str | None) -> Any:
             return array.tobytes()
         if kind == "longstr":
             return array.tobytes().decode("utf-8", "surrogatepass")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise FormatError(path, f"a tensor is noted as {kind} and is none: {error}") from None
     return array

@@ -8,6 +8,7 @@ characters percent-escaped so that `{"a/b": x}` and `{"a": {"b": x}}`, and the k
 from __future__ import annotations
 
 import functools
+import math
 import re
 import struct
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ INLINE_BYTES = 4096  # longer strings and bytes go to the data file
 _SAFE = "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in '%/[]"\\')
 _INT_LIKE = re.compile(r"-?\d+\Z")
 _MAX_DEPTH = 256
+TIME_UNIT = r"(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z"
+"""What may stand behind the name of a datetime type. NumPy takes a multiplier of 0, too, and then divides by it."""
+_TIME = re.compile(f"<[mM]8{TIME_UNIT}")
 
 _EXTRA_DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name))
@@ -71,7 +75,13 @@ def _dtype_name(dtype: np.dtype[Any]) -> str | None:
     name = dtype.newbyteorder("=").name if dtype.kind != "V" else dtype.name
     if name in DTYPES:
         return name
-    return dtype.newbyteorder("<").str if dtype.kind in "mM" else None
+    name = dtype.newbyteorder("<").str if dtype.kind in "mM" else ""
+    return name if _TIME.match(name) else None  # what could not be read again is not written
+
+
+def fits(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
+    """Whether NumPy can have such an array: it multiplies the dimensions of one without elements, too."""
+    return math.prod(d for d in shape if d) * dtype.itemsize < 2**63
 
 
 def parse_dtype(path: str, name: object) -> np.dtype[Any]:
@@ -79,11 +89,8 @@ def parse_dtype(path: str, name: object) -> np.dtype[Any]:
     if isinstance(name, str):
         if name in DTYPES:
             return DTYPES[name]
-        if re.match(r"<[mM]8\[\w{1,8}\]\Z|<[mM]8\Z", name):
-            try:
-                return np.dtype(name)
-            except TypeError:  # no such unit
-                pass
+        if _TIME.match(name):
+            return np.dtype(name)
     raise FormatError(path, f"unknown dtype {str(name)[:40]!r}")
 
 

@@ -349,7 +349,11 @@ def test_only_a_free_name_or_an_empty_folder_will_do(tmp_path: pathlib.Path) -> 
     (tmp_path / "file").write_text("x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("x")
-    for name, problem in {"file": "is a file", "full": "is not empty", "run/6": "name of an epoch"}.items():
+    for name, problem in {
+        "file": "is a file",
+        "full": "is not empty",
+        "run/6": "lies in the checkpoint directory",
+    }.items():
         with pytest.raises(InvalidArgumentError, match=problem):
             ec.export(tmp_path / "run", 5, tmp_path / name)
     with pytest.raises(InvalidArgumentError, match="is a URL"):
@@ -358,6 +362,69 @@ def test_only_a_free_name_or_an_empty_folder_will_do(tmp_path: pathlib.Path) -> 
     ec.export(tmp_path / "run", 5, tmp_path / "empty")
     ec.export(tmp_path / "run", 5, tmp_path / "new" / "folders" / "too", "safetensors")
     assert sorted(os.listdir(tmp_path / "run")) == ["5"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "6", "1/exp", "rollback.json", "metadata", "incarnation-x.orbax-checkpoint-tmp/x", "a/b/c"]
+)
+def test_nothing_is_exported_into_the_checkpoint_directory(tmp_path: pathlib.Path, name: str) -> None:
+    """At any depth, through links, too, and by the directory's URL; the message names both. Beside it is fine."""
+    save(tmp_path / "run", {"a": jnp.ones(2)}, 1)
+    (tmp_path / "link").symlink_to("run")
+    before = sorted((tmp_path / "run").rglob("*"))
+    url = f"file://{tmp_path}/run"
+    for directory, folder in (("run", "run"), ("run", "link"), ("link", "run"), ("link", "link"), (url, "run")):
+        with pytest.raises(InvalidArgumentError, match="lies in the checkpoint directory") as caught:
+            ec.export(directory if directory == url else tmp_path / directory, 1, tmp_path / folder / name)
+        assert f"{os.path.join(tmp_path, 'run', name).rstrip('/')} lies in" in str(caught.value)
+        assert f"directory {tmp_path}/run," in str(caught.value)
+    assert sorted((tmp_path / "run").rglob("*")) == before
+    ec.export(tmp_path / "run", 1, tmp_path / f"run{name.replace('/', '-')}-out")
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o2770, 0o500])
+def test_an_empty_folder_keeps_its_mode_and_group(tmp_path: pathlib.Path, mode: int) -> None:
+    """Also while it is being written, under its other name; only its owner may write more than before."""
+    save(tmp_path / "run", {"a": jnp.ones(2)})
+    out = tmp_path / "out"
+    out.mkdir()
+    other = next((g for g in os.getgroups() if g != os.getgid()), 12345 if not os.getuid() else os.getgid())
+    os.chown(out, -1, other)
+    out.chmod(mode)
+    for format in FORMATS:
+        ec.export(tmp_path / "run", 5, out, format)
+        assert out.stat().st_mode & 0o7777 == mode | 0o700
+        assert out.stat().st_gid == other
+        for entry in out.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def test_the_current_directory_is_not_replaced(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process would stand in a folder that is gone; folders in it are fine."""
+    save(tmp_path / "run", {"a": jnp.ones(2)})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (".", tmp_path / "here"):
+        with pytest.raises(InvalidArgumentError, match="current working directory"):
+            ec.export(tmp_path / "run", 5, name)
+    ec.export(tmp_path / "run", 5, "out")
+    assert os.listdir(os.curdir) == ["out"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_failed_export_removes_the_folders_that_it_made(tmp_path: pathlib.Path, format: str) -> None:
+    """And no others."""
+    save(tmp_path / "run", {"w": jnp.arange(6000.0)})
+    path = tmp_path / "run" / "5" / "process_0" / "default.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
+    (tmp_path / "old").mkdir()
+    for epoch in (5, None):
+        for name in ("new/deep/dest", "old/deep/dest"):
+            with pytest.raises((DamagedError, EpochNotFoundError)):
+                ec.export(tmp_path / "run", epoch, tmp_path / name, format)
+    assert sorted(os.listdir(tmp_path)) == ["old", "run"]
+    assert os.listdir(tmp_path / "old") == []
 
 
 def test_wrong_arguments_are_refused(tmp_path: pathlib.Path) -> None:

@@ -24,6 +24,7 @@ from flax import nnx
 import epochckpt as ec
 from epochckpt import attempts, importing, mapped, msgpack_file, snapshot
 from epochckpt import safetensors as headers
+from epochckpt import tree as tree_lib
 from epochckpt.errors import (
     BufferChangedError,
     EpochExistsError,
@@ -279,6 +280,10 @@ def test_wrong_arguments_are_refused(tmp_path: pathlib.Path) -> None:
         ("separator", "x.msgpack", 3, {"separator": ""}),
         ("item name", "x.msgpack", 3, {"item": "../x"}),
         ("integer of at least 0", "x.msgpack", -1, {}),
+        ("metrics holds a object", "x.msgpack", 3, {"metrics": {"x": object()}}),
+        ("custom_metadata holds a object", "x.msgpack", 3, {"custom_metadata": {"x": object()}}),
+        ("custom_metadata has the key 1", "x.msgpack", 3, {"custom_metadata": {1: 2}}),
+        ("custom_metadata must be a dict", "x.msgpack", 3, {"custom_metadata": [1]}),
     ):
         with pytest.raises(InvalidArgumentError, match=problem):
             ec.import_(tmp_path / source, tmp_path / "run", epoch, **more)
@@ -340,6 +345,9 @@ BAD_TENSORS: dict[str, tuple[bytes, str]] = {
     "negative": (_tensors({"a": _entry(0, 8, [-8])}), "fit together"),
     "wrong size": (_tensors({"a": _entry(0, 8, [3])}), "fit together"),
     "overflow": (_tensors({"a": _entry(0, 8, [2**61, 8])}), "fit together"),
+    "no elements, large": (_tensors({"a": _entry(0, 0, [0, 2**61, 2**61])}, b""), "fit together"),
+    "no elements, wide": (_tensors({"a": _entry(0, 0, [0, 2**60], "F64")}, b""), "fit together"),
+    "two NaN": (_note(tensors={"a": [[["x", "nan"]], "numpy"]}, values=[[[["x", "nan"]], "int", "0x1"]]), "are called"),
     "text as shape": (_tensors({"a": _entry(0, 8, ["8"])}), "fit together"),
     "no offsets": (_tensors({"a": {"dtype": "U8", "shape": [8]}}), "fit together"),
     "twice": (_tensors(b'{"a":%s,"a":%s}' % ((json.dumps(_entry(0, 8, [8])).encode(),) * 2)), "twice"),
@@ -392,13 +400,28 @@ BAD_MSGPACK: dict[str, tuple[bytes, str]] = {
     "twice": (b"\x82\xa1a\xc0\xa1a\xc0", "'a' twice"),
     "keys of types": (msgpack.packb({1: None, "a": None}), "sorts the keys"),
     "shape": (_array([3], "float32", b"\0" * 8), r"shape \(3,\) and dtype float32 that has 8 bytes"),
-    "negative": (_array([-2], "uint8", b""), "no list of sizes"),
+    "negative": (_array([-2], "uint8", b""), "no list of at most 32 sizes"),
     "overflow": (_array([2**40, 2**40], "uint8", b""), "has 0 bytes"),
-    "no shape": (_array("x", "uint8", b"x"), "no list of sizes"),
+    "no shape": (_array("x", "uint8", b"x"), "no list of at most 32 sizes"),
     "no bytes": (_array([1], "uint8", 7), "that has 7 bytes"),
     "two parts": (msgpack.packb(msgpack.ExtType(1, msgpack.packb([1, 2]))), "is not \\(shape"),
     "trailing": (msgpack.packb(msgpack.ExtType(1, msgpack.packb(([1], "uint8", b"x")) + b"y")), "1 bytes too many"),
     "complex": (msgpack.packb(msgpack.ExtType(2, msgpack.packb([1]))), "complex"),
+    "scalar with a shape": (_array([1], "uint8", b"x", code=3), "a scalar that has a shape"),
+    "dimensions": (_array([1] * 40, "uint8", b"x"), "no list of at most 32 sizes"),
+    "deep shape": (_array([[]], "uint8", b""), "no list of"),
+    "deep complex": (msgpack.packb(msgpack.ExtType(2, b"\x91" * 300 + b"\xc0")), "complex"),
+    "nested ext": (msgpack.packb(msgpack.ExtType(1, b"\x93" + _array([1], "uint8", b"x"))), "no list of"),
+    "no elements, large": (_array([0, 2**61, 2**61], "uint8", b""), "has 0 bytes"),
+    "no elements, larger": (_array([2**63, 0], "uint8", b""), "has 0 bytes"),
+    "no elements, wide": (_array([0, 2**60], "float64", b""), "has 0 bytes"),
+    "half a map": (b"\xde\x00\x09" + b"\xc0" * 12, "a map of 9 objects, 12 bytes left"),
+    "two NaN": (b"\x82" + (b"\xcb" + struct.pack(">d", float("nan")) + b"\xc0") * 2, "'nan' twice"),
+    "NaN of two kinds": (
+        b"\x82" + b"".join(b"\xcb" + struct.pack(">d", x) + b"\xc0" for x in (float("nan"), -float("nan"))),
+        "'nan' twice",
+    ),
+    "many maps": (b"\xdd" + struct.pack(">I", 300_000) + b"\x80" * 300_000, "more than 200000 objects"),
     "pieces": (_pieces({"0": 5}, {"0": np.ones(2), "1": np.ones(2)}), "do not make up its shape"),
     "pieces of types": (_pieces({"0": 4}, {"0": np.ones(2), "1": np.ones(2, np.int8)}), "do not fit together"),
     "no pieces": (_pieces({"0": 0}, {}), "do not fit together"),
@@ -422,6 +445,11 @@ def test_bad_msgpack_files_are_refused(tmp_path: pathlib.Path, case: str) -> Non
     [
         (_array([1], "object", b"x" * 8), "dtype 'object'"),
         (_array([1], "datetime64[y2k]", b"x" * 8), "dtype 'datetime64"),
+        *(
+            (_array([1], f"{name}64[{unit}]", b"x" * 8), f"dtype '{name}64")
+            for name in ("datetime", "timedelta")
+            for unit in ("0s", "00s", "0", "", "-1s", "s/0", "1", "25s/5", "\u0661s", "9999999999s", "B", "generic")
+        ),
         (msgpack.packb(msgpack.Timestamp(1)), "extension -1"),
         (_tensors({"a": _entry(0, 8, [16], "F4")}), "'a' is of type 'F4'"),
     ],
@@ -432,6 +460,37 @@ def test_types_that_we_lack_are_named(tmp_path: pathlib.Path, data: bytes, probl
     with pytest.raises(UnsupportedError, match=problem):
         ec.import_(tmp_path / "x", tmp_path / "run", 3)
     assert not (tmp_path / "run").exists()
+
+
+def test_arrays_without_elements_keep_their_dimensions(tmp_path: pathlib.Path) -> None:
+    """As large as NumPy can say them; and one key that is NaN, multiples of units."""
+    tree: dict[Any, Any] = {
+        "a": np.zeros((0, 2**40, 2**22), np.int8),
+        "b": np.zeros(3, "M8[25us]"),
+        "c": np.zeros(1, "m8[Y]"),
+    }
+    (tmp_path / "x").write_bytes(flax.serialization.msgpack_serialize(tree))
+    ec.import_(tmp_path / "x", tmp_path / "run", 3)
+    found = restored(tmp_path / "run")
+    assert {name: (x.shape, x.dtype) for name, x in found.items()} == {n: (x.shape, x.dtype) for n, x in tree.items()}
+    (tmp_path / "y").write_bytes(_tensors({"a": _entry(0, 0, [0, 2**40, 2**22])}, b""))
+    ec.import_(tmp_path / "y", tmp_path / "run", 4)
+    assert restored(tmp_path / "run", 4)["a"].shape == (0, 2**40, 2**22)
+    (tmp_path / "z").write_bytes(msgpack.packb({float("nan"): 1}))
+    ec.import_(tmp_path / "z", tmp_path / "run", 5)
+    assert [repr(key) for key in restored(tmp_path / "run", 5)] == ["nan"]
+
+
+def test_datetimes_that_numpy_divides_by_zero_for_are_not_built() -> None:
+    """Neither from a record of ours; comparing such a dtype would end the process. What is not read is not written."""
+    for name in ("<M8[0s]", "<m8[0ns]", "<M8[00s]", "<M8[]", "<M8[25s/5]", "<M8[9999999999s]", "<M8[B]"):
+        with pytest.raises(FormatError, match="unknown dtype"):
+            tree_lib.parse_dtype("epoch.json", name)
+    for name in ("<M8[ns]", "<m8[25us]", "<M8", "<m8", "<M8[999999999as]", "<M8[M]"):
+        dtype = tree_lib.parse_dtype("epoch.json", name)
+        assert tree_lib.dtype_name(dtype, "x") == name
+    with pytest.raises(InvalidArgumentError, match="cannot be saved"):
+        tree_lib.dtype_name(np.dtype("<M8[2000000000s]"), "x")
 
 
 def test_values_in_memory_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from safetensors.numpy import load_file
 
 import epochckpt as ec
-from epochckpt import orbax_view
+from epochckpt import orbax_sharding, orbax_view
 from epochckpt.plan import plan_item
 from epochckpt.tree import DTYPES, flatten
 from tests import stock_states
@@ -193,6 +194,111 @@ def test_what_orbax_cannot_express_is_left_out_and_named(tmp_path: pathlib.Path)
     np.testing.assert_array_equal(read["good"], np.arange(3.0))
 
 
+def gaps() -> dict[str, Any]:
+    """Sequences with elements that Orbax cannot have: first, last, between, deep, under names that it cannot say."""
+    w = np.arange(3.0)
+    return {
+        "first": [np.zeros((0, 3)), w],
+        "last": (w, b"raw"),
+        "between": [w, 2**70, w, 1j, {"x": w, "y": b""}],
+        "jax": [jnp.zeros((2, 0)), jnp.ones(2)],
+        "deep": [{"a": {"b": 2**70}, "c": [1j]}, w, [[b""], [w, b""]]],
+        "unnamed": [w, {"": w}, {"a.b": w, "a": {"b": w}}, {"": w, "c": b""}],
+        "gone": [2**70, [1j]],
+        "order": [w] * 9 + [b"", w, b"", w],
+        "struct": optax.ScaleByAdamState(jnp.zeros([], jnp.int32), {"w": jnp.zeros((0,))}, [jnp.zeros(0), jnp.ones(1)]),
+    }
+
+
+def without_gaps() -> dict[str, Any]:
+    """What stock Orbax has of it."""
+    w = np.arange(3.0)
+    return {
+        "first": [None, w],
+        "last": [w, None],
+        "between": [w, None, w, None, {"x": w}],
+        "jax": [None, np.ones(2, np.float32)],
+        "deep": [{"a": {"b": None}, "c": [None]}, w, [[None], [w, None]]],
+        "unnamed": [w, None, None, None],
+        "order": [w] * 9 + [None, w, None, w],
+        "struct": {"count": np.array(0, np.int32), "nu": [None, np.ones(1, np.float32)]},
+    }
+
+
+def plain_tree(tree: Any) -> Any:
+    """Arrays as (dtype, list)."""
+    return jax.tree.map(lambda x: (np.asarray(x).dtype.name, np.asarray(x).tolist()), tree)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("where", ["in place", "export"])
+def test_a_left_out_element_of_a_sequence_is_none(tmp_path: pathlib.Path, where: str) -> None:
+    """A gap would make the whole item unreadable: with and without target, v0 and v1; it stays noted as left out."""
+    save(tmp_path / "run", gaps())
+    step = tmp_path / "run" / "5"
+    if where == "export":
+        done = ec.export(tmp_path / "run", 5, tmp_path / "out", allow_left_out=True)
+        assert done.left_out == left_out(tmp_path / "run")
+        step = tmp_path / "out" / "5"
+    noted = left_out(tmp_path / "run")["default"]
+    assert {"first/0", "between/1", "unnamed/1/%", "gone/0", "gone/1/0"} <= noted.keys()
+    expected = plain_tree(without_gaps())
+    assert plain_tree(ocp.StandardCheckpointer().restore(step / "default")) == expected
+    assert plain_tree(ocp.PyTreeCheckpointer().restore(step / "default")) == expected
+    with ocp.CheckpointManager(step.parent, item_names=("default",)) as manager:
+        read = manager.restore(5, args=ocp.args.Composite(default=ocp.args.StandardRestore()))
+    assert plain_tree(read["default"]) == expected
+    target = without_gaps()
+    assert plain_tree(ocp.StandardCheckpointer().restore(step / "default", target)) == expected
+    target["first"][0] = np.zeros((0, 3))  # what was saved fits, too
+    target["deep"][0]["a"]["b"] = 7
+    assert plain_tree(ocp.StandardCheckpointer().restore(step / "default", target)) == expected
+    assert plain_tree(ocp.PyTreeCheckpointer().restore(step / "default", item=target)) == expected
+    for asked in (None, target):
+        assert plain_tree(ocp.v1.load_checkpointables(step, {"default": asked})["default"]) == expected
+    with ec.CheckpointManager(tmp_path / "run") as ours:
+        got = ours.restore(5, args=ocp.args.StandardRestore(gaps()))
+    assert repr(jax.tree.leaves(got)) == repr(jax.tree.leaves(gaps()))
+
+
+def test_an_item_without_any_leaf_for_orbax_is_left_out(tmp_path: pathlib.Path) -> None:
+    """Stock Orbax would stumble over it; the other items, and the same item in another epoch, are there."""
+    nothing: dict[str, Any] = {"a": [2**70, b""], "none": np.zeros((0, 3))}
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch, state in enumerate((nothing, {"a": [1, b""]}, nothing)):
+            args = {"state": ocp.args.StandardSave(state), "bare": ocp.args.StandardSave(np.zeros((0, 3)))}
+            manager.save(epoch, args=ocp.args.Composite(**args, good=ocp.args.StandardSave({"w": jnp.ones(2)})))
+        manager.wait_until_finished()
+        assert all(manager.verify(epoch).ok for epoch in range(3))
+    for epoch in (0, 2):
+        noted = json.loads((tmp_path / str(epoch) / "epoch.json").read_bytes())["orbax_left_out"]
+        assert "any of its leaves: a/0 (Orbax has no type for this int), " in noted["state"]["*"]
+        assert noted["bare"].keys() == {"*"}
+        assert not (tmp_path / str(epoch) / "state").exists()
+        with ocp.CheckpointManager(tmp_path) as stock_manager:
+            assert set(stock_manager.restore(epoch).keys()) >= {"good"}
+    assert ocp.PyTreeCheckpointer().restore(tmp_path / "1" / "state") == {"a": [1, None]}
+
+
+def test_text_with_a_lone_surrogate_is_left_out(tmp_path: pathlib.Path) -> None:
+    """`_strings.json` stays valid JSON; what a text holds in one epoch does not show in the next."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch, text in enumerate(("\U0001f600", "a\udc80", "")):
+            manager.save(epoch, args=ocp.args.StandardSave({"text": text, "more": ["é", text]}))
+        manager.wait_until_finished()
+        assert manager.restore(1)["text"] == "a\udc80"
+    for epoch, expected in enumerate(("\U0001f600", None, "")):
+        assert ocp.PyTreeCheckpointer().restore(tmp_path / str(epoch) / "default") == {
+            "more": ["é", expected],
+            **({} if expected is None else {"text": expected}),
+        }
+        noted = json.loads((tmp_path / str(epoch) / "epoch.json").read_bytes())["orbax_left_out"]
+        reason = "Orbax cannot store a lone surrogate"
+        assert noted == ({"default": {"more/1": reason, "text": reason}} if epoch == 1 else {})
+        texts = json.loads((tmp_path / str(epoch) / "default" / "_strings.json").read_bytes())
+        assert all(value.encode() is not None for value in texts.values())
+
+
 def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text alone, what differs per node, and more chunks than an index should hold: no folder, and a note."""
     with ec.CheckpointManager(tmp_path) as manager:
@@ -335,7 +441,7 @@ def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
 
     pairs, _ = flatten({"a": array, "b": jax.device_put(1.0, jax.devices()[2])})
     item = plan_item("default", pairs, node=0, node_of_process={0: 0}, split_bytes=1 << 20, part_bytes=None).item
-    found = [json.loads(str(orbax_view._sharding(item, row))) for row in item.shardings]
+    found = [json.loads(str(orbax_sharding.text(item, row))) for row in item.shardings]
     named = ocp.metadata.NamedShardingMetadata.from_jax_sharding(array.sharding).to_serialized_string()
     single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
     lone = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(single).to_serialized_string()
