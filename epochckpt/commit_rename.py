@@ -55,7 +55,7 @@ class RenameCommits(Commits):
             self._kept.add(epoch)
             logging.warning(
                 "%s: epoch %d of stock Orbax is not deleted although the options would have it: its record or its "
-                "metrics are missing or unusable. If nobody needs it, delete(%d) removes it",
+                "metrics cannot be used, or something else was saved in it. If nobody needs it, delete(%d) removes it",
                 self.store.root,
                 epoch,
                 epoch,

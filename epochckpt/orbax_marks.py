@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from epochckpt import layout
+from epochckpt.errors import DamagedError, unreadable
 from epochckpt.store import Store
 
 STEP_RECORD = "_CHECKPOINT_METADATA"
@@ -50,12 +51,13 @@ def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
         return False
     try:
         entries = look(store, folder)
-        if not (step_record(store, folder) or _has_tree(store, folder, entries)):
+        record = step_record(store, folder)
+        if record is None and not _has_tree(store, folder, entries):
             inner = [n for n, kind in entries.items() if kind == "folder" and layout.TMP_SUFFIX not in n]
             inner = [n for n in inner if not n.isdigit() and not is_epoch(n)]
             if not any(_is_item(store, layout.join(folder, name)) for name in inner):
                 return False
-        return not lost_records(store, folder)
+        return not _is_ours(store, folder, entries, record)
     except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
         return False
 
@@ -67,25 +69,9 @@ def lost_records(store: Store, folder: str) -> bool:
     `commit_success.txt`. An export to Orbax's form has none of them: it is a step.
     """
     try:
-        entries = look(store, folder)
-        if entries.get(COMMIT) == "file" and b"epochckpt" in _start(store, layout.join(folder, COMMIT)):
-            return True
-        handlers = (step_record(store, folder) or {}).get("item_handlers")
-        for name in (n for n, kind in entries.items() if kind == "folder"):
-            known = handlers.get(name, "") if isinstance(handlers, dict) else ""
-            others = isinstance(known, str) and known != "" and not known.endswith(_JSON_HANDLER)
-            at = layout.join(folder, name)
-            inner = look(store, at)
-            if layout.NODE_RECORD in inner or _links_to_node(store, at, inner):
-                return True
-            if not others and any(n.endswith(layout.DATA_SUFFIX) and k == "file" for n, k in inner.items()):
-                return True  # others: files of somebody's own handler
-            deeper = [layout.join(at, n) for n in _KEY_FOLDERS if inner.get(n) == "folder"]
-            if _is_linked_index(inner) or any(_is_linked_index(look(store, d)) for d in deeper):
-                return True
+        return _is_ours(store, folder, look(store, folder), step_record(store, folder))
     except (FileNotFoundError, NotADirectoryError):
-        pass
-    return False
+        return False
 
 
 def step_record(store: Store, folder: str) -> dict[str, Any] | None:
@@ -101,14 +87,14 @@ def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
     """A JSON object, or None and what is wrong with the file; nothing is wrong where there is none.
 
     Raises:
-        OSError: it cannot be read, which says nothing about its content.
+        OSError: it cannot be read now, or not by this user, which says nothing about its content.
     """
     try:
         data = json.loads(store.read(path, limit_bytes=MAX_BYTES))
     except OSError as error:
-        if error.errno not in _NO_RECORD:
+        if error.errno not in _NO_RECORD and not isinstance(unreadable(path, error), DamagedError):
             raise
-        return None, "" if error.errno in (errno.ENOENT, errno.ENOTDIR) else f"is no file: {error}"
+        return None, "" if error.errno in (errno.ENOENT, errno.ENOTDIR) else f"cannot be read: {error}"
     except (ValueError, RecursionError) as error:
         return None, f"is no JSON: {error}"
     return (data, "") if isinstance(data, dict) else (None, "is no JSON object")
@@ -119,6 +105,26 @@ def look(store: Store, at: str) -> dict[str, str]:
     with os.scandir(_full(store, at)) as entries:
         found = [(e.name, e.is_symlink(), e.is_dir(follow_symlinks=False)) for e in entries]
     return {name: "link" if link else "folder" if folder else "file" for name, link, folder in sorted(found)}
+
+
+def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapping[str, Any] | None) -> bool:
+    """See `lost_records`."""
+    if entries.get(COMMIT) == "file" and b"epochckpt" in _start(store, layout.join(folder, COMMIT)):
+        return True
+    handlers = (record or {}).get("item_handlers")
+    for name in (n for n, kind in entries.items() if kind == "folder"):
+        known = handlers.get(name, "") if isinstance(handlers, dict) else ""
+        others = isinstance(known, str) and known != "" and not known.endswith(_JSON_HANDLER)
+        at = layout.join(folder, name)
+        inner = look(store, at)
+        if layout.NODE_RECORD in inner or _links_to_node(store, at, inner):
+            return True
+        if not others and any(n.endswith(layout.DATA_SUFFIX) and k == "file" for n, k in inner.items()):
+            return True  # others: files of somebody's own handler
+        deeper = [layout.join(at, n) for n in _KEY_FOLDERS if inner.get(n) == "folder"]
+        if _is_linked_index(inner) or any(_is_linked_index(look(store, d)) for d in deeper):
+            return True
+    return False
 
 
 def _has_tree(store: Store, at: str, entries: Mapping[str, str]) -> bool:

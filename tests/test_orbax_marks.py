@@ -19,6 +19,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors, orbax_marks, orbax_steps
 from epochckpt.opening import commits_of, step_names
+from epochckpt.posix_store import PosixStore
 from epochckpt.storage import open_store
 from tests import stock_states
 from tests.test_bad_input import unchanged
@@ -227,6 +228,26 @@ def test_a_step_that_cannot_be_looked_at(run: pathlib.Path, monkeypatch: pytest.
     monkeypatch.setattr(orbax_steps, "read", fail)
     with pytest.raises(errors.AccessError if code == errno.EACCES else errors.EpochNotFoundError, match="2"):
         commits.read_record(2)
+
+
+def test_a_record_that_the_device_cannot_read_does_not_block_the_directory(
+    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad sector under `_CHECKPOINT_METADATA`: the arrays are there, and retention leaves them alone."""
+    real = PosixStore.open_reader
+
+    def open_reader(self: PosixStore, path: str) -> Any:
+        if path == "1/_CHECKPOINT_METADATA":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(self, path)
+
+    monkeypatch.setattr(PosixStore, "open_reader", open_reader)
+    with ec.CheckpointManager(run, options=Options(max_to_keep=1)) as manager:
+        assert stock_states.differences(manager.restore(1), tree_of(1)) == []
+        assert not manager.verify(1).ok
+        manager.save(3, args=Save(tree_of(3)))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3]
 
 
 # -- epochs of ours that lost their records, and exports -------------------------------------------------------------
