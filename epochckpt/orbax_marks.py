@@ -31,6 +31,7 @@ OCDBT = "manifest.ocdbt"
 MAX_BYTES = 256 * 2**20
 
 _OUR_INDEX = "index.0"  # beside the manifest; Orbax's own databases have no such file
+_OUR_RECORD = b'"format":"epochckpt"'  # early in every record of ours
 _KEY_FOLDERS = ("jax_random_key", "np_random_key")  # where Orbax's items of random keys have their arrays
 _JSON_HANDLER = "JsonCheckpointHandler"  # what the view says of a node's folder
 _NO_RECORD = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP)  # no regular file of that name
@@ -119,6 +120,8 @@ def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapp
         inner = look(store, at)
         if layout.NODE_RECORD in inner or _links_to_node(store, at, inner):
             return True
+        if inner.get(layout.JSON_FILE) == "file" and _OUR_RECORD in _start(store, layout.join(at, layout.JSON_FILE)):
+            return True  # the link to a node's record, followed by a copy
         if not others and any(n.endswith(layout.DATA_SUFFIX) and k == "file" for n, k in inner.items()):
             return True  # others: files of somebody's own handler
         deeper = [layout.join(at, n) for n in _KEY_FOLDERS if inner.get(n) == "folder"]
@@ -155,13 +158,13 @@ def _links_to_node(store: Store, at: str, entries: Mapping[str, str]) -> bool:
 
 
 def _start(store: Store, path: str) -> bytes:
+    """The first bytes of a file; empty if it cannot be read."""
     try:
-        return store.read(path, limit_bytes=4096)
-    except ValueError:  # larger than ours
-        return b""
-    except OSError as error:
-        if error.errno not in _NO_RECORD:
-            raise
+        with store.open_reader(path) as reader:
+            data = bytearray(min(reader.size, 256))
+            reader.read_into(0, memoryview(data))
+            return bytes(data)
+    except (OSError, EOFError):
         return b""
 
 
