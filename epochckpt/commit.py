@@ -17,7 +17,6 @@ put (object stores).
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +38,7 @@ from epochckpt.records import EpochRecord
 from epochckpt.store import Store
 
 _NUMBER = re.compile(r"(\d+)\Z")
+_ignored: set[str] = set()  # said once per process
 
 
 class StepNames:
@@ -153,11 +153,7 @@ class Commits(abc.ABC):
         try:
             data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
         except (FileNotFoundError, NotADirectoryError):
-            folder = self.folder(epoch)
-            with contextlib.suppress(FileNotFoundError):
-                if self._is_orbax(folder):
-                    return orbax_steps.read(self.store, folder, epoch)
-            raise EpochNotFoundError(epoch, self.store.root, self.list_epochs()) from None
+            return self._read_orbax(epoch)
         except ValueError as error:
             raise FormatError(path, str(error)) from None
         except OSError as error:
@@ -166,6 +162,17 @@ class Commits(abc.ABC):
         if record.epoch != epoch:
             raise FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
         return record
+
+    def _read_orbax(self, epoch: int) -> EpochRecord:
+        folder = self.folder(epoch)
+        try:
+            if self._is_orbax(folder):
+                return orbax_steps.read(self.store, folder, epoch)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise unreadable(folder, error) from error
+        raise EpochNotFoundError(epoch, self.store.root, self.list_epochs())
 
     def check_shallow(self, record: EpochRecord) -> None:
         """Looks for files that are missing or have another size than recorded, without reading them.
@@ -199,8 +206,14 @@ class Commits(abc.ABC):
         folders: dict[int, str] = {}
         foreign = []
         for entry in entries:
-            epoch = self.names.parse(entry.name) if entry.is_folder else None
+            epoch = self.names.parse(entry.name)
             if epoch is None:
+                continue
+            if not entry.is_folder:
+                where = f"{self.store.root}/{entry.name}"
+                if self.store.renames and where not in _ignored:
+                    _ignored.add(where)
+                    logging.warning("%s is a symlink or a file, not a folder: not followed, and no epoch", where)
                 continue
             recorded = self.store.exists(layout.join(entry.name, layout.EPOCH_RECORD))
             if recorded or self._is_orbax(entry.name):
@@ -225,6 +238,16 @@ class Commits(abc.ABC):
     def _is_orbax(self, folder: str) -> bool:
         """Whether a folder without a commit record is a step that stock Orbax finished."""
         return False  # on object stores Orbax has another way to finish a step, which we do not read
+
+    def lost_records(self, folder: str) -> bool:
+        """Whether a foreign folder is an epoch of ours that lost its records."""
+        del folder
+        return False
+
+    def may_retire(self, epoch: int) -> bool:
+        """Whether retention may delete an epoch without being told its number; if not, that is logged once."""
+        del epoch
+        return True
 
     # -- writing -------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ from functools import partial
 
 from absl import logging
 
-from epochckpt import layout, orbax_steps, orbax_view, worker
+from epochckpt import layout, orbax_marks, orbax_steps, orbax_view, worker
 from epochckpt.commit import Commits, Damaged, Rollback, StepNames
-from epochckpt.errors import EpochExistsError, FencedError, SaveError, UncertainError
+from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store
 
@@ -22,6 +22,7 @@ class RenameCommits(Commits):
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
         self._views = orbax_view.Views()
+        self._kept: set[int] = set()
 
     @property
     def _home(self) -> str:
@@ -35,7 +36,31 @@ class RenameCommits(Commits):
         return True  # our own deletions move a folder away before anything in it is removed
 
     def _is_orbax(self, folder: str) -> bool:
-        return orbax_steps.is_step(self.store, folder)
+        return orbax_marks.is_step(self.store, folder, lambda name: self.names.parse(name) is not None)
+
+    def lost_records(self, folder: str) -> bool:
+        """See Commits."""
+        return orbax_marks.lost_records(self.store, folder)
+
+    def may_retire(self, epoch: int) -> bool:
+        """See Commits. A step of stock Orbax must be one without doubt: its own record says so."""
+        if self.store.exists(layout.join(self.folder(epoch), layout.EPOCH_RECORD)):
+            return True
+        try:
+            record = self.read_record(epoch)
+        except EpochCheckpointError:  # gone, for example: as every other epoch
+            return True
+        sure = not isinstance(record, orbax_steps.OrbaxRecord) or record.sure
+        if not sure and epoch not in self._kept:
+            self._kept.add(epoch)
+            logging.warning(
+                "%s: epoch %d of stock Orbax is not deleted although the options would have it: its record or its "
+                "metrics cannot be used, or something else was saved in it. If nobody needs it, delete(%d) removes it",
+                self.store.root,
+                epoch,
+                epoch,
+            )
+        return sure
 
     def claim(self) -> None:
         """See Commits."""

@@ -176,12 +176,10 @@ def _decide(
         _check_directory(store, options.create and not options.read_only)
         foreign = commits.foreign()
         if foreign:
-            shown = ", ".join(foreign[:5])
-            raise FormatError(
-                f"{store.root}/{foreign[0]}",
-                f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}), and it is no finished "
-                "step of stock Orbax on a file system either. Choose another directory, or move these folders away",
-            )
+            refusal = _refusal(commits, foreign)
+            if not options.read_only:
+                raise refusal
+            logging.error("%s; ignored, as nothing is written here", refusal)
         history, damaged = survey(commits)
         if not options.read_only:
             store.make_root()
@@ -202,6 +200,23 @@ def _decide(
         "history": history,
         "damaged": damaged,
     }
+
+
+def _refusal(commits: Commits, foreign: Sequence[str]) -> FormatError:
+    """The error for folders that are named like an epoch and are none."""
+    shown, lost = ", ".join(foreign[:5]), [name for name in foreign if commits.lost_records(name)]
+    if lost:
+        return FormatError(
+            f"{commits.store.root}/{lost[0]}",
+            f"is an epoch of epochckpt that lost its records: it holds no {layout.EPOCH_RECORD} (foreign: {shown}). "
+            "Without them nothing of it can be verified, so it is not read as a step of stock Orbax either. Put a "
+            "whole copy in its place, or move the folder away",
+        )
+    return FormatError(
+        f"{commits.store.root}/{foreign[0]}",
+        f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}), and it is no step of stock "
+        "Orbax on a file system either, as far as its files say. Choose another directory, or move these folders away",
+    )
 
 
 def _check_directory(store: Store, create: bool) -> None:

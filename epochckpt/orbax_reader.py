@@ -100,7 +100,7 @@ class StepReader:
 
     def verify(self) -> status.Verification:
         """Looks whether the step is whole, and reads every array; there are no checksums to compare with."""
-        damage: list[EpochCheckpointError] = []
+        damage: list[EpochCheckpointError] = [DamagedError(p, problem) for p, problem in self.record.problems.items()]
         try:
             self._check()
             for name in self.record.names:
@@ -339,9 +339,10 @@ def _ask(leaf: Leaf, want: Want) -> ocp.RestoreArgs:
 def _finish(rows: list[Mismatch], leaf: Leaf, want: Want, value: Any) -> Any:
     if leaf.kind in ("str", "longstr") or (_direct(leaf, want) and isinstance(value, jax.Array)):
         return value
-    data = np.asarray(value)
     if want.form == "python":
-        return restoring.convert(rows, leaf, data.item(), want.kind)
+        plain = isinstance(value, str | bytes) or not isinstance(value, np.generic | np.ndarray | jax.Array)
+        return restoring.convert(rows, leaf, value if plain else np.asarray(value).item(), want.kind)
+    data = np.asarray(value)
     data = restoring.cast(rows, leaf, data, want.dtype)
     if want.form != "jax":
         return data if want.form == "numpy" else data[()]

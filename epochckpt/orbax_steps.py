@@ -1,13 +1,7 @@
-"""Steps that stock Orbax wrote: which folders are such steps, what their small files say, and what is missing.
+"""Steps that stock Orbax wrote: what their small files say, and what is missing. `orbax_marks` says which folders are.
 
 Reads JSON and lists folders, nothing else; the arrays are read by Orbax's own handlers (`orbax_reader`). On POSIX
 Orbax renames a finished step into place, so its folder under its final name is finished unless files were lost.
-
-| folder, without `epoch.json` | what it is |
-| --- | --- |
-| has a folder with a `node.json` | one of ours that lost its commit record: no epoch, refused |
-| has `_CHECKPOINT_METADATA` or `commit_success.txt`, or a file or folder that only Orbax's handlers write | a step |
-| anything else | somebody else's: refused |
 """
 
 from __future__ import annotations
@@ -15,30 +9,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 from collections.abc import Mapping
 from typing import Any
 
 from absl import logging
 
-from epochckpt import layout
+from epochckpt import layout, orbax_marks
 from epochckpt.errors import DamagedError, FormatError, unreadable
+from epochckpt.orbax_marks import COMMIT, MAX_BYTES, OCDBT, STEP_RECORD, TREE_RECORD
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store
 
-STEP_RECORD = "_CHECKPOINT_METADATA"
-TREE_RECORD = "_METADATA"
 ARRAY_RECORDS = "array_metadatas"
 AGGREGATE = "checkpoint"  # a whole tree as msgpack, or its structure: before there was a `_METADATA`
 METRICS = "metrics"
 
-_COMMIT = "commit_success.txt"
-_OCDBT = "manifest.ocdbt"
 _ZARR = frozenset({".zarray", "zarr.json"})
-_TREE_MARKS = frozenset({TREE_RECORD, _OCDBT, ARRAY_RECORDS, "_sharding", "_strings.json"})
-_MARKS = _TREE_MARKS | _ZARR | {_COMMIT, AGGREGATE}
+_TREE_MARKS = frozenset({TREE_RECORD, OCDBT, "_sharding", "_strings.json", AGGREGATE})  # files
 _NO_ITEMS = frozenset({METRICS, "descriptor"})  # folders that Orbax's manager keeps for itself
 _ARRAY_HANDLERS = ("PyTreeCheckpointHandler", "StandardCheckpointHandler", "ArrayCheckpointHandler")
-_MAX_BYTES = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,29 +38,19 @@ class OrbaxRecord(EpochRecord):
     Attributes:
         folders: folder of each item, relative to the step's; `""` in the old layout that has no folders of items.
         handlers: the handler that Orbax recorded for each item, as far as it did.
+        problems: what is wrong with small files that the step is read without, by path.
+        sure: nothing is missing that says what the folder is and how good; else retention leaves it alone.
     """
 
     folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
     handlers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sure: bool = False
 
     @property
     def names(self) -> list[str]:
         """The items, without Orbax's own."""
         return [name for name in self.folders if name not in _NO_ITEMS]
-
-
-def is_step(store: Store, folder: str) -> bool:
-    """Whether a folder without a commit record of ours is a step of stock Orbax; see the table above."""
-    try:
-        entries = {e.name: e.is_folder for e in store.list(folder)}
-        inner = [layout.join(folder, name) for name, is_folder in entries.items() if is_folder]
-        if any(store.exists(layout.join(at, layout.NODE_RECORD)) for at in inner):
-            return False
-        if {STEP_RECORD, _COMMIT} & entries.keys() or _is_bare(entries):
-            return True
-        return any(layout.TMP_SUFFIX in at or _names(store, at) & _MARKS or _holds_arrays(store, at) for at in inner)
-    except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
-        return False
 
 
 def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
@@ -80,22 +60,28 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
         FileNotFoundError: it is gone.
     """
     entries = {e.name: e.is_folder for e in store.list(folder)}
-    info = _json(store, layout.join(folder, STEP_RECORD)) if STEP_RECORD in entries else {}
+    problems: dict[str, str] = {}
+    info = _json(store, layout.join(folder, STEP_RECORD), problems)
     handlers = info.get("item_handlers")
-    if _is_bare(entries) or isinstance(handlers, str):
+    if _is_bare(entries, handlers):
         folders = {layout.DEFAULT_ITEM: ""}
         handlers = {layout.DEFAULT_ITEM: handlers}
     else:
         folders = {n: n for n, is_folder in sorted(entries.items()) if is_folder and layout.TMP_SUFFIX not in n}
-    metrics = _json(store, layout.join(folder, METRICS, METRICS)) if METRICS in folders else None
+    recorded = {n: h for n, h in handlers.items() if isinstance(h, str)} if isinstance(handlers, dict) else {}
+    metrics = _metrics(store, folder, METRICS in recorded, problems) if {METRICS} & {*folders, *recorded} else None
+    for path, problem in problems.items():
+        logging.warning("%s/%s %s; the step is read without it", store.root, path, problem)
     committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
-    if committed is None:  # what Orbax takes, too
-        committed = os.stat(os.path.join(store.root, folder)).st_mtime_ns
+    attempt = f"orbax-{committed}"
+    if committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
+        found = os.stat(os.path.join(store.root, folder))
+        committed, attempt = found.st_mtime_ns, f"orbax-folder-{found.st_ino}"
     started = _nanoseconds(info.get("init_timestamp_nsecs"))
     custom = info.get("custom_metadata")
     return OrbaxRecord(
         epoch=epoch,
-        attempt=f"orbax-{committed}",
+        attempt=attempt,
         objects=False,
         plan="",
         nodes=(),
@@ -107,7 +93,9 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
         committed_ns=committed,
         timings={},
         folders=folders,
-        handlers={n: h for n, h in handlers.items() if isinstance(h, str)} if isinstance(handlers, dict) else {},
+        handlers=recorded,
+        problems=problems,
+        sure=not problems and orbax_marks.step_record(store, folder) is not None and not _holds_steps(store, folder),
     )
 
 
@@ -118,8 +106,15 @@ def check(store: Store, folder: str, record: OrbaxRecord) -> None:
         DamagedError: the first thing that is missing; says where, what was found and what to do.
     """
     try:
-        entries = store.list(folder)
-        for entry in entries:
+        for name in (n for n, kind in orbax_marks.look(store, folder).items() if kind == "link"):
+            path = layout.join(folder, name)
+            if not os.path.isfile(os.path.join(store.root, path)):  # a file that is elsewhere is read there
+                raise DamagedError(
+                    path,
+                    f"is a symlink, which is not followed, so epoch {record.epoch} cannot be read here. Nothing was "
+                    "changed: open the directory that the data lies in, or put the folder itself in the link's place",
+                )
+        for entry in store.list(folder):
             if layout.TMP_SUFFIX in entry.name:
                 item = entry.name.partition(layout.TMP_SUFFIX)[0]
                 raise half_written(record.epoch, layout.join(folder, entry.name), f"item {item!r} was not finished")
@@ -152,11 +147,15 @@ def _check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
         problem = f"is missing; expected the tree of item {name!r} ({found})"
         raise half_written(record.epoch, layout.join(at, TREE_RECORD), problem)
     tree = tree_record(store, at, record.epoch)
-    if tree.get("use_ocdbt") and _OCDBT not in entries:
+    if tree.get("use_ocdbt") and OCDBT not in entries:
         expected = f"expected the index of the arrays of item {name!r}, as {TREE_RECORD} says"
-        raise half_written(record.epoch, layout.join(at, _OCDBT), f"is missing; {expected}")
-    if _OCDBT in entries and not store.size(layout.join(at, _OCDBT)):
-        raise half_written(record.epoch, layout.join(at, _OCDBT), "has 0 bytes; expected the index of the arrays")
+        raise half_written(record.epoch, layout.join(at, OCDBT), f"is missing; {expected}")
+    if OCDBT in entries and not store.size(layout.join(at, OCDBT)):
+        raise half_written(record.epoch, layout.join(at, OCDBT), "has 0 bytes; expected the index of the arrays")
+    rows = layout.join(at, ARRAY_RECORDS)
+    if _has_jax_arrays(tree) and not (entries.get(ARRAY_RECORDS) and store.list(rows)):
+        problem = f"is missing; expected what the jax arrays of item {name!r} are (PRNG keys among them)"
+        raise half_written(record.epoch, rows, problem)
 
 
 def tree_record(store: Store, at: str, epoch: int) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def tree_record(store: Store, at: str, epoch: int) -> dict[str, Any]:
     """
     path = layout.join(at, TREE_RECORD)
     try:
-        data = store.read(path, limit_bytes=_MAX_BYTES)
+        data = store.read(path, limit_bytes=MAX_BYTES)
         tree = json.loads(data)
     except OSError as error:
         raise unreadable(path, error) from error
@@ -182,7 +181,7 @@ def kind(store: Store, at: str, name: str, record: OrbaxRecord) -> str:
     """What an item is: `arrays` (a pytree), `json`, or `other`: something of another handler."""
     handler = record.handlers.get(name, "")
     names = _names(store, at)
-    if handler.endswith(_ARRAY_HANDLERS) or names & (_TREE_MARKS | {AGGREGATE}) or _holds_arrays(store, at):
+    if handler.endswith(_ARRAY_HANDLERS) or names & (_TREE_MARKS | {ARRAY_RECORDS}) or _holds_arrays(store, at):
         return "arrays"
     if handler.endswith("JsonCheckpointHandler") or (not handler and layout.JSON_FILE in names):
         return "json"
@@ -193,18 +192,23 @@ def half_written(epoch: int, path: str, problem: str) -> DamagedError:
     """The error for a step that is not whole: where, what, and what to do."""
     return DamagedError(
         path,
-        f"{problem}. Stock Orbax did not finish epoch {epoch}, or it was damaged since. "
-        f"Nothing was changed: restore an older epoch, or remove this one with delete({epoch})",
+        f"{problem}. Stock Orbax did not finish epoch {epoch}, or files of it were lost or damaged since. Nothing was "
+        "changed: restore an older epoch, or repair this one from a whole copy of it. What is left of it may still be "
+        f"of use; if nobody needs it, delete({epoch}) removes it",
     )
 
 
 def nbytes(store: Store, folder: str) -> int:
-    """Bytes of all files of a step."""
-    return sum(
-        store.size(path) if not entry.is_folder else nbytes(store, path)
-        for entry in store.list(folder)
-        for path in [layout.join(folder, entry.name)]
-    )
+    """Bytes of all files of a step; folders behind symlinks, and what is no file, are none of it."""
+    total = 0
+    for name, kind in orbax_marks.look(store, folder).items():
+        path = layout.join(folder, name)
+        if kind == "folder":
+            total += nbytes(store, path)
+        elif os.path.exists(os.path.join(store.root, path)):
+            found = os.stat(os.path.join(store.root, path))
+            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return total
 
 
 def prng_impls(store: Store, at: str) -> dict[str, str]:
@@ -215,7 +219,7 @@ def prng_impls(store: Store, at: str) -> dict[str, str]:
     for entry in store.list(layout.join(at, ARRAY_RECORDS)):
         path = layout.join(at, ARRAY_RECORDS, entry.name)
         try:
-            for row in json.loads(store.read(path, limit_bytes=_MAX_BYTES))["array_metadatas"]:
+            for row in json.loads(store.read(path, limit_bytes=MAX_BYTES))["array_metadatas"]:
                 one = row["array_metadata"]
                 impl = (one.get("ext_metadata") or {}).get("random_key_impl")
                 if impl is not None:
@@ -225,9 +229,23 @@ def prng_impls(store: Store, at: str) -> dict[str, str]:
     return found
 
 
-def _is_bare(entries: Mapping[str, bool]) -> bool:
+def _is_bare(entries: Mapping[str, bool], handlers: Any) -> bool:
     """Whether the tree of a single item lies in the step's folder itself, as a plain Checkpointer writes it."""
-    return bool(_TREE_MARKS & entries.keys()) or entries.get(AGGREGATE) is False
+    if isinstance(handlers, dict | str):
+        return isinstance(handlers, str)
+    return any(entries.get(name) is False for name in _TREE_MARKS)
+
+
+def _holds_steps(store: Store, folder: str) -> bool:
+    """Whether something was saved below a step that is no part of it."""
+    inner = [layout.join(folder, e.name) for e in store.list(folder) if e.is_folder]
+    return any(store.exists(layout.join(at, name)) for at in inner for name in (STEP_RECORD, layout.EPOCH_RECORD))
+
+
+def _has_jax_arrays(tree: Mapping[str, Any]) -> bool:
+    """Whether an item's `_METADATA` names a leaf that has a row in `array_metadatas`."""
+    rows = [row.get("value_metadata") for row in tree["tree_metadata"].values() if isinstance(row, dict)]
+    return any(isinstance(row, dict) and row.get("write_shape") is not None for row in rows)
 
 
 def _holds_arrays(store: Store, at: str) -> bool:
@@ -240,25 +258,27 @@ def _names(store: Store, at: str) -> set[str]:
 
 
 def _first_file(at: str, entries: Mapping[str, bool], epoch: int) -> str:
-    files = sorted(n for n, is_folder in entries.items() if not is_folder and n != _COMMIT)
+    files = sorted(n for n, is_folder in entries.items() if not is_folder and n != COMMIT)
     if not files:
         raise half_written(epoch, layout.join(at, layout.JSON_FILE), "is missing; expected JSON")
     return layout.join(at, files[0])
 
 
-def _json(store: Store, path: str) -> dict[str, Any]:
-    """A small JSON object that the step can be read without; empty if it cannot be used, which is logged."""
-    try:
-        data = json.loads(store.read(path, limit_bytes=_MAX_BYTES))
-        if isinstance(data, dict):
-            return data
-        problem = "is no JSON object"
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        problem = f"is no JSON: {error}"
-    logging.warning("%s/%s %s; the step is read without it", store.root, path, problem)
-    return {}
+def _json(store: Store, path: str, problems: dict[str, str]) -> dict[str, Any]:
+    """A small JSON object that the step can be read without; empty if it cannot be used, which is noted."""
+    found, problem = orbax_marks.read_object(store, path)
+    if problem:
+        problems[path] = problem
+    return found or {}
+
+
+def _metrics(store: Store, folder: str, recorded: bool, problems: dict[str, str]) -> dict[str, Any] | None:
+    """The metrics of a step."""
+    path = layout.join(folder, METRICS, METRICS)
+    found = _json(store, path, problems)
+    if recorded and not store.exists(path):
+        problems[path] = f"is missing; {STEP_RECORD} names it"
+    return found or None
 
 
 def _nanoseconds(value: Any) -> int | None:

@@ -27,8 +27,9 @@ class StoredTree:
 
     Attributes:
         name: the item.
-        treedef: of Orbax's nested dicts and lists.
-        leaves: as our records would have them; `sharding` is the leaf's own number.
+        treedef: of Orbax's nested dicts and lists; its keys are text.
+        leaves: as our records would have them, in the order of `treedef`; `sharding` is the leaf's own number. A key
+            that is a number as text is an int in a leaf's path, not so in `treedef`: never build one from the other.
         found: Orbax's metadata of each leaf.
         bare: the tree is a single array.
         values: `found` holds the values themselves: the item is older than Orbax's metadata.
@@ -60,7 +61,7 @@ class SavedShardings(Shardings):
 
     def __init__(self, item: ArrayItem, tree: StoredTree, fallback: Sharding | None):
         super().__init__(item, fallback)
-        self._tree, self._other = tree, fallback
+        self._tree = tree
 
     def of(self, leaf: Leaf) -> Sharding | None:
         """See Shardings."""
@@ -71,8 +72,8 @@ class SavedShardings(Shardings):
         except Exception:  # its devices do not exist here: jax and Orbax have many errors for that
             found = None
         if isinstance(found, SingleDeviceSharding) and jax.process_count() > 1:
-            return self._other  # a device of one process
-        return found if found is not None and divides(found, shape) else self._other
+            return self._fallback  # a device of one process
+        return found if found is not None and divides(found, shape) else self._fallback
 
 
 def value_types(tree: Mapping[str, Any]) -> dict[tuple[str, ...], str]:

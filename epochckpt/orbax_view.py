@@ -42,6 +42,7 @@ _TEXT = "string"
 _NONE = {"value_type": "None", "skip_deserialize": True}
 _ALONE = "checkpoint"  # what Orbax calls an array that is not in a tree
 
+_COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax_marks: so it is never taken for one of Orbax's
 MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
 """Items with more cells get no view: the index would be read whole by whoever opens it; and it holds up a commit."""
 
@@ -120,7 +121,7 @@ class Views:
             "custom_metadata": dict(record.custom_metadata),
         }
         view.files["_CHECKPOINT_METADATA"] = json.dumps(step).encode()
-        view.files["commit_success.txt"] = b"The checkpoint was committed.\n"
+        view.files["commit_success.txt"] = _COMMITTED_BY_US if beside_nodes else b"The checkpoint was committed.\n"
         return view
 
     def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> bool:

@@ -32,6 +32,7 @@ def retire(
     infos.append(EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns))
     gone = retention.superfluous(options, sorted(infos, key=operator.attrgetter("step")))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
+    gone = [epoch for epoch in gone if commits.may_retire(epoch)]
     return gone, lambda: hide(commits, gone, options.todelete_subdir)
 
 

@@ -197,16 +197,20 @@ def test_no_permission_is_an_access_error(run: pathlib.Path, what: str, path: st
     assert str(run) in done.stdout or path.removeprefix("run/") in done.stdout
 
 
-def test_a_foreign_epoch_folder_is_refused(run: pathlib.Path) -> None:
-    """`5/` without epoch.json: refused by name at open, nothing written."""
+def test_a_foreign_epoch_folder_is_refused(run: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`5/` without epoch.json: refused by name at open, nothing written; who only reads is told, and goes on."""
     (run / "5").mkdir()
     (run / "5" / "weights.bin").write_text("precious")
     with unchanged(run):
-        for options in (None, READ_ONLY):
-            with pytest.raises(errors.FormatError, match="5") as caught:
-                ec.CheckpointManager(run, options=options)
-            assert "epoch.json" in str(caught.value)
-            assert caught.value.path.endswith("/5")
+        with pytest.raises(errors.FormatError, match="5") as caught:
+            ec.CheckpointManager(run)
+        assert "epoch.json" in str(caught.value)
+        assert caught.value.path.endswith("/5")
+        caplog.clear()
+        with ec.CheckpointManager(run, options=READ_ONLY) as manager:
+            assert 5 not in manager.all_steps()
+            assert manager.restore(None) is not None
+        assert any("/5: is named like an epoch" in r.getMessage() for r in caplog.records if r.levelname == "ERROR")
 
 
 def test_a_stock_orbax_directory_is_opened_without_a_change(tmp_path: pathlib.Path) -> None:

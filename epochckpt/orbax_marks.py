@@ -1,0 +1,172 @@
+"""Which folders are steps of stock Orbax, and which are epochs of ours that lost their records: by content.
+
+Retention deletes steps, so a name alone proves nothing: a sweep has `<seed>/<step>`, TensorFlow writes `checkpoint`,
+zarr `.zarray`. POSIX only. A folder that is named like an epoch and has no `epoch.json` is
+
+| what it holds | what it is |
+| --- | --- |
+| a mark of ours, see `lost_records` | one of ours that lost its records: no epoch, refused |
+| `_CHECKPOINT_METADATA`, a JSON object with Orbax's fields | a step |
+| `_METADATA`, a JSON object with a `tree_metadata` | a step without folders of items, without its record |
+| a folder that is named like no epoch, and is no step itself, with such a `_METADATA` | a step without its record |
+| anything else | somebody else's: refused |
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from epochckpt import layout
+from epochckpt.errors import DamagedError, unreadable
+from epochckpt.store import Store
+
+STEP_RECORD = "_CHECKPOINT_METADATA"
+TREE_RECORD = "_METADATA"
+COMMIT = "commit_success.txt"
+OCDBT = "manifest.ocdbt"
+MAX_BYTES = 256 * 2**20
+
+_OUR_INDEX = "index.0"  # beside the manifest; Orbax's own databases have no such file
+_OUR_RECORD = b'"format":"epochckpt"'  # early in every record of ours
+_KEY_FOLDERS = ("jax_random_key", "np_random_key")  # where Orbax's items of random keys have their arrays
+_JSON_HANDLER = "JsonCheckpointHandler"  # what the view says of a node's folder
+_NO_RECORD = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP)  # no regular file of that name
+
+
+def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
+    """Whether a folder without a commit record of ours is a step of stock Orbax.
+
+    Args:
+        store: the directory.
+        folder: the folder in it.
+        is_epoch: whether a name is one of an epoch.
+
+    Raises:
+        OSError: it cannot be looked at; that it was deleted meanwhile is no error.
+    """
+    if os.path.islink(_full(store, folder)):
+        return False
+    try:
+        entries = look(store, folder)
+        record = step_record(store, folder)
+        if record is None and not _has_tree(store, folder, entries):
+            inner = [n for n, kind in entries.items() if kind == "folder" and layout.TMP_SUFFIX not in n]
+            inner = [n for n in inner if not n.isdigit() and not is_epoch(n)]
+            if not any(_is_item(store, layout.join(folder, name)) for name in inner):
+                return False
+        return not _is_ours(store, folder, entries, record)
+    except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+        return False
+
+
+def lost_records(store: Store, folder: str) -> bool:
+    """Whether a folder without a commit record is an epoch of ours: its bytes would be read unverified.
+
+    Its marks: `node.json`, the data files or the link of a node; links of the Orbax view; what the view says in
+    `commit_success.txt`. An export to Orbax's form has none of them: it is a step.
+    """
+    try:
+        return _is_ours(store, folder, look(store, folder), step_record(store, folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def step_record(store: Store, folder: str) -> dict[str, Any] | None:
+    """A step's `_CHECKPOINT_METADATA`; None if there is none with Orbax's fields."""
+    info, _ = read_object(store, layout.join(folder, STEP_RECORD))
+    if info is None:
+        return None
+    times = (info.get("init_timestamp_nsecs"), info.get("commit_timestamp_nsecs"))
+    return info if isinstance(info.get("item_handlers"), dict | str) or any(type(t) is int for t in times) else None
+
+
+def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
+    """A JSON object, or None and what is wrong with the file; nothing is wrong where there is none.
+
+    Raises:
+        OSError: it cannot be read now, or not by this user, which says nothing about its content.
+    """
+    try:
+        data = json.loads(store.read(path, limit_bytes=MAX_BYTES))
+    except OSError as error:
+        if error.errno not in _NO_RECORD and not isinstance(unreadable(path, error), DamagedError):
+            raise
+        return None, "" if error.errno in (errno.ENOENT, errno.ENOTDIR) else f"cannot be read: {error}"
+    except (ValueError, RecursionError) as error:
+        return None, f"is no JSON: {error}"
+    return (data, "") if isinstance(data, dict) else (None, "is no JSON object")
+
+
+def look(store: Store, at: str) -> dict[str, str]:
+    """The entries of a folder by name: `folder`, `link` (not followed), or `file`."""
+    with os.scandir(_full(store, at)) as entries:
+        found = [(e.name, e.is_symlink(), e.is_dir(follow_symlinks=False)) for e in entries]
+    return {name: "link" if link else "folder" if folder else "file" for name, link, folder in sorted(found)}
+
+
+def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapping[str, Any] | None) -> bool:
+    """See `lost_records`."""
+    if entries.get(COMMIT) == "file" and b"epochckpt" in _start(store, layout.join(folder, COMMIT)):
+        return True
+    handlers = (record or {}).get("item_handlers")
+    for name in (n for n, kind in entries.items() if kind == "folder"):
+        known = handlers.get(name, "") if isinstance(handlers, dict) else ""
+        others = isinstance(known, str) and known != "" and not known.endswith(_JSON_HANDLER)
+        at = layout.join(folder, name)
+        inner = look(store, at)
+        if layout.NODE_RECORD in inner or _links_to_node(store, at, inner):
+            return True
+        if inner.get(layout.JSON_FILE) == "file" and _OUR_RECORD in _start(store, layout.join(at, layout.JSON_FILE)):
+            return True  # the link to a node's record, followed by a copy
+        if not others and any(n.endswith(layout.DATA_SUFFIX) and k == "file" for n, k in inner.items()):
+            return True  # others: files of somebody's own handler
+        deeper = [layout.join(at, n) for n in _KEY_FOLDERS if inner.get(n) == "folder"]
+        if _is_linked_index(inner) or any(_is_linked_index(look(store, d)) for d in deeper):
+            return True
+    return False
+
+
+def _has_tree(store: Store, at: str, entries: Mapping[str, str]) -> bool:
+    if entries.get(TREE_RECORD, "folder") == "folder":
+        return False
+    tree, _ = read_object(store, layout.join(at, TREE_RECORD))
+    return tree is not None and isinstance(tree.get("tree_metadata"), dict)
+
+
+def _is_item(store: Store, at: str) -> bool:
+    """Whether a folder holds a tree, and is no step that a plain Checkpointer wrote."""
+    entries = look(store, at)
+    return STEP_RECORD not in entries and _has_tree(store, at, entries)
+
+
+def _is_linked_index(entries: Mapping[str, str]) -> bool:
+    return _OUR_INDEX in entries and OCDBT in entries and "link" in entries.values()
+
+
+def _links_to_node(store: Store, at: str, entries: Mapping[str, str]) -> bool:
+    """Whether a link of the view is there: `metadata -> node.json`, or `<file> -> ../<node>/<item>/<file>`."""
+    item = at.rpartition("/")[2]
+    for name in (n for n, kind in entries.items() if kind == "link"):
+        target = os.readlink(os.path.join(_full(store, at), name))
+        if target == layout.NODE_RECORD or (target.startswith("../") and target.endswith(f"/{item}/{name}")):
+            return True
+    return False
+
+
+def _start(store: Store, path: str) -> bytes:
+    """The first bytes of a file; empty if it cannot be read."""
+    try:
+        with store.open_reader(path) as reader:
+            data = bytearray(min(reader.size, 256))
+            reader.read_into(0, memoryview(data))
+            return bytes(data)
+    except (OSError, EOFError):
+        return b""
+
+
+def _full(store: Store, at: str) -> str:
+    return os.path.join(store.root, at)
