@@ -252,8 +252,9 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
     assert job.run(process) == [([1], [1])] * 2
 
 
-def test_save_never_waits_for_another_node(job: Job) -> None:
+def test_save_never_waits_for_another_node(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a silent peer saves return at once; past a bounded number they fail and say what they would wait for."""
+    monkeypatch.setattr(attempts, "_PATIENCE_SECS", 0.2)
     limit, silent = 2.0, threading.Event()
     epochs = range(1, attempts._MAX_UNDECIDED + 5)
 
@@ -285,8 +286,9 @@ def test_save_never_waits_for_another_node(job: Job) -> None:
     assert all("waiting for their nodes" in e.reason for e in errors[len(late) :])
 
 
-def test_a_node_that_is_slow_but_answers_costs_no_save(job: Job) -> None:
+def test_a_node_that_is_slow_but_answers_costs_no_save(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A primary far ahead of the others is held back in the background; none of its saves fails."""
+    monkeypatch.setattr(attempts, "_PATIENCE_SECS", WAIT_SECS)
     epochs = list(range(4 * attempts._MAX_UNDECIDED))
 
     def process(number: int) -> Any:
