@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +112,7 @@ class Attempt:
             report = self.reports[number]
             files = tuple(map(DataFile.from_row, report["files"]))
             for path in (f.path for f in files if f.name):
-                parents = list(itertools.accumulate(path.split("/")[:-1], layout.join))
+                parents = layout.parents(path)
                 other = seen.get(path) or folders.get(path) or next((seen[p] for p in parents if p in seen), None)
                 if other is not None:
                     raise SaveError(self.epoch, f"nodes {other} and {name} both wrote {path}")

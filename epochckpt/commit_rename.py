@@ -9,7 +9,7 @@ from functools import partial
 
 from absl import logging
 
-from epochckpt import layout, orbax_marks, orbax_steps, orbax_view, worker
+from epochckpt import layout, orbax_left_out, orbax_marks, orbax_steps, orbax_view, worker
 from epochckpt.commit import Commits, Damaged, Rollback, StepNames
 from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
@@ -151,7 +151,7 @@ class RenameCommits(Commits):
         except FileNotFoundError:
             raise self.lost(record.epoch) from None
         for item, leaves in view.left_out.items():
-            few = ", ".join(f"{name} ({why})" for name, why in list(leaves.items())[:3])
+            few = orbax_left_out.few(leaves)
             logging.log_first_n(
                 logging.WARNING, "item %s: stock Orbax will not see %d of its leaves: %s", 3, item, len(leaves), few
             )

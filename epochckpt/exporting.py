@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import choosing, export_orbax, export_safetensors, layout
+from epochckpt import choosing, export_orbax, export_safetensors, items, layout, orbax_left_out
 from epochckpt.attempt import human_bytes
 from epochckpt.coordination import SingleProcess
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
@@ -130,7 +130,7 @@ def export(
             raise NotACheckpointDirectoryError(f"{store.root} is a file; expected a directory of epochs") from error
         raise
     for left, leaves in done.left_out.items():
-        few = ", ".join(f"{leaf} ({why})" for leaf, why in list(leaves.items())[:3])
+        few = orbax_left_out.few(leaves)
         logging.warning("%s: item %s: %d leaves were left out: %s", place, left, len(leaves), few)
     secs = time.monotonic() - began
     size = human_bytes(done.nbytes)
@@ -191,8 +191,7 @@ def _chosen(record: EpochRecord, item: str | None) -> EpochRecord:
     if item is None:
         return record
     if item not in record.items:
-        have = ", ".join(sorted(record.items)) or "none"
-        raise InvalidArgumentError(f"epoch {record.epoch} has no item {item!r}; it has: {have}")
+        raise items.unknown_item(record.epoch, item, record.items)
     return dataclasses.replace(record, items={item: record.items[item]})
 
 

@@ -329,7 +329,7 @@ def with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any])
 def _check(item: str, kind: type, handler: Any = None) -> None:
     """Refuses handlers whose work our engine would do otherwise than they do."""
     if kind in OURS:
-        if handler is not None and _leaf_types(handler) is not _leaf_types(kind()):
+        if handler is not None and _leaf_types(handler) is not _usual_leaf_types(kind):
             raise UnsupportedError(
                 f"item {item!r}: {kind.__name__}(type_handler_registry=…) teaches Orbax's engine leaf types, which "
                 "epochckpt does not use; save such leaves as an item of their own, with a handler"
@@ -345,6 +345,11 @@ def _check(item: str, kind: type, handler: Any = None) -> None:
 def _leaf_types(handler: Any) -> Any:
     """What a handler was taught about leaves; there is no public way to ask."""
     return getattr(handler, "_type_handler_registry", None)
+
+
+@functools.cache
+def _usual_leaf_types(kind: type) -> Any:
+    return _leaf_types(kind())
 
 
 def _suits(handler: Any, args: type) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,38 @@ def named(args: Any) -> dict[str, Any]:
     return dict(args.items()) if is_multi(args) else {layout.DEFAULT_ITEM: args}
 
 
+def asked_for(args: Any, names: Iterable[str], default_item: bool) -> tuple[dict[str, Any], bool]:
+    """What a restore asks of an epoch.
+
+    Args:
+        args: its argument; None for all items, as they were saved.
+        names: the epoch's items.
+        default_item: the epoch has one unnamed item.
+
+    Returns:
+        The argument of each item, and whether the one unnamed item is to be given back alone.
+    """
+    return (dict.fromkeys(names), default_item) if args is None else (named(args), not is_multi(args))
+
+
+def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
+    """The item of arrays that is meant: the only one, if none is named.
+
+    Raises:
+        InvalidArgumentError: there is no such item; lists those that there are.
+    """
+    if item is None and len(arrays) == 1:
+        return arrays[0]
+    if item is None or item not in arrays:
+        raise InvalidArgumentError(f"epoch {epoch} has no array item {item!r}; pass item=, one of: {', '.join(arrays)}")
+    return item
+
+
+def unknown_item(epoch: int, name: str, names: Iterable[str]) -> InvalidArgumentError:
+    """The error for an item that an epoch has not; lists those that it has."""
+    return InvalidArgumentError(f"epoch {epoch} has no item {name!r}; it has: {', '.join(sorted(names)) or 'none'}")
+
+
 def to_save(args: Any, known: Handlers) -> list[SaveItem]:
     """Takes a save argument apart; nothing is run or copied yet.
 
@@ -155,8 +187,7 @@ def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
     """
     record = reader.record.items.get(name)
     if record is None:
-        have = ", ".join(sorted(reader.record.items)) or "none"
-        raise InvalidArgumentError(f"epoch {reader.record.epoch} has no item {name!r}; it has: {have}")
+        raise unknown_item(reader.record.epoch, name, reader.record.items)
     if record.kind == "node" or isinstance(args, own.NodeRestore):
         return _restore_node(reader, name, args, here)
     if record.kind == "arrays":

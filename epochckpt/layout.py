@@ -6,6 +6,7 @@ folder for everything that is not committed. All paths here are relative to the 
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 
@@ -88,6 +89,11 @@ def data_file(item: str, part: int) -> str:
 def join(*parts: str) -> str:
     """Joins relative paths, leaving out empty ones."""
     return "/".join(p for p in parts if p)
+
+
+def parents(path: str) -> list[str]:
+    """The folders on the way to a path, outermost first."""
+    return list(itertools.accumulate(path.split("/")[:-1], join))
 
 
 def is_file_path(name: object) -> bool:

@@ -86,11 +86,7 @@ def write_arrays(
 
 def folders(names: Iterable[tuple[str, str]]) -> list[str]:
     """The folders that hold (item, path) files, below a node's folder, parents first."""
-    found: set[str] = set()
-    for item, name in names:
-        parts = [item, *name.split("/")[:-1]]
-        found |= {layout.join(*parts[: i + 1]) for i in range(len(parts))}
-    return sorted(found)
+    return sorted({folder for item, name in names for folder in layout.parents(layout.join(item, name))})
 
 
 def write_file(

@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping
 from epochckpt.tree import KeyPath
 
 _MAX_NOTED = 100
+_FEW = 3
 
 
 def gaps(paths: Mapping[int, KeyPath], out: Container[int], named: Container[int]) -> dict[int, KeyPath]:
@@ -37,9 +38,13 @@ def gaps(paths: Mapping[int, KeyPath], out: Container[int], named: Container[int
 
 def nothing_left(left_out: Mapping[str, str]) -> str:
     """Why an item has no view although each of its leaves was looked at."""
-    few = ", ".join(f"{leaf} ({why})" for leaf, why in list(left_out.items())[:3])
-    more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-    return f"Orbax has no form for any of its leaves: {few}{more}" if few else "it has no leaves"
+    more = f" and {len(left_out) - _FEW} more" if len(left_out) > _FEW else ""
+    return f"Orbax has no form for any of its leaves: {few(left_out)}{more}" if left_out else "it has no leaves"
+
+
+def few(left_out: Mapping[str, str]) -> str:
+    """The first of them with their reasons, for messages."""
+    return ", ".join(f"{leaf} ({why})" for leaf, why in list(left_out.items())[:_FEW])
 
 
 def short(left_out: dict[str, str]) -> dict[str, str]:

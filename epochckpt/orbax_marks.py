@@ -78,10 +78,13 @@ def lost_records(store: Store, folder: str) -> bool:
 def step_record(store: Store, folder: str) -> dict[str, Any] | None:
     """A step's `_CHECKPOINT_METADATA`; None if there is none with Orbax's fields."""
     info, _ = read_object(store, layout.join(folder, STEP_RECORD))
-    if info is None:
-        return None
+    return info if info is not None and has_orbax_fields(info) else None
+
+
+def has_orbax_fields(info: Mapping[str, Any]) -> bool:
+    """Whether an object is what Orbax writes as a step's record."""
     times = (info.get("init_timestamp_nsecs"), info.get("commit_timestamp_nsecs"))
-    return info if isinstance(info.get("item_handlers"), dict | str) or any(type(t) is int for t in times) else None
+    return isinstance(info.get("item_handlers"), dict | str) or any(type(t) is int for t in times)
 
 
 def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:

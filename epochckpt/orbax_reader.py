@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     EpochDeleted,
-    InvalidArgumentError,
     Mismatch,
     MismatchError,
     UnsupportedError,
@@ -74,11 +72,7 @@ class StepReader:
             DamagedError: the step is not whole, or cannot be read.
         """
         self._check()
-        if args is None:
-            wanted: Mapping[str, Any] = dict.fromkeys(self.record.names)
-            single = self.record.default_item
-        else:
-            wanted, single = items.named(args), not items.is_multi(args)
+        wanted, single = items.asked_for(args, self.record.names, self.record.default_item)
         values = {name: self._item(name, arg) for name, arg in sorted(wanted.items())}
         return values[layout.DEFAULT_ITEM] if single else ocp.args.Composite(**{n: values[n] for n in wanted})
 
@@ -86,15 +80,8 @@ class StepReader:
         """Single leaves by shell patterns of their names, as NumPy arrays and Python values."""
         self._check()
         arrays = [name for name in self.record.names if self._kind(name) == "arrays"]
-        if item is None and len(arrays) == 1:
-            item = arrays[0]
-        if item not in arrays:
-            raise InvalidArgumentError(
-                f"epoch {self.record.epoch} has no array item {item!r}; pass item=, one of: {', '.join(arrays)}"
-            )
-        shell = [patterns] if isinstance(patterns, str) else patterns
-        tree = self._tree(item)
-        chosen = [i for i, leaf in enumerate(tree.leaves) if any(fnmatch.fnmatchcase(leaf.name, p) for p in shell)]
+        tree = self._tree(items.chosen_arrays(self.record.epoch, arrays, item))
+        chosen = restoring.matching(tree.leaves, [patterns] if isinstance(patterns, str) else patterns)
         values = self._deliver(tree, tree.leaves, [_plain(i, tree.leaves[i]) for i in chosen])
         return dict(zip((tree.leaves[i].name for i in chosen), values, strict=True))
 
@@ -131,14 +118,7 @@ class StepReader:
 
     def step_metadata(self) -> Any:
         """Orbax's StepMetadata."""
-        return ocp.metadata.StepMetadata(
-            item_handlers=dict(self.record.handlers),
-            item_metadata=self.item_metadata(),
-            metrics=self.record.metrics or {},
-            init_timestamp_nsecs=self.record.started_ns,
-            commit_timestamp_nsecs=self.record.committed_ns,
-            custom_metadata=dict(self.record.custom_metadata),
-        )
+        return status.step_metadata(self.record, self.record.handlers, self.item_metadata())
 
     def _check(self) -> None:
         with self._stock(""):
@@ -148,8 +128,7 @@ class StepReader:
 
     def _at(self, name: str) -> str:
         if name not in self.record.folders:
-            have = ", ".join(self.record.names) or "none"
-            raise InvalidArgumentError(f"epoch {self.record.epoch} has no item {name!r}; it has: {have}")
+            raise items.unknown_item(self.record.epoch, name, self.record.names)
         return layout.join(self._folder, self.record.folders[name])
 
     def _kind(self, name: str) -> str:
@@ -203,15 +182,19 @@ class StepReader:
         return jax.tree.map(restoring.laid_out, restored, request.target) if request.layouts else restored
 
     def _verify_item(self, name: str) -> list[EpochCheckpointError]:
-        if self._kind(name) == "json":
+        kind = self._kind(name)
+        if kind == "json":
             self._item(name, None)
-        if self._kind(name) != "arrays":
+        if kind != "arrays":
             return []
         tree, damage = self._tree(name), []
         batches: list[list[int]] = [[]]
+        held = 0
         for i, leaf in enumerate(tree.leaves):
-            if sum(tree.leaves[j].nbytes for j in batches[-1]) + leaf.nbytes > _VERIFY_BYTES:
+            held += leaf.nbytes
+            if held > _VERIFY_BYTES:
                 batches.append([])
+                held = leaf.nbytes
             batches[-1].append(i)
         while batches:
             batch = batches.pop(0)

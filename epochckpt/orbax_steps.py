@@ -95,7 +95,7 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
         folders=folders,
         handlers=recorded,
         problems=problems,
-        sure=not problems and orbax_marks.step_record(store, folder) is not None and not _holds_steps(store, folder),
+        sure=not problems and orbax_marks.has_orbax_fields(info) and not _holds_steps(store, folder),
     )
 
 
@@ -135,10 +135,10 @@ def _check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
     if not entries:
         raise half_written(record.epoch, at, "is an empty folder")
     if kind(store, at, name, record) != "arrays":
-        if record.handlers.get(name, "").endswith("JsonCheckpointHandler") and not store.size(
-            _first_file(at, entries, record.epoch)
-        ):
-            raise half_written(record.epoch, _first_file(at, entries, record.epoch), "has 0 bytes; expected JSON")
+        if record.handlers.get(name, "").endswith("JsonCheckpointHandler"):
+            first = _first_file(at, entries, record.epoch)
+            if not store.size(first):
+                raise half_written(record.epoch, first, "has 0 bytes; expected JSON")
         return
     if TREE_RECORD not in entries:
         if entries.get(AGGREGATE) is False:

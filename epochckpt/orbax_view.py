@@ -164,16 +164,14 @@ class Views:
 
 def _add_files(view: View, record: EpochRecord, name: str) -> None:
     """Adds what handlers wrote: one link per file."""
-    view.folders.append(name)
+    folders = {name}
     for number, node in enumerate(record.nodes):
         for file in (f for f in node.files if f.item == name):
-            *parents, _ = file.name.split("/")
-            for depth in range(1, len(parents) + 1):
-                folder = layout.join(name, *parents[:depth])
-                if folder not in view.folders:
-                    view.folders.append(folder)
-            up = "../" * (len(parents) + 1)
+            parents = layout.parents(file.path)
+            folders.update(parents)
+            up = "../" * len(parents)
             view.links[file.path] = f"{up}{layout.join(record.node_folder(number), file.path)}"
+    view.folders += sorted(folders)  # parents first
 
 
 def _inexpressible(arrays: ArrayItem, max_chunks: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -57,11 +57,7 @@ class Reading:
         reader = self.reader(epoch)
         if isinstance(reader, StepReader):
             return reader.restore(args)
-        if args is None:
-            wanted: Mapping[str, Any] = dict.fromkeys(reader.record.items)
-            single = reader.record.default_item
-        else:
-            wanted, single = items.named(args), not items.is_multi(args)
+        wanted, single = items.asked_for(args, reader.record.items, reader.record.default_item)
         values = {name: items.restore_item(reader, name, arg, self._here) for name, arg in wanted.items()}
         return values[layout.DEFAULT_ITEM] if single else ocp.args.Composite(**values)
 
@@ -71,12 +67,7 @@ class Reading:
         if isinstance(reader, StepReader):
             return reader.leaves(patterns, item)
         arrays = [name for name, r in reader.record.items.items() if r.arrays is not None]
-        if item is None and len(arrays) == 1:
-            item = arrays[0]
-        if item not in arrays:
-            raise InvalidArgumentError(
-                f"epoch {epoch} has no array item {item!r}; pass item=, one of: {', '.join(arrays)}"
-            )
+        item = items.chosen_arrays(epoch, arrays, item)
         return read_leaves(reader, item, [patterns] if isinstance(patterns, str) else patterns)
 
     def verify(self, epoch: int) -> status.Verification:
@@ -126,7 +117,8 @@ class Reading:
         reader = self.reader(epoch)
         if isinstance(reader, StepReader):
             return reader.step_metadata()
-        return status.step_metadata(reader.record, self.item_metadata(epoch))
+        handlers = {name: item.handler for name, item in reader.record.items.items() if item.handler}
+        return status.step_metadata(reader.record, handlers, self.item_metadata(epoch))
 
     def path(self, record: EpochRecord) -> epath.Path:
         """The folder of an epoch."""

@@ -91,11 +91,16 @@ def match(epoch: int, name: str, item: ArrayItem, request: TreeRequest, sharding
     return wants, treedef
 
 
+def matching(leaves: Sequence[Leaf], patterns: Sequence[str]) -> list[int]:
+    """Numbers of the leaves whose names match any of the shell patterns."""
+    return [i for i, leaf in enumerate(leaves) if any(fnmatch.fnmatchcase(leaf.name, p) for p in patterns)]
+
+
 def read_leaves(reader: EpochReader, name: str, patterns: Sequence[str]) -> dict[str, Any]:
     """Leaves whose names match any of the shell patterns, as NumPy arrays and Python values, by name."""
     item = reader.record.items[name].arrays
     assert item is not None, "callers choose array items"
-    chosen = [i for i, leaf in enumerate(item.leaves) if any(fnmatch.fnmatchcase(leaf.name, p) for p in patterns)]
+    chosen = matching(item.leaves, patterns)
     wants = [Want(i, "python" if item.leaves[i].dtype is None else "numpy") for i in chosen]
     wants = [w if item.leaves[w.leaf].kind not in tree_lib.EMPTY_KINDS else Want(-1, "keep") for w in wants]
     wants = [dataclasses.replace(w, form="python") if item.leaves[w.leaf].kind[:4] == "long" else w for w in wants]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -149,10 +149,10 @@ def _scalar_dtype(kind: str) -> Any:
     )
 
 
-def step_metadata(record: EpochRecord, items: Any) -> Any:
-    """Orbax's StepMetadata of an epoch, given that of its items."""
+def step_metadata(record: EpochRecord, handlers: Mapping[str, str], items: Any) -> Any:
+    """Orbax's StepMetadata of an epoch, given its items' handlers and metadata."""
     return ocp.metadata.StepMetadata(
-        item_handlers={name: item.handler for name, item in record.items.items() if item.handler},
+        item_handlers=dict(handlers),
         item_metadata=items,
         metrics=record.metrics or {},
         init_timestamp_nsecs=record.started_ns,

@@ -526,12 +526,17 @@ def test_pytrees_a_target_gives_dtype_and_sharding(manager_class: ManagerClass, 
         assert restored["b"].sharding == sharding()
 
 
-def test_pytrees_another_shape_is_an_error(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
-    """A ValueError that speaks of the shape."""
-    target = {
+def of_other_shapes() -> dict[str, jax.ShapeDtypeStruct]:
+    """A target like `sharded()`, of which one array is shorter and the other longer."""
+    return {
         "a": jax.ShapeDtypeStruct((8,), np.int32, sharding=sharding("model")),
         "b": jax.ShapeDtypeStruct((32,), np.float32, sharding=sharding("model")),
     }
+
+
+def test_pytrees_another_shape_is_an_error(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
+    """A ValueError that speaks of the shape."""
+    target = of_other_shapes()
     with manager_class(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave(sharded()))
         manager.wait_until_finished()
@@ -541,10 +546,7 @@ def test_pytrees_another_shape_is_an_error(manager_class: ManagerClass, tmp_path
 
 def test_pytrees_strict_false_pads_and_cuts(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """Refused by name here: what is padded or cut is no checkpoint of the state any more."""
-    target = {
-        "a": jax.ShapeDtypeStruct((8,), np.int32, sharding=sharding("model")),
-        "b": jax.ShapeDtypeStruct((32,), np.float32, sharding=sharding("model")),
-    }
+    target = of_other_shapes()
     with manager_class(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave(sharded()))
         manager.wait_until_finished()
