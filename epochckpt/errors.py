@@ -18,6 +18,7 @@ EpochCheckpointError
 │   ├── FencedError                          a newer incarnation has taken over the directory
 │   ├── BufferChangedError                   memory was modified while it was being written; names the leaf
 │   └── UncertainError                       this process cannot know whether the epoch was committed
+├── TaskError (RuntimeError)                 a task of a job raised; names task, group, node and epoch
 └── CoordinationError (RuntimeError)         the processes could not agree
     └── CoordinationTimeoutError (TimeoutError)
 ```
@@ -214,6 +215,21 @@ class BufferChangedError(SaveError):
 
 class UncertainError(SaveError):
     """This process cannot know whether the epoch was committed; look again with `reload()`."""
+
+
+class TaskError(EpochCheckpointError, RuntimeError):
+    """A task of a job raised. Committed epochs are untouched; what it raised is the cause.
+
+    Attributes:
+        task: its name.
+        group: the phase it belongs to: setup, init, epoch, download, exit.
+        node: where it ran.
+        epoch: the epoch that was being trained; 0 before the first.
+    """
+
+    def __init__(self, task: str, group: str, node: str, epoch: int, reason: str):
+        super().__init__(f"task {task!r} of group {group!r} on node {node} failed in epoch {epoch}: {reason}")
+        self.task, self.group, self.node, self.epoch, self.reason = task, group, node, epoch, reason
 
 
 class CoordinationError(EpochCheckpointError, RuntimeError):

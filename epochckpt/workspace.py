@@ -1,0 +1,148 @@
+"""`Workspace`: a node's named blobs, and how they are to come back from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from epochckpt.errors import InvalidArgumentError
+
+Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
+
+DEFAULT_NODE = "process_0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """How one blob comes back.
+
+    Attributes:
+        abstract: a pytree of `jax.ShapeDtypeStruct`s (with shardings) or of values, as for `StandardRestore`; None: as
+            the epoch has it.
+        reshard: for blobs that differ per node: makes new states of the old ones on another number of nodes, see
+            `epochckpt.args.NodeRestore`.
+    """
+
+    abstract: Any = None
+    reshard: Reshard | None = None
+
+
+class Workspace(MutableMapping[str, Any]):
+    """A node's blobs by name: pytrees of arrays and Python values, or objects with `get_state` and `set_state`.
+
+    The blobs that exist when a job's `init_group` has run are checkpointed, later ones are temporary. What is not to
+    be checkpointed at all (a mesh, a compiled function) goes into `live`.
+
+    The workspace of a session with several nodes has theirs as children: `ws["trainer_0/total"]` is a blob of one of
+    them, `ws["total"]` works if only one has it.
+
+    Attributes:
+        node: the node's name.
+        live: a namespace of anything, never checkpointed.
+        epoch: the epoch that is being trained; 0 before the first.
+    """
+
+    def __init__(self, node: str = DEFAULT_NODE):
+        self.node = node
+        self.live = types.SimpleNamespace()
+        self.epoch = 0
+        self._blobs: dict[str, Any] = {}
+        self._targets: dict[str, Target] = {}
+        self._children: dict[str, Workspace] = {}
+        self._stopper: Callable[[], bool] | None = None
+
+    def target(self, name: str, abstract: Any = None, *, reshard: Reshard | None = None) -> None:
+        """Says how a blob comes back from a checkpoint; called in `@job.setup`.
+
+        Args:
+            name: the blob.
+            abstract: what it is to become, for example `jax.eval_shape` of what makes it, with shardings.
+            reshard: see `Target`.
+        """
+        self._targets[name] = Target(abstract, reshard)
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        """What `target` was told, by blob."""
+        return types.MappingProxyType(self._targets)
+
+    def should_stop(self) -> bool:
+        """Whether the epoch is to be left now, because the job is being preempted and cannot finish it.
+
+        Ask before a step, equally often on all nodes; when it is True, return without doing the step. Asking is what
+        makes an epoch one that can be left: it is dropped then, or saved as it is if the job says
+        `@job.epoch(resumable=True)`.
+        """
+        return self._stopper() if self._stopper is not None else False
+
+    def ask_when_to_stop(self, stopper: Callable[[], bool] | None) -> None:
+        """Gives `should_stop` somebody to ask; the runner does."""
+        self._stopper = stopper
+
+    def child(self, node: str) -> Workspace:
+        """The workspace of a node of this session, made if there is none."""
+        if node not in self._children:
+            self._children[node] = Workspace(node)
+        return self._children[node]
+
+    @property
+    def children(self) -> Mapping[str, Workspace]:
+        """Workspaces of the nodes, if there are several."""
+        return types.MappingProxyType(self._children)
+
+    def __getitem__(self, name: str) -> Any:
+        owner, blob = self._find(name)
+        return owner._blobs[blob]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not isinstance(name, str) or not name:
+            raise InvalidArgumentError(f"a blob's name is a string that is not empty, got {name!r}")
+        node, _, blob = name.partition("/")
+        if node in self._children and blob:
+            self._children[node][blob] = value
+        else:
+            self._blobs[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        owner, blob = self._find(name)
+        del owner._blobs[blob]
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self._find(name)
+        except KeyError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._blobs
+        for node, child in self._children.items():
+            yield from (f"{node}/{name}" for name in child)
+
+    def __len__(self) -> int:
+        return len(self._blobs) + sum(map(len, self._children.values()))
+
+    def __repr__(self) -> str:
+        return f"Workspace({self.node!r}, blobs: {', '.join(self) or 'none'})"
+
+    def _find(self, name: Any) -> tuple[Workspace, str]:
+        """The workspace that has a blob, and its name there.
+
+        Raises:
+            KeyError: nobody has it.
+            InvalidArgumentError: several nodes have a blob of this name.
+        """
+        if name in self._blobs:
+            return self, name
+        node, _, blob = str(name).partition("/")
+        if node in self._children and blob in self._children[node]._blobs:
+            return self._children[node], blob
+        owners = [child for child in self._children.values() if name in child._blobs]
+        if len(owners) > 1:
+            forms = ", ".join(f"{owner.node}/{name}" for owner in owners)
+            raise InvalidArgumentError(f"blob {name!r} is in the workspaces of several nodes; say which: {forms}")
+        if not owners:
+            raise KeyError(f"no blob {name!r}; there are: {', '.join(self) or 'none'}")
+        return owners[0], name
