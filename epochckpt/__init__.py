@@ -9,9 +9,10 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F3  args tree_metadata targets restoring casting items saving attempt opening attempts removal status orbax_tree
         orbax_reader choosing checks legacy reading manager following export_orbax export_safetensors exporting
         importing
+    F4  conditions stop
 """
 
-from epochckpt import args, errors
+from epochckpt import args, errors, stop
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
@@ -36,4 +37,5 @@ __all__ = [
     "export",
     "follow",
     "import_",
+    "stop",
 ]
