@@ -2,13 +2,13 @@
 
 Imports go strictly downwards; a test checks it (within a floor: only to the left).
 
-    F0  errors options layout tree
+    F0  errors options layout tree hosting
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
-        node_reader handlers orbax_marks orbax_steps commit commit_rename commit_put retention
-    F3  args tree_metadata targets restoring casting items saving attempt opening attempts removal status orbax_tree
-        orbax_reader choosing checks legacy reading manager following export_orbax export_safetensors exporting
-        importing
+        node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put retention
+    F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
+        status orbax_tree orbax_reader choosing checks legacy reading epochs manager following export_orbax
+        export_safetensors exporting importing
 """
 
 from epochckpt import args, errors
