@@ -34,7 +34,8 @@ class NodeRestore(ocp.args.CheckpointArgs):
     Attributes:
         item: target pytree as for `StandardRestore`; None for what was saved, as dicts and lists. by_node: None, or
             such targets by node name, for the nodes that this process hosts.
-        reshard: called when the epoch was saved by another number of nodes, which is refused without it:
+        reshard: called when the epoch was saved by another number of nodes, which is refused without it unless all of
+            them had saved the same, which every node then gets:
             `reshard(old_states, old_count, new_count)` is given every node's pytree in node order (dicts and lists,
             whatever `item` says; None of a node that saved none) and returns `new_count` of them; every process must
             compute the same.

@@ -112,8 +112,7 @@ class Attempt:
         out = []
         seen: dict[str, str] = {}
         folders: dict[str, str] = {}
-        reports = [report for process in range(nodes.processes) for report in self.reports[process]["nodes"]]
-        for (name, process), report in zip(nodes.rows, reports, strict=True):
+        for (name, process), report in zip(nodes.rows, self._node_reports(), strict=True):
             files = tuple(map(DataFile.from_row, report["files"]))
             for path in (f.path for f in files if f.name):
                 parents = layout.parents(path)
@@ -125,6 +124,19 @@ class Attempt:
             out.append(NodeEntry(name, process, report["size"], report["digest"], files, report["secs"]))
         return tuple(out)
 
+    def _node_reports(self) -> list[dict[str, Any]]:
+        """What was reported of each node, in node order."""
+        return [report for _, reported in sorted(self.reports.items()) for report in reported["nodes"]]
+
+    def _marked(self) -> dict[str, ItemRecord]:
+        """The items, with the mark of agreement on those of the nodes' own that all of them have alike."""
+        items = dict(self.items)
+        for name, item in self.items.items():
+            if item.kind == "node":
+                digests = {report["own"].get(name) for report in self._node_reports()}
+                items[name] = dataclasses.replace(item, same=len(digests) == 1 and None not in digests)
+        return items
+
     def record(self, attempt: str, nodes: tuple[NodeEntry, ...], *, objects: bool) -> EpochRecord:
         """The commit record, as of now."""
         return EpochRecord(
@@ -133,7 +145,7 @@ class Attempt:
             objects,
             self.plan,
             nodes,
-            self.items,
+            self._marked(),
             self.default_item,
             self.metrics,
             self.custom_metadata,

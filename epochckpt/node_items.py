@@ -1,4 +1,8 @@
-"""Restores what differs per node (`NodeSave`): which old node's value goes to which node of this job."""
+"""Restores what differs per node (`NodeSave`): which old node's value goes to which node of this job.
+
+As many nodes as before: each takes the place of one of them. Another number: `reshard` makes new values of the old
+ones; without it, what was the same on every node goes to every node, and what was not is refused.
+"""
 
 from __future__ import annotations
 
@@ -111,6 +115,8 @@ def _states(
         sources = {number: here.successor_of(number, names) for number in nodes.hosted}
     elif args.reshard is not None:
         return _resharded(reader, name, args, nodes)
+    elif record.items[name].same:
+        sources = {number: number % count for number in nodes.hosted}
     else:
         raise InvalidArgumentError(
             f"item {name!r} of epoch {record.epoch} differs per node and was saved by {count} nodes; here are "

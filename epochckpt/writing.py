@@ -10,7 +10,7 @@ from epochckpt.attempt import Attempt
 from epochckpt.commit import Commits
 from epochckpt.hosting import Nodes
 from epochckpt.options import StorageOptions
-from epochckpt.records import DataFile, NodeRecord
+from epochckpt.records import DataFile, NodeRecord, tree_digest
 from epochckpt.worker import Pool
 
 
@@ -105,4 +105,5 @@ class _Part:
             "digest": checksum.digest(record),
             "secs": self._secs + time.monotonic() - began,
             "files": [f.row() for f in self._files],
+            "own": {name: tree_digest(item, [f for f in self._files if f.item == name]) for name, item in own.items()},
         }

@@ -7,10 +7,14 @@ import pathlib
 import signal
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt import checksum
 from epochckpt.errors import InvalidArgumentError, SaveError
 from tests.node_jobs import NAMES, items, own, right_weights, same, weights
 from tests.processes import run_worker, start_processes
@@ -260,3 +264,172 @@ def test_in_several_processes_each_is_one_node(tmp_path: pathlib.Path) -> None:
         assert "only in a job of one process, here are 2" in found[0]
         assert "only in a job of one process, here are 2" in found[1]
         assert "3 nodes (a, b, c) in a job of 2 processes" in found[2]
+
+
+# -- the mark of agreement -------------------------------------------------------------------------------------------
+
+
+def marks(directory: Any, epoch: int = 0) -> dict[str, bool]:
+    """Which items of an epoch are marked as the same on all nodes."""
+    with ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        return {name: item.same for name, item in manager._commits.read_record(epoch).items.items()}
+
+
+def tree(**changes: Any) -> dict[str, Any]:
+    """One of every kind of leaf that a node may have of its own."""
+    return {
+        "array": np.arange(1000.0),
+        "device": jnp.arange(5),
+        "small": np.int8(3),
+        "n": 1,
+        "x": 0.5,
+        "text": "a",
+        "long": "b" * 5000,
+        "empty": {},
+        "list": [1, (2, None)],
+        **changes,
+    }
+
+
+DIFFERENT = {
+    "value": tree(array=np.arange(1000.0) + (np.arange(1000) == 999)),
+    "on device": tree(device=jnp.arange(5) + 1),
+    "dtype": tree(array=np.arange(1000.0).view(np.int64)),
+    "shape": tree(array=np.arange(1000.0).reshape(10, 100)),
+    "zero": tree(x=-0.0),
+    "number": tree(n=2),
+    "type": tree(n=True),
+    "text": tree(text="b"),
+    "long text": tree(long="b" * 4999 + "c"),
+    "structure": tree(list=[1, 2, None]),  # a list and a tuple are one, in what is written
+    "name": tree(more=1),
+    "container": tree(empty=[]),
+}
+
+
+@pytest.mark.parametrize("change", [None, *DIFFERENT])
+def test_what_all_nodes_have_alike_is_marked(tmp_path: pathlib.Path, change: str | None) -> None:
+    """If and only if: one bit, type, shape, key or container of one node takes the mark away."""
+    trees = dict.fromkeys(NAMES, tree(x=0.0))
+    if change is not None:
+        trees[NAMES[2]] = {**DIFFERENT[change], "x": -0.0 if change == "zero" else 0.0}
+    with hosting(tmp_path) as manager:
+        save(manager, 0, own=NodeSave(trees, by_node=True), arrays=Save({"w": np.ones(3)}))
+    assert marks(tmp_path) == {"own": change is None, "arrays": False}
+
+
+def test_an_item_that_a_node_lacks_is_not_marked(directory: str) -> None:
+    """Nor one that nobody has; of one node alone everything is marked that it has."""
+    with hosting(directory) as manager:
+        some = dict.fromkeys(NAMES[:2], 1)
+        save(manager, 0, own=NodeSave(some, by_node=True), none=NodeSave({}, by_node=True))
+        assert {n: i.same for n, i in manager._commits.read_record(0).items.items()} == {"own": False, "none": False}
+    with hosting(directory, ("alone",)) as manager:
+        save(manager, 1, own=NodeSave(1), none=NodeSave({}, by_node=True))
+        assert {n: i.same for n, i in manager._commits.read_record(1).items.items()} == {"own": True, "none": False}
+
+
+def test_equal_arrays_on_other_devices_are_the_same(directory: str) -> None:
+    """Where an array lay is not part of its value."""
+    values = {name: jax.device_put(np.arange(8.0), jax.devices()[n]) for n, name in enumerate(NAMES)}
+    with hosting(directory) as manager:
+        save(manager, 0, own=NodeSave(values, by_node=True))
+        assert manager._commits.read_record(0).items["own"].same
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_only_what_is_the_same_goes_to_another_number_of_nodes(directory: str, count: int) -> None:
+    """Equal values come back on every node, with and without targets; others are refused by name, or resharded."""
+    names = tuple(f"n{i}" for i in range(count))
+    with hosting(directory) as manager:
+        save(manager, 0, alike=NodeSave(dict.fromkeys(NAMES, tree()), by_node=True), own=NodeSave(OWN, by_node=True))
+    with hosting(directory, names) as manager:
+        for target in (None, dict.fromkeys(names, tree())):
+            got = manager.restore(0, args=Composite(alike=NodeRestore(target, by_node=True)))["alike"]
+            assert list(got) == list(names)
+            assert all(same(value["array"], tree()["array"]) and value["text"] == "a" for value in got.values())
+        for args in (None, Composite(own=NodeRestore(by_node=True))):
+            with pytest.raises(InvalidArgumentError, match=f"item 'own' .* saved by 3 nodes; here are {count}: pass"):
+                manager.restore(0, args=args)
+
+        def reshard(old: Any, n: int, m: int) -> list[Any]:
+            return [{"seeds": [o["seed"] for o in old], "n": n, "me": i} for i in range(m)]
+
+        asked = Composite(own=NodeRestore(reshard=reshard, by_node=True), alike=NodeRestore(reshard=reshard_alike))
+        if count > 1:
+            asked = Composite(own=asked["own"])
+        got = manager.restore(0, args=asked)
+        assert got["own"] == {name: {"seeds": [100, 101, 102], "n": 3, "me": i} for i, name in enumerate(names)}
+        assert count > 1 or got["alike"] == "made of 3"
+
+
+def reshard_alike(old: Any, n: int, m: int) -> list[str]:
+    """A given `reshard` counts, also where all are the same."""
+    assert len(old) == n
+    return [f"made of {n}"] * m
+
+
+def test_one_nodes_values_go_to_three(directory: str) -> None:
+    """Of one node everything is the same; a node that had none is `None` to `reshard`."""
+    with ec.CheckpointManager(directory) as manager:
+        save(manager, 0, own=NodeSave({"seed": 5}), none=NodeSave({}, by_node=True))
+    with hosting(directory) as manager:
+        got = manager.restore(0, args=Composite(own=NodeRestore(by_node=True)))["own"]
+        assert got == {name: {"seed": 5} for name in NAMES}
+        first, second, _ = got.values()
+        assert first is not second
+        with pytest.raises(InvalidArgumentError, match="item 'none'"):
+            manager.restore(0)
+        seen = []
+        args = NodeRestore(reshard=lambda old, n, m: seen.append(old) or [1, 2, 3], by_node=True)
+        assert manager.restore(0, args=Composite(none=args))["none"] == dict(zip(NAMES, [1, 2, 3], strict=True))
+        assert seen == [[None]]
+        with pytest.raises(InvalidArgumentError, match="reshard returned 1 states for 3 nodes"):
+            manager.restore(0, args=Composite(own=NodeRestore(reshard=lambda old, n, m: old, by_node=True)))
+
+
+def agreement_in_processes(directory: str) -> list[bool]:
+    """Saves, in every process, something that differs, something that does not, and both on a device of its own."""
+    me = jax.process_index()
+    local = jax.device_put(np.arange(4.0), jax.local_devices()[0])
+    own = {"alike": NodeSave({"x": 1, "local": local}), "own": NodeSave({"me": me}), "shift": NodeSave(local + me)}
+    with ec.CheckpointManager(directory) as manager:
+        save(manager, 0, **own)
+        return [item.same for item in manager._commits.read_record(0).items.values()]
+
+
+def test_processes_agree_too(tmp_path: pathlib.Path) -> None:
+    """Three processes mark what they have alike; one process then restores that, and only that."""
+    found = run_worker("tests.test_nodes:agreement_in_processes", {"directory": str(tmp_path)}, 3, 2)
+    assert found == [[True, False, False]] * 3
+    with ec.CheckpointManager(tmp_path) as manager:
+        got = manager.restore(0, args=Composite(alike=NodeRestore({"x": 0, "local": np.zeros(4)})))["alike"]
+        assert got["x"] == 1
+        np.testing.assert_array_equal(got["local"], np.arange(4.0))
+        for name in ("own", "shift"):
+            with pytest.raises(InvalidArgumentError, match=f"item '{name}' .* saved by 3 nodes; here are 1"):
+                manager.restore(0, args=Composite(**{name: NodeRestore()}))
+
+
+@pytest.mark.parametrize(("mark", "fine"), [(None, True), (True, True), (1, False), ("yes", False), ([], False)])
+def test_the_mark_is_read_with_care(tmp_path: pathlib.Path, mark: Any, fine: bool) -> None:
+    """Absent it is false; anything but true or false is no record. A mark that lies is found out."""
+    with hosting(tmp_path) as manager:
+        save(manager, 0, own=NodeSave({NAMES[0]: 1}, by_node=True))
+    path = tmp_path / "0" / "epoch.json"
+    record = checksum.unseal("epoch.json", path.read_bytes())
+    assert record["items"]["own"].pop("same") is False
+    if mark is not None:
+        record["items"]["own"]["same"] = mark
+    path.write_bytes(checksum.seal(record))
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ec.CheckpointManager(tmp_path, options=options, node=("a", "b")) as manager:
+        args = Composite(own=NodeRestore(by_node=True))
+        if not fine:
+            with pytest.raises(ec.errors.FormatError, match=r"items\.own\.same: expected true or false"):
+                manager.restore(0, args=args)
+        elif mark is None:
+            with pytest.raises(InvalidArgumentError, match="differs per node"):
+                manager.restore(0, args=args)
+        else:  # the first has it; the second node's record, which its digest covers, says that it has none
+            assert manager.restore(0, args=args)["own"] == {"a": 1}
