@@ -146,6 +146,11 @@ class _Wrapped(Condition):
         return self._name
 
 
+def is_foreign(condition: Condition) -> bool:
+    """Whether somebody else's callable is in it, which may change whenever it is asked."""
+    return isinstance(condition, _Wrapped) or any(map(is_foreign, condition.operands))
+
+
 def as_condition(obj: Any) -> Condition:
     """A condition as it is; anything else that can be called with a `Context`, as a condition.
 

@@ -34,6 +34,7 @@ from epochckpt.conditions import (
     Context,
     as_condition,
     checked,
+    is_foreign,
     load_states,
     save_states,
     shown,
@@ -47,6 +48,7 @@ __all__ = [
     "as_condition",
     "checked",
     "file_exists",
+    "is_foreign",
     "load_states",
     "max_epochs",
     "max_time",
@@ -66,17 +68,20 @@ class max_epochs(Condition):
 
     Args:
         n: how many, at least 1.
+
+    Attributes:
+        epochs: the same.
     """
 
     def __init__(self, n: int):
-        self._n = _count("max_epochs(n)", n)
+        self.epochs = _count("max_epochs(n)", n)
 
     def holds(self, ctx: Context) -> bool:
         """Whether the epoch's number has come to n."""
-        return ctx.epoch >= self._n
+        return ctx.epoch >= self.epochs
 
     def __repr__(self) -> str:
-        return f"max_epochs({self._n})"
+        return f"max_epochs({self.epochs})"
 
 
 class max_time(Condition):
