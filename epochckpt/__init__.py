@@ -22,6 +22,7 @@ from epochckpt.job import Job, epoch_limiter
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
 from epochckpt.outcome import RunResult
+from epochckpt.preempting import PREEMPTED_EXIT_CODE
 from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
 from epochckpt.session import DistributedSession, LocalHostScheduler, LocalSession
 from epochckpt.status import EpochStatus, NodeStatus, Verification
@@ -31,6 +32,7 @@ from epochckpt.workspace import Workspace
 __version__ = "0.1.0"
 
 __all__ = [
+    "PREEMPTED_EXIT_CODE",
     "CheckpointManager",
     "Cluster",
     "DistributedSession",
