@@ -7,7 +7,7 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
         node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put retention
     F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
-        status orbax_tree orbax_reader choosing checks legacy reading epochs manager following export_orbax
+        status outcomes orbax_tree orbax_reader choosing checks legacy reading epochs manager following export_orbax
         export_safetensors exporting importing
 """
 
@@ -18,7 +18,7 @@ from epochckpt.following import follow
 from epochckpt.importing import import_
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
-from epochckpt.status import EpochStatus, NodeStatus, Verification
+from epochckpt.status import EpochStatus, NodeStatus, SaveOutcome, Verification
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "EpochStatus",
     "Exported",
     "NodeStatus",
+    "SaveOutcome",
     "StorageOptions",
     "Verification",
     "args",
