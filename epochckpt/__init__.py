@@ -7,10 +7,10 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
         node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put retention
     F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
-        status outcomes orbax_tree orbax_reader choosing checks legacy reading epochs manager following export_orbax
-        export_safetensors exporting importing
+        status outcomes orbax_tree orbax_reader choosing checks legacy reading epochs manager following copying
+        export_orbax export_safetensors exporting importing
     F4  conditions stop workspace tasks job session blobs boundary metrics preempting outcome keeping keep_epochs
-        keep_orbax keepers progress reporting resuming running runner
+        keep_orbax keepers progress reporting resuming running runner upload
 """
 
 from epochckpt import args, errors, stop
@@ -27,6 +27,7 @@ from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
 from epochckpt.session import DistributedSession, LocalHostScheduler, LocalSession
 from epochckpt.status import EpochStatus, NodeStatus, SaveOutcome, Verification
 from epochckpt.tasks import Cluster, Node, Task, TaskGroup
+from epochckpt.upload import CopyUpload
 from epochckpt.workspace import Workspace
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "PREEMPTED_EXIT_CODE",
     "CheckpointManager",
     "Cluster",
+    "CopyUpload",
     "DistributedSession",
     "EpochCheckpointError",
     "EpochDeleted",

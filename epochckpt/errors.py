@@ -18,6 +18,7 @@ EpochCheckpointError
 │   ├── FencedError                          a newer incarnation has taken over the directory
 │   ├── BufferChangedError                   memory was modified while it was being written; names the leaf
 │   └── UncertainError                       this process cannot know whether the epoch was committed
+├── UploadError (RuntimeError)               an epoch could not be copied elsewhere; nothing else was touched
 ├── TaskError (RuntimeError)                 a task of a job raised; names task, group, node and epoch
 └── CoordinationError (RuntimeError)         the processes could not agree
     └── CoordinationTimeoutError (TimeoutError)
@@ -215,6 +216,22 @@ class BufferChangedError(SaveError):
 
 class UncertainError(SaveError):
     """This process cannot know whether the epoch was committed; look again with `reload()`."""
+
+
+class UploadError(EpochCheckpointError, RuntimeError):
+    """An epoch could not be copied to another place. The epoch itself, and other epochs there, are untouched.
+
+    Attributes:
+        epoch: its number.
+        destination: where it was to go.
+    """
+
+    def __init__(self, epoch: int, destination: str, reason: str):
+        super().__init__(
+            f"epoch {epoch} was not uploaded to {destination}: {reason}. The epoch itself is untouched: remove the "
+            "cause and start the job again, which only uploads"
+        )
+        self.epoch, self.destination, self.reason = epoch, destination, reason
 
 
 class TaskError(EpochCheckpointError, RuntimeError):

@@ -6,9 +6,7 @@ through a symlink per node; here the files themselves lie there, so the index st
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Generator
 
 from epochckpt import layout, orbax_view, status
 from epochckpt.errors import UnsupportedError
@@ -16,7 +14,7 @@ from epochckpt.node_reader import EpochReader
 from epochckpt.orbax_view import Views
 from epochckpt.records import EpochRecord
 from epochckpt.saving import root_metadata
-from epochckpt.store import Store, Writer
+from epochckpt.store import Store, writing
 
 LeftOut = dict[str, dict[str, str]]
 
@@ -50,7 +48,7 @@ def write(reader: EpochReader, record: EpochRecord, target: Store, allow_left_ou
         target.create(layout.join(base, path), data)
     for item in (name for name, entry in record.items.items() if entry.kind == "files"):
         for node, file in reader.item_files(item):
-            with _writing(target, layout.join(base, file.path), file.size) as writer:
+            with writing(target, layout.join(base, file.path), file.size) as writer:
                 start = 0
                 for block in reader.blocks(node, file):
                     writer.write(start, block)
@@ -62,7 +60,7 @@ def write(reader: EpochReader, record: EpochRecord, target: Store, allow_left_ou
             continue
         folders.make(layout.join(base, path))
         for file in reader.files(item, numbers[name]):
-            with _writing(target, layout.join(base, path, file.path.rpartition("/")[2]), file.size) as writer:
+            with writing(target, layout.join(base, path, file.path.rpartition("/")[2]), file.size) as writer:
                 file.stream(reader, writer.write)
     custom = status.root_metadata(reader.store).custom_metadata
     if custom:
@@ -82,17 +80,6 @@ def refusal(epoch: int, format: str, left_out: LeftOut) -> str:
     more = [f"  … and {len(rows) - 50} more"] if len(rows) > 50 else []
     head = f"epoch {epoch} holds what the format {format!r} cannot express:"
     return "\n".join([head, *rows[:50], *more, "allow_left_out=True exports the rest"])
-
-
-@contextlib.contextmanager
-def _writing(target: Store, path: str, size: int) -> Generator[Writer]:
-    writer = target.open_writer(path, size)
-    try:
-        yield writer
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 class _Folders:

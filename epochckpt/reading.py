@@ -22,6 +22,7 @@ from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.records import EpochRecord
 from epochckpt.restoring import read_leaves
 from epochckpt.storage import open_store
+from epochckpt.store import Store
 from epochckpt.worker import Pool
 
 
@@ -192,6 +193,15 @@ class Browsable:
         Stock Orbax keeps no checksums: of its epochs it says whether they are whole and can be read; see `note`.
         """
         return self._reading.verify(epoch_number(epoch))
+
+    def source(self, epoch: int) -> tuple[Store, str, EpochReader | None]:
+        """Where an epoch lies, for who copies it: store, folder in it, and a reader unless stock Orbax wrote it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        commits, reader = self._reading.commits, self._reading.reader(epoch_number(epoch))
+        return commits.store, commits.folder(epoch), None if isinstance(reader, StepReader) else reader
 
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
         """Single leaves of an epoch, as NumPy arrays and Python values; reads only their blocks.

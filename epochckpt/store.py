@@ -18,6 +18,8 @@ parent is gone, which is what fences off an older run. Elsewhere a folder exists
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -256,6 +258,18 @@ class Store(ABC):
         Raises:
             OSError: something could not be removed, or files kept appearing (`ENOTEMPTY`).
         """
+
+
+@contextmanager
+def writing(store: Store, path: str, size: int) -> Generator[Writer]:
+    """A new file of `size` bytes: finished, and so durable, at the end of the block; given up if the block raises."""
+    writer = store.open_writer(path, size)
+    try:
+        yield writer
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def check_path(path: str, *, root_allowed: bool = True) -> str:
