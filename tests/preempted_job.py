@@ -95,6 +95,7 @@ def run(directory: str, deadline_secs: float | None = None, **how: Any) -> int:
         partial=result.partial,
         committed=result.last_committed_epoch,
         resumed=result.resumed_from,
+        failed=result.failed_saves,
         total=ws["total"],
         hash=hashlib.sha256(data).hexdigest(),
     )
