@@ -164,6 +164,7 @@ class Run:
         finished = restored.notes.get("finished") or []
         metrics = restored.notes.get("metrics")
         ctx = self._context(restored.epoch, metrics if isinstance(metrics, dict) else {})
+        ctx = dataclasses.replace(ctx, elapsed_secs=0.0, total_secs=self._before)  # nothing has been trained yet
 
         def holds(condition: stop.Condition) -> bool:
             if has_output(condition):
