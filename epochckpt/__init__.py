@@ -4,16 +4,17 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
 
     F0  errors options layout tree hosting
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
+        run_database
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
         node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put retention
     F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
-        status outcomes orbax_tree orbax_reader choosing checks legacy reading epochs manager following copying
-        export_orbax export_safetensors exporting importing
-    F4  conditions stop workspace tasks job session blobs boundary metrics preempting outcome keeping keep_epochs
+        status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata manager
+        following copying export_orbax export_safetensors exporting importing
+    F4  conditions stop workspace tasks job session blobs boundary metrics preempting result keeping keep_epochs
         keep_orbax keepers progress reporting resuming running runner upload
 """
 
-from epochckpt import args, errors, stop
+from epochckpt import args, errors, metadata, stop
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
@@ -21,8 +22,8 @@ from epochckpt.importing import import_
 from epochckpt.job import Job, epoch_limiter
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
-from epochckpt.outcome import RunResult
 from epochckpt.preempting import PREEMPTED_EXIT_CODE
+from epochckpt.result import RunResult
 from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
 from epochckpt.session import DistributedSession, LocalHostScheduler, LocalSession
 from epochckpt.status import EpochStatus, NodeStatus, SaveOutcome, Verification
@@ -62,5 +63,6 @@ __all__ = [
     "export",
     "follow",
     "import_",
+    "metadata",
     "stop",
 ]

@@ -45,6 +45,7 @@ def finish(directory: pathlib.Path, processes: int, **how: Any) -> list[dict[str
     with start(directory, processes, **how) as job:
         codes, said, text = ends(job)
     assert codes == [0] * processes, text
+    assert not any(end["failed"] for end in said)
     return said
 
 
@@ -109,7 +110,8 @@ def test_sigterm_to_one_of_four_processes_at_random_moments(
         (epoch,) = {end["epoch"] for end in said}
         assert committed(directory)[-1] == epoch == said[0]["committed"]
         assert (epoch == JOB["epochs"]) or "preempted" in said[0]["reason"]
-        hit[f"{name} -> {'end' if epoch == JOB['epochs'] else 'epoch'}"] = hit.get(name, 0) + 1
+        where = f"{name}, epoch {epoch}"
+        hit[where] = hit.get(where, 0) + 1
         again = finish(directory, 4, step_secs=0.0)
         assert again[0]["resumed"] == epoch
         assert finals(again) == undisturbed(4)
@@ -134,6 +136,8 @@ def test_an_epoch_that_can_be_resumed_is_left_in_the_middle(
     assert again[0]["resumed"] == epoch
     assert finals(again) == undisturbed(processes)
     assert committed(tmp_path / "c") == list(range(7))
+    with ec.CheckpointManager(tmp_path / "c") as manager:
+        assert not any(manager.metadata(e).custom_metadata["job_runner"]["partial"] for e in manager.all_steps())
 
 
 def test_a_second_preemption_in_the_same_epoch_keeps_the_further_part(undisturbed: Any, tmp_path: pathlib.Path) -> None:
