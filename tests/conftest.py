@@ -3,6 +3,7 @@
 import importlib
 import os
 import pathlib
+import subprocess
 import uuid
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -50,3 +51,19 @@ def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     forget()
     yield Memory.store
     forget()
+
+
+@pytest.fixture
+def disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A small file system of its own."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "epochckpt-test", str(point)]
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield point
+    finally:
+        if subprocess.run(["umount", str(point)], timeout=30, check=False).returncode:
+            subprocess.run(["umount", "--lazy", str(point)], timeout=30, check=True)

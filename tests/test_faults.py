@@ -231,22 +231,6 @@ def test_a_stopped_primary_never_splits_the_verdict(tmp_path: pathlib.Path) -> N
 # -- disks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A small file system of its own."""
-    point = tmp_path / "disk"
-    point.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "epochckpt-test", str(point)]
-    done = subprocess.run(mount, capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
-    try:
-        yield point
-    finally:
-        if subprocess.run(["umount", str(point)], timeout=30, check=False).returncode:
-            subprocess.run(["umount", "--lazy", str(point)], timeout=30, check=True)
-
-
 def numbers(epoch: int) -> dict[str, np.ndarray]:
     return {"w": np.full((64, 256), epoch, np.float32), "b": np.full(3, epoch, np.int32)}
 
