@@ -64,7 +64,7 @@ class Session(abc.ABC):
         if node is None:
             if len(self.hosted) > 1:
                 raise InvalidArgumentError(f"several nodes run here; say which: {', '.join(self.hosted)}")
-            node = self.hosted[0]
+            node = self.hosted[-1]
         if node not in self.hosted:
             raise InvalidArgumentError(f"no node {node!r} runs in this process; here: {', '.join(self.hosted)}")
         return self._of(node)
