@@ -182,6 +182,7 @@ class Epochs(Browsable):
         Until that save is committed the epoch stays as it is, and at any moment, also after a crash, either the old
         one or the new one is there (on a file system that cannot exchange two folders, such as NFS: is there again
         when the directory is next opened for writing). If somebody else changes the epoch meanwhile, that save fails.
+        A save that fails, or that raises, has used the permission up: call this again.
 
         Raises:
             EpochNotFoundError: there is no such epoch.

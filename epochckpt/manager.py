@@ -214,7 +214,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         multi = check_args(args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
-        if self._history.is_requested(step) and step not in self._superseded:
+        superseded = self._superseded.pop(step, None)  # this save's alone, on every process, whatever comes of it
+        if self._history.is_requested(step) and superseded is None:
             raise EpochExistsError(
                 f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
                 "let_replace() lets the next save take its place"
@@ -233,14 +234,13 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 metrics=None if self._options.prevent_write_metrics else metrics,
                 custom_metadata=custom_metadata,
                 timeout_secs=timeout,
-                replaces=self._damaged.get(step) or self._superseded.get(step),
+                replaces=self._damaged.get(step) or superseded,
             )
         except Exception as error:
             if self._coordinator.processes > 1:
                 self._attempts.submit(broken(step, number, error, timeout))
             raise
         self._multi = multi
-        self._superseded.pop(step, None)
         self._history.request(EpochInfo(step, metrics=attempt.metrics, time_ns=attempt.started_ns))
         attempt.held_secs = time.monotonic() - began
         self._attempts.submit(attempt)

@@ -180,9 +180,10 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
         late = ", ".join(f"process {p}" for p in sorted(missing))
         raise CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
     nodes = [name] + [str(found[p]["node"]) for p in sorted(others)]
+    first: dict[str, int] = {}
     for p, n in enumerate(nodes):
-        if n in nodes[:p]:
-            q = nodes.index(n)
+        q = first.setdefault(n, p)
+        if p != q:
             raise InvalidArgumentError(f"processes {q} and {p} both call their node {n!r}; node= must be unique")
     return nodes
 

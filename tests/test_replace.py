@@ -141,6 +141,9 @@ def test_a_save_that_fails_leaves_the_old_one(directory: str, monkeypatch: pytes
         manager.let_replace(1)
         with pytest.raises(InvalidArgumentError):
             manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave({"x": object()})))
+        with pytest.raises(EpochExistsError):
+            manager.save(1, args=args(10), force=True)
+        manager.let_replace(1)
         with monkeypatch.context() as patch:
             for store in (PosixStore, KvStore):
                 patch.setattr(store, "open_writer", lambda self, path, size: (_ for _ in ()).throw(OSError(28, path)))
