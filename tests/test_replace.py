@@ -328,6 +328,42 @@ def test_an_older_run_cannot_replace(directory: str, late: bool, monkeypatch: py
     newer[0].close()
 
 
+def test_a_record_that_a_newer_run_swept_away_gives_way_to_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store: the older run overwrites the record just before the newer one sweeps what it names."""
+    url = f"memory://{uuid.uuid4().hex}/"
+    swapped, swept = threading.Event(), threading.Event()
+    swap, sweep = KvStore.replace, commit_put.PutCommits._sweep
+    newer: list[ec.CheckpointManager] = []
+
+    def late_sweep(*given: Any) -> None:
+        assert swapped.wait(30)
+        sweep(*given)
+        swept.set()
+
+    def overtaken(*given: Any) -> None:
+        if newer:  # the older run takes its word back
+            swap(*given)
+            return
+        newer.append(ec.CheckpointManager(url))
+        swap(*given)
+        swapped.set()
+        assert swept.wait(30)
+        assert not older._store.exists("1/epoch.json")
+
+    older = ec.CheckpointManager(url)
+    save(older, 1, 1)
+    older.let_replace(1)
+    monkeypatch.setattr(commit_put.PutCommits, "_sweep", late_sweep)
+    monkeypatch.setattr(KvStore, "replace", overtaken)
+    older.save(1, args=args(10))
+    with pytest.raises(FencedError):
+        older.wait_until_finished()
+    older.close()
+    newer[0].reload()
+    assert value_of(newer[0], 1) == 1
+    newer[0].close()
+
+
 def test_processes_replace_together(tmp_path: pathlib.Path) -> None:
     """Each calls `let_replace` and `save`; the primary exchanges."""
     found = run_worker("tests.replace_jobs:replace_in_a_job", {"directory": str(tmp_path)}, 2)
