@@ -1,4 +1,8 @@
-"""What may be set aside, and on whose word: later epochs by a rollback, one that cannot be read by its next save."""
+"""What may be set aside, and on whose word.
+
+Later epochs by a rollback; one that cannot be read by the next save of its number; a good one by the next save of its
+number if the caller lets it.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +53,17 @@ class Damaged:
     """
 
     attempt: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Superseded:
+    """A good epoch in whose place the next save of its number may come.
+
+    Attributes:
+        attempt: its attempt id; another one is not replaced.
+    """
+
+    attempt: str
+
+
+Replaces = Damaged | Superseded

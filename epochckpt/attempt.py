@@ -12,7 +12,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from epochckpt import layout, worker
-from epochckpt.aside import Damaged
+from epochckpt.aside import Replaces
 from epochckpt.coordination import Deadline
 from epochckpt.errors import SaveError, say
 from epochckpt.handlers import Content, Run
@@ -38,7 +38,7 @@ class Attempt:
         own: the items that differ per node, as each of this process's nodes records them, by node number.
         digest: gives the digest of the plan; computed in the background.
         copied_bytes: host memory that the snapshot holds.
-        replaces: the damaged epoch of this number that may be set aside for it.
+        replaces: the epoch of this number that may be set aside for it: a damaged one, or one that may be replaced.
         error: what kept this process from taking part; reported to the others instead of files.
         held_secs: how long the training thread was held.
         collecting: on the primary: when it began to wait for the other nodes' reports; 0 before.
@@ -59,7 +59,7 @@ class Attempt:
     custom_metadata: dict[str, Any]
     copied_bytes: int
     deadline: Deadline
-    replaces: Damaged | None = None
+    replaces: Replaces | None = None
     error: Exception | None = None
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
     started: float = dataclasses.field(default_factory=time.monotonic)
@@ -215,7 +215,7 @@ def snapshot(
     metrics: Any,
     custom_metadata: Mapping[str, Any] | None,
     timeout_secs: float,
-    replaces: Damaged | None,
+    replaces: Replaces | None,
 ) -> Attempt:
     """Takes the snapshot of a planned save."""
     kept = checked_json(metrics, "metrics"), checked_json(dict(custom_metadata or {}), "custom_metadata")

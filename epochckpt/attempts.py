@@ -331,7 +331,9 @@ class Attempts:
                 raise SaveError(attempt.epoch, f"its {attempt.deadline.secs:g} s were over just before the rename")
 
         data = record.to_bytes()
-        self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces)
+        remove = self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces)
+        if remove is not None:
+            self.remove(remove)
         logging.info("epoch %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
         return Committed(attempt.epoch, attempt.metrics, record.committed_ns, ())
 

@@ -6,6 +6,7 @@
 | `<epoch>/epoch.json` under its final name | committed | everybody |
 | the same, named by a `rollback.json` as set aside | rolled back, being moved | nobody |
 | `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax_steps`) | committed | everybody |
+| the same, while a save that may replace it (`let_replace`) commits | committed, old or new | everybody |
 | moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
 
 With a folder rename (POSIX) an epoch is staged whole and renamed into place. Without one (object stores) the data
@@ -24,7 +25,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import layout, orbax_steps, parsing, records
-from epochckpt.aside import Damaged, Rollback, parse_rollback
+from epochckpt.aside import Damaged, Replaces, Rollback, parse_rollback
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -264,8 +265,8 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None
-    ) -> None:
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
+    ) -> Callable[[], None] | None:
         """Primary: makes the epoch visible.
 
         Args:
@@ -273,7 +274,11 @@ class Commits(abc.ABC):
             attempt: the attempt's id.
             record: `epoch.json`.
             check: called just before the decisive step; raises when it is too late.
-            replaces: the damaged epoch under this name, if it is still that one, is set aside first.
+            replaces: what is under this name now, if it is still that one: a damaged epoch is set aside first, a good
+                one is exchanged for the new one, so that one of them is there at any moment.
+
+        Returns:
+            A call that removes the bytes of what was exchanged, if anything was.
 
         Raises:
             FencedError: a newer incarnation has taken over.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 
 from absl import logging
 
 from epochckpt import layout, parsing, records, worker
-from epochckpt.aside import Damaged, Rollback
+from epochckpt.aside import Damaged, Replaces, Rollback, Superseded
 from epochckpt.commit import Commits
 from epochckpt.errors import EpochCheckpointError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
@@ -121,19 +123,23 @@ class PutCommits(Commits):
         return record
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None
-    ) -> None:
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
+    ) -> Callable[[], None] | None:
         """See Commits."""
         path = layout.join(self.names.build(epoch), layout.EPOCH_RECORD)
         self._check_fence(epoch)
         check()
-        if replaces is not None and self.store.exists(path):
+        old = self._superseded(epoch, path, replaces)
+        if isinstance(replaces, Damaged) and self.store.exists(path):
             self._copy_aside(epoch, f"damaged-{layout.new_id()}")
             self._check_fence(epoch)
             if self.read_attempt(epoch) == replaces.attempt:
                 self.store.remove(path)
         try:
-            self.store.create(path, record)
+            if old is None:
+                self.store.create(path, record)
+            else:
+                self.store.replace(path, old, record)
         except FileExistsError:
             if self.read_attempt(epoch) != attempt:
                 raise SaveError(
@@ -148,11 +154,32 @@ class PutCommits(Commits):
             try:
                 self.check_shallow(self.read_record(epoch))
             except (EpochCheckpointError, OSError):  # the newer run has swept its data: it must not be seen
-                if self.read_attempt(epoch) == attempt:
-                    self.store.remove(path)
+                self._take_back(epoch, attempt, path, record, old)
                 raise error from None
             raise UncertainError(epoch, f"its record was put while a newer run took over: {error.reason}") from error
         self._folders[epoch] = self.names.build(epoch)
+        return None if old is None or replaces is None else partial(self.discard, epoch, str(replaces.attempt))
+
+    def _superseded(self, epoch: int, path: str, replaces: Replaces | None) -> bytes | None:
+        """The record of the good epoch that may be replaced, if it is still that one."""
+        if not isinstance(replaces, Superseded) or self.read_attempt(epoch) != replaces.attempt:
+            return None
+        data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+        return data if parsing.parse_epoch(path, data).attempt == replaces.attempt else None
+
+    def _take_back(self, epoch: int, attempt: str, path: str, record: bytes, old: bytes | None) -> None:
+        """Takes a record away whose data a newer run has swept; an epoch that it replaced is there again."""
+        if old is None:
+            if self.read_attempt(epoch) == attempt:
+                self.store.remove(path)
+            return
+        try:
+            self.store.replace(path, record, old)
+        except FileNotFoundError:  # the newer run took it away, see `_sweep`
+            with suppress(FileExistsError):
+                self.store.create(path, old)
+        except FileExistsError:
+            logging.info("%s/%s is the newer run's by now", self.store.root, path)
 
     def discard(self, epoch: int, attempt: str) -> None:
         """See Commits."""

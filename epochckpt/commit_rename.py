@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -10,7 +11,7 @@ from functools import partial
 from absl import logging
 
 from epochckpt import layout, orbax_left_out, orbax_marks, orbax_steps, orbax_view, worker
-from epochckpt.aside import Damaged, Rollback
+from epochckpt.aside import Replaces, Rollback, Superseded
 from epochckpt.commit import Commits, StepNames
 from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
@@ -80,6 +81,8 @@ class RenameCommits(Commits):
             for kept in self.store.list(away):
                 if kept.name.startswith("damaged-"):  # killed while it was being set aside
                     self.store.rename(layout.join(away, kept.name), kept.name)
+                elif kept.name.startswith("replaced-"):
+                    self._put_back(layout.join(away, kept.name))
             swept.append(away)
         self.store.sync_folder("")
         self.finish_rollback()
@@ -159,8 +162,8 @@ class RenameCommits(Commits):
         return dataclasses.replace(record, orbax_left_out=view.left_out)
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Damaged | None
-    ) -> None:
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
+    ) -> Callable[[], None] | None:
         """See Commits."""
         staging, final = self._staging(epoch, attempt), self.names.build(epoch)
         try:
@@ -169,11 +172,16 @@ class RenameCommits(Commits):
         except FileNotFoundError:
             raise self.lost(epoch) from None
         check()
-        if replaces is not None and self.read_attempt(epoch) == replaces.attempt:
+        present = replaces is not None and self.read_attempt(epoch) == replaces.attempt
+        old = self._old(epoch, attempt) if present and isinstance(replaces, Superseded) else None
+        if present and old is None:
             with self._fenced(epoch):
                 self._set_damaged_aside(epoch)
         try:
-            self.store.rename(staging, final)
+            if old is None:
+                self.store.rename(staging, final)
+            else:
+                self._supersede(staging, final, old)
         except FileNotFoundError:
             if self.read_attempt(epoch) != attempt:
                 raise self.lost(epoch) from None
@@ -186,14 +194,54 @@ class RenameCommits(Commits):
                 raise SaveError(epoch, f"renaming it into place failed: {error}") from error
         try:
             self.store.sync_folder("")
+            if old is not None:
+                self.store.sync_folder(self._home)
         except OSError as error:
             reason = f"{self.store.root} could not be made durable after the rename ({error})"
+            uncertain = layout.join(self._home, f"uncertain-{attempt}")
             try:
-                self.store.rename(final, layout.join(self._home, f"uncertain-{attempt}"))
+                if old is None:
+                    self.store.rename(final, uncertain)
+                else:  # the old one comes back
+                    self._supersede(old, final, uncertain)
             except OSError as problem:
                 raise UncertainError(epoch, f"{reason}, and it could not be taken out of sight ({problem})") from error
             raise UncertainError(epoch, f"{reason}; it was taken out of sight") from error
         self._folders[epoch] = final
+        return None if old is None else partial(self.store.remove_tree, old)
+
+    def _old(self, epoch: int, attempt: str) -> str:
+        """Where an epoch goes that is replaced: a name in our own folder."""
+        return layout.join(self._home, f"deleted-{epoch}-{attempt}")
+
+    def _supersede(self, new: str, final: str, old: str) -> None:
+        """Puts a staged epoch in the place of the one that it may replace, which goes to `old`.
+
+        Where the file system has no exchange there is a moment without either; the next run then puts the old one
+        back (`_put_back`).
+        """
+        try:
+            self.store.exchange(new, final)
+            self.store.rename(new, old)
+            return
+        except io.UnsupportedOperation:
+            draft = layout.join(self._home, f"replaced-{layout.new_id()}")
+        self.store.make_folder(draft)
+        self.store.rename(final, layout.join(draft, final))
+        try:
+            self.store.rename(new, final)
+        except BaseException:
+            with suppress(OSError):
+                self.store.rename(layout.join(draft, final), final)
+            raise
+        self.store.rename(layout.join(draft, final), old)
+
+    def _put_back(self, folder: str) -> None:
+        """Puts an epoch back that an earlier run was killed on the way to replace, unless the new one has come."""
+        for epoch in self.store.list(folder):
+            if not self.store.exists(epoch.name):
+                logging.warning("%s: %s is put back, it was about to be replaced", self.store.root, epoch.name)
+                self.store.rename(layout.join(folder, epoch.name), epoch.name)
 
     def discard(self, epoch: int, attempt: str) -> None:
         """See Commits."""

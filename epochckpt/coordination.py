@@ -15,7 +15,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -201,7 +201,7 @@ class Preemption:
 
     _asked = 0
     _heard = False
-    _feed: Callable[[], bool] | None = None
+    _feeds: ClassVar[list[Callable[[], bool]]] = []
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -209,8 +209,8 @@ class Preemption:
 
     def reached(self, step: int) -> bool:
         """Whether the notice has reached every process; all of them must ask for the same steps."""
-        if Preemption._feed is not None:
-            return Preemption._feed()
+        if Preemption._feeds:
+            return Preemption._feeds[-1]()
         if step != self._step:
             self._step = step
             self._answer = self.ask()
@@ -227,11 +227,11 @@ class Preemption:
     @contextlib.contextmanager
     def fed_by(cls, answer: Callable[[], bool]) -> Generator[None]:
         """Meanwhile managers do not ask, but take this answer: somebody else asks for all."""
-        before, Preemption._feed = Preemption._feed, answer
+        cls._feeds.append(answer)
         try:
             yield
         finally:
-            Preemption._feed = before
+            cls._feeds.remove(answer)
 
 
 def connect(read_only: bool) -> Coordinator:

@@ -11,7 +11,7 @@ from absl import logging
 from etils import epath
 
 from epochckpt import choosing, legacy, opening, removal, retention, status
-from epochckpt.aside import Damaged
+from epochckpt.aside import Damaged, Superseded
 from epochckpt.attempts import Attempts
 from epochckpt.checks import check_args
 from epochckpt.commit import Commits
@@ -39,6 +39,7 @@ class Epochs(Browsable):
     _attempts: Attempts
     _history: History
     _damaged: dict[int, Damaged]
+    _superseded: dict[int, Superseded]
     _directory: epath.Path
     _prefix: str
     _calls: int
@@ -174,6 +175,24 @@ class Epochs(Browsable):
 
         self._agree("delete", decide)
         self._history.drop([step])
+
+    def let_replace(self, epoch: int) -> None:
+        """Lets the next save of a committed epoch's number replace it; all processes call it alike.
+
+        Until that save is committed the epoch stays as it is, and at any moment, also after a crash, either the old
+        one or the new one is there (on a file system that cannot exchange two folders, such as NFS: is there again
+        when the directory is next opened for writing). If somebody else changes the epoch meanwhile, that save fails.
+        A save that fails, or that raises, has used the permission up: call this again.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            InvalidArgumentError: it cannot be replaced: by stock Orbax, or this manager is read only.
+        """
+        epoch = epoch_number(epoch)
+        if self._options.read_only:
+            raise InvalidArgumentError(f"{self._directory} is open read only: epoch {epoch} cannot be replaced")
+        self._attempts.drain(epoch)
+        self._superseded[epoch] = removal.superseded(self._commits, epoch)
 
     def rollback_to(self, epoch: int) -> None:
         """Sets all later epochs aside, durably, so that the next save continues from this one.

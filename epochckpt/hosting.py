@@ -88,7 +88,9 @@ def check_names(names: str | Sequence[str]) -> tuple[str, ...]:
     listed = (names,) if isinstance(names, str) else tuple(names)
     if not listed:
         raise InvalidArgumentError("no node names; expected at least one")
-    for number, name in enumerate(listed):
-        if layout.check_node_name(name) in listed[:number]:
+    seen: set[str] = set()
+    for name in listed:
+        if layout.check_node_name(name) in seen:
             raise InvalidArgumentError(f"two nodes have the name {name!r} (of {list(listed)}); names must be unique")
+        seen.add(name)
     return listed

@@ -159,7 +159,7 @@ class Job:
         """Decorator: a task of `init_group`."""
         return self._add(self.init_group, fn)
 
-    def epoch(self, fn: F | None = None, *, resumable: bool = False) -> Any:
+    def epoch(self, fn: Callable[[Workspace], Any] | None = None, *, resumable: bool = False) -> Any:
         """Decorator: a task of `epoch_group`. It may return a mapping of scalars: the epoch's metrics.
 
         Args:

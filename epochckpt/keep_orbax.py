@@ -106,7 +106,7 @@ class OrbaxKeeper(Keeper):
 
     def _items_of(self, epoch: int) -> list[str]:
         """Items of an epoch that the runner did not write."""
-        metadata = self._manager.metadata(epoch).item_metadata
+        metadata: Any = self._manager.metadata(epoch).item_metadata
         return list(metadata.keys()) if hasattr(metadata, "keys") else []
 
     def _of_this_node(self, blob: str, by_node: Mapping[str, Any], workspace: Any) -> Any:

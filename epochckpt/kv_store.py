@@ -157,6 +157,22 @@ class KvStore(Store):
             f"{self.root} cannot rename {src!r} to {dst!r}: an object store has no atomic rename"
         )
 
+    def replace(self, path: str, old: bytes, new: bytes) -> None:
+        """One read, and one write on condition that nobody has written since."""
+        check_path(path, root_allowed=False)
+        name = self._name(path)
+        with _translated(name):
+            found = self._kv.read(path).result()
+        if found.state != "value":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        changed = found.value != old
+        if not changed:
+            with _translated(name):
+                stamp = self._kv.write(path, new, if_equal=found.stamp.generation).result()
+            changed = stamp.generation == _CONDITION_FAILED
+        if changed:
+            raise FileExistsError(errno.EEXIST, "it has other content by now", name)
+
     def remove(self, path: str) -> None:
         """One delete."""
         check_path(path, root_allowed=False)

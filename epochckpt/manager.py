@@ -25,6 +25,7 @@ from epochckpt import (
     saving,
     worker,
 )
+from epochckpt.aside import Superseded
 from epochckpt.attempt import Attempt, Committed, broken, snapshot
 from epochckpt.attempts import Attempts
 from epochckpt.checks import check_args, check_options, storage_options
@@ -115,6 +116,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             on_end=lambda attempt, failure: self._outcomes.add(attempt, failure, self._nodes),
         )
         self._tries: dict[int, int] = {}
+        self._superseded: dict[int, Superseded] = {}
         self._outcomes = outcomes.Outcomes()
         tells = coordinator.primary and not self._options.read_only
         self._informer = outcomes.Informer(metadata_handler, tells)
@@ -174,6 +176,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory)
             return False
         asked = self._history.requested()
+        if step in self._superseded:  # as if neither it nor what came later had been asked for
+            asked = [info for info in asked if info.step < step]
         if asked and asked[-1].step >= step:
             logging.info(
                 "epoch %d is not saved: epoch %d was asked for already (force=True saves it)",
@@ -202,7 +206,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             items: Orbax's legacy form of args, for managers that were given handlers.
             save_kwargs: goes with items.
             metrics: JSON, kept with the epoch; `options.best_fn` ranks by it.
-            force: save even if `should_save` says no; an existing epoch is still an error.
+            force: save even if `should_save` says no; an existing epoch is still an error (see `let_replace`).
             args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
             custom_metadata: JSON, kept with the epoch.
 
@@ -223,9 +227,11 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         multi = check_args(args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
-        if self._history.is_requested(step):
+        superseded = self._superseded.pop(step, None)  # this save's alone, on every process, whatever comes of it
+        if self._history.is_requested(step) and superseded is None:
             raise EpochExistsError(
-                f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room"
+                f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
+                "let_replace() lets the next save take its place"
             )
         number = self._tries.get(step, 0)
         self._tries[step] = number + 1
@@ -241,7 +247,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 metrics=None if self._options.prevent_write_metrics else metrics,
                 custom_metadata=custom_metadata,
                 timeout_secs=timeout,
-                replaces=self._damaged.get(step),
+                replaces=self._damaged.get(step) or superseded,
             )
         except Exception as error:
             if self._coordinator.processes > 1:

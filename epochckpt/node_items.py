@@ -35,15 +35,14 @@ class Here:
     handlers: Handlers
     nodes: Nodes = dataclasses.field(default_factory=Nodes)
 
-    def successor_of(self, number: int, names: Sequence[str]) -> int:
-        """The number of the old node, of as many as there are now, whose place a node of this job takes.
+    def successions(self, names: Sequence[str]) -> list[int]:
+        """For each node of this job the number of the old node, of as many, whose place it takes.
 
         A node goes on where the one of its name was; the others take the places that are left, in order.
         """
-        left = [n for n, name in enumerate(names) if name not in self.nodes.names]
-        new = [name for name in self.nodes.names if name not in names]
-        name = self.nodes.names[number]
-        return list(names).index(name) if name in names else left[new.index(name)]
+        old, now = {name: number for number, name in enumerate(names)}, set(self.nodes.names)
+        left = iter([number for number, name in enumerate(names) if name not in now])
+        return [old[name] if name in old else next(left) for name in self.nodes.names]
 
 
 def restore_node(reader: EpochReader, name: str, args: NodeRestore | None, here: Here) -> Any:
@@ -95,7 +94,8 @@ def by_number(name: str, values: Any, nodes: Nodes) -> dict[int, Any]:
         raise InvalidArgumentError(
             f"item {name!r}: by_node=True expects a dict of pytrees by node name, got a {type(values).__name__}"
         )
-    unknown = [node for node in values if node not in nodes.hosted_names]
+    hosted = set(nodes.hosted_names)
+    unknown = [node for node in values if node not in hosted]
     if unknown:
         raise InvalidArgumentError(
             f"item {name!r}: by_node=True names {', '.join(map(repr, unknown))}; this process hosts "
@@ -111,8 +111,8 @@ def _states(
     record, nodes = reader.record, here.nodes
     count, now = len(record.nodes), len(nodes)
     if count == now:
-        names = [n.name for n in record.nodes]
-        sources = {number: here.successor_of(number, names) for number in nodes.hosted}
+        places = here.successions([n.name for n in record.nodes])
+        sources = {number: places[number] for number in nodes.hosted}
     elif args.reshard is not None:
         return _resharded(reader, name, args, nodes)
     elif record.items[name].same:

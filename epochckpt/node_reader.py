@@ -147,6 +147,7 @@ class EpochReader:
             for file in self.files(item, owner):
                 size = self.guard(file.path, functools.partial(self.store.size, file.path))
                 if size != file.size:
+                    self.check_present(f"{file.path} changed")
                     raise DamagedError(file.path, f"has {size} bytes, {file.size} were written")
             self._checked.add((item, owner))
 

@@ -87,7 +87,7 @@ def survey(commits: Commits) -> tuple[list[int], list[int]]:
     epochs, damaged = commits.list_epochs(), []
     while epochs:
         try:
-            commits.check_shallow(commits.read_record(epochs[-1]))
+            _look_at(commits, epochs[-1])
             break
         except FormatVersionError:
             raise
@@ -95,6 +95,18 @@ def survey(commits: Commits) -> tuple[list[int], list[int]]:
             logging.error("%s: epoch %d is damaged and will not be used: %s", commits.store.root, epochs[-1], error)
             damaged.append(epochs.pop())
     return epochs, damaged
+
+
+def _look_at(commits: Commits, epoch: int) -> None:
+    """Raises what `read_record` and `check_shallow` raise; an epoch that is replaced meanwhile is looked at again."""
+    while True:
+        record = commits.read_record(epoch)
+        try:
+            commits.check_shallow(record)
+            return
+        except DamagedError:
+            if commits.read_attempt(epoch) in (record.attempt, None):
+                raise
 
 
 def open_directory(
@@ -168,9 +180,10 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
         late = ", ".join(f"process {p}" for p in sorted(missing))
         raise CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
     nodes = [name] + [str(found[p]["node"]) for p in sorted(others)]
+    first: dict[str, int] = {}
     for p, n in enumerate(nodes):
-        if n in nodes[:p]:
-            q = nodes.index(n)
+        q = first.setdefault(n, p)
+        if p != q:
             raise InvalidArgumentError(f"processes {q} and {p} both call their node {n!r}; node= must be unique")
     return nodes
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from absl import logging
+
 from epochckpt import metadata_protocol, worker
 from epochckpt.attempt import Attempt
 from epochckpt.errors import SaveError
@@ -55,6 +57,7 @@ class Informer:
     def __init__(self, handler: Any, active: bool):
         self._handler = handler if active else None
         self._lane = worker.Lane()
+        self._stuck = False
 
     def nodes(self, directory: str, names: Sequence[str]) -> None:
         """Which nodes save to which directory; told at once.
@@ -71,9 +74,11 @@ class Informer:
         self._later("report", "checkpoint_save", dict(secs))
 
     def drain(self, timeout_secs: float) -> None:
-        """Waits, bounded, until it has been told everything."""
-        if self._handler is not None:
-            self._lane.submit(lambda: None).wait(timeout_secs)
+        """Waits until it has been told everything; gives a handler up that takes longer, and waits for it no more."""
+        if self._handler is not None and not self._stuck:
+            self._stuck = not self._lane.submit(lambda: None).wait(timeout_secs)
+            if self._stuck:
+                logging.warning("metadata handler: it has not returned for %g s; not waited for any more", timeout_secs)
 
     def _later(self, method: str, *args: Any) -> None:
         self._lane.submit(functools.partial(self._tell, method, *args))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
 import stat
 import threading
@@ -27,6 +28,7 @@ _CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS re
 _REMOVE_ROUNDS = 16
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _WRITE_FAILED = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 _NO_FLAGS_HERE = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
@@ -168,6 +170,19 @@ class PosixStore(Store):
             if error.errno == errno.ENOTEMPTY:  # what some systems say instead of EEXIST
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), source, None, target) from error
             raise
+
+    def exchange(self, one: str, other: str) -> None:
+        """One renameat2(2), where the system and the file system have it."""
+        first, second = self._place(one), self._place(other)
+        while _renameat2 is not None:
+            if not _renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
+                return
+            code = ctypes.get_errno()
+            if code in _NO_FLAGS_HERE:
+                break
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code), first, None, second)
+        raise io.UnsupportedOperation(f"{self.root}: this file system cannot exchange {one!r} and {other!r}")
 
     def remove(self, path: str) -> None:
         """One unlink(2)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -60,8 +61,4 @@ def _in_notebook() -> bool:
 
 
 def _has_widgets() -> bool:
-    try:
-        import ipywidgets  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("ipywidgets") is not None

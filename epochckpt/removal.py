@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import orbax.checkpoint as ocp
 
 from epochckpt import layout, retention
-from epochckpt.aside import Rollback
+from epochckpt.aside import Rollback, Superseded
 from epochckpt.attempt import Committed
 from epochckpt.commit import Commits
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.retention import EpochInfo, History
 
 
@@ -35,6 +37,22 @@ def retire(
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
     gone = [epoch for epoch in gone if commits.may_retire(epoch)]
     return gone, lambda: hide(commits, gone, options.todelete_subdir)
+
+
+def superseded(commits: Commits, epoch: int) -> Superseded:
+    """What says that an epoch, as it is on storage now, may be replaced.
+
+    Raises:
+        EpochNotFoundError: there is no such epoch.
+        InvalidArgumentError: it lies in a folder that we would not write; says what to do.
+    """
+    record = commits.read_record(epoch)
+    if isinstance(record, OrbaxRecord) or commits.folder(epoch) != commits.names.build(epoch):
+        raise InvalidArgumentError(
+            f"epoch {epoch} ({commits.store.root}/{commits.folder(epoch)}) was written by stock Orbax, or under "
+            "another step name format, and cannot be replaced in one step; delete() makes room for it"
+        )
+    return Superseded(record.attempt)
 
 
 def roll_back(commits: Commits, epoch: int) -> list[int]:

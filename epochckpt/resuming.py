@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from absl import logging
 
@@ -14,40 +14,34 @@ from epochckpt.reporting import Handler
 AUTO, NEVER, MUST = "auto", "never", "must"
 
 
-class Asked(Protocol):
-    """What the user asked for."""
-
-    @property
-    def resume_from_epoch(self) -> int | None:
-        """A named epoch."""
-
-    @property
-    def resume(self) -> str:
-        """`auto`, `never` or `must`."""
-
-
-def choose(keeper: Keeper, asked: Asked, exchange: Exchange, handler: Handler) -> Restored | None:
+def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, handler: Handler) -> Restored | None:
     """Restores the epoch that the run goes on from; None: from scratch.
 
     A named epoch is a rollback, durable before anything is trained. Otherwise it is the newest that every node can
     read, also where the metadata handler says less: it may have died before it was told.
 
+    Args:
+        keeper: the manager.
+        named: the epoch that the user named, if any.
+        resume: `auto`, `never` or `must`.
+        exchange: the other processes.
+        handler: may know what was saved last.
+
     Raises:
         EpochNotFoundError: the named epoch is not there, or there is none although there should be.
         InvalidArgumentError: `resume="never"` in a directory that has epochs.
     """
-    named = asked.resume_from_epoch
     if named is not None:
         keeper.roll_back(named)
         return keeper.restore(named)
 
     def look() -> dict[str, Any]:
         epochs = keeper.epochs()
-        return {"epochs": epochs[-20:], "known": handler.last_epoch() if asked.resume != NEVER else None}
+        return {"epochs": epochs[-20:], "known": handler.last_epoch() if resume != NEVER else None}
 
     found = exchange.publish("the epochs on storage", look)
     epochs, known = found["epochs"], found["known"]
-    if asked.resume == NEVER:
+    if resume == NEVER:
         if epochs:
             raise InvalidArgumentError(
                 f"resume='never', but {keeper.directory} has epochs up to {epochs[-1]}; take another directory, "
@@ -55,7 +49,7 @@ def choose(keeper: Keeper, asked: Asked, exchange: Exchange, handler: Handler) -
             )
         return None
     if not epochs:
-        if asked.resume == MUST:
+        if resume == MUST:
             raise EpochNotFoundError(None, keeper.directory, [])
         if known is not None:
             raise EpochNotFoundError(known, f"{keeper.directory} (the metadata handler says it was saved there)", [])

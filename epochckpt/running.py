@@ -133,7 +133,13 @@ class Run:
         if self._keeper is None:
             return None
         began = time.monotonic()
-        restored = choose(self._keeper, self._settings, self._exchange, self._handler)
+        restored = choose(
+            self._keeper,
+            self._settings.resume_from_epoch,
+            self._settings.resume,
+            self._exchange,
+            self._handler,
+        )
         if restored is None:
             return None
         self._epoch = self._resumed_from = self._ledger.last_committed = restored.epoch

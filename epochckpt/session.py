@@ -61,13 +61,12 @@ class Session(abc.ABC):
         Raises:
             InvalidArgumentError: there are several, or no such node runs here.
         """
-        if node is None:
-            if len(self.hosted) > 1:
-                raise InvalidArgumentError(f"several nodes run here; say which: {', '.join(self.hosted)}")
-            node = self.hosted[0]
-        if node not in self.hosted:
-            raise InvalidArgumentError(f"no node {node!r} runs in this process; here: {', '.join(self.hosted)}")
-        return self._of(node)
+        here = self.hosted
+        if node is None and len(here) != 1:
+            raise InvalidArgumentError(f"several nodes run here; say which: {', '.join(here)}")
+        if node is not None and node not in here:
+            raise InvalidArgumentError(f"no node {node!r} runs in this process; here: {', '.join(here)}")
+        return self._of(here[0] if node is None else node)
 
     def workspaces(self) -> Mapping[str, Workspace]:
         """The workspaces of this process, by node."""

@@ -17,6 +17,7 @@ parent is gone, which is what fences off an older run. Elsewhere a folder exists
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -244,6 +245,25 @@ class Store(ABC):
             FileNotFoundError: `src` or the folder of `dst` is gone.
             io.UnsupportedOperation: this store cannot rename (see `renames`).
         """
+
+    def exchange(self, one: str, other: str) -> None:
+        """Exchanges two files or folders atomically: at any moment both names are there.
+
+        Raises:
+            FileNotFoundError: one of them is gone; nothing has changed.
+            io.UnsupportedOperation: this store, or its file system, cannot.
+        """
+        raise io.UnsupportedOperation(f"{self.root} cannot exchange {one!r} and {other!r}")
+
+    def replace(self, path: str, old: bytes, new: bytes) -> None:
+        """Gives a small file new content, durably and at once, if it still has the old one.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            FileExistsError: it has other content by now.
+            io.UnsupportedOperation: this store cannot: files of POSIX folders are written once.
+        """
+        raise io.UnsupportedOperation(f"{self.root} cannot replace the content of {path!r}")
 
     @abstractmethod
     def remove(self, path: str) -> None:

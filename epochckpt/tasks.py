@@ -112,7 +112,8 @@ class TaskOutput:
     def __repr__(self) -> str:
         return f"output {self.blob or 'value'!r} of {self.task}"
 
-    def _set(self, workspace: Workspace, returned: Any) -> None:
+    def take(self, workspace: Workspace, returned: Any) -> None:
+        """Takes the value of a run that has just ended."""
         if self.blob is None:
             self._values[workspace.node] = returned
         elif self.blob in workspace:
@@ -163,7 +164,7 @@ class Task:
         """Runs it; a session does that."""
         returned = self.fn(workspace)
         for output in self._outputs:
-            output._set(workspace, returned)
+            output.take(workspace, returned)
         return returned
 
     def __repr__(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import jax
@@ -42,14 +44,14 @@ def reading_job(epochs: int, totals: list[Any], index: int | None = None) -> ec.
     def setup(ws: ec.Workspace) -> None:
         mesh = Mesh(jax.devices(), ("d",))
         ws.live.sharding = NamedSharding(mesh, P("d"))
-        ws.target("weights", {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=ws.live.sharding), "steps": 0})
+        ws.target("weights", {"w": jax.ShapeDtypeStruct((24,), jnp.float32, sharding=ws.live.sharding), "steps": 0})
         number = jax.process_index() if index is None else index
         ws["reader"] = Reader(100 * number)
 
     @job.init
     def init(ws: ec.Workspace) -> None:
         ws["total"] = 0
-        make = jax.jit(lambda: jnp.zeros(8, jnp.float32), out_shardings=ws.live.sharding)
+        make = jax.jit(lambda: jnp.zeros(24, jnp.float32), out_shardings=ws.live.sharding)
         ws["weights"] = {"w": make(), "steps": 0}
 
     @job.epoch
@@ -91,3 +93,119 @@ def read(directory: str, epochs: int, resume_from: int | None = None, stock: boo
     (weights,) = {float(v) for s in ws["weights"]["w"].addressable_shards for v in np.asarray(s.data).ravel()}
     more = {"weights": weights, "steps": ws["weights"]["steps"], "position": ws["reader"].position, "all": steps}
     return {"totals": totals, "total": ws["total"], **more, **summary(runner, session)}
+
+
+def read_locally(directory: str, epochs: int, resume_from: int | None = None) -> dict[str, Any]:
+    """The reading job with the nodes of a job of processes, all in this process: no arrays that are spread."""
+    totals: dict[str, list[int]] = {}
+    session = ec.LocalSession()
+    with ec.CheckpointManager(directory) as manager:
+        runner = ec.JobRunner(node_job(epochs, totals), manager, resume_from)
+        runner.train(session)
+    return {"totals": totals, **summary(runner, session)}
+
+
+def node_job(epochs: int, totals: dict[str, list[int]]) -> ec.Job:
+    """Three named nodes, each with a reader and a running total."""
+    job = ec.Job()
+
+    def setup(ws: ec.Workspace) -> None:
+        ws["reader"] = Reader(100 * int(ws.node[-1]))
+
+    def init(ws: ec.Workspace) -> None:
+        ws["total"], ws["array"] = 0, np.zeros(3)
+
+    def train(ws: ec.Workspace) -> None:
+        ws["total"] += sum(ws["reader"].take(PER_EPOCH))
+        ws["array"] = ws["array"] + ws["total"]
+        totals.setdefault(ws.node, []).append(ws["total"])
+
+    with ec.Cluster() as cluster:
+        for number in range(3):
+            with ec.Node(f"trainer_{number}"):
+                ec.Task(setup, group=job.setup_group)
+                ec.Task(init, group=job.init_group)
+                ec.Task(train, group=job.epoch_group)
+    assert cluster.nodes() == ["trainer_0", "trainer_1", "trainer_2"]
+    ec.epoch_limiter(job, epochs)
+    return job
+
+
+def read_as_nodes(directory: str, epochs: int, resume_from: list[int | None]) -> list[dict[str, Any]]:
+    """The job of three named nodes on three processes, from several resume epochs, one run after the other."""
+    out = []
+    for named in resume_from:
+        totals: dict[str, list[int]] = {}
+        session = ec.DistributedSession()
+        with ec.CheckpointManager(directory) as manager:
+            runner = ec.JobRunner(node_job(epochs, totals), manager, named)
+            runner.train(session)
+        out.append({"totals": totals, **summary(runner, session)})
+    return out
+
+
+def stop_on_one(directory: str, who: int, when: int) -> dict[str, Any]:
+    """A condition that is true on one process only."""
+    job = reading_job(50, [])
+    job.stop_when(lambda ctx: jax.process_index() == who and ctx.epoch == when)
+    with ec.CheckpointManager(directory) as manager:
+        runner = ec.JobRunner(job, manager)
+        session = ec.DistributedSession()
+        runner.train(session)
+    return summary(runner, session)
+
+
+def one_stays_away(directory: str, who: int) -> dict[str, Any]:
+    """A process whose second epoch lasts longer than the others wait."""
+    gone = threading.Event()
+    job = reading_job(50, [])
+    job.epoch(lambda ws: gone.wait(12.0) and None if (jax.process_index(), ws.epoch) == (who, 2) else None)
+    manager = ec.CheckpointManager(directory)
+    runner = ec.JobRunner(job, manager, exchange_timeout_secs=3.0)
+    began = time.monotonic()
+    try:
+        runner.train(ec.DistributedSession())
+    except ec.EpochCheckpointError as error:
+        return {"error": str(error), "type": type(error).__name__, "secs": time.monotonic() - began}
+    return {"error": None}
+
+
+def one_raises(directory: str, who: int, phase: str) -> dict[str, Any]:
+    """A task that raises on one process only."""
+    job = reading_job(50, [])
+
+    def bad(ws: ec.Workspace) -> None:
+        if jax.process_index() == who and ws.epoch in (0, 2):
+            raise ZeroDivisionError("no such luck")
+
+    ec.Task(bad, group=getattr(job, f"{phase}_group"))
+    with ec.CheckpointManager(directory) as manager:
+        runner = ec.JobRunner(job, manager, exchange_timeout_secs=30.0)
+        try:
+            runner.train(ec.DistributedSession())
+        except ec.errors.TaskError as error:
+            return {"node": error.node, "group": error.group, "epoch": error.epoch, "text": str(error)}
+    return {}
+
+
+def on_other_nodes(directory: str, epochs: int, reshard: bool) -> dict[str, Any]:
+    """The reading job on another number of processes, with or without a way to make new states."""
+    totals: list[Any] = []
+    job = reading_job(epochs, totals)
+
+    @job.setup
+    def more(ws: ec.Workspace) -> None:
+        if reshard:
+            ws.target("reader", reshard=lambda old, n, m: [old[0]] * m)
+            ws.target("total", reshard=lambda old, n, m: [sum(old) if i == 0 else 0 for i in range(m)])
+
+    session = ec.DistributedSession()
+    with ec.CheckpointManager(directory) as manager:
+        runner = ec.JobRunner(job, manager)
+        try:
+            runner.train(session)
+        except ec.errors.InvalidArgumentError as error:
+            return {"error": str(error)}
+    weights = session.workspace()["weights"]
+    values = sorted({float(v) for s in weights["w"].addressable_shards for v in np.asarray(s.data).ravel()})
+    return {"totals": totals, "weights": values, "steps": weights["steps"], **summary(runner, session)}

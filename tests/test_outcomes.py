@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import threading
+import time
 from typing import Any
 
 import jax
@@ -167,6 +168,25 @@ def test_a_slow_handler_holds_up_no_save(tmp_path: pathlib.Path) -> None:
         go_on.set()
         manager.wait_until_finished()
         assert [call[1] for call in handler.calls if call[0] == "write"] == [0, 1, 2]
+
+
+def test_a_handler_that_hangs_is_waited_for_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bounded by the timeout of a save; then it is given up with a warning, and the manager can be closed."""
+    release = threading.Event()
+
+    class Hanging(Handler):
+        def write(self, epoch: int) -> None:
+            release.wait(WAIT_SECS)
+
+    storage = ec.StorageOptions(save_timeout_secs=2)
+    began = time.monotonic()
+    with ec.CheckpointManager(tmp_path, metadata_handler=Hanging(), storage=storage) as manager:
+        for epoch in range(3):
+            manager.save(epoch, args=Save({"x": 1}))
+            manager.wait_until_finished()
+    assert time.monotonic() - began < WAIT_SECS / 2
+    release.set()
+    assert sum("it has not returned for 2 s" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_what_is_no_metadata_handler_is_refused(tmp_path: pathlib.Path) -> None:
