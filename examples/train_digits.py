@@ -15,21 +15,15 @@ copies the last epoch to `final/`, and keeps a record of all its runs in `runs.s
   after 40 epochs). As many devices in all, spread over other processes, gave equal bits here.
 """
 
-import contextlib
-import ctypes
 import hashlib
 import os
 import pathlib
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
 
 import jax
 import jax.numpy as jnp
+import launch
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -37,6 +31,7 @@ from absl import app, flags
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from launch import say
 
 import epochckpt as ec
 
@@ -44,14 +39,11 @@ TOLERANCE = 1e-3  # largest absolute difference of a final parameter between two
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", f"{tempfile.gettempdir()}/epochckpt_digits", "Where all results go.")
-flags.DEFINE_integer("num_processes", 2, "JAX processes to start on this machine.", lower_bound=1)
-flags.DEFINE_integer("devices_per_process", 2, "CPU devices in each process.", lower_bound=1)
 flags.DEFINE_integer("epochs", 10, "Train until this many epochs are complete.", lower_bound=1)
 flags.DEFINE_integer("patience", 10, "Stop after so many epochs without better accuracy; 0: never.", lower_bound=0)
 flags.DEFINE_integer("batch_size", 32, "Images per step, in the whole job.", lower_bound=1, upper_bound=1437)
 flags.DEFINE_float("learning_rate", 1e-3, "Adam's step size.")
 flags.DEFINE_integer("seed", 0, "Decides initial parameters, shuffling and dropout.", lower_bound=0)
-flags.DEFINE_list("child", None, "Internal, set by the launcher: process id, coordinator, launcher's pid.")
 
 # The hidden layer is cut over all devices: each computes its own hidden units and a partial sum of the
 # logits, and one all-reduce per step adds these up. JAX cuts only evenly, and 840 is the least number that
@@ -59,12 +51,6 @@ flags.DEFINE_list("child", None, "Internal, set by the launcher: process id, coo
 PIXELS, HIDDEN, CLASSES = 64, 840, 10
 SPECS = {"w1": P(None, "model"), "b1": P("model"), "w2": P("model", None), "b2": P()}
 KEEP = 0.8  # dropout keeps this share of the hidden units
-
-
-def say(text):
-    """Prints once for the whole job, and at once, also into a pipe."""
-    if jax.process_index() == 0:
-        print(text, flush=True)
 
 
 def make_state():
@@ -191,72 +177,12 @@ def train():
     return result.exit_code
 
 
-def run_child(process_id, coordinator, launcher_pid):
-    """What each of the started processes does; its exit status is 0, or 75 if it was preempted: start it again."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the launcher says what it means
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux's PR_SET_PDEATHSIG: we die when the launcher does
-    if os.getppid() != int(launcher_pid):
-        sys.exit("the launcher is gone")  # it died before the line above
-    # Gloo greets on descriptor 1, from C++ and in the middle of lines: it gets stderr instead.
-    sys.stdout = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        jax.distributed.initialize(coordinator, FLAGS.num_processes, int(process_id))
-        code = train()
-        jax.distributed.shutdown()
-    except BaseException:
-        # An ordinary exit would wait minutes in JAX's shutdown barrier for the others, and they wait for us.
-        traceback.print_exc()
-        os._exit(1)
-    sys.exit(code)
-
-
-def launch():
-    """Starts the processes and sees to it that none of them outlives the job. Returns the exit status."""
+def refusal():
+    """Why this cannot be started, if so."""
     if HIDDEN % (FLAGS.num_processes * FLAGS.devices_per_process):
         return f"{HIDDEN} hidden units cannot be cut evenly over all devices; take 1 to 8 devices in all"
-    with socket.create_server(("localhost", 0)) as sock:  # any free port
-        coordinator = f"localhost:{sock.getsockname()[1]}"
-    devices = f"--xla_force_host_platform_device_count={FLAGS.devices_per_process}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
-    # Quiet unless the caller says otherwise: of two equal flags the later one counts.
-    command = [sys.executable, sys.argv[0], "--verbosity=-1", *sys.argv[1:]]
-    children, asked = [], []
-
-    def on_signal(signum, _):
-        # Asked once (Ctrl-C or SIGTERM) the job finishes its epoch; asked again, or a minute later, it dies.
-        asked.append(signum)
-        for child in children:
-            child.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
-        signal.alarm(60)
-
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
-        signal.signal(signum, on_signal)
-    try:
-        for i in range(FLAGS.num_processes):
-            children.append(subprocess.Popen([*command, f"--child={i},{coordinator},{os.getpid()}"], env=env))
-        ended = 0, ec.PREEMPTED_EXIT_CODE
-        while None in (codes := [child.poll() for child in children]) and not set(codes) - {None, *ended}:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                children[codes.index(None)].wait(0.1)  # then look at all of them again
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    if set(codes) == {ec.PREEMPTED_EXIT_CODE}:
-        return ec.PREEMPTED_EXIT_CODE
-    if asked:
-        return 128 + asked[0]
-    for i, code in enumerate(codes):
-        if code:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return f"process {i} failed ({how}), the others were ended; start again to go on"
-    return 0
-
-
-def main(_):
-    sys.exit(run_child(*FLAGS.child) if FLAGS.child else launch())
+    return None
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(lambda _: launch.main(train, refusal))
