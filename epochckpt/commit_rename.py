@@ -156,8 +156,9 @@ class RenameCommits(Commits):
             raise self.lost(record.epoch) from None
         for item, leaves in view.left_out.items():
             few = orbax_left_out.few(leaves)
+            level = logging.INFO if record.items[item].kind == "node" else logging.WARNING  # that goes without saying
             logging.log_first_n(
-                logging.WARNING, "item %s: stock Orbax will not see %d of its leaves: %s", 3, item, len(leaves), few
+                level, "item %s: stock Orbax will not see %d of its leaves: %s", 3, item, len(leaves), few
             )
         return dataclasses.replace(record, orbax_left_out=view.left_out)
 

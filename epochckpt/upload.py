@@ -65,24 +65,26 @@ class CopyUpload(UploadTaskGroupBuilder):
 
     Args:
         destination: a path, or a URL that TensorStore knows; made if missing.
+        replace: another epoch of this number that is there gives way when the copy is complete, and is removed; else it
+            is an error.
         timeout_secs: how long the nodes wait for the slowest of them to copy its folder.
     """
 
-    def __init__(self, destination: str | os.PathLike[str], *, timeout_secs: float = 3600.0):
+    def __init__(self, destination: str | os.PathLike[str], *, replace: bool = False, timeout_secs: float = 3600.0):
         if isinstance(timeout_secs, bool) or not isinstance(timeout_secs, int | float) or not timeout_secs > 0:
             raise InvalidArgumentError(f"timeout_secs is a number of seconds, got {timeout_secs!r}")
         try:
             self.destination = open_store(destination).root
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"destination {destination!r}: {error}") from error
-        self.timeout_secs = timeout_secs
+        self.replace, self.timeout_secs = bool(replace), timeout_secs
 
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
         """The task group that uploads an epoch; call it on every process.
 
         When it runs it raises on every process alike:
 
-        - EpochExistsError: the destination has another epoch of this number.
+        - EpochExistsError: the destination has another epoch of this number, or something that cannot be read.
         - UploadError: the destination refused, or is out of reach of a node.
         - DamagedError: bytes differ from what was saved.
         - CoordinationTimeoutError: a node did not finish in time; names it.
@@ -94,7 +96,7 @@ class CopyUpload(UploadTaskGroupBuilder):
         Raises:
             InvalidArgumentError: that is no manager that can be copied from, or the destination lies in its directory.
         """
-        upload = _Upload(epoch_number(epoch), checkpoint_manager, self.destination, self.timeout_secs)
+        upload = _Upload(epoch_number(epoch), checkpoint_manager, self)
         with joining(group := TaskGroup("upload")):
             Task(upload.begin, name="begin upload")
             Task(upload.copy, name="copy the node's folder")
@@ -105,8 +107,9 @@ class CopyUpload(UploadTaskGroupBuilder):
 class _Upload:
     """One upload, as one process sees it. A process that hosts several nodes begins and finishes once for all."""
 
-    def __init__(self, epoch: int, manager: Any, destination: str, timeout_secs: float):
-        self._epoch, self._manager, self._destination = epoch, manager, destination
+    def __init__(self, epoch: int, manager: Any, asked: CopyUpload):
+        self._epoch, self._manager = epoch, manager
+        self._destination, self._replace = asked.destination, asked.replace
         self._ours = isinstance(manager, CheckpointManager)
         if not self._ours and not all(hasattr(manager, name) for name in ("directory", "all_steps", "restore")):
             raise InvalidArgumentError(
@@ -116,10 +119,11 @@ class _Upload:
         self._coordinator = coordination.connect(False)
         processes = self._coordinator.processes
         self._nodes = tuple(manager.node_names if self._ours else (f"process_{i}" for i in range(processes)))
-        self._exchange = Exchange(self._coordinator, self._nodes, timeout_secs)
+        self._exchange = Exchange(self._coordinator, self._nodes, asked.timeout_secs)
         self._begun = False
         self._copy: _Copy | None = None
         self._error: Exception | None = None
+        self._old: EpochRecord | None = None  # on the primary: what is to give way
 
     def begin(self, workspace: Workspace) -> None:
         """The primary looks at the destination and makes room."""
@@ -184,6 +188,7 @@ class _Upload:
     def _prepare(self) -> dict[str, Any] | None:
         """Looks whether there is something to do; then makes a place to stage it."""
         with self._said():
+            self._old = None
             source, target = self._find(), open_store(self._destination)
             self._check_place(source, target)
             target.make_root()
@@ -197,8 +202,9 @@ class _Upload:
                 staging = f"{_PREFIX}{attempt}{layout.new_id()}{layout.TMP_SUFFIX}"
                 target.make_folder(staging)
             elif source.reader is not None:  # what a killed upload left, or a copy that is not whole
-                target.remove(layout.join(staging, layout.EPOCH_RECORD))
-                _remove_objects(target, staging, source.reader)
+                if self._old is None:
+                    target.remove(layout.join(staging, layout.EPOCH_RECORD))
+                _remove_objects(target, staging, copying.record_for(source.reader.record, target))
         return {"destination": target.root, "staging": staging, "place": source.folder}
 
     def _check_place(self, source: _Source, target: Store) -> None:
@@ -229,18 +235,23 @@ class _Upload:
         if source.reader is None:
             if copying.same_step(source.store, target, folder):
                 return True
+            if self._replace:
+                return False
             found = "which is another step, or not whole"
         else:
             try:
                 record = copying.record_in(target, folder)
                 if record is not None and record.attempt == source.reader.record.attempt:
                     return self._is_whole(target, folder, record)
+                if record is not None and self._replace:
+                    self._old = record
+                    return False
                 found = "which is no epoch" if record is None else f"which is another one (attempt {record.attempt})"
             except (DamagedError, FormatError) as error:
                 found = f"which cannot be read: {error}"
         raise EpochExistsError(
-            f"{target.root} has {folder} already, {found}. Nothing there was changed: delete it or move it away, or "
-            f"upload epoch {self._epoch} to another destination"
+            f"{target.root} has {folder} already, {found}. Nothing there was changed: delete it or move it away, "
+            f"upload epoch {self._epoch} to another destination, or replace epochs with CopyUpload(…, replace=True)"
         )
 
     def _is_whole(self, target: Store, folder: str, record: EpochRecord) -> bool:
@@ -258,7 +269,7 @@ class _Upload:
             source = copy.source = copy.source or self._find()
             if source.reader is not None:  # an epoch that was saved by other nodes than there are now
                 copy.nodes({entry.name for entry in source.reader.record.nodes} - set(self._nodes))
-            copy.publish()
+            copy.publish(self._old)
         logging.info("epoch %d was uploaded to %s", self._epoch, copy.target.root)
 
     @contextlib.contextmanager
@@ -307,8 +318,8 @@ class _Copy:
                 copying.copy_node(reader, number, self.target, self.staging)
                 self._done.add(entry.name)
 
-    def publish(self) -> None:
-        """Copies what belongs to no node, and makes the copy visible."""
+    def publish(self, old: EpochRecord | None) -> None:
+        """Copies what belongs to no node, and makes the copy visible, in place of an old one if there is one."""
         assert self.source is not None, "it was found"
         reader = self.source.reader
         if reader is None:
@@ -322,17 +333,26 @@ class _Copy:
             reason = f"the copy is not whole: {error}"
             raise UploadError(record.epoch, self.target.root, reason) from error
         reader.check_present("it was being uploaded")
-        self.target.create(layout.join(self.staging, layout.EPOCH_RECORD), record.to_bytes())
+        path = layout.join(self.staging, layout.EPOCH_RECORD)
         if self.target.renames:
+            self.target.create(path, record.to_bytes())
             self.target.sync_folder(self.staging)
             self._rename()
+            return
+        if old is not None:
+            self.target.remove(path)
+        self.target.create(path, record.to_bytes())
+        if old is not None:
+            worker.logged(
+                f"{self.target.root}: an epoch that was replaced", lambda: _remove_objects(self.target, self.place, old)
+            )
 
     def _rename(self) -> None:
-        if self.target.exists(self.place):  # a copy that is not whole: nothing else was let through
-            self.target.rename(self.place, f"{_PREFIX}damaged-{layout.new_id()}{layout.TMP_SUFFIX}")
+        if self.target.exists(self.place):  # a copy that is not whole, or is to give way: nothing else was let through
+            self.target.rename(self.place, f"{_PREFIX}replaced-{layout.new_id()}{layout.TMP_SUFFIX}")
         self.target.rename(self.staging, self.place)
         self.target.sync_folder("")
-        worker.logged(f"{self.target.root}: a copy that was not whole", lambda: _sweep(self.target))
+        worker.logged(f"{self.target.root}: what was replaced", lambda: _sweep(self.target))
 
     def give_up(self) -> None:
         """Removes what there is of it, as long as nobody can see it."""
@@ -340,7 +360,7 @@ class _Copy:
         if self.target.renames:
             _sweep(self.target)
         elif reader is not None and not self.target.exists(layout.join(self.place, layout.EPOCH_RECORD)):
-            _remove_objects(self.target, self.place, reader)
+            _remove_objects(self.target, self.place, copying.record_for(reader.record, self.target))
 
 
 def _sweep(target: Store) -> None:
@@ -354,8 +374,7 @@ def _sweep(target: Store) -> None:
             target.remove_tree(away)
 
 
-def _remove_objects(target: Store, folder: str, reader: EpochReader) -> None:
-    """Stores without rename: removes this attempt's files."""
-    record = copying.record_for(reader.record, target)
+def _remove_objects(target: Store, folder: str, record: EpochRecord) -> None:
+    """Stores without rename: removes the files of one attempt, but for its record."""
     for number in range(len(record.nodes)):
         target.remove_tree(layout.join(folder, record.node_folder(number)))

@@ -1,4 +1,4 @@
-"""examples/train_lm.py keeps its promises: it learns, and the loss curve is the same however often it is interrupted."""
+"""examples/train_lm.py keeps its promises: it learns, and its losses are the same however often it is interrupted."""
 
 from __future__ import annotations
 
