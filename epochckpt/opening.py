@@ -204,6 +204,15 @@ def _decide(
 
 def _refusal(commits: Commits, foreign: Sequence[str]) -> FormatError:
     """The error for folders that are named like an epoch and are none."""
+    for name in foreign:
+        alone = _nodes_alone(commits.store, name)
+        if alone:
+            return FormatError(
+                f"{commits.store.root}/{name}",
+                f"holds no {layout.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs that "
+                f"know nothing of each other ({', '.join(alone[:5])}). Read them with "
+                "ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this",
+            )
     shown, lost = ", ".join(foreign[:5]), [name for name in foreign if commits.lost_records(name)]
     if lost:
         return FormatError(
@@ -217,6 +226,15 @@ def _refusal(commits: Commits, foreign: Sequence[str]) -> FormatError:
         f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}), and it is no step of stock "
         "Orbax on a file system either, as far as its files say. Choose another directory, or move these folders away",
     )
+
+
+def _nodes_alone(store: Store, folder: str) -> list[str]:
+    """The nodes whose epochs, each by itself, lie in a foreign folder; see `node_epochs`."""
+    try:
+        inner = [entry.name for entry in store.list(folder) if entry.is_folder]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [name for name in inner if store.exists(layout.join(folder, name, layout.EPOCH_RECORD))]
 
 
 def _check_directory(store: Store, create: bool) -> None:
