@@ -7,11 +7,12 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
         node_reader handlers orbax_marks orbax_steps commit commit_rename commit_put retention
     F3  args tree_metadata targets restoring casting items saving attempt opening attempts removal status orbax_tree
-        orbax_reader choosing checks legacy reading node_epochs manager following export_orbax export_safetensors exporting
-        importing
+        orbax_reader choosing checks legacy reading node_epochs manager following export_orbax export_safetensors
+        exporting importing
+    F4  workspace blobs tasks job session caffe2
 """
 
-from epochckpt import args, errors
+from epochckpt import args, caffe2, errors
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
@@ -32,6 +33,7 @@ __all__ = [
     "StorageOptions",
     "Verification",
     "args",
+    "caffe2",
     "errors",
     "export",
     "follow",

@@ -244,14 +244,6 @@ class Commits(abc.ABC):
         del folder
         return False
 
-    def nodes_alone(self, folder: str) -> list[str]:
-        """The nodes whose epochs, each by itself, lie in a foreign folder; see `node_epochs`."""
-        try:
-            inner = [entry.name for entry in self.store.list(folder) if entry.is_folder]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return [n for n in inner if self.store.exists(layout.join(folder, n, layout.EPOCH_RECORD))]
-
     def may_retire(self, epoch: int) -> bool:
         """Whether retention may delete an epoch without being told its number; if not, that is logged once."""
         del epoch
