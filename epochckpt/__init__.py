@@ -2,40 +2,62 @@
 
 Imports go strictly downwards; a test checks it (within a floor: only to the left).
 
-    F0  errors options layout tree
+    F0  errors options layout tree hosting
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
-        node_reader handlers orbax_marks orbax_steps commit commit_rename commit_put retention
-    F3  args tree_metadata targets restoring casting items saving attempt opening attempts removal status orbax_tree
-        orbax_reader choosing checks legacy reading node_epochs manager following export_orbax export_safetensors
-        exporting importing
-    F4  workspace blobs tasks job session caffe2
+        node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put retention
+    F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
+        status orbax_tree orbax_reader choosing checks legacy reading epochs node_staging node_epochs manager
+        following export_orbax export_safetensors exporting importing
+    F4  conditions stop workspace tasks job session blobs boundary metrics preempting outcome keeping keep_epochs
+        keep_orbax db_names single_node caffe2 keepers progress reporting resuming
+        running runner
 """
 
-from epochckpt import args, caffe2, errors
+from epochckpt import args, caffe2, errors, stop
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
 from epochckpt.importing import import_
+from epochckpt.job import Job, epoch_limiter
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
+from epochckpt.outcome import RunResult
+from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
+from epochckpt.session import DistributedSession, LocalHostScheduler, LocalSession
 from epochckpt.status import EpochStatus, NodeStatus, Verification
+from epochckpt.tasks import Cluster, Node, Task, TaskGroup
+from epochckpt.workspace import Workspace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointManager",
+    "Cluster",
+    "DistributedSession",
     "EpochCheckpointError",
     "EpochDeleted",
     "EpochStatus",
     "Exported",
+    "Job",
+    "JobRunner",
+    "LocalHostScheduler",
+    "LocalSession",
+    "Node",
     "NodeStatus",
+    "RunResult",
     "StorageOptions",
+    "Task",
+    "TaskGroup",
+    "UploadTaskGroupBuilder",
     "Verification",
+    "Workspace",
     "args",
     "caffe2",
+    "epoch_limiter",
     "errors",
     "export",
     "follow",
     "import_",
+    "stop",
 ]

@@ -18,10 +18,13 @@ class NodeSave(ocp.args.CheckpointArgs):
     Every node saves its own pytree; the trees need not be alike. Arrays must be addressable by the process.
 
     Attributes:
-        item: this node's pytree of arrays and Python values.
+        item: this node's pytree of arrays and Python values; by_node: such pytrees by node name.
+        by_node: `item` is a dict `{node name: pytree}` for the nodes that this process hosts. A node that is not in it
+            has no such item.
     """
 
     item: Any
+    by_node: bool = False
 
 
 @dataclasses.dataclass
@@ -29,11 +32,17 @@ class NodeRestore(ocp.args.CheckpointArgs):
     """Restores what this node saved with `NodeSave`: of as many nodes, the one of its name, else one that has no heir.
 
     Attributes:
-        item: target pytree as for `StandardRestore`; None for what was saved, as dicts and lists.
-        reshard: called when the epoch was saved by another number of nodes, which is refused without it:
+        item: target pytree as for `StandardRestore`; None for what was saved, as dicts and lists. by_node: None, or
+            such targets by node name, for the nodes that this process hosts.
+        reshard: called when the epoch was saved by another number of nodes, which is refused without it unless all of
+            them had saved the same, which every node then gets:
             `reshard(old_states, old_count, new_count)` is given every node's pytree in node order (dicts and lists,
-            whatever `item` says) and returns `new_count` of them; every node must compute the same.
+            whatever `item` says; None of a node that saved none) and returns `new_count` of them; every process must
+            compute the same.
+        by_node: the result is a dict `{node name: pytree}` for the nodes that this process hosts; a node that gets
+            nothing is not in it.
     """
 
     item: Any = None
     reshard: Reshard | None = None
+    by_node: bool = False

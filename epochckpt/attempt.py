@@ -12,10 +12,11 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from epochckpt import layout, worker
-from epochckpt.commit import Damaged
+from epochckpt.aside import Damaged
 from epochckpt.coordination import Deadline
 from epochckpt.errors import SaveError, say
 from epochckpt.handlers import Content, Run
+from epochckpt.hosting import Nodes
 from epochckpt.plan import ItemPlan
 from epochckpt.records import DataFile, EpochRecord, ItemRecord, NodeEntry
 from epochckpt.saving import Prepared, checked_json, take
@@ -30,25 +31,28 @@ class Attempt:
         epoch: its number.
         number: how often this epoch had been tried before.
         plans: one per pytree.
+        places: for each of them the number of the node that writes it.
         buffers: one list per pytree; dropped once written.
         files: what handlers write on this node; removed once written.
         items: the items as they will be recorded.
-        own: the items that differ per node, as this node records them.
+        own: the items that differ per node, as each of this process's nodes records them, by node number.
         digest: gives the digest of the plan; computed in the background.
         copied_bytes: host memory that the snapshot holds.
         replaces: the damaged epoch of this number that may be set aside for it.
         error: what kept this process from taking part; reported to the others instead of files.
         held_secs: how long the training thread was held.
         collecting: on the primary: when it began to wait for the other nodes' reports; 0 before.
+        reports: what the processes have written, by process: see `writing`.
     """
 
     epoch: int
     number: int
     plans: Sequence[ItemPlan]
+    places: Sequence[int]
     buffers: list[list[Buffer]]
     files: Sequence[Content | Run]
     items: dict[str, ItemRecord]
-    own: dict[str, ItemRecord]
+    own: dict[int, dict[str, ItemRecord]]
     digest: Callable[[], str]
     default_item: bool
     metrics: Any
@@ -99,7 +103,7 @@ class Attempt:
             files.discard()
         self.files = ()
 
-    def entries(self, nodes: Sequence[tuple[str, int]]) -> tuple[NodeEntry, ...]:
+    def entries(self, nodes: Nodes) -> tuple[NodeEntry, ...]:
         """What the nodes have reported.
 
         Raises:
@@ -108,8 +112,7 @@ class Attempt:
         out = []
         seen: dict[str, str] = {}
         folders: dict[str, str] = {}
-        for number, (name, process) in enumerate(nodes):
-            report = self.reports[number]
+        for (name, process), report in zip(nodes.rows, self._node_reports(), strict=True):
             files = tuple(map(DataFile.from_row, report["files"]))
             for path in (f.path for f in files if f.name):
                 parents = layout.parents(path)
@@ -121,6 +124,19 @@ class Attempt:
             out.append(NodeEntry(name, process, report["size"], report["digest"], files, report["secs"]))
         return tuple(out)
 
+    def _node_reports(self) -> list[dict[str, Any]]:
+        """What was reported of each node, in node order."""
+        return [report for _, reported in sorted(self.reports.items()) for report in reported["nodes"]]
+
+    def _marked(self) -> dict[str, ItemRecord]:
+        """The items, with the mark of agreement on those of the nodes' own that all of them have alike."""
+        items = dict(self.items)
+        for name, item in self.items.items():
+            if item.kind == "node":
+                digests = {report["own"].get(name) for report in self._node_reports()}
+                items[name] = dataclasses.replace(item, same=len(digests) == 1 and None not in digests)
+        return items
+
     def record(self, attempt: str, nodes: tuple[NodeEntry, ...], *, objects: bool) -> EpochRecord:
         """The commit record, as of now."""
         return EpochRecord(
@@ -129,7 +145,7 @@ class Attempt:
             objects,
             self.plan,
             nodes,
-            self.items,
+            self._marked(),
             self.default_item,
             self.metrics,
             self.custom_metadata,
@@ -197,6 +213,7 @@ def snapshot(
         epoch=epoch,
         number=number,
         plans=prepared.plans,
+        places=prepared.places,
         buffers=taken.buffers,
         files=taken.files,
         items=taken.items,
@@ -213,7 +230,15 @@ def snapshot(
 
 def broken(epoch: int, number: int, error: Exception, timeout_secs: float) -> Attempt:
     """What takes the place of a save that this process could not begin, so that the others need not wait for it."""
-    nothing: dict[str, Any] = {"plans": (), "buffers": [], "files": (), "items": {}, "own": {}, "digest": str}
+    nothing: dict[str, Any] = {
+        "plans": (),
+        "places": (),
+        "buffers": [],
+        "files": (),
+        "items": {},
+        "own": {},
+        "digest": str,
+    }
     rest: dict[str, Any] = {"metrics": None, "default_item": True, "custom_metadata": {}, "copied_bytes": 0}
     return Attempt(epoch, number, **nothing, **rest, deadline=Deadline(timeout_secs), error=error)
 

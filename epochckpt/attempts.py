@@ -18,12 +18,12 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import logging
 
-from epochckpt import checksum, layout, node_writer, worker
+from epochckpt import checksum, worker
 from epochckpt.attempt import Attempt, Committed, human_bytes
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
@@ -40,7 +40,7 @@ from epochckpt.errors import (
 )
 from epochckpt.opening import Opened
 from epochckpt.options import StorageOptions
-from epochckpt.records import DataFile, NodeRecord
+from epochckpt.writing import write_nodes
 
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
@@ -155,8 +155,8 @@ class Attempts:
         """
         while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
             if attempt.deadline.left() + _VERDICT_MARGIN_SECS <= 0:
-                name = self.nodes[self._coordinator.process][0]
-                self._end(attempt, LateNodesError(attempt.epoch, [name], attempt.deadline.secs))
+                late = self.nodes.hosted_names
+                self._end(attempt, LateNodesError(attempt.epoch, late, attempt.deadline.secs))
 
     # -- writing, on every node ----------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Attempts:
             try:
                 word = self._coordinator.get(f"{key}/0", max(attempt.deadline.left(), 0.001))
             except CoordinationTimeoutError:
-                raise LateNodesError(attempt.epoch, [self.nodes[0][0]], attempt.deadline.secs) from None
+                raise LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
             if "error" in word:
                 raise from_wire(word["error"])
             # from here on the primary's deadline may be later than ours: it counts
@@ -223,39 +223,11 @@ class Attempts:
             oldest.done.wait(_PATIENCE_SECS / 4)
 
     def _write_files(self, attempt: Attempt) -> dict[str, Any]:
-        began = time.monotonic()
-        name, process = self.nodes[self._coordinator.process]
-        me = self._id(attempt.ordinal)
-        folder = self._commits.make_node_folder(attempt.epoch, me, name)
-        files: list[DataFile] = []
-        size = self._options.block_bytes
         while self._resident:
-            self._commits.uncache(self._resident.popleft(), name)
-        try:
-            for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
-                files += node_writer.write_arrays(self._store, folder, attempt.epoch, plan, buffers, size, self._pool)
-            attempt.buffers = []  # what the snapshot holds need not wait for handlers
-            found = attempt.collect()
-            folders = node_writer.folders(found)
-            for path in folders:
-                self._store.make_folder(layout.join(folder, path))
-            for (item, path), source in found.items():
-                files.append(node_writer.write_file(self._store, folder, item, path, source, size))
-        except FileNotFoundError as missing:
-            raise self._commits.lost(attempt.epoch) from missing
-        secs = time.monotonic() - began
-        timings = {"write_secs": round(secs, 6), "held_secs": round(attempt.held_secs, 6)}
-        count = len(self.nodes)
-        written = tuple(files), timings, attempt.own
-        record = NodeRecord(attempt.epoch, me, name, process, count, attempt.plan, *written).to_bytes()
-        self._commits.seal_node(attempt.epoch, me, name, folders, record, self._options.orbax_view)
-        return {
-            "plan": attempt.plan,
-            "size": len(record),
-            "digest": checksum.digest(record),
-            "secs": time.monotonic() - began,
-            "files": [f.row() for f in files],
-        }
+            epoch = self._resident.popleft()
+            for name in self.nodes.hosted_names:
+                self._commits.uncache(epoch, name)
+        return write_nodes(self._commits, self.nodes, attempt, self._id(attempt.ordinal), self._options, self._pool)
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 
@@ -322,25 +294,26 @@ class Attempts:
         return committed, hide
 
     def _collect(self, attempt: Attempt) -> None:
-        missing = set(range(len(self.nodes))) - attempt.reports.keys()
+        missing = set(range(self.nodes.processes)) - attempt.reports.keys()
         if missing:
             found, missing = self._coordinator.gather(
                 f"{self._prefix}/report/{attempt.ordinal}", missing, attempt.deadline
             )
             attempt.reports.update(found)
-        for node, report in sorted(attempt.reports.items()):
+        for process, report in sorted(attempt.reports.items()):
             if "error" in report:
                 error = from_wire(report["error"])
                 kind = FencedError if isinstance(error, FencedError) else SaveError
-                reason = f"node {self.nodes[node][0]}: {getattr(error, 'reason', error)}"
+                reason = f"node {self._named([process])}: {getattr(error, 'reason', error)}"
                 raise kind(attempt.epoch, reason) from error
         if missing:
-            raise LateNodesError(attempt.epoch, [self.nodes[n][0] for n in sorted(missing)], attempt.deadline.secs)
-        different = [self.nodes[n][0] for n, r in sorted(attempt.reports.items()) if r["plan"] != attempt.plan]
+            late = [name for process in sorted(missing) for name in self.nodes.names_of(process)]
+            raise LateNodesError(attempt.epoch, late, attempt.deadline.secs)
+        different = [process for process, r in sorted(attempt.reports.items()) if r["plan"] != attempt.plan]
         if different:
             raise SaveError(
                 attempt.epoch,
-                f"{', '.join(different)} planned something else than {self.nodes[0][0]}: the trees, shapes or "
+                f"{self._named(different)} planned something else than {self.nodes.names[0]}: the trees, shapes or "
                 "shardings that were passed to save() differ between the processes",
             )
 
@@ -390,6 +363,10 @@ class Attempts:
             raise from_wire(verdict["error"])
         metrics = checksum.unpack_json(verdict["metrics"])
         return Committed(attempt.epoch, metrics, verdict["committed_ns"], tuple(verdict["deleted"]))
+
+    def _named(self, processes: Sequence[int]) -> str:
+        """The nodes of some processes."""
+        return ", ".join(name for process in processes for name in self.nodes.names_of(process))
 
     def _id(self, ordinal: int) -> str:
         return f"{self._commits.incarnation}-{ordinal}"

@@ -111,7 +111,20 @@ def kind_of(node: str, name: str, value: Any) -> str:
             )
     if stateful:
         return STATEFUL
-    return SPREAD if any(_is_spread(leaf) for _, leaf in pairs) else OWN
+    if not any(_is_spread(leaf) for _, leaf in pairs):
+        return OWN
+    for path, leaf in pairs:
+        if tree_lib.leaf_kind(leaf) == "prng" and not _is_spread(leaf):
+            raise InvalidArgumentError(
+                f"node {node}, blob {name!r}, leaf {tree_lib.leaf_name(path)!r} is a random key of this process alone "
+                "among arrays of the whole job; make it under jit with out_shardings, or give it a blob of its own"
+            )
+    return SPREAD
+
+
+def holds_spread(value: Any) -> bool:
+    """Whether a blob holds arrays that are spread over processes."""
+    return not is_stateful(value) and any(map(_is_spread, jax.tree.leaves(value)))
 
 
 def _is_spread(leaf: Any) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from absl import logging
 
 from epochckpt import layout, parsing, records, worker
-from epochckpt.commit import Commits, Damaged, Rollback
+from epochckpt.aside import Damaged, Rollback
+from epochckpt.commit import Commits
 from epochckpt.errors import EpochCheckpointError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
 

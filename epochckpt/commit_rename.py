@@ -10,7 +10,8 @@ from functools import partial
 from absl import logging
 
 from epochckpt import layout, orbax_left_out, orbax_marks, orbax_steps, orbax_view, worker
-from epochckpt.commit import Commits, Damaged, Rollback, StepNames
+from epochckpt.aside import Damaged, Rollback
+from epochckpt.commit import Commits, StepNames
 from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store

@@ -14,7 +14,7 @@ import abc
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -201,6 +201,7 @@ class Preemption:
 
     _asked = 0
     _heard = False
+    _feed: Callable[[], bool] | None = None
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -208,12 +209,29 @@ class Preemption:
 
     def reached(self, step: int) -> bool:
         """Whether the notice has reached every process; all of them must ask for the same steps."""
+        if Preemption._feed is not None:
+            return Preemption._feed()
         if step != self._step:
             self._step = step
-            Preemption._asked += 1
-            Preemption._heard = bool(ocp.utils.reached_preemption(Preemption._asked)) or Preemption._heard
-            self._answer = Preemption._heard
+            self._answer = self.ask()
         return self._answer
+
+    @classmethod
+    def ask(cls) -> bool:
+        """Asks once more; all processes must ask equally often."""
+        Preemption._asked += 1
+        Preemption._heard = bool(ocp.utils.reached_preemption(Preemption._asked)) or Preemption._heard
+        return Preemption._heard
+
+    @classmethod
+    @contextlib.contextmanager
+    def fed_by(cls, answer: Callable[[], bool]) -> Generator[None]:
+        """Meanwhile managers do not ask, but take this answer: somebody else asks for all."""
+        before, Preemption._feed = Preemption._feed, answer
+        try:
+            yield
+        finally:
+            Preemption._feed = before
 
 
 def connect(read_only: bool) -> Coordinator:

@@ -17,10 +17,11 @@ from epochckpt import args as own
 from epochckpt import casting, checksum, handlers, layout
 from epochckpt.errors import FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.handlers import Content, Handlers, Run
+from epochckpt.node_items import Here, restore_node
 from epochckpt.node_reader import EpochReader
 from epochckpt.records import MAX_RECORD_BYTES
 from epochckpt.restoring import TreeRequest, restore_tree
-from epochckpt.tree_metadata import TreeMetadata
+from epochckpt.tree_metadata import plain_target
 
 _ARRAY_RESTORE = (ocp.args.StandardRestore, ocp.args.PyTreeRestore, ocp.args.ArrayRestore)
 _PROTO_FILE = "proto.pbtxt"  # what Orbax's handler calls it
@@ -35,6 +36,7 @@ class SaveItem:
         kind: as in `ItemRecord`.
         handler: the name under which Orbax knows what the item is.
         tree: the pytree, for `arrays` and `node`.
+        by_node: the tree is a dict of pytrees by node name.
         custom_metadata: JSON that belongs to the item.
         content: the files, if the primary alone writes them and their bytes are known.
         run: writes the files of every node by its own handler.
@@ -44,34 +46,10 @@ class SaveItem:
     kind: str
     handler: str = ""
     tree: Any = None
+    by_node: bool = False
     custom_metadata: Any = None
     content: Content | None = None
     run: Callable[[], Run] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Here:
-    """Who restores: needed for values that differ per node.
-
-    Attributes:
-        handlers: of the manager.
-        nodes: names of the job's nodes.
-        number: this node's number.
-    """
-
-    handlers: Handlers
-    nodes: tuple[str, ...] = ("process_0",)
-    number: int = 0
-
-    def successor_of(self, names: Sequence[str]) -> int:
-        """The number of the old node, of as many as there are now, whose place this one takes.
-
-        A node goes on where the one of its name was; the others take the places that are left, in order.
-        """
-        left = [n for n, name in enumerate(names) if name not in self.nodes]
-        new = [name for name in self.nodes if name not in names]
-        name = self.nodes[self.number]
-        return list(names).index(name) if name in names else left[new.index(name)]
 
 
 def is_multi(args: Any) -> bool:
@@ -132,7 +110,7 @@ def to_save(args: Any, known: Handlers) -> list[SaveItem]:
 
 def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
     if isinstance(args, own.NodeSave):
-        return SaveItem(name, "node", tree=args.item)
+        return SaveItem(name, "node", tree=args.item, by_node=args.by_node)
     handler = known.find(name, args, saving=True)
     kind, handler_name = handlers.kind_of(handler), handlers.type_name(handler)
     if kind == "other":
@@ -152,7 +130,8 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
         logging.log_first_n(logging.INFO, "ocdbt_target_data_file_size is about Orbax's own files: nothing changes", 1)
     tree = casting.apply(name, args.item, getattr(args, "save_args", None))
     attached = getattr(args, "custom_metadata", None)
-    return SaveItem(name, "arrays", handler_name, tree, checksum.pack_json(attached, f"item {name!r}: custom_metadata"))
+    attached = checksum.pack_json(attached, f"item {name!r}: custom_metadata")
+    return SaveItem(name, "arrays", handler_name, tree, custom_metadata=attached)
 
 
 def _file_name(handler: Any, kind: str) -> str:
@@ -189,7 +168,9 @@ def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
     if record is None:
         raise unknown_item(reader.record.epoch, name, reader.record.items)
     if record.kind == "node" or isinstance(args, own.NodeRestore):
-        return _restore_node(reader, name, args, here)
+        if record.kind != "node" or not (args is None or isinstance(args, own.NodeRestore)):
+            raise _contradiction(name, record.handler or "NodeSave", args)
+        return restore_node(reader, name, args, here)
     if record.kind == "arrays":
         value = restore_tree(reader, name, tree_request(name, args, record.handler, here.handlers))
         is_state = record.handler == handlers.type_name(ocp.handlers.NumpyRandomKeyCheckpointHandler)
@@ -253,27 +234,6 @@ def _restore_proto(reader: EpochReader, name: str, file: str, args: Any) -> Any:
         raise InvalidArgumentError(f"item {name!r} is no {args.item.__name__}: {error}") from None
 
 
-def _restore_node(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
-    record = reader.record
-    args = own.NodeRestore() if args is None else args
-    if record.items[name].kind != "node" or not isinstance(args, own.NodeRestore):
-        raise _contradiction(name, record.items[name].handler or "NodeSave", args)
-    count, now = len(record.nodes), len(here.nodes)
-    if count == now:
-        number = here.successor_of([n.name for n in record.nodes])
-        return restore_tree(reader.of_node(number, name), name, TreeRequest(_plain(args.item)))
-    if args.reshard is None:
-        raise InvalidArgumentError(
-            f"item {name!r} of epoch {record.epoch} differs per node and was saved by {count} nodes; here are "
-            f"{now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
-        )
-    old = [restore_tree(reader.of_node(n, name), name, TreeRequest()) for n in range(count)]
-    new = list(args.reshard(old, count, now))
-    if len(new) != now:
-        raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {now} nodes")
-    return new[here.number]
-
-
 def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRequest:
     """What a restore argument asks of an array item, which was saved in the name of an Orbax handler."""
     if args is None:
@@ -292,25 +252,22 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
             f"not {type(args).__name__}"
         )
     if isinstance(args, ocp.args.ArrayRestore):
-        return TreeRequest(_plain(args.item), args.restore_args)
+        return TreeRequest(plain_target(args.item), args.restore_args)
     if isinstance(args, ocp.args.StandardRestore):
         if not args.strict:
             raise UnsupportedError(
                 f"item {name!r}: StandardRestore(strict=False) pads or cuts arrays; epochckpt does not"
             )
-        return TreeRequest(_plain(args.item), fallback_sharding=args.fallback_sharding, layouts=args.support_layout)
+        return TreeRequest(
+            plain_target(args.item), fallback_sharding=args.fallback_sharding, layouts=args.support_layout
+        )
     nothing = args.transforms == {} and args.transforms_default_to_original  # but take from the target what is missing
     if (args.transforms is not None and not nothing) or args.legacy_transform_fn is not None:
         raise UnsupportedError(
             f"item {name!r}: PyTreeRestore(transforms=…) is not supported; "
             "restore the saved tree and change it with jax.tree.map"
         )
-    return TreeRequest(_plain(args.item), args.restore_args, args.partial_restore or nothing)
-
-
-def _plain(target: Any) -> Any:
-    """A target as a plain tree: `item_metadata` is one, too."""
-    return target.tree if isinstance(target, TreeMetadata) else target
+    return TreeRequest(plain_target(args.item), args.restore_args, args.partial_restore or nothing)
 
 
 def check_names(names: Sequence[str], nodes: Sequence[str], known: Sequence[str]) -> None:

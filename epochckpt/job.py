@@ -31,7 +31,8 @@ class OutputIsTrue(stop.Condition):
         values = self.output.values()
         if not values:
             raise InvalidArgumentError(f"stop condition {self}: the task has not run here; is it in the epoch group?")
-        return any([stop.checked(self, value, ctx.epoch) for value in values])
+        answers = [stop.checked(self, value, ctx.epoch) for value in values]
+        return any(answers)
 
     def holds(self, ctx: stop.Context) -> bool:
         """Not known before the task has run."""

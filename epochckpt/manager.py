@@ -5,30 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import choosing, coordination, items, layout, legacy, opening, removal, retention, saving, status, worker
+from epochckpt import coordination, items, layout, legacy, opening, removal, retention, saving, worker
 from epochckpt.attempt import Committed, broken, snapshot
 from epochckpt.attempts import Attempts
 from epochckpt.checks import check_args, check_options, storage_options
+from epochckpt.epochs import Epochs
 from epochckpt.errors import (
     EpochExistsError,
     ErrorGroup,
     InvalidArgumentError,
     SaveError,
 )
+from epochckpt.hosting import Nodes
+from epochckpt.node_items import Here
 from epochckpt.options import StorageOptions
-from epochckpt.reading import Browsable, Reading, epoch_number, shown_path
+from epochckpt.reading import Reading, epoch_number, shown_path
 from epochckpt.retention import EpochInfo, History
-from epochckpt.storage import open_store
 
 
-class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
+class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
     """Saves and restores epochs as `directory/<epoch>/<node>/`; a drop-in for `orbax.checkpoint.CheckpointManager`.
 
     Construct it, and call `save` and `restore`, on every process. Saves are asynchronous: `save` returns when all it
@@ -51,7 +53,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         handler_registry: Any = None,
         *,
         storage: StorageOptions | None = None,
-        node: str | None = None,
+        node: str | Sequence[str] | None = None,
         metadata_handler: Any = None,
     ):
         """Opens a directory. In a job of several processes all must do so; the waiting is bounded.
@@ -67,7 +69,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             logger: an Orbax logger that is given one entry per save.
             handler_registry: an Orbax `CheckpointHandlerRegistry`, instead of item_handlers.
             storage: how bytes get to storage, and timeouts.
-            node: this process's node name, `process_<index>` by default.
+            node: this process's node name, `process_<index>` by default; in a job of one process also the names of
+                several nodes, all of which it then hosts.
             metadata_handler: not supported yet.
 
         Raises: see `epochckpt.opening.open_directory`.
@@ -83,15 +86,11 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         coordinator = coordination.connect(self._options.read_only)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
-        self._nodes, self._prefix, self._damaged = opened.nodes, opened.prefix, opened.commits.damaged(opened.damaged)
+        self._prefix, self._damaged = opened.prefix, opened.commits.damaged(opened.damaged)
         self._pool = worker.Pool(self._storage.io_threads)
-        here = items.Here(self._handlers, tuple(n for n, _ in self._nodes), coordinator.process)
-        self._reading = Reading(self._commits, self._pool, self._storage.verify, here)
         self._history = History(self._commits.read_record)
         self._history.reset(opened.history)
         self._policy = retention.save_policy(self._options)
-        part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
-        self._planner = saving.Planner(coordinator.process, self._nodes, self._storage, part_bytes)
         self._attempts = Attempts(
             opened,
             self._storage,
@@ -100,6 +99,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
             log=lambda attempt, done: attempt.announce(done, logger, self._options),
         )
         self._tries: dict[int, int] = {}
+        self._take_nodes(opened.nodes)
         self._preemption, self._calls, self._closed = coordination.Preemption(), 0, False
         self._directory = shown_path(self._store.root)
         if not self._options.read_only:
@@ -112,46 +112,37 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         """The directory, resolved."""
         return self._directory
 
-    def all_steps(self, read: bool = False) -> Sequence[int]:
-        """The committed epochs, ascending.
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Names of all nodes of the job, in order."""
+        return self._nodes.names
+
+    def set_nodes(self, names: Sequence[str]) -> None:
+        """Names the nodes of the job, before the first save; every process calls it alike.
 
         Args:
-            read: look at storage first (see `reload`).
-        """
-        if read:
-            self.reload()
-        return [info.step for info in self._history.committed()]
-
-    def latest_step(self) -> int | None:
-        """The greatest committed epoch, or None. Saves in flight are not in it."""
-        return max(self.all_steps(), default=None)
-
-    def best_step(self) -> int | None:
-        """The epoch with the best metrics by `options.best_fn` (NaN counts as worst); without it the latest."""
-        return retention.best(self._options, self._history.committed())
-
-    def reload(self) -> None:
-        """Waits for saves in flight, and looks at storage again. In a job of several processes all must call it.
+            names: of all nodes, in order: node i is process i, or a single process hosts them all.
 
         Raises:
-            CoordinationTimeoutError: the primary's answer did not come in time.
+            InvalidArgumentError: their number does not fit the processes, something has been saved under other names,
+                or the manager was opened with others (`node=`).
         """
-        self._attempts.drain()
-        found, damaged = self._agree("reload", lambda: opening.survey(self._commits))
-        self._damaged |= self._commits.damaged(damaged)
-        self._history.reset([e for e in found if e not in self._damaged])
+        nodes = self._nodes.renamed(names)
+        if nodes == self._nodes:
+            return
+        if self._tries:
+            raise InvalidArgumentError(
+                f"{self._directory}: nodes are named before the first save; this manager has saved as "
+                f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"
+            )
+        items.check_names(self._item_names, nodes.names, ())
+        self._take_nodes(nodes)
 
-    def status(self, epoch: int) -> status.EpochStatus:
-        """What is known of an epoch: committed, saving (and what it waits for), failed (and why), damaged or absent."""
-        epoch = epoch_number(epoch)
-        for attempt in self._attempts.pending():
-            if attempt.epoch == epoch:
-                return status.EpochStatus(epoch, "saving", attempt.state)
-        found = self._reading.status(epoch)
-        failure = self._attempts.failure(epoch)
-        if found.state == "absent" and failure is not None:
-            return status.EpochStatus(epoch, "failed", failure.reason)
-        return found
+    def _take_nodes(self, nodes: Nodes) -> None:
+        self._nodes = self._attempts.nodes = nodes
+        self._reading = Reading(self._commits, self._pool, self._storage.verify, Here(self._handlers, nodes))
+        part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
+        self._planner = saving.Planner(nodes, self._storage, part_bytes)
 
     def reached_preemption(self, step: int) -> bool:
         """Whether JAX's preemption notice has reached every process; all must ask for the same steps."""
@@ -246,7 +237,7 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
 
     def _prepare(self, args: Any) -> saving.Prepared:
         wanted = items.to_save(args, self._handlers)
-        items.check_names([i.name for i in wanted], [n for n, _ in self._nodes], self._item_names)
+        items.check_names([i.name for i in wanted], self._nodes.names, self._item_names)
         return self._planner.prepare(wanted)
 
     def is_saving_in_progress(self) -> bool:
@@ -297,103 +288,8 @@ class CheckpointManager(Browsable, ocp.AbstractCheckpointManager):
         with contextlib.suppress(SaveError):  # it has been logged
             self.close()
 
-    def restore(
-        self,
-        step: int | None,
-        items: Any = None,
-        restore_kwargs: Any = None,
-        directory: str | os.PathLike[str] | None = None,
-        args: Any = None,
-    ) -> Any:
-        """Restores an epoch, on any number of processes and any sharding; every byte is verified first.
-
-        Args:
-            step: its number, or None for the newest that every process can read (agreed by vote).
-            items: Orbax's legacy form of args, for managers that were given handlers.
-            restore_kwargs: goes with items.
-            directory: restore from another directory.
-            args: what to restore as what: `args.StandardRestore(target)`, `args.Composite(name=…)`; None for all
-                items as they were saved.
-
-        Returns:
-            The item, or a Composite of items.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch; says which there are.
-            MismatchError: the target does not fit; lists every leaf.
-            DamagedError: bytes differ from what was written.
-        """
-        args = legacy.restore_args(self._handlers, items, restore_kwargs, args)
-        multi = check_args(args, self._multi, restoring=True)
-        reading, candidates = self._reading, None
-        if directory is not None and open_store(directory).root != self._store.root:
-            reading, candidates = self._reading.elsewhere(directory, opening.step_names(self._options))
-        self._attempts.drain(step)
-        if step is not None:
-            value = reading.restore(epoch_number(step), args)
-        else:
-            self._calls += 1
-            choice = choosing.newest_readable(
-                self.all_steps() if candidates is None else candidates,
-                lambda epoch: reading.restore(epoch, args),
-                self._coordinator,
-                f"{self._prefix}/restore/{self._calls}",
-                self._storage.restore_timeout_secs,
-                reading.commits.store.root,
-            )
-            value = choice.value
-            if candidates is None:
-                self._damaged |= self._commits.damaged(choice.rejected)
-                self._history.drop(choice.rejected)
-        self._multi = multi
-        return value
-
-    def delete(self, step: int) -> None:
-        """Deletes an epoch, also the newest. In a job of several processes all must call it.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-        """
-        step = epoch_number(step)
-        if self._options.read_only:
-            logging.warning("%s is read only: epoch %d is not deleted", self._directory, step)
-            return
-        self._attempts.drain()
-
-        def decide() -> None:
-            self._commits.require(step)
-            self._attempts.remove(removal.hide(self._commits, [step], self._options.todelete_subdir))
-
-        self._agree("delete", decide)
-        self._history.drop([step])
-
-    def rollback_to(self, epoch: int) -> None:
-        """Sets all later epochs aside, durably, so that the next save continues from this one.
-
-        They are kept under `rolled-back-<id>/`, which nothing cleans up. In a job of several processes all must
-        call it.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-        """
-        epoch = epoch_number(epoch)
-        if self._options.read_only:
-            raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
-        self._attempts.drain()
-        self._agree("rollback_to", lambda: removal.roll_back(self._commits, epoch))
-        self._history.drop([e for e in self.all_steps() if e > epoch])
-        self._history.forget_failed()
-        self._damaged = {e: d for e, d in self._damaged.items() if e <= epoch}
-
     def _committed(self, done: Committed) -> None:
         """On every node, for every commit."""
         self._history.commit(EpochInfo(done.epoch, metrics=done.metrics, time_ns=done.committed_ns))
         self._history.drop(done.deleted)
         self._damaged.pop(done.epoch, None)
-
-    def _agree(self, verb: str, decide: Callable[[], Any]) -> Any:
-        """The primary does something, everybody takes its answer; every process must make the same calls."""
-        self._calls += 1
-        wait = self._storage.open_timeout_secs
-        key = f"{self._prefix}/call/{self._calls}/{verb}"
-        return self._coordinator.agree(key, decide, wait if self._coordinator.primary else 2 * wait)

@@ -19,9 +19,9 @@ Guarantees:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -32,12 +32,9 @@ from absl import logging
 from epochckpt import checksum, items, layout, node_writer, parsing, records, worker
 from epochckpt.attempt import Attempt, snapshot
 from epochckpt.errors import (
-    AccessError,
     EpochCheckpointError,
     EpochNotFoundError,
-    FencedError,
     FormatError,
-    NotACheckpointDirectoryError,
     SaveError,
     UncertainError,
     UnsupportedError,
@@ -45,17 +42,29 @@ from epochckpt.errors import (
     unreadable,
 )
 from epochckpt.handlers import Handlers
-from epochckpt.items import Here
+from epochckpt.hosting import Nodes
+from epochckpt.node_items import Here
 from epochckpt.node_reader import EpochReader
+from epochckpt.node_staging import REPLACED, NodeStaging
 from epochckpt.options import StorageOptions
 from epochckpt.orbax_marks import STEP_RECORD
 from epochckpt.reading import epoch_number
-from epochckpt.records import EpochRecord, NodeRecord
+from epochckpt.records import EpochRecord, NodeRecord, tree_digest
 from epochckpt.saving import Planner
 from epochckpt.storage import open_store
-from epochckpt.store import Store
 
-_REPLACED = "replaced-"  # an epoch on its way out: goes back where none took its place
+
+@dataclasses.dataclass(frozen=True)
+class _Alone(Nodes):
+    """One node, which knows of no other: in a `jax.distributed` job, too."""
+
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        return [(self.names[0], self.process)]
+
+    @property
+    def writers(self) -> dict[int, int]:
+        return {self.process: 0}
 
 
 class NodeEpochs:
@@ -80,9 +89,19 @@ class NodeEpochs:
             )
         self.options = options or StorageOptions()
         self._pool = worker.Pool(self.options.io_threads)
-        self._here = Here(Handlers(), (self.node,))
-        self._planner: Planner | None = None
-        self._home, self._older, self._ordinal = "", list[str](), 0
+        self._staging, self._ordinal = NodeStaging(self.store, self.node), 0
+
+    @functools.cached_property
+    def _nodes(self) -> Nodes:
+        return _Alone((self.node,), process=jax.process_index())  # not before it is used: it starts jax's backend
+
+    @functools.cached_property
+    def _here(self) -> Here:
+        return Here(Handlers(), self._nodes)
+
+    @functools.cached_property
+    def _planner(self) -> Planner:
+        return Planner(self._nodes, self.options, self.options.part_bytes)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -96,7 +115,7 @@ class NodeEpochs:
         try:
             return self.store.exists(path)
         except PermissionError as error:
-            raise self._no_access(error) from error
+            raise self._staging.no_access(error) from error
 
     def epochs(self) -> list[int]:
         """The epochs that this node has committed, ascending."""
@@ -105,7 +124,7 @@ class NodeEpochs:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except PermissionError as error:
-            raise self._no_access(error) from error
+            raise self._staging.no_access(error) from error
         numbers = sorted(int(n) for n in names if n == str(int(n)))
         return [n for n in numbers if self.exists(n)]
 
@@ -154,19 +173,7 @@ class NodeEpochs:
             NotACheckpointDirectoryError: the directory is missing.
             AccessError: it may not be written.
         """
-        if self._home:
-            return
-        home = layout.node_staging_folder(self.node, layout.new_id())
-        try:
-            self.store.make_folder(home)
-            # after making our own: of two that join at once, at least one sees the other
-            found = [entry.name for entry in self.store.list("") if entry.name != home]
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise self._missing() from error
-        except PermissionError as error:
-            raise self._no_access(error) from error
-        self._home, self._older = home, [name for name in found if layout.parse_node_staging(name) == self.node]
-        weakref.finalize(self, _leave, self.store, home, os.getpid())
+        self._staging.join()
 
     def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> EpochRecord:
         """Saves an epoch of this node; durable and committed on return.
@@ -189,11 +196,8 @@ class NodeEpochs:
         epoch = epoch_number(epoch)
         wanted = items.to_save(args, self._here.handlers)
         items.check_names([item.name for item in wanted], (), ())
-        if self._planner is None:
-            nodes = [(self.node, jax.process_index())]
-            self._planner = Planner(0, nodes, self.options, self.options.part_bytes)
-        self.join()
-        prepared = self._planner.prepare(wanted)
+        self._staging.join()
+        prepared = dataclasses.replace(self._planner.prepare(wanted), primary=True)
         attempt = snapshot(
             epoch,
             0,
@@ -205,17 +209,17 @@ class NodeEpochs:
             replaces=None,
         )
         self._ordinal += 1
-        staging = layout.join(self._home, f"{epoch}-{self._ordinal}")
+        staging = layout.join(self._staging.home, f"{epoch}-{self._ordinal}")
         try:
-            self._take_over(epoch)
+            self._staging.take_over(epoch)
             record = self._stage(attempt, staging)
             self._publish(record, staging)
         except EpochCheckpointError:
             raise
         except FileNotFoundError as error:
-            raise self._lost(epoch, error) from error
+            raise self._staging.lost(epoch, error) from error
         except PermissionError as error:
-            raise self._no_access(error) from error
+            raise self._staging.no_access(error) from error
         except Exception as error:
             raise as_save_error(epoch, error) from error
         finally:
@@ -227,7 +231,7 @@ class NodeEpochs:
     def _stage(self, attempt: Attempt, staging: str) -> EpochRecord:
         """Writes all of an epoch, durably."""
         began, size = time.monotonic(), self.options.block_bytes
-        process, me = jax.process_index(), f"{self._token}-{self._ordinal}"
+        me = f"{self._staging.token}-{self._ordinal}"
         self.store.make_folder(staging)
         files: list[records.DataFile] = []
         for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
@@ -242,12 +246,18 @@ class NodeEpochs:
         for path in folders:
             self.store.sync_folder(layout.join(staging, path))
         secs = time.monotonic() - began
-        written = tuple(files), {"write_secs": round(secs, 6)}, attempt.own
-        data = NodeRecord(attempt.epoch, me, self.node, process, 1, attempt.plan, *written).to_bytes()
-        rows = [f.row() for f in files]
-        attempt.reports[0] = {"size": len(data), "digest": checksum.digest(data), "secs": secs, "files": rows}
-        record = attempt.record(me, attempt.entries([(self.node, process)]), objects=False)
-        record = dataclasses.replace(record, alone=True)
+        own = attempt.own.get(0, {})
+        written = tuple(files), {"write_secs": round(secs, 6)}, own
+        data = NodeRecord(attempt.epoch, me, *self._nodes.rows[0], 1, attempt.plan, *written).to_bytes()
+        report = {
+            "size": len(data),
+            "digest": checksum.digest(data),
+            "secs": secs,
+            "files": [f.row() for f in files],
+            "own": {name: tree_digest(item, [f for f in files if f.item == name]) for name, item in own.items()},
+        }
+        attempt.reports[0] = {"nodes": [report]}
+        record = dataclasses.replace(attempt.record(me, attempt.entries(self._nodes), objects=False), alone=True)
         self.store.create(layout.join(staging, layout.NODE_RECORD), data)
         self.store.create(layout.join(staging, layout.EPOCH_RECORD), record.to_bytes())
         self.store.sync_folder(staging)
@@ -276,13 +286,13 @@ class NodeEpochs:
         except OSError as error:
             self._take_back(record, replaced, error)
         if replaced is not None:
-            away = layout.join(self._home, f"removed-{record.attempt}")
+            away = layout.join(self._staging.home, f"removed-{record.attempt}")
             worker.logged("what was replaced stays", lambda: self._remove(replaced, away))
 
     def _replace(self, epoch: int, staging: str) -> str:
         """Puts a staged epoch in the place of one that exists; returns where that is now."""
         final = self.folder(epoch)
-        away = layout.join(self._home, f"{_REPLACED}{epoch}-{self._ordinal}")
+        away = layout.join(self._staging.home, f"{REPLACED}{epoch}-{self._ordinal}")
         self.store.rename(final, away)
         try:
             self.store.rename(staging, final)
@@ -297,7 +307,7 @@ class NodeEpochs:
         final = self.folder(record.epoch)
         reason = f"{self.store.root}/{record.epoch} could not be made durable after the rename ({error})"
         try:
-            self.store.rename(final, layout.join(self._home, f"uncertain-{record.attempt}"))
+            self.store.rename(final, layout.join(self._staging.home, f"uncertain-{record.attempt}"))
             if replaced is not None:
                 self.store.rename(replaced, final)
         except OSError as problem:
@@ -326,72 +336,8 @@ class NodeEpochs:
                 f"{self.store.root}/{final} exists and holds no {layout.EPOCH_RECORD}: not replaced. Move it away",
             )
 
-    def _take_over(self, epoch: int) -> None:
-        """Fences off the jobs for this node that were there when this one joined, and removes what they left."""
-        swept = []
-        for name in self._older:
-            away = layout.join(self._home, f"swept-{name.removesuffix(layout.TMP_SUFFIX)[-16:]}")
-            try:
-                self.store.rename(name, away)
-            except FileNotFoundError as error:
-                if not self.store.exists(self._home):
-                    raise self._lost(epoch, error) from error
-                continue  # its own job ended and removed it
-            swept.append(away)
-        self._older = []
-        for away in swept:
-            _put_back(self.store, self.node, away)
-            worker.logged("what an earlier job left stays", lambda path=away: self.store.remove_tree(path))
-
-    @property
-    def _token(self) -> str:
-        return self._home.removesuffix(layout.TMP_SUFFIX)[-16:]
-
     def _attempt(self, epoch: int) -> str | None:
         try:
             return self.reader(epoch).record.attempt
         except (EpochCheckpointError, OSError):
             return None
-
-    def _missing(self) -> EpochCheckpointError:
-        found = "is a file" if os.path.lexists(self.store.root) else "does not exist"
-        return NotACheckpointDirectoryError(
-            f"{self.store.root} {found}; expected a directory, which is never created here: make or mount it"
-        )
-
-    def _no_access(self, error: OSError) -> EpochCheckpointError:
-        return AccessError(f"{self.store.root}: {error}; this user (uid {os.getuid()}) needs read and write access")
-
-    def _lost(self, epoch: int, error: OSError) -> EpochCheckpointError:
-        """Why a place to write to is not there any more."""
-        if not os.path.isdir(self.store.root):
-            return self._missing()
-        if self.store.exists(self._home):
-            return SaveError(epoch, f"files of it have disappeared from {self.store.root} ({error})")
-        return FencedError(
-            epoch,
-            f"a newer job for node {self.node} has taken over {self.store.root}, or somebody has removed the staging "
-            f"folder of this one, {self._home}; this process can no longer save there",
-        )
-
-
-def _put_back(store: Store, node: str, swept: str) -> None:
-    """Puts back epochs of which a job that was killed had moved the old form away and not yet the new one in."""
-    for entry in store.list(swept):
-        path = layout.join(swept, entry.name)
-        if entry.name.startswith("swept-"):
-            _put_back(store, node, path)
-        elif entry.name.startswith(_REPLACED):
-            parent = entry.name.removeprefix(_REPLACED).partition("-")[0]
-            with suppress(FileExistsError):
-                store.rename(path, layout.join(parent, node))
-                store.sync_folder(parent)
-
-
-def _leave(store: Store, home: str, pid: int) -> None:
-    """Removes a job's staging folder at its end, unless there is something in it that the next job is to put back."""
-    if os.getpid() != pid:  # a fork of it ends
-        return
-    with suppress(OSError):
-        if not any(entry.name.startswith(_REPLACED) for entry in store.list(home)):
-            store.remove_tree(home)

@@ -172,6 +172,10 @@ class EpochReader:
             self._nodes[node] = record
         return record
 
+    def has(self, node: int, item: str) -> bool:
+        """Whether a node saved something of its own for an item."""
+        return item in self.node_record(node).items
+
     def of_node(self, node: int, item: str) -> EpochReader:
         """A reader of what one node saved of its own, as if it were an epoch by itself."""
         own = self.node_record(node).items.get(item)
@@ -252,6 +256,8 @@ class EpochReader:
                         for file in self.files(name, node):
                             yield from file.verify(self)
                     elif item.kind == "node":
+                        if name not in record.items and not any(f.item == name for f in record.files):
+                            continue  # this node has none
                         yield from self.of_node(node, name).verify_all()
                     else:
                         for file in record.files:

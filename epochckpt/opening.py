@@ -11,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import layout
+from epochckpt import hosting, layout
 from epochckpt.commit import Commits, StepNames
 from epochckpt.commit_put import PutCommits
 from epochckpt.commit_rename import RenameCommits
@@ -27,6 +27,7 @@ from epochckpt.errors import (
     InvalidArgumentError,
     NotACheckpointDirectoryError,
 )
+from epochckpt.hosting import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.storage import open_store
 from epochckpt.store import Store
@@ -43,7 +44,7 @@ class Opened:
         store: the directory.
         commits: its epochs.
         prefix: where this incarnation's coordination keys live.
-        nodes: (name, process) by node number.
+        nodes: of the job.
         history: committed epochs that can be restored as far as a look at their files tells.
         damaged: newer ones that cannot.
     """
@@ -52,7 +53,7 @@ class Opened:
     store: Store
     commits: Commits
     prefix: str
-    nodes: tuple[tuple[str, int], ...]
+    nodes: Nodes
     history: list[int]
     damaged: list[int]
 
@@ -100,7 +101,7 @@ def open_directory(
     directory: str | os.PathLike[str],
     options: ocp.CheckpointManagerOptions,
     storage: StorageOptions,
-    node: str | None,
+    node: str | Sequence[str] | None,
     coordinator: Coordinator,
     item_names: Sequence[str] = (),
 ) -> Opened:
@@ -111,20 +112,26 @@ def open_directory(
         AccessError: no permission.
         FormatError: it holds something under an epoch's name that is not ours.
         FormatVersionError: it was written by a newer epochckpt.
-        InvalidArgumentError: node names that are unusable, or not unique; items named like a node.
+        InvalidArgumentError: node names that are unusable, or not unique, or several in a job of several processes;
+            items named like a node.
         CoordinationTimeoutError: a process did not come to open it; says which.
     """
     number = next(_opens) if coordinator.processes > 1 else 0  # first of all: every process counts alike
-    name = layout.check_node_name(f"process_{coordinator.process}" if node is None else node)
+    own = hosting.check_names(_default_name(coordinator.process) if node is None else node)
+    if coordinator.processes > 1 and not (node is None or isinstance(node, str)):
+        raise InvalidArgumentError(
+            f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
+            f"{coordinator.processes}; pass the one name of this process's node"
+        )
     names = step_names(options)
     if coordinator.processes == 1:
-        answer = _decide(directory, options, names, [(name, coordinator.process)], item_names)
+        answer = _decide(directory, options, names, own, item_names)
         prefix = ""
     else:
         base = f"epochckpt/open/{number}"
         if not coordinator.primary:
             try:
-                coordinator.put(f"{base}/hello/{coordinator.process}", {"node": name})
+                coordinator.put(f"{base}/hello/{coordinator.process}", {"node": own[0]})
             except CoordinationError as error:
                 raise CoordinationError(
                     f"process {coordinator.process} could not say hello ({error}). A process that was relaunched into "
@@ -133,7 +140,7 @@ def open_directory(
         wait = storage.open_timeout_secs
 
         def decide() -> dict[str, Any]:
-            nodes = _gather_nodes(coordinator, f"{base}/hello", name, wait)
+            nodes = _gather_nodes(coordinator, f"{base}/hello", own[0], wait)
             return _decide(directory, options, names, nodes, item_names)
 
         # the others wait longer: the primary may come late, and then waits for the latest
@@ -142,21 +149,29 @@ def open_directory(
     store = open_store(answer["directory"], folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     commits.join_incarnation(answer["incarnation"])
-    nodes = tuple((n, p) for n, p in answer["nodes"])
+    found = tuple(answer["nodes"])
+    given = node is not None or (
+        coordinator.processes > 1 and found != tuple(map(_default_name, range(coordinator.processes)))
+    )
+    nodes = Nodes(found, coordinator.process, coordinator.processes, given)
     return Opened(coordinator, commits.store, commits, prefix, nodes, answer["history"], answer["damaged"])
 
 
-def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float) -> list[tuple[str, int]]:
+def _default_name(process: int) -> str:
+    return f"process_{process}"
+
+
+def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float) -> list[str]:
     others = set(range(1, coordinator.processes))
     found, missing = coordinator.gather(prefix, others, Deadline(wait))
     if missing:
         late = ", ".join(f"process {p}" for p in sorted(missing))
         raise CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
-    nodes = [(name, 0)] + [(str(found[p]["node"]), p) for p in sorted(others)]
-    for index, (n, p) in enumerate(nodes):
-        for other, q in nodes[:index]:
-            if other == n:
-                raise InvalidArgumentError(f"processes {q} and {p} both call their node {n!r}; node= must be unique")
+    nodes = [name] + [str(found[p]["node"]) for p in sorted(others)]
+    for p, n in enumerate(nodes):
+        if n in nodes[:p]:
+            q = nodes.index(n)
+            raise InvalidArgumentError(f"processes {q} and {p} both call their node {n!r}; node= must be unique")
     return nodes
 
 
@@ -164,12 +179,12 @@ def _decide(
     directory: str | os.PathLike[str],
     options: ocp.CheckpointManagerOptions,
     names: StepNames,
-    nodes: list[tuple[str, int]],
+    nodes: Sequence[str],
     item_names: Sequence[str],
 ) -> dict[str, Any]:
     """On the primary: looks at the directory, and only then writes to it."""
     for item in item_names:
-        layout.check_item_name(item, tuple(n for n, _ in nodes))
+        layout.check_item_name(item, tuple(nodes))
     store = open_store(directory, folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     try:
@@ -196,7 +211,7 @@ def _decide(
     return {
         "directory": store.root,
         "incarnation": commits.incarnation,
-        "nodes": [list(n) for n in nodes],
+        "nodes": list(nodes),
         "history": history,
         "damaged": damaged,
     }

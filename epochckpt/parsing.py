@@ -161,7 +161,8 @@ def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
     fields = _Fields(path, entry, f"items.{name}.")
     kind, handler = fields.text("kind"), fields.text("handler")
     if kind in ("files", "node"):
-        return ItemRecord(kind, handler)
+        same = kind == "node" and "same" in fields.data and fields.boolean("same")  # older epochs lack it
+        return ItemRecord(kind, handler, same=same)
     if kind != "arrays":
         raise fields.fail("kind", "'arrays', 'files' or 'node'")
     arrays = _parse_arrays(fields, name, nodes)

@@ -14,7 +14,7 @@ from epochckpt import items, layout, status
 from epochckpt.commit import Commits, StepNames
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.handlers import Handlers
-from epochckpt.items import Here
+from epochckpt.node_items import Here, Nothing
 from epochckpt.node_reader import EpochReader
 from epochckpt.opening import commits_of
 from epochckpt.orbax_reader import StepReader
@@ -58,8 +58,9 @@ class Reading:
         if isinstance(reader, StepReader):
             return reader.restore(args)
         wanted, single = items.asked_for(args, reader.record.items, reader.record.default_item)
-        values = {name: items.restore_item(reader, name, arg, self._here) for name, arg in wanted.items()}
-        return values[layout.DEFAULT_ITEM] if single else ocp.args.Composite(**values)
+        found = {name: items.restore_item(reader, name, arg, self._here) for name, arg in wanted.items()}
+        values = {name: value for name, value in found.items() if not isinstance(value, Nothing)}
+        return values.get(layout.DEFAULT_ITEM) if single else ocp.args.Composite(**values)
 
     def leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
         """Single leaves; see `CheckpointManager.restore_leaves`."""

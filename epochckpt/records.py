@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,6 +129,7 @@ class ItemRecord:
         arrays: the tree and its grids, for `arrays`.
         values: JSON forms of Python leaves by leaf number, for `arrays`.
         custom_metadata: what the caller attached to the item, for `arrays`.
+        same: for `node`: every node of the epoch has it, and all have the same.
     """
 
     kind: str
@@ -135,6 +137,7 @@ class ItemRecord:
     arrays: ArrayItem | None = None
     values: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     custom_metadata: Any = None
+    same: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,10 +225,29 @@ def array_item_json(item: ArrayItem) -> dict[str, Any]:
     return {"leaves": rows, "grids": grids, "shardings": list(item.shardings), "meshes": list(item.meshes)}
 
 
+def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
+    """Digest of one node's own tree; equal on two nodes if and only if what they wrote is, to the last bit.
+
+    What says where arrays lay is left out: devices have other numbers on every process. (Equal arrays that lay in
+    pieces on several devices of a process, and were cut otherwise on another one, count as different.)
+
+    Args:
+        item: the tree, as its node records it.
+        files: the data files that the node wrote for it.
+    """
+    assert item.arrays is not None, "a node's own items are trees"
+    described = array_item_json(item.arrays)
+    leaves = [row[:6] + row[7:] for row in described["leaves"]]
+    blocks = [[f.part, f.size, f.data_start, f.block_bytes, list(f.xxh3)] for f in files]
+    values = {str(k): v for k, v in sorted(item.values.items())}
+    what = {"leaves": leaves, "grids": described["grids"], "values": values, "files": blocks}
+    return checksum.digest(json.dumps(what, separators=(",", ":")).encode())
+
+
 def _item_json(item: ItemRecord) -> dict[str, Any]:
-    head = {"kind": item.kind, "handler": item.handler}
+    head: dict[str, Any] = {"kind": item.kind, "handler": item.handler}
     if item.arrays is None:
-        return head
+        return {**head, "same": item.same} if item.kind == "node" else head
     return {
         **head,
         **array_item_json(item.arrays),

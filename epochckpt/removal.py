@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import orbax.checkpoint as ocp
 
 from epochckpt import layout, retention
+from epochckpt.aside import Rollback
 from epochckpt.attempt import Committed
-from epochckpt.commit import Commits, Rollback
+from epochckpt.commit import Commits
 from epochckpt.retention import EpochInfo, History
 
 

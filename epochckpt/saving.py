@@ -14,19 +14,27 @@ from epochckpt import plan as plan_lib
 from epochckpt import tree as tree_lib
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.handlers import Content, Run
+from epochckpt.hosting import Nodes
 from epochckpt.items import SaveItem
+from epochckpt.node_items import by_number
 from epochckpt.options import StorageOptions
 from epochckpt.records import ItemRecord
 from epochckpt.snapshot import Buffer
 
-_PLANS = 16  # how many are kept; a job has one or two
+_PLANS = 256  # how many are kept; a job has as many as it has items, or twice that
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The plans of a save; nothing has been copied or run yet. `digest` is computed when it is first called."""
+    """The plans of a save; nothing has been copied or run yet. `digest` is computed when it is first called.
+
+    Attributes:
+        plans: one per pytree.
+        places: for each of them the number of the node that writes it.
+    """
 
     plans: list[plan_lib.ItemPlan]
+    places: list[int]
     leaves: list[list[Any]]
     wanted: Sequence[SaveItem]
     digest: Callable[[], str]
@@ -46,13 +54,13 @@ class Snapshot:
     Attributes:
         buffers: one list per plan.
         items: the items as they will be recorded.
-        own: the items that differ per node, as this node records them.
+        own: the items that differ per node, as each of this process's nodes records them, by node number.
         files: what handlers write on this node.
     """
 
     buffers: list[list[Buffer]]
     items: dict[str, ItemRecord]
-    own: dict[str, ItemRecord]
+    own: dict[int, dict[str, ItemRecord]]
     files: list[Content | Run]
 
 
@@ -60,14 +68,13 @@ class Planner:
     """Plans saves of one manager, and keeps the plans.
 
     Args:
-        node: number of this node.
-        nodes: (name, process) by node number.
+        nodes: of the job.
         options: sizes.
         part_bytes: bound on one data file, or None.
     """
 
-    def __init__(self, node: int, nodes: Sequence[tuple[str, int]], options: StorageOptions, part_bytes: int | None):
-        self._node, self._nodes, self._options, self._part_bytes = node, nodes, options, part_bytes
+    def __init__(self, nodes: Nodes, options: StorageOptions, part_bytes: int | None):
+        self._nodes, self._options, self._part_bytes = nodes, options, part_bytes
         self._plans: collections.OrderedDict[Any, plan_lib.ItemPlan] = collections.OrderedDict()
         self._digests: collections.OrderedDict[Any, Callable[[], str]] = collections.OrderedDict()
 
@@ -77,25 +84,28 @@ class Planner:
         Raises:
             InvalidArgumentError: something in it cannot be saved.
         """
-        plans, leaves, keys = [], [], []
+        plans, places, leaves = [], [], []
+        keys: list[Any] = []
         for item in items:
-            if item.kind == "files":
-                keys.append((item.name, item.handler))
-                continue
-            try:
-                flat, treedef = tree_lib.flatten_leaves(item.tree)
-            except (ValueError, TypeError) as error:
-                raise InvalidArgumentError(f"item {item.name!r} is not a pytree that can be saved: {error}") from error
-            key = (item.name, item.kind, plan_lib.key(flat, treedef))
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._plan(item)
-                self._keep(self._plans, key, plan)
-            else:
-                self._plans.move_to_end(key)
-            plans.append(plan)
-            leaves.append(flat)
-            keys.append(key)
+            if item.kind != "arrays":
+                keys.append((item.name, item.kind, item.handler))
+            for number, tree in self._trees(item):
+                try:
+                    flat, treedef = tree_lib.flatten_leaves(tree)
+                except (ValueError, TypeError) as error:
+                    problem = f"item {item.name!r} is not a pytree that can be saved: {error}"
+                    raise InvalidArgumentError(problem) from error
+                key = (item.name, item.kind, plan_lib.key(flat, treedef))
+                plan = self._plans.get(key)
+                if plan is None:
+                    plan = self._plan(item, tree)
+                    self._keep(self._plans, key, plan)
+                else:
+                    self._plans.move_to_end(key)
+                plans.append(plan)
+                places.append(number)
+                leaves.append(flat)
+                keys.append(key)
         digest = self._digests.get(tuple(keys))
         if digest is None:
             shared = {item.name for item in items if item.kind == "arrays"}
@@ -104,23 +114,36 @@ class Planner:
             digest = functools.cache(functools.partial(self._digest, alike, others))
             self._keep(self._digests, tuple(keys), digest)
         copied = sum(p.copied_bytes for p in plans)
-        return Prepared(plans, leaves, items, digest, copied, self._node == 0)
+        return Prepared(plans, places, leaves, items, digest, copied, self._nodes.process == 0)
 
-    def _plan(self, item: SaveItem) -> plan_lib.ItemPlan:
-        pairs, _ = tree_lib.flatten(item.tree)
+    def _trees(self, item: SaveItem) -> list[tuple[int, Any]]:
+        """(node number, tree) of every pytree of an item that this process saves."""
+        nodes = self._nodes
+        if item.kind == "files":
+            return []
+        if item.kind == "node" and item.by_node:
+            return list(by_number(item.name, item.tree, nodes).items())
+        if item.kind == "node" and len(nodes.hosted) > 1:
+            raise InvalidArgumentError(
+                f"item {item.name!r}: this process hosts {len(nodes.hosted)} nodes ({', '.join(nodes.hosted_names)}); "
+                "pass NodeSave({node name: pytree}, by_node=True)"
+            )
+        return [(nodes.hosted[0], item.tree)]
+
+    def _plan(self, item: SaveItem, tree: Any) -> plan_lib.ItemPlan:
+        pairs, _ = tree_lib.flatten(tree)
         alone = item.kind == "node"
-        nodes = {process: i for i, (_, process) in enumerate(self._nodes)}
         return plan_lib.plan_item(
             item.name,
             pairs,
-            node=0 if alone else self._node,
-            node_of_process={self._nodes[self._node][1]: 0} if alone else nodes,
+            node=0 if alone else self._nodes.hosted[0],
+            node_of_process={self._nodes.process: 0} if alone else self._nodes.writers,
             split_bytes=self._options.split_bytes,
             part_bytes=self._part_bytes,
         )
 
     def _digest(self, plans: Sequence[plan_lib.ItemPlan], others: Sequence[Any]) -> str:
-        what = {"nodes": list(self._nodes), "others": list(others)}
+        what: dict[str, Any] = {"nodes": self._nodes.rows, "others": list(others)}
         what["items"] = {p.item.name: records.array_item_json(p.item) for p in plans}
         return checksum.digest(json.dumps(what, separators=(",", ":")).encode())
 
@@ -134,19 +157,16 @@ class Planner:
 def take(prepared: Prepared) -> Snapshot:
     """The snapshot of a planned save. Handlers that are not ours run their blocking part here."""
     pairs = list(zip(prepared.plans, prepared.leaves, strict=True))
-    trees = {plan.item.name: (plan, values) for plan, values in pairs}
-    items: dict[str, ItemRecord] = {}
-    own: dict[str, ItemRecord] = {}
-    for item in prepared.wanted:
-        record = ItemRecord(item.kind, item.handler)
-        if item.name in trees:
-            plan, values = trees[item.name]
-            tree = ItemRecord("arrays", "", plan.item, snapshot.values(plan, values), item.custom_metadata)
-            if item.kind == "node":
-                own[item.name] = tree
-            else:
-                record = dataclasses.replace(tree, handler=item.handler)
-        items[item.name] = record
+    wanted = {item.name: item for item in prepared.wanted}
+    items = {item.name: ItemRecord(item.kind, item.handler) for item in prepared.wanted}
+    own: dict[int, dict[str, ItemRecord]] = {}
+    for (plan, values), number in zip(pairs, prepared.places, strict=True):
+        item = wanted[plan.item.name]
+        tree = ItemRecord("arrays", "", plan.item, snapshot.values(plan, values), item.custom_metadata)
+        if item.kind == "node":
+            own.setdefault(number, {})[item.name] = tree
+        else:
+            items[item.name] = dataclasses.replace(tree, handler=item.handler)
     files: list[Content | Run] = []
     try:
         for run in (item.run for item in prepared.wanted if item.run is not None):

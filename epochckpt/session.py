@@ -191,8 +191,8 @@ class DistributedSession(Session):
         """See Session."""
         if len(nodes) != self._coordinator.processes:
             raise InvalidArgumentError(
-                f"the job has {len(nodes)} nodes ({', '.join(nodes)}) and jax.distributed {self._coordinator.processes} "
-                "processes; a DistributedSession needs one process per node"
+                f"the job has {len(nodes)} nodes ({', '.join(nodes)}), jax.distributed has "
+                f"{self._coordinator.processes} processes; a DistributedSession needs one process per node"
             )
         self._nodes = tuple(nodes)
 

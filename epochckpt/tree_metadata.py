@@ -85,3 +85,8 @@ class TreeMetadata:
 
     def __repr__(self) -> str:
         return f"TreeMetadata(tree={self.tree!r}, custom_metadata={self.custom_metadata!r})"
+
+
+def plain_target(target: Any) -> Any:
+    """A target as a plain tree: `item_metadata` is one, too."""
+    return target.tree if isinstance(target, TreeMetadata) else target

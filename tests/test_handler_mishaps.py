@@ -22,9 +22,10 @@ from etils import epath
 from google.protobuf import empty_pb2, struct_pb2
 
 import epochckpt as ec
-from epochckpt import casting, items, layout, node_writer
+from epochckpt import casting, layout, node_items, node_writer
 from epochckpt.coordination import Preemption
 from epochckpt.handlers import Handlers
+from epochckpt.hosting import Nodes
 from epochckpt.posix_store import PosixStore
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave
@@ -267,11 +268,12 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
         manager.wait_until_finished()
         row = ["k", 0, 1, 0, 0]
         report = {"size": 1, "digest": "", "secs": 0.0}
-        attempt.reports = {0: {**report, "files": [[*row, "a"]]}, 1: {**report, "files": [[*row, "a/b"]]}}
+        first, second = [{"nodes": [{**report, "files": [[*row, path]]}]} for path in ("a", "a/b")]
+        attempt.reports = {0: first, 1: second}
         for order in ((0, 1), (1, 0)):
             attempt.reports = {n: attempt.reports[o] for n, o in enumerate(order)}
             with pytest.raises(ec.errors.SaveError, match=r"nodes n0 and n1 both wrote k/a"):
-                attempt.entries([("n0", 0), ("n1", 1)])
+                attempt.entries(Nodes(("n0", "n1"), 0, 2))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
 )
 def test_every_old_node_has_one_successor(old: str, new: str, expected: list[int]) -> None:
     """Nodes of one name go on as themselves; the others share out what is left; nothing is taken twice or lost."""
-    found = [items.Here(Handlers(), tuple(new), n).successor_of(list(old)) for n in range(len(new))]
+    found = [node_items.Here(Handlers(), Nodes(tuple(new))).successor_of(n, list(old)) for n in range(len(new))]
     assert found == expected
 
 

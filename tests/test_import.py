@@ -22,7 +22,7 @@ import safetensors.numpy
 from flax import nnx
 
 import epochckpt as ec
-from epochckpt import attempts, importing, mapped, msgpack_file, snapshot
+from epochckpt import importing, mapped, msgpack_file, node_writer, snapshot
 from epochckpt import safetensors as headers
 from epochckpt import tree as tree_lib
 from epochckpt.errors import (
@@ -566,7 +566,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(
     """Between the look at the file and its writing: the epoch does not come to be."""
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file({"a": np.arange(count, dtype=np.float64)}, path)
-    write = attempts.node_writer.write_arrays
+    write = node_writer.write_arrays
 
     def late(*args: Any) -> Any:
         with open(path, "r+b") as file:
@@ -574,7 +574,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(
             file.write(b"\7" * 8)
         return write(*args)
 
-    monkeypatch.setattr(attempts.node_writer, "write_arrays", late)
+    monkeypatch.setattr(node_writer, "write_arrays", late)
     with pytest.raises(SaveError, match="leaf 'a' changed") as caught:
         ec.import_(path, tmp_path / "run", 3)
     assert isinstance(caught.value, BufferChangedError)

@@ -1,0 +1,179 @@
+"""The members of a manager that know its epochs: which there are, which to restore, which to take away."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+
+from epochckpt import choosing, legacy, opening, removal, retention, status
+from epochckpt.aside import Damaged
+from epochckpt.attempts import Attempts
+from epochckpt.checks import check_args
+from epochckpt.commit import Commits
+from epochckpt.coordination import Coordinator
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.handlers import Handlers
+from epochckpt.options import StorageOptions
+from epochckpt.reading import Browsable, epoch_number
+from epochckpt.retention import History
+from epochckpt.storage import open_store
+from epochckpt.store import Store
+
+
+class Epochs(Browsable):
+    """What `CheckpointManager` says of its epochs, restores of them and does with them; it is not used alone."""
+
+    _options: ocp.CheckpointManagerOptions
+    _storage: StorageOptions
+    _handlers: Handlers
+    _coordinator: Coordinator
+    _commits: Commits
+    _store: Store
+    _attempts: Attempts
+    _history: History
+    _damaged: dict[int, Damaged]
+    _directory: epath.Path
+    _prefix: str
+    _calls: int
+    _multi: bool | None
+
+    def all_steps(self, read: bool = False) -> Sequence[int]:
+        """The committed epochs, ascending.
+
+        Args:
+            read: look at storage first (see `reload`).
+        """
+        if read:
+            self.reload()
+        return [info.step for info in self._history.committed()]
+
+    def latest_step(self) -> int | None:
+        """The greatest committed epoch, or None. Saves in flight are not in it."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The epoch with the best metrics by `options.best_fn` (NaN counts as worst); without it the latest."""
+        return retention.best(self._options, self._history.committed())
+
+    def reload(self) -> None:
+        """Waits for saves in flight, and looks at storage again. In a job of several processes all must call it.
+
+        Raises:
+            CoordinationTimeoutError: the primary's answer did not come in time.
+        """
+        self._attempts.drain()
+        found, damaged = self._agree("reload", lambda: opening.survey(self._commits))
+        self._damaged |= self._commits.damaged(damaged)
+        self._history.reset([e for e in found if e not in self._damaged])
+
+    def status(self, epoch: int) -> status.EpochStatus:
+        """What is known of an epoch: committed, saving (and what it waits for), failed (and why), damaged or absent."""
+        epoch = epoch_number(epoch)
+        for attempt in self._attempts.pending():
+            if attempt.epoch == epoch:
+                return status.EpochStatus(epoch, "saving", attempt.state)
+        found = self._reading.status(epoch)
+        failure = self._attempts.failure(epoch)
+        if found.state == "absent" and failure is not None:
+            return status.EpochStatus(epoch, "failed", failure.reason)
+        return found
+
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: str | os.PathLike[str] | None = None,
+        args: Any = None,
+    ) -> Any:
+        """Restores an epoch, on any number of processes and any sharding; every byte is verified first.
+
+        Args:
+            step: its number, or None for the newest that every process can read (agreed by vote).
+            items: Orbax's legacy form of args, for managers that were given handlers.
+            restore_kwargs: goes with items.
+            directory: restore from another directory.
+            args: what to restore as what: `args.StandardRestore(target)`, `args.Composite(name=…)`; None for all
+                items as they were saved.
+
+        Returns:
+            The item, or a Composite of items.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch; says which there are.
+            MismatchError: the target does not fit; lists every leaf.
+            DamagedError: bytes differ from what was written.
+        """
+        args = legacy.restore_args(self._handlers, items, restore_kwargs, args)
+        multi = check_args(args, self._multi, restoring=True)
+        reading, candidates = self._reading, None
+        if directory is not None and open_store(directory).root != self._store.root:
+            reading, candidates = self._reading.elsewhere(directory, opening.step_names(self._options))
+        self._attempts.drain(step)
+        if step is not None:
+            value = reading.restore(epoch_number(step), args)
+        else:
+            self._calls += 1
+            choice = choosing.newest_readable(
+                self.all_steps() if candidates is None else candidates,
+                lambda epoch: reading.restore(epoch, args),
+                self._coordinator,
+                f"{self._prefix}/restore/{self._calls}",
+                self._storage.restore_timeout_secs,
+                reading.commits.store.root,
+            )
+            value = choice.value
+            if candidates is None:
+                self._damaged |= self._commits.damaged(choice.rejected)
+                self._history.drop(choice.rejected)
+        self._multi = multi
+        return value
+
+    def delete(self, step: int) -> None:
+        """Deletes an epoch, also the newest. In a job of several processes all must call it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        step = epoch_number(step)
+        if self._options.read_only:
+            logging.warning("%s is read only: epoch %d is not deleted", self._directory, step)
+            return
+        self._attempts.drain()
+
+        def decide() -> None:
+            self._commits.require(step)
+            self._attempts.remove(removal.hide(self._commits, [step], self._options.todelete_subdir))
+
+        self._agree("delete", decide)
+        self._history.drop([step])
+
+    def rollback_to(self, epoch: int) -> None:
+        """Sets all later epochs aside, durably, so that the next save continues from this one.
+
+        They are kept under `rolled-back-<id>/`, which nothing cleans up. In a job of several processes all must
+        call it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        epoch = epoch_number(epoch)
+        if self._options.read_only:
+            raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
+        self._attempts.drain()
+        self._agree("rollback_to", lambda: removal.roll_back(self._commits, epoch))
+        self._history.drop([e for e in self.all_steps() if e > epoch])
+        self._history.forget_failed()
+        self._damaged = {e: d for e, d in self._damaged.items() if e <= epoch}
+
+    def _agree(self, verb: str, decide: Callable[[], Any]) -> Any:
+        """The primary does something, everybody takes its answer; every process must make the same calls."""
+        self._calls += 1
+        wait = self._storage.open_timeout_secs
+        key = f"{self._prefix}/call/{self._calls}/{verb}"
+        return self._coordinator.agree(key, decide, wait if self._coordinator.primary else 2 * wait)

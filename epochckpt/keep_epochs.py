@@ -1,0 +1,190 @@
+"""The runner on `epochckpt.CheckpointManager`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from epochckpt import args as own_args
+from epochckpt import blobs as blob_lib
+from epochckpt.boundary import Exchange
+from epochckpt.errors import EpochNotFoundError, SaveError
+from epochckpt.keeping import NOTES, Keeper, Names, Restored, copies, present, require, resharded, wanted_blobs
+from epochckpt.manager import CheckpointManager
+from epochckpt.session import Session
+from epochckpt.status import SaveOutcome
+from epochckpt.workspace import Workspace
+
+
+class EpochKeeper(Keeper):
+    """Blobs as items: arrays once, everything else per node."""
+
+    def __init__(self, manager: CheckpointManager):
+        self._manager = manager
+        self.handler, self.directory = manager.metadata_handler, str(manager.directory)
+        self._kinds: Mapping[str, str] = {}
+        self._items: dict[str, str] = {}
+
+    def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
+        """See Keeper."""
+        if wanted:
+            self._manager.set_nodes(wanted)
+        return self._manager.node_names
+
+    def open(self, session: Session, exchange: Exchange) -> None:
+        """See Keeper."""
+        del exchange
+        self._session = session
+
+    def _spaces(self) -> dict[str, Workspace]:
+        """The workspaces of this process whose nodes are checkpointed."""
+        return {n: ws for n, ws in self._session.workspaces().items() if n in self._manager.node_names}
+
+    def epochs(self) -> list[int]:
+        """See Keeper."""
+        return list(self._manager.all_steps())
+
+    def take_names(self, kinds: Mapping[str, str]) -> None:
+        """See Keeper."""
+        self._kinds = kinds
+        self._items = blob_lib.item_names(kinds, self._manager.node_names)
+
+    def restore(self, epoch: int | None) -> Restored:
+        """See Keeper."""
+        if epoch is None:
+            epoch, found = self._manager.restore_newest(self._read)
+        else:
+            require(self.epochs(), epoch, self.directory)
+            found = self._read(epoch)
+        notes, values = found
+        spaces = self._spaces()
+        names: dict[str, list[str]] = {node: [] for node in spaces}
+        for blob, by_node in values.items():
+            for node, value in by_node.items():
+                blob_lib.put_back(spaces[node], blob, value)
+                names[node].append(blob)
+        return Restored(epoch, notes, names)
+
+    def _notes(self, epoch: int) -> Mapping[str, Any]:
+        found = self._manager.metadata(epoch).custom_metadata or {}
+        notes = found.get(NOTES)
+        return notes if isinstance(notes, dict) else {}
+
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Any]:
+        """The notes of an epoch and, by blob and node of this process, its blobs (`only`: those to these nodes)."""
+        manager, spaces = self._manager, self._spaces()
+        notes, kinds = self._notes(epoch), manager.item_kinds(epoch)
+        first = next(iter(spaces.values()))
+        blob_of = dict(notes.get("blobs") or {})
+        count, now = max(len(manager.nodes(epoch)), 1), len(manager.node_names)
+        asked: dict[str, Any] = {}
+        for item, kind in kinds.items():
+            blob = blob_of.get(item, item)
+            base = item.removesuffix(blob_lib.OWN_SUFFIX)
+            beside = base != item and kinds.get(base) == "arrays"
+            blob = blob_of.get(base, base) if beside else blob
+            if only is not None and blob not in only:
+                continue
+            target = first.targets.get(blob)
+            reshard = target.reshard if target is not None else None
+            if kind == "node":
+                trees = {} if beside else {n: blob_lib.target_of(ws, blob) for n, ws in spaces.items()}
+                trees = {n: t for n, t in trees.items() if t is not None}
+                asked[item] = own_args.NodeRestore(trees or None, reshard if count != now else None, by_node=True)
+            elif kind == "arrays":
+                remade = reshard is not None and count == 1 != now
+                asked[item] = ocp.args.StandardRestore(None if remade else blob_lib.target_of(first, blob))
+            else:
+                asked[item] = None
+        got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+        values: dict[str, dict[str, Any]] = {}
+        for item, kind in kinds.items():
+            base = item.removesuffix(blob_lib.OWN_SUFFIX)
+            if item not in asked or (base != item and kinds.get(base) == "arrays"):
+                continue
+            blob = blob_of.get(item, item)
+            values[blob] = self._by_node(item, blob, kind, got, count)
+        return notes, values
+
+    def _by_node(self, item: str, blob: str, kind: str, got: Any, count: int) -> dict[str, Any]:
+        hosted, everyone = list(self._spaces()), self._manager.node_names
+        if kind == "node":
+            return dict(got[item])
+        target = self._session.workspace(hosted[0]).targets.get(blob)
+        if target is not None and target.reshard is not None and count == 1 != len(everyone):
+            new = resharded(blob, [got[item]], len(everyone), target.reshard)
+            return {node: new[everyone.index(node)] for node in hosted}
+        own = got.get(item + blob_lib.OWN_SUFFIX) if item + blob_lib.OWN_SUFFIX in got.keys() else None  # noqa: SIM118
+        whole = {node: blob_lib.join(got[item], own[node]) for node in hosted if own and node in own}
+        return {**copies(got[item], hosted), **whole}
+
+    def prepare(self, epoch: int, names: Names) -> Any:
+        """See Keeper."""
+        spaces = self._spaces()
+        several = len(self._manager.node_names) > 1
+        items: dict[str, Any] = {}
+        for blob, item in self._items.items():
+            values = {node: present(spaces[node], blob) for node, blobs in names.items() if blob in blobs}
+            if several and any(map(blob_lib.holds_spread, values.values())):  # then one node is here
+                ((node, value),) = values.items()
+                tree, own = blob_lib.split(value)
+                items[item] = ocp.args.StandardSave(tree)
+                if own:
+                    items[item + blob_lib.OWN_SUFFIX] = own_args.NodeSave({node: own}, by_node=True)
+            elif several or self._kinds[blob] == blob_lib.STATEFUL:
+                trees = {node: blob_lib.state_of(value) for node, value in values.items()}
+                items[item] = own_args.NodeSave(trees, by_node=True)
+            else:
+                items[item] = ocp.args.StandardSave(next(iter(values.values())))
+        return items
+
+    def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
+        """See Keeper."""
+        renamed = {item: blob for blob, item in self._items.items() if item != blob}
+        return self._manager.save(
+            epoch,
+            args=ocp.args.Composite(**prepared),
+            metrics=metrics or None,
+            force=force,
+            custom_metadata={NOTES: {**notes, "blobs": renamed}},
+        )
+
+    def outcomes(self) -> list[SaveOutcome]:
+        """See Keeper."""
+        return self._manager.take_outcomes()
+
+    def drain(self) -> None:
+        """See Keeper."""
+        with contextlib.suppress(SaveError):  # it is an outcome, too
+            self._manager.wait_until_finished()
+
+    def roll_back(self, epoch: int) -> None:
+        """See Keeper."""
+        require(self.epochs(), epoch, self.directory)
+        if self.epochs()[-1] != epoch:
+            self._manager.rollback_to(epoch)
+
+    def let_replace(self, epoch: int) -> None:
+        """See Keeper."""
+        self._manager.let_replace(epoch)
+
+    def load_blobs(self, names: Sequence[str], epoch: int, session: Session) -> bool:
+        """See Keeper."""
+        self._session = session
+        if epoch not in self._manager.all_steps(read=True):
+            return False
+        try:
+            kinds, blob_of = self._manager.item_kinds(epoch), dict(self._notes(epoch).get("blobs") or {})
+            available = {blob_of.get(item, item): item for item in kinds}
+            wanted = wanted_blobs(names, available, list(self._spaces()))
+            _, values = self._read(epoch, wanted)
+        except EpochNotFoundError:  # deleted just now
+            return False
+        spaces = self._spaces()
+        for blob, nodes in wanted.items():
+            for node in nodes & values.get(blob, {}).keys():
+                blob_lib.put_back(spaces[node], blob, values[blob][node])
+        return True

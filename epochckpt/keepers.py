@@ -1,0 +1,31 @@
+"""Which keeper a checkpoint manager needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.keep_epochs import EpochKeeper
+from epochckpt.keep_orbax import OrbaxKeeper
+from epochckpt.keeping import Keeper
+from epochckpt.manager import CheckpointManager
+
+
+def keeper_of(manager: Any) -> Keeper | None:
+    """The keeper of a manager; None for none.
+
+    Raises:
+        InvalidArgumentError: it is no checkpoint manager.
+    """
+    if manager is None:
+        return None
+    if isinstance(manager, CheckpointManager):
+        return EpochKeeper(manager)
+    if isinstance(manager, ocp.AbstractCheckpointManager):
+        return OrbaxKeeper(manager)
+    raise InvalidArgumentError(
+        "checkpoint_manager must be an epochckpt.CheckpointManager, an orbax.checkpoint.AbstractCheckpointManager or a "
+        f"manager of epochckpt.caffe2, got {type(manager).__name__}"
+    )

@@ -1,0 +1,216 @@
+"""How the runner uses checkpoint managers: one small interface, and what all its forms share."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from epochckpt import blobs as blob_lib
+from epochckpt.boundary import Exchange
+from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
+from epochckpt.session import Session
+from epochckpt.status import SaveOutcome
+from epochckpt.workspace import Workspace
+
+NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
+
+Names = Mapping[str, Sequence[str]]  # the blobs that are checkpointed, by node of this process
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a restore found; the blobs are in the workspaces.
+
+    Attributes:
+        epoch: its number.
+        notes: what the runner wrote with it.
+        names: the blobs that came back, by node of this process.
+    """
+
+    epoch: int
+    notes: Mapping[str, Any]
+    names: Names
+
+
+class Keeper(abc.ABC):
+    """A checkpoint manager, as the runner sees it. Every process makes the same calls.
+
+    Attributes:
+        asks_jax: the manager itself asks JAX for its preemption notice, with its steps.
+        handler: the manager's own metadata handler, which it tells of commits itself; or None.
+        directory: for messages.
+    """
+
+    asks_jax = False
+    handler: Any = None
+    directory = ""
+
+    @abc.abstractmethod
+    def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
+        """The nodes of the job, all of them; takes those that the job names, if it names any.
+
+        Raises:
+            InvalidArgumentError: the manager is one of other nodes.
+        """
+
+    @abc.abstractmethod
+    def open(self, session: Session, exchange: Exchange) -> None:
+        """Called once, before anything else."""
+
+    @abc.abstractmethod
+    def epochs(self) -> list[int]:
+        """The committed epochs, ascending."""
+
+    @abc.abstractmethod
+    def restore(self, epoch: int | None) -> Restored:
+        """Restores an epoch (None: the newest that every node can read) into the workspaces.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch; lists those that there are.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, epoch: int, names: Names) -> Any:
+        """What `save` is to be given, taken from the workspaces; talks to nobody.
+
+        Raises:
+            InvalidArgumentError: a blob is gone, or cannot be saved.
+        """
+
+    @abc.abstractmethod
+    def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
+        """Begins a save; returns whether it did."""
+
+    @abc.abstractmethod
+    def outcomes(self) -> list[SaveOutcome]:
+        """Saves that have ended since the last call, as this process knows."""
+
+    @abc.abstractmethod
+    def drain(self) -> None:
+        """Waits until no save is in flight; failures show in `outcomes`."""
+
+    @abc.abstractmethod
+    def roll_back(self, epoch: int) -> None:
+        """Makes an earlier epoch the latest, durably.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            UnsupportedError: the manager cannot do that.
+        """
+
+    @abc.abstractmethod
+    def let_replace(self, epoch: int) -> None:
+        """The next save of this epoch, which exists, replaces it."""
+
+    @abc.abstractmethod
+    def load_blobs(self, names: Sequence[str], epoch: int, session: Session) -> bool:
+        """Loads single blobs of an epoch into the workspaces; False if the epoch is not there."""
+
+    def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
+        """Looks at the blobs that are to be checkpointed, on all nodes together.
+
+        Raises:
+            InvalidArgumentError: one cannot be checkpointed.
+        """
+        kinds = check_blobs(session, names)
+
+        def decide(found: list[Any]) -> dict[str, str]:
+            union: dict[str, str] = {}
+            for one in found:
+                for name, kind in one.items():
+                    if union.setdefault(name, kind) != kind or (kind == blob_lib.SPREAD and name not in found[0]):
+                        raise InvalidArgumentError(
+                            f"blob {name!r} holds arrays of the whole job on one node, and on another it does not; "
+                            "make it alike on all nodes, or give it names of their own"
+                        )
+            return union
+
+        self.take_names(exchange.meet("the blobs to checkpoint", kinds, decide))
+
+    def take_names(self, kinds: Mapping[str, str]) -> None:
+        """Takes the blobs of all nodes, with their kinds."""
+        del kinds
+
+
+def check_blobs(session: Session, names: Names) -> Any:
+    """The kind of each blob of this process; the error, if one cannot be checkpointed."""
+    kinds: dict[str, str] = {}
+    try:
+        for node, blobs in names.items():
+            for name in blobs:
+                kinds[name] = blob_lib.kind_of(node, name, session.workspace(node)[name])
+    except InvalidArgumentError as error:
+        return error
+    return kinds
+
+
+def present(workspace: Workspace, name: str) -> Any:
+    """A blob that is to be saved.
+
+    Raises:
+        InvalidArgumentError: it is gone.
+    """
+    if name not in workspace:
+        raise InvalidArgumentError(
+            f"node {workspace.node}: blob {name!r} is to be checkpointed, and is not in the workspace any more; "
+            f"there are: {', '.join(workspace) or 'none'}"
+        )
+    return workspace[name]
+
+
+def require(epochs: Sequence[int], epoch: int, directory: str) -> None:
+    """Raises EpochNotFoundError, which lists those that there are, unless the epoch is one of them."""
+    if epoch not in epochs:
+        raise EpochNotFoundError(epoch, directory, epochs)
+
+
+def wanted_blobs(names: Sequence[str], available: Mapping[str, str], nodes: Sequence[str]) -> dict[str, set[str]]:
+    """Which blobs go to which node.
+
+    Args:
+        names: blob names, alone (all nodes) or as `node/blob`.
+        available: item by blob.
+        nodes: the nodes of this process.
+
+    Returns:
+        Nodes by blob; names that are not available are left out.
+    """
+    out: dict[str, set[str]] = {}
+    for name in names:
+        node, _, blob = name.partition("/")
+        if name in available:
+            out.setdefault(name, set()).update(nodes)
+        elif blob in available:
+            out.setdefault(blob, set()).update({node} & set(nodes))
+    return {blob: where for blob, where in out.items() if where}
+
+
+def copies(value: Any, nodes: Sequence[str]) -> dict[str, Any]:
+    """One restored value for several nodes of a process; what can be changed in place is copied for each."""
+    return {node: jax.tree.map(_copied, value) if number else value for number, node in enumerate(nodes)}
+
+
+def _copied(leaf: Any) -> Any:
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..., Any] | None) -> list[Any]:
+    """States of as many nodes as there are now, from those of another number.
+
+    Raises:
+        InvalidArgumentError: there is no `reshard`, or it returned another number of states.
+    """
+    if reshard is None:
+        raise InvalidArgumentError(
+            f"blob {name!r} differs per node and was saved by {len(states)} nodes; here are {count}: give "
+            "ws.target(name, reshard=…), which makes new states of the old ones"
+        )
+    new = list(reshard(states, len(states), count))
+    if len(new) != count:
+        raise InvalidArgumentError(f"blob {name!r}: reshard returned {len(new)} states for {count} nodes")
+    return new

@@ -1,0 +1,83 @@
+"""The metadata handler of a run, on the primary. Whatever it does, committed epochs and training are not harmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from absl import logging
+
+from epochckpt import metadata, worker
+from epochckpt.errors import say
+from epochckpt.status import SaveOutcome
+
+T = TypeVar("T")
+
+
+class Handler:
+    """Calls a handler, and only logs when it fails.
+
+    Args:
+        handler: an `AbstractMetadataHandler`, anything with its methods, or None.
+        told: the manager itself tells it of commits.
+        active: this process is the primary.
+    """
+
+    def __init__(self, handler: Any, told: bool, active: bool):
+        self._handler = handler if active else None
+        self._told = told
+
+    def last_epoch(self) -> int | None:
+        """What it says was saved last; None if it cannot say.
+
+        Raises:
+            InvalidArgumentError: its answer is nonsense.
+        """
+        if self._handler is None:
+            return None
+        try:
+            answer = self._handler.last_epoch()
+        except Exception as error:
+            logging.warning("the metadata handler does not say what was saved last: %s", say(error))
+            return None
+        return metadata.answered_epoch(self._handler, answer)
+
+    def cp_accessible(self, epoch: int) -> bool:
+        """Whether it says that storage can be reached; True if it cannot say."""
+        if self._handler is None:
+            return True
+        try:
+            answer = self._handler.cp_accessible(epoch)
+        except Exception as error:
+            logging.warning("the metadata handler does not say whether storage is there: %s", say(error))
+            return True
+        if not isinstance(answer, bool):
+            logging.warning("the metadata handler's cp_accessible() gave %r, expected True or False", answer)
+            return True
+        return answer
+
+    def set_params(self, directory: str, kind: str, nodes: list[str]) -> None:
+        """Tells it where the checkpoints are."""
+        if not self._told:
+            self._call("set_params", directory, kind, nodes, None, None)
+
+    def saved(self, one: SaveOutcome) -> None:
+        """Tells it what became of a save."""
+        if not one.committed:
+            self._call("save_failed", one.epoch, one.detail)
+        elif not self._told:
+            self._call("write", one.epoch)
+            self.report("checkpoint_save", one.nodes or {"save": one.secs})
+
+    def report(self, action: str, stats: Mapping[str, float]) -> None:
+        """Gives it the seconds of an action, by node."""
+        self._call("report", action, dict(stats))
+
+    def run_ended(self, epoch: int, reason: str) -> None:
+        """Tells it that the run is over."""
+        self._call("run_ended", epoch, reason)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        call: Callable[..., Any] | None = getattr(self._handler, method, None)
+        if call is not None:
+            worker.logged(f"the metadata handler's {method} failed", lambda: call(*arguments))

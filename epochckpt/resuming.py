@@ -1,0 +1,65 @@
+"""Where a run begins: from scratch, or after an epoch that is on storage."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from absl import logging
+
+from epochckpt.boundary import Exchange
+from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
+from epochckpt.keeping import Keeper, Restored
+from epochckpt.reporting import Handler
+
+AUTO, NEVER, MUST = "auto", "never", "must"
+
+
+class Asked(Protocol):
+    """What the user asked for."""
+
+    @property
+    def resume_from_epoch(self) -> int | None:
+        """A named epoch."""
+
+    @property
+    def resume(self) -> str:
+        """`auto`, `never` or `must`."""
+
+
+def choose(keeper: Keeper, asked: Asked, exchange: Exchange, handler: Handler) -> Restored | None:
+    """Restores the epoch that the run goes on from; None: from scratch.
+
+    A named epoch is a rollback, durable before anything is trained. Otherwise it is the newest that every node can
+    read, also where the metadata handler says less: it may have died before it was told.
+
+    Raises:
+        EpochNotFoundError: the named epoch is not there, or there is none although there should be.
+        InvalidArgumentError: `resume="never"` in a directory that has epochs.
+    """
+    named = asked.resume_from_epoch
+    if named is not None:
+        keeper.roll_back(named)
+        return keeper.restore(named)
+
+    def look() -> dict[str, Any]:
+        epochs = keeper.epochs()
+        return {"epochs": epochs[-20:], "known": handler.last_epoch() if asked.resume != NEVER else None}
+
+    found = exchange.publish("the epochs on storage", look)
+    epochs, known = found["epochs"], found["known"]
+    if asked.resume == NEVER:
+        if epochs:
+            raise InvalidArgumentError(
+                f"resume='never', but {keeper.directory} has epochs up to {epochs[-1]}; take another directory, "
+                "delete them, or resume='auto'"
+            )
+        return None
+    if not epochs:
+        if asked.resume == MUST:
+            raise EpochNotFoundError(None, keeper.directory, [])
+        if known is not None:
+            raise EpochNotFoundError(known, f"{keeper.directory} (the metadata handler says it was saved there)", [])
+        return None
+    if known is not None and known not in epochs:
+        logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, epochs)
+    return keeper.restore(None)

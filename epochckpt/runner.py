@@ -1,0 +1,266 @@
+"""`JobRunner`: runs a job to its end, checkpoints it, and goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+
+from epochckpt import keepers, metadata
+from epochckpt.boundary import Exchange
+from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.job import Job
+from epochckpt.keeping import Keeper
+from epochckpt.outcome import RunResult
+from epochckpt.preempting import listening
+from epochckpt.progress import bar
+from epochckpt.reading import epoch_number
+from epochckpt.reporting import Handler
+from epochckpt.resuming import AUTO, MUST, NEVER
+from epochckpt.running import Run, Settings
+from epochckpt.session import DistributedSession, Session
+from epochckpt.tasks import TaskGroup
+
+
+class UploadTaskGroupBuilder(abc.ABC):
+    """Builds the tasks that upload the last epoch of a run somewhere else. Caffe2's name and meaning."""
+
+    @abc.abstractmethod
+    def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
+        """The task group that uploads an epoch; called when the epoch is committed, on every process.
+
+        Args:
+            epoch: its number.
+            checkpoint_manager: the runner's.
+        """
+
+
+class JobRunner:
+    """Runs a job: from scratch or from the latest epoch, epoch by epoch, until a stop condition is true.
+
+    1. `setup`. The epoch to resume from: the named one, else the newest that every node can read.
+    2. From scratch: `init_group`, and epoch 0 is saved. Resuming: the blobs are restored, `init_group` does not run.
+    3. `epoch_group`; every stop condition is evaluated; the epoch is saved; over if any was true.
+    4. The last save is waited for; then the upload, `download_group`, `exit_group`.
+
+    A save that fails never stops training; it shows in `result`. SIGTERM, or JAX's preemption notice, ends the run
+    after the epoch that it came in (see `deadline_secs`), with that epoch committed.
+
+    Args:
+        job: what to run.
+        checkpoint_manager: an `epochckpt.CheckpointManager`, one of `epochckpt.caffe2`, any other
+            `orbax.checkpoint.AbstractCheckpointManager`, or None: nothing is saved.
+        resume_from_epoch: go back to this epoch. Later ones are set aside, before anything else happens.
+        upload_task_group_builder: uploads the last epoch.
+        resume: `auto`; `never`: from scratch, refused if there are epochs; `must`: refused if there are none.
+        metadata_handler: told of what is saved; may also be given to the manager.
+        include: shell patterns of the blobs to checkpoint; None: all.
+        exclude: shell patterns of blobs not to checkpoint.
+        deadline_secs: how long after a preemption notice an epoch may still be worked on by tasks that ask
+            `ws.should_stop()`; what is not finished then is dropped, or saved if the epoch is resumable. None: until
+            the epoch is finished.
+        max_consecutive_save_failures: raise SaveError when more saves in a row have failed; None: never.
+        raise_if_not_saved: raise SaveError if the last epoch could not be saved, instead of only saying so.
+        exchange_timeout_secs: how long the nodes wait for each other between epochs.
+        progress: show a progress bar; None: where output is a terminal or a notebook.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        checkpoint_manager: Any = None,
+        resume_from_epoch: int | None = None,
+        upload_task_group_builder: UploadTaskGroupBuilder | None = None,
+        *,
+        resume: str = AUTO,
+        metadata_handler: Any = None,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        deadline_secs: float | None = None,
+        max_consecutive_save_failures: int | None = None,
+        raise_if_not_saved: bool = False,
+        exchange_timeout_secs: float = 600.0,
+        progress: bool | None = None,
+    ):
+        if not isinstance(job, Job):
+            raise InvalidArgumentError(f"JobRunner runs an epochckpt.Job, got {type(job).__name__}")
+        if resume not in (AUTO, NEVER, MUST):
+            raise InvalidArgumentError(f"resume must be {AUTO!r}, {NEVER!r} or {MUST!r}, got {resume!r}")
+        if resume_from_epoch is not None:
+            resume_from_epoch = epoch_number(resume_from_epoch)
+            if resume == NEVER or checkpoint_manager is None:
+                what = "resume='never'" if resume == NEVER else "no checkpoint_manager"
+                raise InvalidArgumentError(f"resume_from_epoch={resume_from_epoch} contradicts {what}")
+        _check_seconds("deadline_secs", deadline_secs, zero=True)
+        _check_seconds("exchange_timeout_secs", exchange_timeout_secs)
+        limit = max_consecutive_save_failures
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise InvalidArgumentError(f"max_consecutive_save_failures is an integer of at least 0, got {limit!r}")
+        if upload_task_group_builder is not None and not callable(getattr(upload_task_group_builder, "build", None)):
+            kind = type(upload_task_group_builder).__name__
+            raise InvalidArgumentError(
+                f"upload_task_group_builder needs a method build(epoch, manager); {kind} has none"
+            )
+        for name, patterns in (("include", include), ("exclude", exclude)):
+            if isinstance(patterns, str):
+                raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
+        self.job, self.checkpoint_manager = job, checkpoint_manager
+        self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
+        self._keeper = keepers.keeper_of(checkpoint_manager)
+        own = self._keeper.handler if self._keeper is not None else None
+        if metadata_handler is not None and own is not None and own is not metadata_handler:
+            raise InvalidArgumentError("the manager and the runner were given different metadata handlers")
+        if metadata_handler is not None:
+            metadata.check_handler(metadata_handler)
+        self._handler, self._told = metadata_handler or own, own is not None
+        self._settings = Settings(
+            resume_from_epoch=resume_from_epoch,
+            resume=resume,
+            include=include,
+            exclude=exclude,
+            deadline_secs=deadline_secs,
+            max_consecutive_save_failures=limit,
+            raise_if_not_saved=raise_if_not_saved,
+        )
+        self._timeout, self._progress = exchange_timeout_secs, progress
+        self._result: RunResult | None = None
+
+    @property
+    def result(self) -> RunResult:
+        """What became of the last run.
+
+        Raises:
+            InvalidArgumentError: none has ended yet.
+        """
+        if self._result is None:
+            raise InvalidArgumentError("no run has ended yet: train(session) comes first")
+        return self._result
+
+    def __call__(self, session: Session) -> int:
+        """The same as `train`."""
+        return self.train(session)
+
+    def train(self, session: Session) -> int:
+        """Runs the job; in a `jax.distributed` job, call it in every process. Blocks until it is over.
+
+        Returns:
+            The number of the last epoch; `result` says more.
+
+        Raises:
+            TaskError: a task raised; what is committed stays.
+            EpochNotFoundError: the epoch to resume from is not there; lists those that are.
+            InvalidArgumentError: something does not fit together: session, nodes, blobs, stop conditions.
+            SaveError: saves have failed, if that was asked for.
+            CoordinationTimeoutError: a node did not arrive at the end of an epoch; names it.
+        """
+        self._result = None
+        keeper = self._open(session)
+        exchange = Exchange(session.coordinator, session.nodes, self._timeout)
+        handler = Handler(self._handler, self._told, exchange.primary)
+        if keeper is not None:
+            keeper.open(session, exchange)
+            handler.set_params(keeper.directory, "epochckpt", list(session.nodes))
+        distributed = isinstance(session, DistributedSession)
+        with (
+            listening(distributed, keeper is not None and keeper.asks_jax) as notice,
+            bar(self._progress, exchange.primary, self.job.stop_conditions) as shown,
+        ):
+            run = Run(self.job, self._settings, session, exchange, keeper, handler, notice, shown, self._upload)
+            try:
+                result = run.train()
+            finally:
+                for workspace in session.workspaces().values():
+                    workspace.ask_when_to_stop(None)
+        self._result = result
+        logging.info("%s", result)
+        return result.epoch
+
+    def load_blobs_from_checkpoints(self, blob_names: Sequence[str], epoch: int, session: Session) -> bool:
+        """Loads single blobs of an epoch, from every node's folder, into the session's workspaces.
+
+        Args:
+            blob_names: names of blobs, of all nodes or (`node/blob`) of one; those that the epoch lacks are left out.
+            epoch: its number.
+            session: where they go.
+
+        Returns:
+            Whether they were loaded; False if the epoch, of any node, is not there.
+
+        Raises:
+            InvalidArgumentError: there is no checkpoint manager.
+        """
+        keeper = self._open(session, "load_blobs_from_checkpoints")
+        assert keeper is not None
+        names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
+        began = time.monotonic()
+        loaded = keeper.load_blobs(names, epoch_number(epoch), session)
+        secs = {session.hosted[0]: time.monotonic() - began}
+        Handler(self._handler, self._told, session.coordinator.primary).report("checkpoint_partial_load", secs)
+        return loaded
+
+    def save_checkpoints(self, epoch: int, session: Session) -> None:
+        """Saves the workspaces as they are now, and waits for it. A failure is logged, not raised.
+
+        Raises:
+            InvalidArgumentError: there is no checkpoint manager.
+        """
+        keeper = self._open(session, "save_checkpoints")
+        assert keeper is not None
+        exchange = Exchange(session.coordinator, session.nodes, self._timeout)
+        keeper.open(session, exchange)
+        handler = Handler(self._handler, self._told, exchange.primary)
+        names = {node: list(workspace) for node, workspace in session.workspaces().items()}
+        keeper.agree_on_names(session, exchange, names)
+        try:
+            if exchange.publish("whether storage is there", lambda: handler.cp_accessible(epoch)):
+                keeper.save(epoch, keeper.prepare(epoch, names), {}, {}, True)
+                keeper.drain()
+        except Exception as error:
+            logging.warning("epoch %d could not be saved: %s", epoch, say(error))
+        for one in keeper.outcomes():
+            handler.saved(one)
+            if not one.committed:
+                logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
+
+    def _upload(self, epoch: int) -> TaskGroup | None:
+        if self.upload_task_group_builder is None:
+            return None
+        group = self.upload_task_group_builder.build(epoch, self.checkpoint_manager)
+        if not isinstance(group, TaskGroup):
+            raise InvalidArgumentError(
+                f"{type(self.upload_task_group_builder).__name__}.build() must return a TaskGroup, "
+                f"got {type(group).__name__}"
+            )
+        return group
+
+    def _open(self, session: Session, verb: str = "") -> Keeper | None:
+        """Brings job, session and manager together: the same nodes everywhere."""
+        if self._keeper is None and verb:
+            raise InvalidArgumentError(f"{verb} needs a checkpoint manager; give JobRunner one")
+        if not isinstance(session, Session):
+            raise InvalidArgumentError(
+                f"expected a session (LocalSession() or DistributedSession()), got {type(session).__name__}"
+            )
+        expected = self.job.session_class
+        if expected is not None and not isinstance(session, expected):
+            raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {type(session).__name__}")
+        everywhere = self.job.nodes()
+        if self._keeper is None:
+            session.open(everywhere or session.nodes)
+            return None
+        # in a distributed job every process has its part in a save, if only to say that it has nothing
+        wanted = everywhere if isinstance(session, DistributedSession) else self.job.nodes_to_checkpoint()
+        nodes = self._keeper.nodes(wanted or everywhere, session)
+        session.open(everywhere or nodes)
+        return self._keeper
+
+
+def _check_seconds(name: str, value: float | None, zero: bool = False) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (value > 0 or (zero and value == 0)):
+        raise InvalidArgumentError(f"{name} is a number of seconds, got {value!r}")

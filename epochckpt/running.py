@@ -1,0 +1,382 @@
+"""One run of a job, from setup to the last save. The order of steps is that of Caffe2's JobRunner.
+
+Every process goes through the same steps; whatever decides about them has been agreed on (see `boundary`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from absl import logging
+
+from epochckpt import blobs as blob_lib
+from epochckpt import metrics as metrics_lib
+from epochckpt import outcome, stop
+from epochckpt.boundary import Exchange
+from epochckpt.errors import SaveError, say
+from epochckpt.job import Job, OutputIsTrue
+from epochckpt.keeping import Keeper, Restored
+from epochckpt.outcome import Ledger, RunResult
+from epochckpt.preempting import Notice, Stopper
+from epochckpt.progress import Bar
+from epochckpt.reporting import Handler
+from epochckpt.resuming import choose
+from epochckpt.session import Session
+from epochckpt.status import SaveOutcome
+from epochckpt.tasks import TaskGroup
+
+T = TypeVar("T")
+
+PREEMPTED, FINISHED = "preempted", "was finished already"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a runner was asked for; see `JobRunner`."""
+
+    resume_from_epoch: int | None
+    resume: str
+    include: Sequence[str] | None
+    exclude: Sequence[str] | None
+    deadline_secs: float | None
+    max_consecutive_save_failures: int | None
+    raise_if_not_saved: bool
+
+
+@dataclasses.dataclass
+class _Verdict:
+    """What all nodes have agreed on at the end of an epoch."""
+
+    stop: list[str]
+    interrupted: bool
+    save: bool
+    outcomes: list[dict[str, Any]]
+
+
+class Run:
+    """One run.
+
+    Args:
+        job: what to run.
+        settings: how.
+        session: where; it has the job's nodes.
+        exchange: the other processes.
+        keeper: the checkpoint manager, or None.
+        handler: the metadata handler.
+        notice: hears of preemption.
+        bar: shows progress.
+        upload: gives the group that uploads an epoch, if there is one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        settings: Settings,
+        session: Session,
+        exchange: Exchange,
+        keeper: Keeper | None,
+        handler: Handler,
+        notice: Notice,
+        bar: Bar,
+        upload: Callable[[int], TaskGroup | None],
+    ):
+        self._job, self._settings, self._session, self._exchange = job, settings, session, exchange
+        self._keeper, self._handler, self._notice, self._bar = keeper, handler, notice, bar
+        self._upload = upload
+        self._ledger = Ledger()
+        self._own_failures: list[SaveOutcome] = []
+        self._names: Mapping[str, Sequence[str]] = {}
+        self._began, self._before = time.monotonic(), 0.0
+        self._epoch, self._partial, self._reason = 0, False, ""
+        self._finished = self._preempted = False
+        self._resumed_from: int | None = None
+        self._replace: int | None = None
+        self._last: Callable[[], None] | None = None
+
+    # -- from beginning to end -----------------------------------------------------------------------------------
+
+    def train(self) -> RunResult:
+        """Runs the job; see `JobRunner.train`."""
+        self._phase(self._job.setup_group)
+        restored = self._together("restore", self._restore)
+        if restored is None:
+            self._phase(self._job.init_group)
+            spaces = self._session.workspaces().items()
+            kept = self._job.nodes_to_checkpoint() or self._session.nodes
+            chosen = blob_lib.chosen
+            names = {n: chosen(ws, self._settings.include, self._settings.exclude) for n, ws in spaces}
+            self._names = {n: names[n] if n in kept else [] for n in names}
+        if self._keeper is not None:
+            self._keeper.agree_on_names(self._session, self._exchange, self._names)
+        if restored is None:
+            self._begin()
+        elif self._is_finished(restored):
+            self._finished, self._reason = True, FINISHED
+            self._preempted = self._notice.ask(self._epoch)
+            logging.info("training was finished after epoch %d already: nothing to train", self._epoch)
+        if self._notice.heard and not self._finished:
+            self._preempted, self._reason = True, PREEMPTED
+        while not self._reason:
+            self._train_epoch(self._epoch if self._partial else self._epoch + 1)
+        self._drain()
+        if not self._preempted:
+            self._conclude()
+        self._handler.run_ended(self._epoch, self._reason)
+        return self._result()
+
+    def _restore(self) -> Restored | None:
+        """Restores what is to be resumed, if anything."""
+        if self._keeper is None:
+            return None
+        began = time.monotonic()
+        restored = choose(self._keeper, self._settings, self._exchange, self._handler)
+        if restored is None:
+            return None
+        self._epoch = self._resumed_from = self._ledger.last_committed = restored.epoch
+        self._names = restored.names
+        self._partial = bool(restored.notes.get("partial"))
+        self._replace = restored.epoch if self._partial else None
+        before = restored.notes.get("total_secs")
+        self._before = float(before) if isinstance(before, int | float) else 0.0
+        stop.load_states(self._job.stop_conditions, restored.notes.get("stop"))
+        for workspace in self._session.workspaces().values():
+            workspace.epoch = restored.epoch
+        secs = self._exchange.meet("restored", time.monotonic() - began, list)
+        self._handler.report("checkpoint_load", dict(zip(self._session.nodes, secs, strict=False)))
+        logging.info("resumed from epoch %d%s", restored.epoch, " (partial)" if self._partial else "")
+        return restored
+
+    def _begin(self) -> None:
+        """From scratch: saves epoch 0."""
+        if self._keeper is not None:
+            prepared, problem = self._prepare(0)
+            verdict = self._meet(0, [], False, problem)
+            self._save(0, prepared, {}, verdict, force=True)
+        self._notice.ask(0)
+
+    def _is_finished(self, restored: Restored) -> bool:
+        """Whether there is nothing left to train: asked only of automatic resumes, and without changing conditions."""
+        if self._settings.resume_from_epoch is not None or self._partial:
+            return False
+        finished = restored.notes.get("finished") or []
+        metrics = restored.notes.get("metrics")
+        ctx = self._context(restored.epoch, metrics if isinstance(metrics, dict) else {})
+
+        def holds(condition: stop.Condition) -> bool:
+            if isinstance(condition, OutputIsTrue):
+                return repr(condition) in finished
+            if not finished and stop.is_foreign(condition):
+                return False  # it may count how often it is called
+            return condition.holds(ctx)
+
+        def decide(found: list[bool]) -> bool:
+            return any(found)
+
+        try:
+            held = [holds(condition) for condition in self._job.stop_conditions]
+            mine: Any = any(held)
+        except Exception as error:
+            mine = error
+        return self._exchange.meet("whether training is over", mine, decide)
+
+    # -- one epoch -----------------------------------------------------------------------------------------------
+
+    def _train_epoch(self, epoch: int) -> None:
+        stopper = Stopper(self._notice, self._exchange, self._job.resumable, self._settings.deadline_secs)
+        for workspace in self._session.workspaces().values():
+            workspace.epoch = epoch
+            workspace.ask_when_to_stop(stopper)
+        try:
+            returned = self._session.run(self._job.epoch_group)
+            mine = metrics_lib.merged(returned.get(self._session.nodes[0], [])) if self._exchange.primary else {}
+        except Exception as error:
+            self._exchange.bring(error)
+            raise
+        metrics = self._exchange.publish(f"metrics of epoch {epoch}", lambda: mine)
+        preempted = self._notice.ask(epoch)
+        answers: list[bool] = []
+        problem: Exception | str | None = None
+        if not stopper.stopped:
+            try:
+                ctx = self._context(epoch, metrics, preempted)
+                answers = [stop.checked(c, c(ctx), epoch) for c in self._job.stop_conditions]
+            except Exception as error:
+                problem = error
+        prepared = None
+        if problem is None and not (stopper.stopped and not self._job.resumable):
+            prepared, problem = self._prepare(epoch)
+        verdict = self._meet(epoch, answers, stopper.stopped, problem)
+        reasons = [r for r in verdict.stop if r != repr(stop.preempted)] if preempted else verdict.stop
+        if verdict.interrupted:
+            reasons = []
+        self._finished, self._preempted = bool(reasons), preempted
+        self._reason = "; ".join(([PREEMPTED] if preempted else []) + reasons)
+        if verdict.interrupted and not self._job.resumable:
+            logging.warning("epoch %d was left in the middle and is dropped; epoch %d is the last", epoch, epoch - 1)
+            return
+        self._partial = verdict.interrupted
+        self._epoch = epoch
+        self._bar.at(epoch, metrics)
+        self._save(epoch, prepared, metrics, verdict, force=bool(self._reason))
+
+    def _context(self, epoch: int, metrics: Mapping[str, Any], preempted: bool = False) -> stop.Context:
+        elapsed = time.monotonic() - self._began
+        return stop.Context(
+            epoch=epoch,
+            metrics=metrics,
+            workspace=self._session.root,
+            elapsed_secs=elapsed,
+            total_secs=self._before + elapsed,
+            preempted=preempted,
+        )
+
+    def _meet(self, epoch: int, answers: list[bool], interrupted: bool, problem: Exception | str | None) -> _Verdict:
+        """The one exchange at the end of an epoch."""
+        conditions = [repr(c) for c in self._job.stop_conditions]
+
+        def decide(found: list[dict[str, Any]]) -> dict[str, Any]:
+            left = any(f["interrupted"] for f in found)
+            true = [i for i in range(len(conditions)) if any(f["answers"] and f["answers"][i] for f in found)]
+            ended = self._ended()
+            refused = next((f["problem"] for f in found if f["problem"]), None)
+            if refused is None and self._keeper is not None and not self._handler.cp_accessible(epoch):
+                refused = "the metadata handler says that the storage is away"
+            if refused is not None:
+                ended.append(SaveOutcome(epoch, False, refused, 0.0, 0.0, {}))
+            stops = [conditions[i] for i in true]
+            outcomes = [outcome.to_json(o) for o in ended]
+            return {"stop": stops, "interrupted": left, "save": refused is None, "outcomes": outcomes}
+
+        mine: Any = {"answers": answers, "interrupted": interrupted, "problem": problem}
+        if isinstance(problem, Exception):
+            mine = problem
+        verdict = _Verdict(**self._exchange.meet(f"end of epoch {epoch}", mine, decide))
+        self._enter(verdict.outcomes)
+        self._ledger.check(self._settings.max_consecutive_save_failures)
+        return verdict
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def _prepare(self, epoch: int) -> tuple[Any, str | None]:
+        """What a save is to be given, or why it cannot be."""
+        if self._keeper is None:
+            return None, None
+        try:
+            return self._keeper.prepare(epoch, self._names), None
+        except Exception as error:
+            return None, say(error)
+
+    def _save(self, epoch: int, prepared: Any, metrics: Mapping[str, Any], verdict: _Verdict, force: bool) -> None:
+        keeper = self._keeper
+        if keeper is None:
+            return
+        notes = {
+            "version": 1,
+            "nodes": list(self._session.nodes),
+            "partial": self._partial,
+            "finished": verdict.stop if self._finished else None,
+            "metrics": dict(metrics),
+            "stop": stop.save_states(self._job.stop_conditions),
+            "total_secs": self._before + time.monotonic() - self._began,
+        }
+        replaces = self._replace == epoch
+
+        def save() -> None:
+            began = time.monotonic()
+            try:
+                if replaces:
+                    keeper.let_replace(epoch)
+                keeper.save(epoch, prepared, dict(metrics), notes, force or replaces)
+            except Exception as error:  # never kills training
+                logging.warning("epoch %d could not be saved: %s", epoch, say(error))
+                self._own_failures.append(SaveOutcome(epoch, False, say(error), 0.0, 0.0, {}))
+            self._ledger.held_secs += time.monotonic() - began
+
+        self._last = save if force else None
+        if verdict.save:
+            save()
+
+    def _ended(self) -> list[SaveOutcome]:
+        """On the primary: saves that have ended since it was asked last; the metadata handler is told."""
+        ended = self._keeper.outcomes() if self._keeper is not None else []
+        failed, self._own_failures = self._own_failures, []
+        ended = [*ended, *failed]
+        for one in ended:
+            self._handler.saved(one)
+        return ended
+
+    def _enter(self, outcomes: Sequence[Mapping[str, Any]]) -> None:
+        self._ledger.add(map(outcome.from_json, outcomes))
+
+    def _drain(self) -> None:
+        """Waits for saves in flight; the last epoch, if it was not saved, is tried once more."""
+        if self._keeper is None:
+            return
+        for _ in range(2):
+            self._keeper.drain()
+            answer = self._exchange.meet(
+                "last save",
+                None,
+                lambda _: {
+                    "outcomes": [outcome.to_json(o) for o in self._ended()],
+                    "accessible": self._handler.cp_accessible(self._epoch),
+                },
+            )
+            self._enter(answer["outcomes"])
+            if self._last is None or self._ledger.last_committed == self._epoch or not answer["accessible"]:
+                break
+            retry, self._last = self._last, None
+            retry()
+        if not self._is_saved():
+            reason = dict(self._ledger.failed).get(self._epoch, "it was not asked for")
+            if self._settings.raise_if_not_saved:
+                raise SaveError(self._epoch, f"it is the last of the run: {reason}")
+            logging.error("the last epoch, %d, was not saved: %s", self._epoch, reason)
+
+    def _is_saved(self) -> bool:
+        return self._ledger.last_committed == self._epoch
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        """After the loop: upload, download, exit; a run that is preempted here does it again when started again."""
+        upload = self._together("upload", lambda: self._upload(self._epoch)) if self._is_saved() else None
+        for group in (upload, self._job.download_group, self._job.exit_group):
+            if group is not None and not self._preempted:
+                self._phase(group)
+                self._preempted = self._notice.ask(self._epoch)
+
+    def _phase(self, group: TaskGroup) -> None:
+        """Runs a group that runs once; an error on one node is raised on all."""
+        for workspace in self._session.workspaces().values():
+            workspace.ask_when_to_stop(self._notice.poll)
+        self._together(f"group {group.name}", lambda: self._session.run(group))
+
+    def _together(self, what: str, fn: Callable[[], T]) -> T:
+        try:
+            value = fn()
+        except Exception as error:
+            self._exchange.bring(error)
+            raise
+        self._exchange.meet(what, None, lambda found: None)
+        return value
+
+    def _result(self) -> RunResult:
+        elapsed = time.monotonic() - self._began
+        return RunResult(
+            stop_reason=self._reason,
+            epoch=self._epoch,
+            partial=self._partial,
+            last_committed_epoch=self._ledger.last_committed,
+            failed_saves=tuple(self._ledger.failed),
+            preempted=self._preempted,
+            finished=self._finished,
+            resumed_from=self._resumed_from,
+            held_secs=self._ledger.held_secs,
+            slowest_node=self._ledger.slowest_node,
+            elapsed_secs=elapsed,
+            total_secs=self._before + elapsed,
+        )
