@@ -72,6 +72,11 @@ class Attempt:
     reports: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
+    def elapsed_secs(self) -> float:
+        """Seconds since `save` was called."""
+        return time.monotonic() - self.started
+
+    @property
     def runs_handlers(self) -> bool:
         """Whether handlers still write for it, or may."""
         return any(isinstance(f, Run) for f in self.files)
@@ -128,6 +133,13 @@ class Attempt:
         """What was reported of each node, in node order."""
         return [report for _, reported in sorted(self.reports.items()) for report in reported["nodes"]]
 
+    def node_secs(self, nodes: Nodes) -> dict[str, float]:
+        """How long each node wrote, by name, as far as that was reported to this process."""
+        found: dict[str, float] = {}
+        for process, report in sorted(self.reports.items()):
+            found.update(zip(nodes.names_of(process), (part["secs"] for part in report.get("nodes", ())), strict=False))
+        return found
+
     def _marked(self) -> dict[str, ItemRecord]:
         """The items, with the mark of agreement on those of the nodes' own that all of them have alike."""
         items = dict(self.items)
@@ -151,7 +163,7 @@ class Attempt:
             self.custom_metadata,
             self.started_ns,
             time.time_ns(),
-            {"held_secs": round(self.held_secs, 6), "secs": round(time.monotonic() - self.started, 6)},
+            {"held_secs": round(self.held_secs, 6), "secs": round(self.elapsed_secs, 6)},
         )
 
     def summary(self, record: EpochRecord) -> str:
@@ -160,7 +172,7 @@ class Attempt:
         count = len(record.nodes)
         return (
             f"{human_bytes(record.nbytes)} from {count} node{'' if count == 1 else 's'} in "
-            f"{time.monotonic() - self.started:.2f} s (held {self.held_secs * 1e3:.1f} ms, "
+            f"{self.elapsed_secs:.2f} s (held {self.held_secs * 1e3:.1f} ms, "
             f"slowest {slowest.name} {slowest.secs:.2f} s)"
         )
 
@@ -175,12 +187,11 @@ class Attempt:
     def log_entry(self, done: Committed) -> dict[str, Any]:
         """What an Orbax logger is told of a commit."""
         when = datetime.datetime.fromtimestamp(done.committed_ns / 1e9, tz=datetime.UTC)
-        secs = time.monotonic() - self.started
         return {
             "step": done.epoch,
             "event_type": "save",
             "committed": when.isoformat(),
-            "secs": secs,
+            "secs": self.elapsed_secs,
             "held_secs": self.held_secs,
         }
 

@@ -60,6 +60,7 @@ class Attempts:
             sight, and returns one that removes their bytes.
         on_commit: called on every node for every commit; must not fail.
         log: called after that; may fail.
+        on_end: called on every node for every attempt that ends, with why it failed or None; must not fail.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class Attempts:
         retire: Callable[[Committed], tuple[list[int], Callable[[], Callable[[], None]]]],
         on_commit: Callable[[Committed], None],
         log: Callable[[Attempt, Committed], None],
+        on_end: Callable[[Attempt, SaveError | None], None],
     ):
         self._store, self._commits, self._coordinator = opened.store, opened.commits, opened.coordinator
         self._prefix, self.nodes, self._options = f"{opened.prefix}/save", opened.nodes, options
-        self._retire, self._on_commit, self._log = retire, on_commit, log
+        self._retire, self._on_commit, self._log, self._on_end = retire, on_commit, log, on_end
         self._pool = worker.Pool(options.io_threads)
         self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()
         self._lock = threading.Lock()
@@ -261,6 +263,7 @@ class Attempts:
                 self._failed[attempt.epoch] = failure
                 if attempt.error is None:  # else its caller has been told
                     self._errors.append(failure)
+            self._on_end(attempt, failure)
             attempt.written.set(None)
             attempt.done.set(None)
         if failure is not None:

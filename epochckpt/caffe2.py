@@ -142,6 +142,7 @@ class MultiNodeCheckpointManager(Manager):
         return next((notes for notes in found if notes is not None), None)
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
+        """The nodes' names, once it is known that they suit this manager; the first ones stay."""
         names = node_names(nodes or ())
         if not names:
             raise InvalidArgumentError("MultiNodeCheckpointManager needs the nodes' names, got none")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from absl import logging
 
@@ -26,8 +26,11 @@ from epochckpt.errors import (
 _MARGIN_SECS = 60.0
 
 
+T = TypeVar("T")
+
+
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(Generic[T]):
     """The outcome.
 
     Attributes:
@@ -37,18 +40,18 @@ class Choice:
     """
 
     epoch: int
-    value: Any
+    value: T
     rejected: tuple[int, ...]
 
 
 def newest_readable(
     candidates: Sequence[int],
-    restore: Callable[[int], Any],
+    restore: Callable[[int], T],
     coordinator: Coordinator,
     prefix: str,
     timeout_secs: float,
     directory: str,
-) -> Choice:
+) -> Choice[T]:
     """Restores the newest epoch that every process can read.
 
     Args:
@@ -70,9 +73,10 @@ def newest_readable(
     rejected: list[int] = []
     first: Exception | None = None
     for number, epoch in enumerate(reversed(candidates)):
-        value, error, fatal = None, None, None
+        value: list[T] = []
+        error, fatal = None, None
         try:
-            value = restore(epoch)
+            value.append(restore(epoch))
         except (DamagedError, FormatError, EpochNotFoundError) as caught:
             error = caught
         except Exception as caught:  # not the epoch's fault: everybody stops
@@ -83,7 +87,7 @@ def newest_readable(
         if fatal is not None:
             raise fatal
         if error is None:
-            return Choice(epoch, value, tuple(rejected))
+            return Choice(epoch, value[0], tuple(rejected))
         if not isinstance(error, DamagedError | FormatError | EpochNotFoundError):
             raise error
         logging.error("%s: epoch %d is not restored, falling back to an older one: %s", directory, epoch, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -23,6 +23,8 @@ from epochckpt.reading import Browsable, epoch_number
 from epochckpt.retention import History
 from epochckpt.storage import open_store
 from epochckpt.store import Store
+
+T = TypeVar("T")
 
 
 class Epochs(Browsable):
@@ -114,25 +116,45 @@ class Epochs(Browsable):
         reading, candidates = self._reading, None
         if directory is not None and open_store(directory).root != self._store.root:
             reading, candidates = self._reading.elsewhere(directory, opening.step_names(self._options))
-        self._attempts.drain(step)
         if step is not None:
+            self._attempts.drain(step)
             value = reading.restore(epoch_number(step), args)
+        elif candidates is None:
+            _, value = self.restore_newest(lambda epoch: reading.restore(epoch, args))
         else:
-            self._calls += 1
-            choice = choosing.newest_readable(
-                self.all_steps() if candidates is None else candidates,
-                lambda epoch: reading.restore(epoch, args),
-                self._coordinator,
-                f"{self._prefix}/restore/{self._calls}",
-                self._storage.restore_timeout_secs,
-                reading.commits.store.root,
-            )
-            value = choice.value
-            if candidates is None:
-                self._damaged |= self._commits.damaged(choice.rejected)
-                self._history.drop(choice.rejected)
+            self._attempts.drain()
+            value = self._choose(candidates, lambda epoch: reading.restore(epoch, args), reading.commits.store).value
         self._multi = multi
         return value
+
+    def restore_newest(self, restore: Callable[[int], T]) -> tuple[int, T]:
+        """Like `restore(None)`, with a function of the caller's own that restores an epoch.
+
+        In a job of several processes all must call it: they vote on each epoch, and take the next older one if one of
+        them cannot read it.
+
+        Args:
+            restore: is given an epoch's number, and raises DamagedError, FormatError or EpochNotFoundError if the epoch
+                cannot be used, as this manager's members do; another error ends the search on every process.
+
+        Returns:
+            The epoch, and what `restore` returned for it.
+
+        Raises:
+            EpochNotFoundError: there is no epoch at all.
+            DamagedError: there are, but none of them can be read.
+        """
+        self._attempts.drain()
+        choice = self._choose(self.all_steps(), restore, self._store)
+        self._damaged |= self._commits.damaged(choice.rejected)
+        self._history.drop(choice.rejected)
+        return choice.epoch, choice.value
+
+    def _choose(self, candidates: Sequence[int], restore: Callable[[int], T], store: Store) -> choosing.Choice[T]:
+        self._calls += 1
+        key = f"{self._prefix}/restore/{self._calls}"
+        wait = self._storage.restore_timeout_secs
+        return choosing.newest_readable(candidates, restore, self._coordinator, key, wait, store.root)
 
     def delete(self, step: int) -> None:
         """Deletes an epoch, also the newest. In a job of several processes all must call it.

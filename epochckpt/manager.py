@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import coordination, items, layout, legacy, opening, removal, retention, saving, worker
-from epochckpt.attempt import Committed, broken, snapshot
+from epochckpt import coordination, items, layout, legacy, opening, outcomes, removal, retention, saving, worker
+from epochckpt.attempt import Attempt, Committed, broken, snapshot
 from epochckpt.attempts import Attempts
 from epochckpt.checks import check_args, check_options, storage_options
 from epochckpt.epochs import Epochs
@@ -28,6 +28,7 @@ from epochckpt.node_items import Here
 from epochckpt.options import StorageOptions
 from epochckpt.reading import Reading, epoch_number, shown_path
 from epochckpt.retention import EpochInfo, History
+from epochckpt.status import SaveOutcome
 
 
 class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
@@ -71,12 +72,13 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             storage: how bytes get to storage, and timeouts.
             node: this process's node name, `process_<index>` by default; in a job of one process also the names of
                 several nodes, all of which it then hosts.
-            metadata_handler: not supported yet.
+            metadata_handler: an object with Caffe2's protocol (`set_params`, `last_epoch`, `write`, `report`,
+                `cp_accessible`); the primary tells it of the nodes and of every commit. What it raises is logged.
 
         Raises: see `epochckpt.opening.open_directory`.
         """
-        if metadata_handler is not None:
-            raise InvalidArgumentError("metadata_handler= is not supported yet; leave it out")
+        outcomes.check_handler(metadata_handler)
+        self.metadata_handler = metadata_handler
         self._options = check_options(options or ocp.CheckpointManagerOptions())
         self._storage = storage_options(self._options, storage)
         self._handlers = legacy.handlers(checkpointers, item_names, item_handlers, handler_registry)
@@ -96,12 +98,16 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             self._storage,
             retire=lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
             on_commit=self._committed,
-            log=lambda attempt, done: attempt.announce(done, logger, self._options),
+            log=lambda attempt, done: self._announce(attempt, done, logger),
+            on_end=lambda attempt, failure: self._outcomes.add(attempt, failure, self._nodes),
         )
         self._tries: dict[int, int] = {}
-        self._take_nodes(opened.nodes)
+        self._outcomes = outcomes.Outcomes()
+        tells = coordinator.primary and not self._options.read_only
+        self._informer = outcomes.Informer(metadata_handler, tells)
         self._preemption, self._calls, self._closed = coordination.Preemption(), 0, False
         self._directory = shown_path(self._store.root)
+        self._take_nodes(opened.nodes)
         if not self._options.read_only:
             if metadata is not None and self._options.save_root_metadata and coordinator.primary:
                 self._commits.write_once(layout.ROOT_METADATA, saving.root_metadata(metadata))
@@ -143,6 +149,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._reading = Reading(self._commits, self._pool, self._storage.verify, Here(self._handlers, nodes))
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = saving.Planner(nodes, self._storage, part_bytes)
+        self._informer.nodes(str(self._directory), nodes.names)
 
     def reached_preemption(self, step: int) -> bool:
         """Whether JAX's preemption notice has reached every process; all must ask for the same steps."""
@@ -251,6 +258,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             SaveError: if any failed, once: the failure itself, or all of them in an ErrorGroup.
         """
         self._attempts.drain_removals()
+        self._informer.drain(self._storage.save_timeout_secs)
         self._history.forget_failed()
         self.check_for_errors()
 
@@ -259,6 +267,13 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         errors = self._attempts.take_errors()
         if errors:
             raise errors[0] if len(errors) == 1 else ErrorGroup(errors)
+
+    def take_outcomes(self) -> list[SaveOutcome]:
+        """How the saves ended that have ended since the last call, in order; does not wait.
+
+        Known in this process only, and at most the last thousand. What `save` itself raised is not among them.
+        """
+        return self._outcomes.take()
 
     def close(self) -> None:
         """Waits for everything, and ends this incarnation.
@@ -270,6 +285,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             return
         self._closed = True
         self._attempts.drain_removals()
+        self._informer.drain(self._storage.save_timeout_secs)
         if self._coordinator.primary and not self._options.read_only:
             try:
                 self._commits.release()
@@ -287,6 +303,11 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
     def _drain_at_exit(self) -> None:
         with contextlib.suppress(SaveError):  # it has been logged
             self.close()
+
+    def _announce(self, attempt: Attempt, done: Committed, logger: Any) -> None:
+        """On every node, after every commit; may fail."""
+        self._informer.committed(done.epoch, attempt.node_secs(self._nodes))
+        attempt.announce(done, logger, self._options)
 
     def _committed(self, done: Committed) -> None:
         """On every node, for every commit."""

@@ -106,6 +106,11 @@ class StepReader:
         size = orbax_steps.nbytes(self._store, self._folder)
         return status.EpochStatus(self.record.epoch, "committed", "written by stock Orbax", orbax_nbytes=size)
 
+    def item_kinds(self) -> dict[str, str]:
+        """`arrays` or `files`, by item name."""
+        self._check()
+        return {name: "arrays" if self._kind(name) == "arrays" else "files" for name in self.record.names}
+
     def item_metadata(self) -> Any:
         """What Orbax's handlers say of every array item, usable as restore targets; None for other items."""
         self._check()

@@ -101,6 +101,13 @@ class Reading:
             raise InvalidArgumentError(f"epoch {epoch} has no node {node!r}; it has: {', '.join(names)}")
         return self.path(record) / record.node_folder(names.index(node))
 
+    def item_kinds(self, epoch: int) -> dict[str, str]:
+        """Kind of every item, by name."""
+        reader = self.reader(epoch)
+        if isinstance(reader, StepReader):
+            return reader.item_kinds()
+        return {name: item.kind for name, item in reader.record.items.items()}
+
     def item_metadata(self, epoch: int) -> Any:
         """See `CheckpointManager.item_metadata`."""
         reader = self.reader(epoch)
@@ -149,6 +156,17 @@ class Browsable:
         Reads one small file, and the files of items whose handlers, not ours, can say something about them.
         """
         return self._reading.item_metadata(epoch_number(step))
+
+    def item_kinds(self, epoch: int) -> dict[str, str]:
+        """What kind of thing each item of an epoch is, by item name.
+
+        `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
+        (`NodeSave`). Items of stock Orbax are `arrays` or `files`, as far as their files say.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        return self._reading.item_kinds(epoch_number(epoch))
 
     def metadata(self, step: int | None = None) -> Any:
         """Orbax's StepMetadata of an epoch, or the directory's RootMetadata."""

@@ -235,6 +235,7 @@ class CheckpointManager(Manager):
         return _recorded(self._epochs.reader(epoch), "notes")
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
+        """The node's name, once it is known that it suits this manager; by default the one of its folder."""
         names = [] if nodes is None else node_names(nodes)
         if len(names) > 1:
             raise InvalidArgumentError(

@@ -62,6 +62,27 @@ class EpochStatus:
 
 
 @dataclasses.dataclass(frozen=True)
+class SaveOutcome:
+    """How one save ended.
+
+    Attributes:
+        epoch: its number.
+        committed: whether the epoch exists now.
+        detail: why it was not committed; empty otherwise.
+        held_secs: how long the training thread was held.
+        secs: from the call of `save` to the end.
+        nodes: how long each node wrote, in seconds by name, as far as this process knows: the primary knows all.
+    """
+
+    epoch: int
+    committed: bool
+    detail: str
+    held_secs: float
+    secs: float
+    nodes: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Verification:
     """The outcome of reading every byte of an epoch.
 

@@ -4,7 +4,9 @@
 
 starts itself as two JAX processes with two CPU devices each (`--num_processes`, `--devices_per_process`) and
 saves every epoch with `epochckpt` while the next one trains. Kill it whenever you like (`kill -9` too) and
-start it again: it goes on after the last committed epoch, with another number of processes as well.
+start it again: it goes on after the last committed epoch, with another number of processes as well. Ctrl-C or
+SIGTERM let it finish and save its epoch first. It stops early when the accuracy on held-out images no longer grows,
+copies the last epoch to `final/`, and keeps a record of all its runs in `runs.sqlite`.
 
 * Same numbers of processes and devices: the final parameters of an interrupted run equal those of an
   undisturbed one bit for bit (compare the printed SHA-256).
@@ -45,6 +47,7 @@ flags.DEFINE_string("workdir", f"{tempfile.gettempdir()}/epochckpt_digits", "Whe
 flags.DEFINE_integer("num_processes", 2, "JAX processes to start on this machine.", lower_bound=1)
 flags.DEFINE_integer("devices_per_process", 2, "CPU devices in each process.", lower_bound=1)
 flags.DEFINE_integer("epochs", 10, "Train until this many epochs are complete.", lower_bound=1)
+flags.DEFINE_integer("patience", 10, "Stop after so many epochs without better accuracy; 0: never.", lower_bound=0)
 flags.DEFINE_integer("batch_size", 32, "Images per step, in the whole job.", lower_bound=1, upper_bound=1437)
 flags.DEFINE_float("learning_rate", 1e-3, "Adam's step size.")
 flags.DEFINE_integer("seed", 0, "Decides initial parameters, shuffling and dropout.", lower_bound=0)
@@ -65,13 +68,13 @@ def say(text):
 
 
 def make_state():
-    """Everything the next epoch depends on. The epoch too: whatever is restored knows where to go on."""
+    """Everything the next epoch depends on."""
     key1, key2, dropout_key = jax.random.split(jax.random.key(FLAGS.seed), 3)
     he = jax.nn.initializers.he_normal()
     weights = {"w1": he(key1, (PIXELS, HIDDEN)), "w2": he(key2, (HIDDEN, CLASSES))}
     params = weights | {"b1": jnp.zeros(HIDDEN), "b2": jnp.zeros(CLASSES)}
     adam = optax.adam(FLAGS.learning_rate).init(params)
-    return {"epoch": jnp.int32(0), "params": params, "adam": adam, "key": dropout_key}
+    return {"params": params, "adam": adam, "key": dropout_key}
 
 
 def logits(params, images, mask=1.0):
@@ -92,10 +95,10 @@ def train_epoch(state, images, labels):
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], *batch, step_key)
         updates, adam = optax.adam(FLAGS.learning_rate).update(grads, state["adam"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        return {"epoch": state["epoch"], "params": params, "adam": adam, "key": key}, loss
+        return {"params": params, "adam": adam, "key": key}, loss
 
     state, losses = jax.lax.scan(step, state, (images, labels))
-    return state | {"epoch": state["epoch"] + 1}, losses.mean()
+    return state, losses.mean()
 
 
 def accuracy(params, images, labels):
@@ -103,83 +106,93 @@ def accuracy(params, images, labels):
 
 
 def load_digits():
-    """Returns 1437 train and 360 test images of 8x8 pixels with their labels, always split the same way."""
+    """Returns 1437 images of 8x8 pixels to train on, and 360 held out, with labels; always split the same way."""
     from sklearn import datasets  # here, because the launcher does without it
 
     digits = datasets.load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
     order = np.random.default_rng(0).permutation(len(images))
-    return images[order[360:]], labels[order[360:]], images[order[:360]], labels[order[:360]]
+    return tuple((images[part], labels[part]) for part in (order[360:], order[:360]))
+
+
+def make_job():
+    """What is trained, and when it is over. Nothing here is about files, or about being interrupted."""
+    job = ec.Job()
+
+    @job.setup
+    def setup(ws):
+        mesh = Mesh(jax.devices(), ("model",))
+        ws.live.replicated = replicated = NamedSharding(mesh, P())
+
+        def describe(path, leaf):
+            # Adam's moments bear the names of their parameters, so one table serves both; the rest is replicated.
+            spec = SPECS.get(getattr(path[-1], "key", None), P())
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        abstract = jax.tree_util.tree_map_with_path(describe, jax.eval_shape(make_state))
+        ws.target("state", abstract)  # so it comes back from a checkpoint: cut over the devices of *this* run
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        # Under jit also Adam's step counter becomes one array of the whole job. A plain optimizer.init(params)
+        # leaves one on a local device of each process.
+        ws.live.make = jax.jit(make_state, out_shardings=shardings)
+        # Donating a state that is still being written is safe: a save begins with a snapshot of its own.
+        ws.live.run = jax.jit(train_epoch, donate_argnums=0, out_shardings=(shardings, replicated))
+        ws.live.measure = jax.jit(accuracy, out_shardings=replicated)
+        ws.live.train_set, held_out = load_digits()
+        # The model is cut, not the batch: every process has all the data and hands it to its own devices.
+        ws.live.feed = lambda array: jax.make_array_from_process_local_data(replicated, array)
+        ws.live.held_out = [ws.live.feed(array) for array in held_out]
+
+    @job.init
+    def init(ws):
+        ws["state"] = ws.live.make()
+
+    @job.epoch
+    def train(ws):
+        start = time.perf_counter()
+        # The order follows from (seed, epoch) alone: a resumed run sees the batches it would have seen.
+        order = np.random.default_rng([FLAGS.seed, ws.epoch]).permutation(len(ws.live.train_set[0]))
+        order = order[: len(order) // FLAGS.batch_size * FLAGS.batch_size].reshape(-1, FLAGS.batch_size)
+        ws["state"], loss = ws.live.run(ws["state"], *(ws.live.feed(array[order]) for array in ws.live.train_set))
+        loss, score = float(loss), float(ws.live.measure(ws["state"]["params"], *ws.live.held_out))
+        took = f"epoch took {time.perf_counter() - start:.2f} s"
+        say(f"epoch {ws.epoch:3d}  train loss {loss:.4f}  validation accuracy {score:.4f}  {took}")
+        return {"loss": loss, "accuracy": score}
+
+    @job.download
+    def report(ws):
+        params = multihost_utils.process_allgather(ws["state"]["params"], tiled=True)  # whole, in every process
+        if jax.process_index() == 0:
+            with open(f"{FLAGS.workdir}/final_params.npz.tmp", "wb") as file:
+                np.savez(file, **params)
+            os.replace(file.name, file.name.removesuffix(".tmp"))  # never half a file
+        digest = hashlib.sha256(b"".join(name.encode() + params[name].tobytes() for name in sorted(params)))
+        say(f"final accuracy {float(ws.live.measure(ws['state']['params'], *ws.live.held_out)):.4f}")
+        say(f"final parameters sha256 {digest.hexdigest()}")
+
+    job.stop_when(ec.stop.max_epochs(FLAGS.epochs) | ec.stop.nan("loss"))
+    if FLAGS.patience:
+        job.stop_when(ec.stop.no_improvement("accuracy", FLAGS.patience))
+    return job
 
 
 def train():
-    mesh = Mesh(jax.devices(), ("model",))
-    replicated = NamedSharding(mesh, P())
-
-    def describe(path, leaf):
-        # Adam's moments bear the names of their parameters, so one table serves both; the rest is replicated.
-        spec = SPECS.get(getattr(path[-1], "key", None), P())
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    abstract = jax.tree_util.tree_map_with_path(describe, jax.eval_shape(make_state))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    # Under jit also Adam's step counter becomes one array of the whole job. A plain optimizer.init(params)
-    # leaves one on a local device of each process, and nobody could say which of them a checkpoint holds.
-    init = jax.jit(make_state, out_shardings=shardings)
-    # Donating a state that is still being written is safe: save() returns with a snapshot of its own.
-    run_epoch = jax.jit(train_epoch, donate_argnums=0, out_shardings=(shardings, replicated))
-    measure = jax.jit(accuracy, out_shardings=replicated)
-
-    def feed(array):
-        # The model is cut, not the batch: every process has all the data and hands it to its own devices.
-        return jax.make_array_from_process_local_data(replicated, array)
-
-    train_images, train_labels, *test_set = load_digits()
-    test_set = [feed(array) for array in test_set]
-    folder = pathlib.Path(FLAGS.workdir).absolute() / "checkpoints"
-    say(f"{jax.process_count()} processes, {jax.device_count()} devices, checkpoints in {folder}")
-
-    with ec.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=3)) as manager:
-        latest = manager.latest_step()
-        # restore(None): the newest epoch that every process can read, cut over the devices of *this* run.
-        state = init() if latest is None else manager.restore(None, args=ocp.args.StandardRestore(abstract))
-        done = int(state["epoch"])
-        if latest is not None:
-            say(f"resumed from epoch {done}")
-        if done >= FLAGS.epochs:
-            say(f"training is complete after {done} epochs, nothing left to do")
-        for epoch in range(done + 1, FLAGS.epochs + 1):
-            start = time.perf_counter()
-            # The order follows from (seed, epoch) alone: a resumed run sees the batches it would have seen.
-            order = np.random.default_rng([FLAGS.seed, epoch]).permutation(len(train_images))
-            order = order[: len(order) // FLAGS.batch_size * FLAGS.batch_size].reshape(-1, FLAGS.batch_size)
-            state, loss = run_epoch(state, feed(train_images[order]), feed(train_labels[order]))
-            loss, score = float(loss), float(measure(state["params"], *test_set))
-            trained = time.perf_counter()
-            manager.save(epoch, args=ocp.args.StandardSave(state), metrics={"loss": loss, "accuracy": score})
-            held = f"save() held the loop {(time.perf_counter() - trained) * 1e3:.1f} ms"
-            took = f"epoch took {trained - start:.2f} s"
-            say(f"epoch {epoch:3d}  train loss {loss:.4f}  test accuracy {score:.4f}  {took}  {held}")
-            # SIGTERM makes JAX say "stop" to all processes after the same epoch.
-            if manager.reached_preemption(epoch) and epoch < FLAGS.epochs:
-                break
-    # Leaving the `with` waited for the last save: what is said from here on is about an epoch that exists.
-    if int(state["epoch"]) < FLAGS.epochs:
-        say(f"stopped as asked; epoch {epoch} is saved, start the same command again to go on")
-        return
-    params = multihost_utils.process_allgather(state["params"], tiled=True)  # whole arrays, in every process
-    if jax.process_index() == 0:
-        with open(folder.parent / "final_params.npz.tmp", "wb") as file:
-            np.savez(file, **params)
-        os.replace(file.name, file.name.removesuffix(".tmp"))  # never half a file
-    digest = hashlib.sha256(b"".join(name.encode() + params[name].tobytes() for name in sorted(params)))
-    say(f"final accuracy {float(measure(state['params'], *test_set)):.4f}")
-    say(f"final parameters sha256 {digest.hexdigest()}")
-    say(f"checkpoints are in {folder}")
+    folder = pathlib.Path(FLAGS.workdir).absolute()
+    say(f"{jax.process_count()} processes, {jax.device_count()} devices, checkpoints in {folder}/checkpoints")
+    runs = ec.metadata.SqliteMetadataHandler(folder / "runs.sqlite")  # epochs and timings of every run, for later
+    options = ocp.CheckpointManagerOptions(max_to_keep=3)
+    with ec.CheckpointManager(folder / "checkpoints", options=options, metadata_handler=runs) as manager:
+        runner = ec.JobRunner(make_job(), manager, upload_task_group_builder=ec.CopyUpload(folder / "final"))
+        runner.train(ec.DistributedSession())
+    result = runner.result
+    if result.resumed_from is not None:
+        say(f"resumed from epoch {result.resumed_from}")
+    say(str(result))
+    return result.exit_code
 
 
 def run_child(process_id, coordinator, launcher_pid):
-    """What each of the started processes does."""
+    """What each of the started processes does; its exit status is 0, or 75 if it was preempted: start it again."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the launcher says what it means
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux's PR_SET_PDEATHSIG: we die when the launcher does
     if os.getppid() != int(launcher_pid):
@@ -189,12 +202,13 @@ def run_child(process_id, coordinator, launcher_pid):
     os.dup2(2, 1)
     try:
         jax.distributed.initialize(coordinator, FLAGS.num_processes, int(process_id))
-        train()
+        code = train()
         jax.distributed.shutdown()
     except BaseException:
         # An ordinary exit would wait minutes in JAX's shutdown barrier for the others, and they wait for us.
         traceback.print_exc()
         os._exit(1)
+    sys.exit(code)
 
 
 def launch():
@@ -221,13 +235,16 @@ def launch():
     try:
         for i in range(FLAGS.num_processes):
             children.append(subprocess.Popen([*command, f"--child={i},{coordinator},{os.getpid()}"], env=env))
-        while None in (codes := [child.poll() for child in children]) and not any(codes):
+        ended = 0, ec.PREEMPTED_EXIT_CODE
+        while None in (codes := [child.poll() for child in children]) and not set(codes) - {None, *ended}:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 children[codes.index(None)].wait(0.1)  # then look at all of them again
     finally:
         for child in children:
             child.kill()
             child.wait()
+    if set(codes) == {ec.PREEMPTED_EXIT_CODE}:
+        return ec.PREEMPTED_EXIT_CODE
     if asked:
         return 128 + asked[0]
     for i, code in enumerate(codes):

@@ -794,7 +794,7 @@ def test_legacy_and_unsupported_arguments_are_refused_by_name(run: pathlib.Path)
             ),
             ({"checkpointers": ocp.PyTreeCheckpointer(), "item_names": ("a",)}, "exclude each other"),
             ({"handler_registry": object()}, "handler_registry"),
-            ({"metadata_handler": object()}, "metadata_handler"),
+            ({"metadata_handler": object()}, "a object lacks set_params, last_epoch, write, report, cp_accessible"),
             ({"item_handlers": {"x": OwnHandler()}}, "OwnHandler"),
             ({"item_names": ("process_0",)}, "process_0"),
             ({"item_names": ("../x",)}, "item name"),
