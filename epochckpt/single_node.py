@@ -89,7 +89,8 @@ class Manager(abc.ABC):
         Args:
             user_epoch: the one that the user names; the metadata handler, if there is one, may override it.
         """
-        return self._told.last_epoch(user_epoch=user_epoch) if self._asks_handler else user_epoch
+        epoch = self._told.last_epoch(user_epoch=user_epoch) if self._asks_handler else user_epoch
+        return None if epoch is None else epoch_number(epoch)
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Whether the metadata handler says that storage can be reached; True without one."""
