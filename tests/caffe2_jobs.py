@@ -73,9 +73,119 @@ def train(
     user_epoch: int | None = None,
     branch: int = 0,
     soft: bool = False,
+    during: Callable[[int], None] = lambda epoch: None,
+) -> dict[str, Any]:
+    """Trains up to an epoch, in Caffe2's order.
+
+    Args:
+        manager: of `ec.caffe2`.
+        session: where it runs.
+        nodes: the job's.
+        epochs: the last epoch.
+        user_epoch: to resume from, unless the handler knows better.
+        branch: tells the blobs of this run from those of another one.
+        soft: a save that fails is noted, and training goes on.
+        during: called before every save.
+    """
+    failed: dict[int, str] = {}
+
+    def save(epoch: int) -> None:
+        during(epoch)
+        try:
+            if not manager.cp_accessible(epoch=epoch):
+                failed[epoch] = "not accessible"
+                return
+            session.run(manager.save(epoch))
+            manager.write_checkpoint_metadata(epoch)
+            manager.report_checkpoint_stats("checkpoint_save")
+        except Exception as error:
+            if not soft:
+                raise
+            failed[epoch] = type(error).__name__
+
+    def everywhere(fn: Callable[[ec.Workspace], Any]) -> ec.TaskGroup:
+        group = ec.TaskGroup()
+        for node in nodes:
+            ec.Task(fn, group=group, node=node)
+        return group
+
+    def step(epoch: int) -> None:
+        session.run(everywhere(lambda ws: fill(ws, epoch, branch)))
+
+    manager.set_params(nodes=nodes)
+    session.run(everywhere(lambda ws: ws.update({READER: Reader()})))  # what our jobs call setup, at every start
+    resume = manager.get_resume_from_epoch_id(user_epoch)
+    if resume is None:
+        step(0)
+    session.run(manager.init(nodes, retrieve_from_epoch=resume))
+    if resume is None:
+        save(0)
+    else:
+        session.run(manager.load(resume))
+        manager.report_checkpoint_stats("checkpoint_load")
+        for ws in session.workspaces().values():
+            assert found(ws)[1] == resume
+    for epoch in range(0 if resume is None else resume, epochs):
+        step(epoch + 1)
+        save(epoch + 1)
+    return {"resumed": resume, "failed": {str(epoch): why for epoch, why in failed.items()}}
+
+
+def content(directory: str, node: str, epoch: int) -> tuple[int, int] | None:
+    """(branch, epoch) of what a node's epoch holds, every blob read and verified; None if there is none."""
+    session = ec.LocalSession()
+    manager = caffe2.MultiNodeCheckpointManager(directory, "epochckpt")
+    if not manager.load_blobs_locally([node], BLOBS, epoch, session):
+        return None
+    return found(session.workspace(node))
+
+
+def staging(directory: str | os.PathLike[str], node: str = ".*") -> list[str]:
+    """Staging folders of a node's jobs."""
+    pattern = re.compile(rf"node-{node}-[0-9a-f]{{16}}\.orbax-checkpoint-tmp")
+    return sorted(p.name for p in pathlib.Path(directory).iterdir() if pattern.fullmatch(p.name))
+
+
+# -- in processes of their own -----------------------------------------------------------------------------------------
+
+
+class Interrupted(Watcher):
+    """Stops or kills this process at the n-th call of a kind, once it is armed."""
+
+    def __init__(self, name: str, path: str, count: int, signum: int):
+        self._name, self._path, self._left, self._signum = name, re.compile(path), count, signum
+        self.armed = False
+
+    def before(self, op: Op) -> None:
+        if self.armed and (not self._name or op.name == self._name) and self._path.search(f"{op.path} -> {op.target}"):
+            self._left -= 1
+            if self._left == 0:
+                if self._signum == signal.SIGSTOP:
+                    os.write(1, f"\n{STOPPED}\n".encode())
+                os.kill(os.getpid(), self._signum)
+
+
+def job(
+    directory: str,
+    node: str,
+    epochs: int,
+    user_epoch: int | None = None,
+    branch: int = 0,
+    at: tuple[int, str, str, int, int] | None = None,
+) -> dict[str, Any]:
+    """A job for one node.
+
+    Args:
+        directory: shared.
+        node: its node.
+        epochs: the last epoch.
+        user_epoch: to resume from.
+        branch: see `train`.
+        at: (epoch, call, pattern of its path, count, signal): where it is interrupted.
+    """
     interrupted = None
     if at is not None:
-        interrupted = Interrupted(*at[1:])
+        interrupted = Interrupted(*tuple(at)[1:])
         watch(directory, interrupted)
 
     def during(epoch: int) -> None:
