@@ -4,17 +4,17 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
 
     F0  errors options layout tree hosting
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
+        run_database
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
         node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put retention
     F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
-        status outcomes orbax_tree orbax_reader choosing checks legacy reading epochs node_staging node_epochs manager
-        following export_orbax export_safetensors exporting importing
+        status outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata_protocol metadata
+        node_staging node_epochs manager following export_orbax export_safetensors exporting importing
     F4  conditions stop workspace tasks job session blobs boundary metrics preempting outcome keeping keep_epochs
-        keep_orbax db_names single_node caffe2 keepers progress reporting resuming
-        running runner
+        keep_orbax db_names single_node caffe2 keepers progress reporting resuming running runner
 """
 
-from epochckpt import args, caffe2, errors, stop
+from epochckpt import args, caffe2, errors, metadata, stop
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
@@ -62,5 +62,6 @@ __all__ = [
     "export",
     "follow",
     "import_",
+    "metadata",
     "stop",
 ]

@@ -25,14 +25,14 @@ from absl import logging
 
 from epochckpt.db_names import DB_TYPE, db_name, get_ckpt_filename, name_list, node_names
 from epochckpt.errors import InvalidArgumentError
+from epochckpt.metadata_protocol import AbstractMetadataHandler
 from epochckpt.session import Session
-from epochckpt.single_node import CheckpointManager, Manager, MetadataHandler
+from epochckpt.single_node import CheckpointManager, Manager
 from epochckpt.tasks import Task, TaskGroup
 
 __all__ = [
     "DB_TYPE",
     "CheckpointManager",
-    "MetadataHandler",
     "MultiNodeCheckpointManager",
     "db_name",
     "get_ckpt_filename",
@@ -52,7 +52,7 @@ class MultiNodeCheckpointManager(Manager):
     """
 
     def __init__(
-        self, db_prefix: str | os.PathLike[str], db_type: str, metadata_handler: MetadataHandler | None = None
+        self, db_prefix: str | os.PathLike[str], db_type: str, metadata_handler: AbstractMetadataHandler | None = None
     ):
         super().__init__(db_prefix, db_type, metadata_handler)
         self._managers: dict[str, CheckpointManager] = {}

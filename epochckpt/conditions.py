@@ -102,6 +102,11 @@ class _Both(Condition):
     def operands(self) -> Sequence[Condition]:
         return self._operands
 
+    @property
+    def is_any(self) -> bool:
+        """Whether one of them is enough."""
+        return self._join is any
+
     def __call__(self, ctx: Context) -> bool:
         return self._join([checked(o, o(ctx), ctx.epoch) for o in self._operands])  # a list: every operand is called
 
@@ -144,6 +149,14 @@ class _Wrapped(Condition):
 
     def __repr__(self) -> str:
         return self._name
+
+
+def why(condition: Condition, ctx: Context) -> str:
+    """Which part of a condition that was true made it so: its `repr`, of `a | b` only what holds."""
+    parts = condition.operands
+    if isinstance(condition, _Both) and condition.is_any and not any(map(is_foreign, parts)):
+        return " | ".join(why(part, ctx) for part in parts if part.holds(ctx)) or repr(condition)
+    return repr(condition)
 
 
 def is_foreign(condition: Condition) -> bool:

@@ -43,6 +43,11 @@ class OutputIsTrue(stop.Condition):
         return repr(self.output)
 
 
+def has_output(condition: stop.Condition) -> bool:
+    """Whether a condition looks at the output of a task, which is not known before the task has run."""
+    return isinstance(condition, OutputIsTrue) or any(map(has_output, condition.operands))
+
+
 class Job:
     """A training job: what runs once, what runs every epoch, and when it is over.
 

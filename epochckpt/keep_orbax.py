@@ -192,7 +192,8 @@ class OrbaxKeeper(Keeper):
             self._manager.check_for_errors()
         except Exception as error:
             detail = say(error)
-        committed = epoch in self._manager.all_steps(read=True)
+        self._manager.reload()
+        committed = epoch in self.epochs()
         detail = "" if committed else detail or "it is not on storage"
         self._ended.append(SaveOutcome(epoch, committed, detail, held, time.monotonic() - began, {}))
 

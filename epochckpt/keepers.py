@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import orbax.checkpoint as ocp
-
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.keep_epochs import EpochKeeper
 from epochckpt.keep_orbax import OrbaxKeeper
 from epochckpt.keeping import Keeper
 from epochckpt.manager import CheckpointManager
+
+_VERBS = (
+    "all_steps",
+    "should_save",
+    "save",
+    "restore",
+    "metadata",
+    "wait_until_finished",
+)  # a protocol cannot be asked
 
 
 def keeper_of(manager: Any) -> Keeper | None:
@@ -23,7 +30,7 @@ def keeper_of(manager: Any) -> Keeper | None:
         return None
     if isinstance(manager, CheckpointManager):
         return EpochKeeper(manager)
-    if isinstance(manager, ocp.AbstractCheckpointManager):
+    if all(callable(getattr(manager, name, None)) for name in _VERBS):
         return OrbaxKeeper(manager)
     raise InvalidArgumentError(
         "checkpoint_manager must be an epochckpt.CheckpointManager, an orbax.checkpoint.AbstractCheckpointManager or a "

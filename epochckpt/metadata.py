@@ -1,3 +1,294 @@
-"""placeholder until merged"""
-def answered_epoch(h, a): return a
-def check_handler(h): return h
+"""Metadata handlers: what is told of a run while it trains, and asked when it starts again.
+
+The protocol is that of Caffe2's `caffe2.python.checkpoint`. Handlers are called on the primary only, also from
+background threads. What a handler raises is logged; it never harms an epoch that is committed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from epochckpt import layout
+from epochckpt.errors import FormatError, FormatVersionError, InvalidArgumentError
+from epochckpt.metadata_protocol import (
+    ETILS,
+    AbstractMetadataHandler,
+    DirectoryHandler,
+    answered_epoch,
+    check_epoch,
+    check_handler,
+    check_nodes,
+    check_params,
+    check_path,
+    check_times,
+)
+from epochckpt.posix_store import PosixStore
+from epochckpt.run_database import EpochRow, RunDatabase, RunRow, StatRow
+
+__all__ = [
+    "AbstractMetadataHandler",
+    "EpochRow",
+    "JsonMetadataHandler",
+    "RunRow",
+    "SqliteMetadataHandler",
+    "StatRow",
+    "answered_epoch",
+    "check_handler",
+]
+
+JSON_NAME = "last_epoch.json"
+_KIND, _VERSION = "last_epoch", 1
+_MAX_BYTES = 16 * 2**20
+_DAY = 86_400  # SQLite counts milliseconds in an int of C
+_FOREIGN = "is not what JsonMetadataHandler writes; move it away, or give the handler another path"
+
+
+class JsonMetadataHandler(DirectoryHandler):
+    """One small JSON file beside the epochs: the last epoch and when it was written, for people, too.
+
+    It also holds the run's nodes, the last times of each action, the last failed save and why the run ended. Written
+    whole each time: to a local path durably and by an atomic rename; to an object store through etils.
+
+    Args:
+        path: the file; None for `last_epoch.json` in the directory of the checkpoints.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        self._given = None if path is None else _writable(check_path("JsonMetadataHandler(path)", path))
+        self._path = self._given
+        self._params: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def set_params(
+        self,
+        db_prefix: str,
+        db_type: str,
+        node_names: Sequence[str],
+        path_prefix: str | None = None,
+        path_type: str | None = None,
+    ) -> None:
+        """Takes the run's names; writes nothing."""
+        params = {**check_params(db_prefix, db_type, path_prefix, path_type), "nodes": check_nodes(node_names)}
+        prefix = params["db_prefix"]
+        with self._lock:
+            self._path = self._given or _writable(f"{prefix.rstrip('/')}/{JSON_NAME}")
+            self._set_prefix(prefix)
+            self._params = params
+
+    def last_epoch(self, user_epoch: int | None = None) -> int | None:
+        """The user's, else the one written last; None if there is no file.
+
+        Raises:
+            FormatError: the file is not what this handler writes.
+        """
+        if user_epoch is not None:
+            return check_epoch("last_epoch", user_epoch)
+        with self._lock:
+            return self._read().get("epoch")
+
+    def write(self, epoch: int) -> None:
+        """Notes the epoch and the time.
+
+        Raises:
+            FormatError: the file there is not what this handler writes; it is left alone.
+            FileNotFoundError: the directory is not there; it is not created.
+        """
+        self._update(epoch=check_epoch("write", epoch), written=_now(), ended=None)
+
+    def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
+        """Notes the times in place of those that the action had before."""
+        times = dict(check_times(action_name, all_stats))
+        self._update(stats=lambda old: {**(old or {}), action_name: times})
+
+    def save_failed(self, epoch: int, reason: str) -> None:
+        """Notes the failure in place of the one before."""
+        self._update(failed={"epoch": check_epoch("save_failed", epoch), "reason": str(reason), "at": _now()})
+
+    def run_ended(self, epoch: int, reason: str) -> None:
+        """Notes the reason; the next epoch written takes it away."""
+        self._update(ended={"epoch": check_epoch("run_ended", epoch), "reason": str(reason), "at": _now()})
+
+    def _update(self, **changes: Any) -> None:
+        with self._lock:
+            path = self._require_path()
+            record = {"epochckpt": _KIND, "version": _VERSION, "epoch": None, **self._read(), **self._params}
+            record |= {name: new(record.get(name)) if callable(new) else new for name, new in changes.items()}
+            data = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
+            if path.startswith(ETILS):
+                epath.Path(path).write_bytes(data)
+            else:
+                _replace(path, data)
+
+    def _read(self) -> dict[str, Any]:
+        path = self._require_path()
+        try:
+            if path.startswith(ETILS):
+                data = epath.Path(path).read_bytes()
+            else:
+                data = PosixStore(os.path.dirname(path)).read(os.path.basename(path), limit_bytes=_MAX_BYTES)
+        except FileNotFoundError:
+            return {}
+        except (ValueError, IsADirectoryError) as error:  # too large, or no file
+            raise FormatError(path, f"{_FOREIGN} ({error})") from None
+        try:
+            record = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(path, f"{_FOREIGN} (no JSON: {str(error)[:200]})") from None
+        if not isinstance(record, dict) or record.get("epochckpt") != _KIND:
+            raise FormatError(path, f'{_FOREIGN} (no "epochckpt": "{_KIND}")')
+        if record.get("version") != _VERSION:
+            raise FormatVersionError(path, f"is of version {record.get('version')!r}; this epochckpt knows {_VERSION}")
+        epoch = record.get("epoch")
+        if epoch is not None and (not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0):
+            raise FormatError(path, f"{_FOREIGN} (the epoch is {str(epoch)[:80]})")
+        if not isinstance(record.get("stats") or {}, dict):
+            raise FormatError(path, f"{_FOREIGN} (stats are no object)")
+        return record
+
+    def _require_path(self) -> str:
+        if self._path is None:
+            raise InvalidArgumentError("JsonMetadataHandler without a path: call set_params first")
+        return self._path
+
+
+class SqliteMetadataHandler(DirectoryHandler):
+    """One SQLite database for many runs: which there are, what happened to their epochs, how long each node took.
+
+    Several processes and threads may write at once. A run that is started again goes on under its name. Nothing is
+    ever overwritten: an epoch that is written again after a rollback has two rows, of which the later counts. The
+    tables are documented in `epochckpt.run_database`, which any SQLite tool can read.
+
+    The protocol does not say which epoch a `report` is about: it is the one that this handler named or was named last
+    (`last_epoch`, `write`, `save_failed`, `cp_accessible(epoch)`), else the last one that the run has written.
+
+    Reading, in a notebook: `SqliteMetadataHandler(path).runs()` and so on; no `set_params` is needed.
+
+    Args:
+        path: the file, on a local or shared file system; its folder must exist.
+        run: the run's name; None for its db_prefix, as given.
+        timeout_secs: how long a call may wait for a lock that another process holds.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], run: str | None = None, *, timeout_secs: float = 30.0):
+        name = check_path("SqliteMetadataHandler(path)", path)
+        if "://" in name or name == ":memory:":
+            raise InvalidArgumentError(f"SqliteMetadataHandler(path) is {name!r}; SQLite needs a file on a file system")
+        if run is not None and (not isinstance(run, str) or not run):
+            raise InvalidArgumentError(f"SqliteMetadataHandler(run) must be a name, got {run!r}")
+        if isinstance(timeout_secs, bool) or not isinstance(timeout_secs, int | float) or not 0 < timeout_secs <= _DAY:
+            raise InvalidArgumentError(
+                f"SqliteMetadataHandler(timeout_secs) must be a number above 0, at most {_DAY}, got {timeout_secs!r}"
+            )
+        self._database = RunDatabase(name, float(timeout_secs))
+        self._given, self._nodes = run, frozenset[str]()
+        self._epoch: int | None = None
+
+    def set_params(
+        self,
+        db_prefix: str,
+        db_type: str,
+        node_names: Sequence[str],
+        path_prefix: str | None = None,
+        path_type: str | None = None,
+    ) -> None:
+        """Begins the run, or goes on with the one of that name."""
+        params, nodes = check_params(db_prefix, db_type, path_prefix, path_type), check_nodes(node_names)
+        self._set_prefix(params["db_prefix"])
+        self._nodes = frozenset(nodes)
+        self._database.start(self._run, params, nodes, time.time())
+
+    def last_epoch(self, user_epoch: int | None = None) -> int | None:
+        """The user's, else the one that the run wrote last; None if there is none."""
+        named = user_epoch is not None
+        self._epoch = check_epoch("last_epoch", user_epoch) if named else self._database.last_epoch(self._run)
+        return self._epoch
+
+    def write(self, epoch: int) -> None:
+        """Adds the epoch."""
+        self._add("write", epoch, "written", None)
+
+    def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
+        """Adds the times: of one name, or folder, the node is the last part of it that is a node's name."""
+        times = [(name, self._node(name), secs) for name, secs in check_times(action_name, all_stats)]
+        self._database.add_stats(self._run, self._epoch, action_name, times, time.time())
+
+    def cp_accessible(self, epoch: int | None = None) -> bool:
+        """Whether the directory exists, see `JsonMetadataHandler`."""
+        if epoch is not None:
+            self._epoch = check_epoch("cp_accessible", epoch)
+        return super().cp_accessible(epoch)
+
+    def save_failed(self, epoch: int, reason: str) -> None:
+        """Adds the failure."""
+        self._add("save_failed", epoch, "failed", str(reason))
+
+    def run_ended(self, epoch: int, reason: str) -> None:
+        """Adds the reason."""
+        self._add("run_ended", epoch, "ended", str(reason))
+
+    def runs(self) -> list[RunRow]:
+        """All runs in the database, in the order in which they were first started."""
+        return self._database.runs()
+
+    def epochs(self, run: str | None = None) -> list[EpochRow]:
+        """What happened to the epochs of one run, or of all, in that order."""
+        return self._database.epochs(run)
+
+    def stats(self, run: str | None = None, epoch: int | None = None) -> list[StatRow]:
+        """Times of one run or of all, about one epoch or all, in the order in which they were reported."""
+        return self._database.stats(run, epoch)
+
+    def slowest(self, run: str | None = None) -> tuple[str, float] | None:
+        """The node whose times, of all actions, add up to most, and the sum in seconds; of one run or of all."""
+        return self._database.slowest(run)
+
+    def _add(self, method: str, epoch: int, outcome: str, reason: str | None) -> None:
+        number = check_epoch(method, epoch)
+        self._database.add_epoch(self._run, number, outcome, reason, time.time())
+        self._epoch = number
+
+    @property
+    def _run(self) -> str:
+        return self._given or self._require_prefix()
+
+    def _node(self, name: str) -> str:
+        parts = [name, *reversed(name.split("/"))]
+        return next((part for part in parts if part in self._nodes), name)
+
+
+def _writable(path: str) -> str:
+    """The path, made absolute if it is local."""
+    if path.startswith(ETILS):
+        return path
+    if "://" in path:
+        raise InvalidArgumentError(
+            f"JsonMetadataHandler cannot write {path}: expected a local path or one of {', '.join(ETILS)}…; "
+            "give it a path= of its own"
+        )
+    return os.path.abspath(path)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _replace(path: str, data: bytes) -> None:
+    """Puts a file in place of another: after a crash there is the old one or the new one, whole."""
+    store, name = PosixStore(os.path.dirname(path)), os.path.basename(path)
+    # Two jobs may share the directory, so each write has a file of its own; the dot hides what a crash leaves behind
+    fresh = f".{name}.{layout.new_id()}.tmp"
+    store.create(fresh, data)
+    try:
+        store.rename(fresh, name, replace=True)
+    except OSError:
+        store.remove(fresh)
+        raise
+    store.sync_folder("")

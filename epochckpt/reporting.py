@@ -40,7 +40,7 @@ class Handler:
         except Exception as error:
             logging.warning("the metadata handler does not say what was saved last: %s", say(error))
             return None
-        return metadata.answered_epoch(self._handler, answer)
+        return metadata.answered_epoch(answer, self._handler)
 
     def cp_accessible(self, epoch: int) -> bool:
         """Whether it says that storage can be reached; True if it cannot say."""

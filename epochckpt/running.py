@@ -17,7 +17,7 @@ from epochckpt import metrics as metrics_lib
 from epochckpt import outcome, stop
 from epochckpt.boundary import Exchange
 from epochckpt.errors import SaveError, say
-from epochckpt.job import Job, OutputIsTrue
+from epochckpt.job import Job, has_output
 from epochckpt.keeping import Keeper, Restored
 from epochckpt.outcome import Ledger, RunResult
 from epochckpt.preempting import Notice, Stopper
@@ -50,7 +50,7 @@ class Settings:
 class _Verdict:
     """What all nodes have agreed on at the end of an epoch."""
 
-    stop: list[str]
+    stop: dict[str, str]  # why, by the condition's repr
     interrupted: bool
     save: bool
     outcomes: list[dict[str, Any]]
@@ -164,9 +164,10 @@ class Run:
         finished = restored.notes.get("finished") or []
         metrics = restored.notes.get("metrics")
         ctx = self._context(restored.epoch, metrics if isinstance(metrics, dict) else {})
+        ctx = dataclasses.replace(ctx, elapsed_secs=0.0, total_secs=self._before)  # nothing has been trained yet
 
         def holds(condition: stop.Condition) -> bool:
-            if isinstance(condition, OutputIsTrue):
+            if has_output(condition):
                 return repr(condition) in finished
             if not finished and stop.is_foreign(condition):
                 return False  # it may count how often it is called
@@ -197,23 +198,24 @@ class Run:
             raise
         metrics = self._exchange.publish(f"metrics of epoch {epoch}", lambda: mine)
         preempted = self._notice.ask(epoch)
-        answers: list[bool] = []
+        conditions, reasons = self._job.stop_conditions, []
         problem: Exception | str | None = None
         if not stopper.stopped:
             try:
                 ctx = self._context(epoch, metrics, preempted)
-                answers = [stop.checked(c, c(ctx), epoch) for c in self._job.stop_conditions]
+                answers = [stop.checked(c, c(ctx), epoch) for c in conditions]
+                reasons = [stop.why(c, ctx) if true else "" for c, true in zip(conditions, answers, strict=True)]
             except Exception as error:
                 problem = error
         prepared = None
         if problem is None and not (stopper.stopped and not self._job.resumable):
             prepared, problem = self._prepare(epoch)
-        verdict = self._meet(epoch, answers, stopper.stopped, problem)
-        reasons = [r for r in verdict.stop if r != repr(stop.preempted)] if preempted else verdict.stop
+        verdict = self._meet(epoch, reasons, stopper.stopped, problem)
+        stops = {c: why for c, why in verdict.stop.items() if not (preempted and c == repr(stop.preempted))}
         if verdict.interrupted:
-            reasons = []
-        self._finished, self._preempted = bool(reasons), preempted
-        self._reason = "; ".join(([PREEMPTED] if preempted else []) + reasons)
+            stops = {}
+        self._finished, self._preempted = bool(stops), preempted
+        self._reason = "; ".join([PREEMPTED] * preempted + list(stops.values()))
         if verdict.interrupted and not self._job.resumable:
             logging.warning("epoch %d was left in the middle and is dropped; epoch %d is the last", epoch, epoch - 1)
             return
@@ -233,24 +235,24 @@ class Run:
             preempted=preempted,
         )
 
-    def _meet(self, epoch: int, answers: list[bool], interrupted: bool, problem: Exception | str | None) -> _Verdict:
+    def _meet(self, epoch: int, reasons: list[str], interrupted: bool, problem: Exception | str | None) -> _Verdict:
         """The one exchange at the end of an epoch."""
         conditions = [repr(c) for c in self._job.stop_conditions]
 
         def decide(found: list[dict[str, Any]]) -> dict[str, Any]:
             left = any(f["interrupted"] for f in found)
-            true = [i for i in range(len(conditions)) if any(f["answers"] and f["answers"][i] for f in found)]
+            said = [[f["reasons"][i] for f in found if f["reasons"]] for i in range(len(conditions))]
             ended = self._ended()
             refused = next((f["problem"] for f in found if f["problem"]), None)
             if refused is None and self._keeper is not None and not self._handler.cp_accessible(epoch):
                 refused = "the metadata handler says that the storage is away"
             if refused is not None:
                 ended.append(SaveOutcome(epoch, False, refused, 0.0, 0.0, {}))
-            stops = [conditions[i] for i in true]
+            stops = {c: next(filter(None, texts)) for c, texts in zip(conditions, said, strict=True) if any(texts)}
             outcomes = [outcome.to_json(o) for o in ended]
             return {"stop": stops, "interrupted": left, "save": refused is None, "outcomes": outcomes}
 
-        mine: Any = {"answers": answers, "interrupted": interrupted, "problem": problem}
+        mine: Any = {"reasons": reasons, "interrupted": interrupted, "problem": problem}
         if isinstance(problem, Exception):
             mine = problem
         verdict = _Verdict(**self._exchange.meet(f"end of epoch {epoch}", mine, decide))
@@ -277,7 +279,7 @@ class Run:
             "version": 1,
             "nodes": list(self._session.nodes),
             "partial": self._partial,
-            "finished": verdict.stop if self._finished else None,
+            "finished": list(verdict.stop) if self._finished else None,
             "metrics": dict(metrics),
             "stop": stop.save_states(self._job.stop_conditions),
             "total_secs": self._before + time.monotonic() - self._began,

@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -16,38 +16,12 @@ from absl import logging
 from epochckpt import blobs, layout
 from epochckpt.db_names import before, check_type, db_name, name_list, node_names
 from epochckpt.errors import FormatError, InvalidArgumentError, SaveError, UnsupportedError
+from epochckpt.metadata_protocol import AbstractMetadataHandler, answered_epoch, check_handler
 from epochckpt.node_epochs import NodeEpochs
 from epochckpt.node_reader import EpochReader
 from epochckpt.reading import epoch_number
 from epochckpt.tasks import Task, joining
 from epochckpt.workspace import Workspace
-
-
-class MetadataHandler(Protocol):
-    """What a manager asks of a metadata handler; `epochckpt.metadata.AbstractMetadataHandler` is one."""
-
-    def set_params(
-        self,
-        db_prefix: str,
-        db_type: str,
-        node_names: Sequence[str],
-        path_prefix: str | None = None,
-        path_type: str | None = None,
-    ) -> None:
-        """Told once, before anything else, whose epochs it will hear of."""
-
-    def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The epoch to resume from; None: from scratch. It may override the user's."""
-
-    def write(self, epoch: int) -> None:
-        """Told of every epoch that was saved."""
-
-    def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
-        """Told how long every node took, by db name."""
-
-    def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Whether storage can be reached now."""
-        ...
 
 
 class Manager(abc.ABC):
@@ -57,9 +31,12 @@ class Manager(abc.ABC):
         notes: JSON that is written with each save (not in Caffe2); `read_notes` gives it back.
     """
 
-    def __init__(self, db_prefix: str | os.PathLike[str], db_type: str, metadata_handler: MetadataHandler | None):
+    def __init__(
+        self, db_prefix: str | os.PathLike[str], db_type: str, metadata_handler: AbstractMetadataHandler | None
+    ):
         check_type("db_type", db_type)
-        self._db_prefix, self._db_type, self._handler = os.fspath(db_prefix), db_type, metadata_handler
+        self._db_prefix, self._db_type = os.fspath(db_prefix), db_type
+        self._handler = None if metadata_handler is None else check_handler(metadata_handler)
         self.notes: dict[str, Any] = {}
 
     @abc.abstractmethod
@@ -89,8 +66,9 @@ class Manager(abc.ABC):
         Args:
             user_epoch: the one that the user names; the metadata handler, if there is one, may override it.
         """
-        epoch = self._told.last_epoch(user_epoch=user_epoch) if self._asks_handler else user_epoch
-        return None if epoch is None else epoch_number(epoch)
+        if self._asks_handler:
+            return answered_epoch(self._told.last_epoch(user_epoch=user_epoch), self._handler)
+        return None if user_epoch is None else epoch_number(user_epoch)
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Whether the metadata handler says that storage can be reached; True without one."""
@@ -121,7 +99,7 @@ class Manager(abc.ABC):
         return self._handler is not None and jax.process_index() == 0
 
     @property
-    def _told(self) -> MetadataHandler:
+    def _told(self) -> AbstractMetadataHandler:
         assert self._handler is not None, "callers look first"
         return self._handler
 
@@ -144,7 +122,7 @@ class CheckpointManager(Manager):
         db_prefix: str | os.PathLike[str],
         node_name: str,
         db_type: str,
-        metadata_handler: MetadataHandler | None = None,
+        metadata_handler: AbstractMetadataHandler | None = None,
     ):
         super().__init__(db_prefix, db_type, metadata_handler)
         self._node_name = layout.check_node_name(str(node_name))

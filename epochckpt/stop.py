@@ -39,6 +39,7 @@ from epochckpt.conditions import (
     save_states,
     shown,
     warn_unusable,
+    why,
 )
 from epochckpt.errors import InvalidArgumentError, say
 
@@ -57,6 +58,7 @@ __all__ = [
     "preempted",
     "save_states",
     "target",
+    "why",
 ]
 
 _REAL = (np.floating, np.integer, np.bool_)

@@ -185,7 +185,8 @@ def job(
     """
     interrupted = None
     if at is not None:
-        interrupted = Interrupted(*tuple(at)[1:])
+        _, name, path, count, signum = at
+        interrupted = Interrupted(name, path, count, signum)
         watch(directory, interrupted)
 
     def during(epoch: int) -> None:
@@ -202,7 +203,7 @@ def single_job(directory: str, node: str, epochs: int, user_epoch: int | None = 
     return train(manager, ec.LocalSession(), [node], epochs, user_epoch)
 
 
-class Recorded:
+class Recorded(ec.metadata.AbstractMetadataHandler):
     """A metadata handler that knows what it was told."""
 
     def __init__(self) -> None:

@@ -276,6 +276,27 @@ def test_the_handler_is_given_the_paths_and_may_override_the_user(tmp_path: path
         manager.report_checkpoint_stats("checkpoint_save")
 
 
+def test_a_handler_is_looked_at_and_so_are_its_answers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="expected an object with set_params"):
+        single(tmp_path, metadata_handler=object())
+    handler = Recorded()
+    monkeypatch.setattr(handler, "last_epoch", lambda user_epoch=None: "3")
+    with pytest.raises(errors.InvalidArgumentError, match="answered last_epoch"):
+        multi(tmp_path, metadata_handler=handler).get_resume_from_epoch_id()
+    with pytest.raises(errors.InvalidArgumentError, match="epoch"):
+        multi(tmp_path).get_resume_from_epoch_id(-1)
+
+
+def test_a_handler_that_is_shipped_resumes_the_job(tmp_path: pathlib.Path) -> None:
+    """Nobody names an epoch: the handler knows the last one, which lies beside the epochs."""
+    resumed = []
+    for epochs in (2, 4):
+        manager = multi(tmp_path, metadata_handler=ec.metadata.JsonMetadataHandler())
+        resumed.append(train(manager, ec.LocalSession(), ["a", "b"], epochs)["resumed"])
+    assert resumed == [None, 2]
+    assert content(str(tmp_path), "b", 4) == (0, 4)
+
+
 def test_kinds_of_storage(tmp_path: pathlib.Path) -> None:
     """There is one; an unknown one is refused, and told which there is."""
     with pytest.raises(errors.InvalidArgumentError, match=r"db_type 'minidb'.*'epochckpt'"):
