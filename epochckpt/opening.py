@@ -11,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import hosting, layout
+from epochckpt import hosting, layout, parsing, records
 from epochckpt.commit import Commits, StepNames
 from epochckpt.commit_put import PutCommits
 from epochckpt.commit_rename import RenameCommits
@@ -21,6 +21,7 @@ from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
     DamagedError,
+    EpochCheckpointError,
     EpochNotFoundError,
     FormatError,
     FormatVersionError,
@@ -249,7 +250,14 @@ def _nodes_alone(store: Store, folder: str) -> list[str]:
         inner = [entry.name for entry in store.list(folder) if entry.is_folder]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [name for name in inner if store.exists(layout.join(folder, name, layout.EPOCH_RECORD))]
+    return [name for name in inner if _is_alone(store, layout.join(folder, name, layout.EPOCH_RECORD))]
+
+
+def _is_alone(store: Store, path: str) -> bool:
+    try:
+        return parsing.parse_epoch(path, store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).alone
+    except (EpochCheckpointError, ValueError, OSError):  # nothing, or another's: a sweep has <seed>/<step>/epoch.json
+        return False
 
 
 def _check_directory(store: Store, create: bool) -> None:
