@@ -8,9 +8,9 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
         node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put retention
     F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
-        status outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata_protocol metadata
+        status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata
         node_staging node_epochs manager following export_orbax export_safetensors exporting importing
-    F4  conditions stop workspace tasks job session blobs boundary metrics preempting outcome keeping keep_epochs
+    F4  conditions stop workspace tasks job session blobs boundary metrics preempting result keeping keep_epochs
         keep_orbax db_names single_node caffe2 keepers progress reporting resuming running runner
 """
 
@@ -22,8 +22,8 @@ from epochckpt.importing import import_
 from epochckpt.job import Job, epoch_limiter
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
-from epochckpt.outcome import RunResult
 from epochckpt.preempting import PREEMPTED_EXIT_CODE
+from epochckpt.result import RunResult
 from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
 from epochckpt.session import DistributedSession, LocalHostScheduler, LocalSession
 from epochckpt.status import EpochStatus, NodeStatus, SaveOutcome, Verification

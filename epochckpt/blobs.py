@@ -105,8 +105,8 @@ def kind_of(node: str, name: str, value: Any) -> str:
         if tree_lib.leaf_kind(leaf) is None:
             where = f"node {node}, blob {name!r}" + (f", leaf {tree_lib.leaf_name(path)!r}" if path else "")
             raise InvalidArgumentError(
-                f"{where}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be checkpointed. Expected arrays, "
-                "numbers, strings, or an object with get_state and set_state; put what is not to be saved into "
+                f"{where}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be checkpointed. Expected "
+                "arrays, numbers, strings, or an object with get_state and set_state; put what is not to be saved into "
                 "ws.live, make it after init, or leave it out with JobRunner(exclude=…)"
             )
     if stateful:

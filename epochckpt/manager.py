@@ -12,7 +12,19 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import coordination, items, layout, legacy, opening, outcomes, removal, retention, saving, worker
+from epochckpt import (
+    coordination,
+    items,
+    layout,
+    legacy,
+    metadata_protocol,
+    opening,
+    outcomes,
+    removal,
+    retention,
+    saving,
+    worker,
+)
 from epochckpt.attempt import Attempt, Committed, broken, snapshot
 from epochckpt.attempts import Attempts
 from epochckpt.checks import check_args, check_options, storage_options
@@ -77,7 +89,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
 
         Raises: see `epochckpt.opening.open_directory`.
         """
-        outcomes.check_handler(metadata_handler)
+        if metadata_handler is not None:
+            metadata_protocol.check_handler(metadata_handler)
         self.metadata_handler = metadata_handler
         self._options = check_options(options or ocp.CheckpointManagerOptions())
         self._storage = storage_options(self._options, storage)

@@ -19,6 +19,9 @@ T = TypeVar("T")
 ETILS = ("gs://", "s3://", "az://", "hf://")
 """Where etils can write, beside local paths."""
 
+DB_TYPE = "epochckpt"
+"""What handlers are told of the kind of storage."""
+
 _METHODS = ("set_params", "last_epoch", "write", "report", "cp_accessible")
 
 
@@ -128,6 +131,20 @@ def check_handler(handler: T) -> T:
             f"the metadata handler is {what} {problem}; expected an object with {', '.join(_METHODS)}"
         )
     return handler
+
+
+def introduce(handler: Any, directory: str, nodes: Sequence[str]) -> None:
+    """Tells a handler which nodes save to which directory; a failure of its own is logged.
+
+    Raises:
+        InvalidArgumentError: it says that it cannot serve this directory.
+    """
+    try:
+        handler.set_params(directory, DB_TYPE, list(nodes), None, None)
+    except InvalidArgumentError:
+        raise
+    except Exception as error:
+        logging.warning("the metadata handler's set_params failed: %s", say(error))
 
 
 def answered_epoch(handler_answer: Any, handler: Any = None) -> int | None:

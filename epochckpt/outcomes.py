@@ -8,17 +8,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from epochckpt import worker
+from epochckpt import metadata_protocol, worker
 from epochckpt.attempt import Attempt
-from epochckpt.errors import InvalidArgumentError, SaveError
+from epochckpt.errors import SaveError
 from epochckpt.hosting import Nodes
 from epochckpt.status import SaveOutcome
 
-DB_TYPE = "epochckpt"
-"""What a metadata handler is told of the kind of storage."""
-
 _KEPT = 1000  # outcomes that nobody has taken
-_METHODS = ("set_params", "last_epoch", "write", "report", "cp_accessible")
 
 
 class Outcomes:
@@ -61,8 +57,13 @@ class Informer:
         self._lane = worker.Lane()
 
     def nodes(self, directory: str, names: Sequence[str]) -> None:
-        """Which nodes save to which directory; told at once."""
-        self._tell("set_params", directory, DB_TYPE, list(names), None, None)
+        """Which nodes save to which directory; told at once.
+
+        Raises:
+            InvalidArgumentError: the handler says that it cannot serve this directory.
+        """
+        if self._handler is not None:
+            metadata_protocol.introduce(self._handler, directory, names)
 
     def committed(self, epoch: int, secs: Mapping[str, float]) -> None:
         """An epoch was committed; how long each node wrote."""
@@ -81,17 +82,3 @@ class Informer:
         if self._handler is not None:
             call: Callable[..., Any] = getattr(self._handler, method)
             worker.logged(f"metadata handler: {method}{args!r} failed", functools.partial(call, *args))
-
-
-def check_handler(handler: Any) -> None:
-    """Refuses a metadata handler that lacks a method of the protocol.
-
-    Raises:
-        InvalidArgumentError: names what is missing.
-    """
-    missing = [name for name in _METHODS if not callable(getattr(handler, name, None))]
-    if handler is not None and missing:
-        raise InvalidArgumentError(
-            f"metadata_handler= expects an object with the methods {', '.join(_METHODS)}; a "
-            f"{type(handler).__name__} lacks {', '.join(missing)}"
-        )

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from epochckpt import metadata, worker
+from epochckpt import metadata_protocol, worker
 from epochckpt.errors import say
 from epochckpt.status import SaveOutcome
 
@@ -40,7 +40,7 @@ class Handler:
         except Exception as error:
             logging.warning("the metadata handler does not say what was saved last: %s", say(error))
             return None
-        return metadata.answered_epoch(answer, self._handler)
+        return metadata_protocol.answered_epoch(answer, self._handler)
 
     def cp_accessible(self, epoch: int) -> bool:
         """Whether it says that storage can be reached; True if it cannot say."""
@@ -56,10 +56,14 @@ class Handler:
             return True
         return answer
 
-    def set_params(self, directory: str, kind: str, nodes: list[str]) -> None:
-        """Tells it where the checkpoints are."""
-        if not self._told:
-            self._call("set_params", directory, kind, nodes, None, None)
+    def set_params(self, directory: str, nodes: list[str]) -> None:
+        """Tells it where the checkpoints are.
+
+        Raises:
+            InvalidArgumentError: the handler says that it cannot serve this directory.
+        """
+        if not self._told and self._handler is not None:
+            metadata_protocol.introduce(self._handler, directory, nodes)
 
     def saved(self, one: SaveOutcome) -> None:
         """Tells it what became of a save."""

@@ -14,11 +14,11 @@ from epochckpt.boundary import Exchange
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.job import Job
 from epochckpt.keeping import Keeper
-from epochckpt.outcome import RunResult
 from epochckpt.preempting import listening
 from epochckpt.progress import bar
 from epochckpt.reading import epoch_number
 from epochckpt.reporting import Handler
+from epochckpt.result import RunResult
 from epochckpt.resuming import AUTO, MUST, NEVER
 from epochckpt.running import Run, Settings
 from epochckpt.session import DistributedSession, Session
@@ -162,7 +162,7 @@ class JobRunner:
         handler = Handler(self._handler, self._told, exchange.primary)
         if keeper is not None:
             keeper.open(session, exchange)
-            handler.set_params(keeper.directory, "epochckpt", list(session.nodes))
+            handler.set_params(keeper.directory, list(session.nodes))
         distributed = isinstance(session, DistributedSession)
         with (
             listening(distributed, keeper is not None and keeper.asks_jax) as notice,

@@ -14,15 +14,15 @@ from absl import logging
 
 from epochckpt import blobs as blob_lib
 from epochckpt import metrics as metrics_lib
-from epochckpt import outcome, stop
+from epochckpt import result, stop
 from epochckpt.boundary import Exchange
 from epochckpt.errors import SaveError, say
 from epochckpt.job import Job, has_output
 from epochckpt.keeping import Keeper, Restored
-from epochckpt.outcome import Ledger, RunResult
 from epochckpt.preempting import Notice, Stopper
 from epochckpt.progress import Bar
 from epochckpt.reporting import Handler
+from epochckpt.result import Ledger, RunResult
 from epochckpt.resuming import choose
 from epochckpt.session import Session
 from epochckpt.status import SaveOutcome
@@ -53,6 +53,7 @@ class _Verdict:
     stop: dict[str, str]  # why, by the condition's repr
     interrupted: bool
     save: bool
+    again: bool  # if it fails, it may be tried once more
     outcomes: list[dict[str, Any]]
 
 
@@ -244,13 +245,14 @@ class Run:
             said = [[f["reasons"][i] for f in found if f["reasons"]] for i in range(len(conditions))]
             ended = self._ended()
             refused = next((f["problem"] for f in found if f["problem"]), None)
-            if refused is None and self._keeper is not None and not self._handler.cp_accessible(epoch):
+            able = refused is None
+            if able and self._keeper is not None and not self._handler.cp_accessible(epoch):
                 refused = "the metadata handler says that the storage is away"
             if refused is not None:
                 ended.append(SaveOutcome(epoch, False, refused, 0.0, 0.0, {}))
             stops = {c: next(filter(None, texts)) for c, texts in zip(conditions, said, strict=True) if any(texts)}
-            outcomes = [outcome.to_json(o) for o in ended]
-            return {"stop": stops, "interrupted": left, "save": refused is None, "outcomes": outcomes}
+            outcomes = [result.to_json(o) for o in ended]
+            return {"stop": stops, "interrupted": left, "save": refused is None, "again": able, "outcomes": outcomes}
 
         mine: Any = {"reasons": reasons, "interrupted": interrupted, "problem": problem}
         if isinstance(problem, Exception):
@@ -297,7 +299,7 @@ class Run:
                 self._own_failures.append(SaveOutcome(epoch, False, say(error), 0.0, 0.0, {}))
             self._ledger.held_secs += time.monotonic() - began
 
-        self._last = save if force else None
+        self._last = save if force and verdict.again else None
         if verdict.save:
             save()
 
@@ -311,7 +313,7 @@ class Run:
         return ended
 
     def _enter(self, outcomes: Sequence[Mapping[str, Any]]) -> None:
-        self._ledger.add(map(outcome.from_json, outcomes))
+        self._ledger.add(map(result.from_json, outcomes))
 
     def _drain(self) -> None:
         """Waits for saves in flight; the last epoch, if it was not saved, is tried once more."""
@@ -323,7 +325,7 @@ class Run:
                 "last save",
                 None,
                 lambda _: {
-                    "outcomes": [outcome.to_json(o) for o in self._ended()],
+                    "outcomes": [result.to_json(o) for o in self._ended()],
                     "accessible": self._handler.cp_accessible(self._epoch),
                 },
             )

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -25,6 +26,7 @@ import epochckpt as ec
 from tests.job_runs import Reader
 
 STEPS = 10
+PAUSE = threading.Event()  # never set
 
 
 def say(**what: Any) -> None:
@@ -63,7 +65,7 @@ def make_job(epochs: int, step_secs: float, resumable: bool, polls: bool, exit_s
             ws["total"] += record
             ws["weights"] = ws.live.step(ws["weights"], jnp.float32(ws.epoch))
             ws["weights"].block_until_ready()
-            time.sleep(step_secs)  # stands for a longer computation
+            PAUSE.wait(step_secs)  # stands for a longer computation
             ws["step"] += 1
         ws["step"] = 0
         return {"mean": ws["weights"].mean()}
@@ -73,7 +75,7 @@ def make_job(epochs: int, step_secs: float, resumable: bool, polls: bool, exit_s
         say(place="exit")
         end = time.monotonic() + exit_secs
         while time.monotonic() < end:
-            time.sleep(0.01)
+            PAUSE.wait(0.01)
 
     job.stop_when(ec.stop.max_epochs(epochs))
     return job
