@@ -14,9 +14,9 @@ from absl import logging
 
 from epochckpt import blobs as blob_lib
 from epochckpt import metrics as metrics_lib
-from epochckpt import result, stop
+from epochckpt import result, stop, worker
 from epochckpt.boundary import Exchange
-from epochckpt.errors import SaveError, say
+from epochckpt.errors import CoordinationTimeoutError, SaveError, say
 from epochckpt.job import Job, has_output
 from epochckpt.keeping import Keeper, Restored
 from epochckpt.preempting import Notice, Stopper
@@ -252,7 +252,7 @@ class Run:
             ended = self._ended()
             refused = next((f["problem"] for f in found if f["problem"]), None)
             able = refused is None
-            if able and self._keeper is not None and not self._handler.cp_accessible(epoch):
+            if able and self._keeper is not None and not self._accessible(epoch):
                 refused = "the metadata handler says that the storage is away"
             if refused is not None:
                 ended.append(SaveOutcome(epoch, False, refused, 0.0, 0.0, {}))
@@ -300,6 +300,8 @@ class Run:
                 if replaces:
                     keeper.let_replace(epoch)
                 keeper.save(epoch, prepared, dict(metrics), notes, force or replaces)
+            except CoordinationTimeoutError:
+                raise
             except Exception as error:  # never kills training
                 logging.warning("epoch %d could not be saved: %s", epoch, say(error))
                 self._own_failures.append(SaveOutcome(epoch, False, say(error), 0.0, 0.0, {}))
@@ -308,6 +310,14 @@ class Run:
         self._last = save if force and verdict.again else None
         if verdict.save:
             save()
+
+    def _accessible(self, epoch: int) -> bool:
+        """On the primary: whether anybody says that storage is away."""
+        keeper = self._keeper
+        if keeper is None:
+            return True
+        says = worker.logged("the manager does not say whether storage is there", lambda: keeper.accessible(epoch))
+        return says is not False and self._handler.cp_accessible(epoch)
 
     def _ended(self) -> list[SaveOutcome]:
         """On the primary: saves that have ended since it was asked last; the metadata handler is told."""
@@ -332,7 +342,7 @@ class Run:
                 None,
                 lambda _: {
                     "outcomes": [result.to_json(o) for o in self._ended()],
-                    "accessible": self._handler.cp_accessible(self._epoch),
+                    "accessible": self._accessible(self._epoch),
                 },
             )
             self._enter(answer["outcomes"])

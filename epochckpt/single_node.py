@@ -39,6 +39,11 @@ class Manager(abc.ABC):
         self._handler = None if metadata_handler is None else check_handler(metadata_handler)
         self.notes: dict[str, Any] = {}
 
+    @property
+    def db_prefix(self) -> str:
+        """The directory."""
+        return self._db_prefix
+
     @abc.abstractmethod
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """The names of the nodes that a caller gave, once they are known to suit this manager."""
