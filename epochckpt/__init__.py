@@ -11,8 +11,8 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
         status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata
         node_staging node_epochs manager following export_orbax export_safetensors exporting importing
     F4  conditions stop workspace tasks job session blobs boundary metrics preempting result keeping keep_epochs
-        keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming running
-        runner caffe2
+        keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
+        run_saves running runner caffe2
 """
 
 from epochckpt import args, caffe2, errors, metadata, stop

@@ -63,9 +63,10 @@ def test_without_a_handler_or_a_named_epoch_a_run_is_from_scratch_and_replaces_i
         assert totals["trainer_2"] == expected(2, epochs)[begin:]
     actions = {row.action for row in handler.stats()}
     assert actions == {"checkpoint_save", "checkpoint_load"}
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    runner = ec.JobRunner(job_runs.node_job(9, {}), manager, 17)
     with pytest.raises(errors.EpochNotFoundError):
-        manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
-        ec.JobRunner(job_runs.node_job(9, {}), manager, 17).train(ec.LocalSession())
+        runner.train(ec.LocalSession())
 
 
 def test_a_missing_directory_means_failing_saves_and_a_job_that_trains_to_its_end(tmp_path: pathlib.Path) -> None:
