@@ -8,13 +8,14 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
         node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put retention
     F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
-        status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata manager
-        following copying export_orbax export_safetensors exporting importing
+        status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata
+        node_staging node_epochs manager following copying export_orbax export_safetensors exporting importing
     F4  conditions stop workspace tasks job session blobs boundary metrics preempting result keeping keep_epochs
-        keep_orbax keepers progress reporting resuming running runner upload
+        keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
+        run_saves running runner upload caffe2
 """
 
-from epochckpt import args, errors, metadata, stop
+from epochckpt import args, caffe2, errors, metadata, stop
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
@@ -58,6 +59,7 @@ __all__ = [
     "Verification",
     "Workspace",
     "args",
+    "caffe2",
     "epoch_limiter",
     "errors",
     "export",

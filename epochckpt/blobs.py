@@ -60,7 +60,7 @@ def state_of(value: Any) -> Any:
 
 def put_back(workspace: Workspace, name: str, tree: Any) -> None:
     """Puts a restored blob into a workspace; an object that is there already is given its state."""
-    live = workspace.get(name)
+    live: Any = workspace.get(name)
     if is_stateful(live):
         live.set_state(tree)
     else:

@@ -42,11 +42,13 @@ class Keeper(abc.ABC):
 
     Attributes:
         asks_jax: the manager itself asks JAX for its preemption notice, with its steps.
+        chooses: the manager has its own say about the epoch to resume from, see `choose`.
         handler: the manager's own metadata handler, which it tells of commits itself; or None.
         directory: for messages.
     """
 
     asks_jax = False
+    chooses = False
     handler: Any = None
     directory = ""
 
@@ -65,6 +67,16 @@ class Keeper(abc.ABC):
     @abc.abstractmethod
     def epochs(self) -> list[int]:
         """The committed epochs, ascending."""
+
+    def choose(self, named: int | None, resume: str) -> int | None:
+        """The epoch to resume from, for managers that choose; None: from scratch."""
+        del named, resume
+        return None
+
+    def accessible(self, epoch: int) -> bool:
+        """On the primary: whether the manager says that storage can be reached."""
+        del epoch
+        return True
 
     @abc.abstractmethod
     def restore(self, epoch: int | None) -> Restored:

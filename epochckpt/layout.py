@@ -29,6 +29,7 @@ _PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+\Z")
 _IN_VIEWS = frozenset({"manifest.ocdbt", "index.0", "array_metadatas"})  # beside which links to nodes lie
 _PART = re.compile(r"-\d{5}\Z")
 _INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
+_NODE_STAGING = re.compile(r"node-(.+)-([0-9a-f]{16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )
@@ -78,6 +79,17 @@ def incarnation_folder(incarnation: str) -> str:
 def parse_incarnation(name: str) -> str | None:
     """The incarnation, if `name` is an incarnation folder, else None."""
     found = _INCARNATION.match(name)
+    return found[1] if found else None
+
+
+def node_staging_folder(node: str, token: str) -> str:
+    """Staging folder of a job that saves epochs of one node by itself: carries the node, see `node_epochs`."""
+    return f"node-{node}-{token}{TMP_SUFFIX}"
+
+
+def parse_node_staging(name: str) -> str | None:
+    """The node, if `name` is such a folder, else None."""
+    found = _NODE_STAGING.match(name)
     return found[1] if found else None
 
 

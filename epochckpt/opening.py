@@ -11,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import hosting, layout
+from epochckpt import hosting, layout, parsing, records
 from epochckpt.commit import Commits, StepNames
 from epochckpt.commit_put import PutCommits
 from epochckpt.commit_rename import RenameCommits
@@ -21,6 +21,7 @@ from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
     DamagedError,
+    EpochCheckpointError,
     EpochNotFoundError,
     FormatError,
     FormatVersionError,
@@ -232,6 +233,15 @@ def _decide(
 
 def _refusal(commits: Commits, foreign: Sequence[str]) -> FormatError:
     """The error for folders that are named like an epoch and are none."""
+    for name in foreign:
+        alone = _nodes_alone(commits.store, name)
+        if alone:
+            return FormatError(
+                f"{commits.store.root}/{name}",
+                f"holds no {layout.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs that "
+                f"know nothing of each other ({', '.join(alone[:5])}). Read them with "
+                "ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this",
+            )
     shown, lost = ", ".join(foreign[:5]), [name for name in foreign if commits.lost_records(name)]
     if lost:
         return FormatError(
@@ -245,6 +255,22 @@ def _refusal(commits: Commits, foreign: Sequence[str]) -> FormatError:
         f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}), and it is no step of stock "
         "Orbax on a file system either, as far as its files say. Choose another directory, or move these folders away",
     )
+
+
+def _nodes_alone(store: Store, folder: str) -> list[str]:
+    """The nodes whose epochs, each by itself, lie in a foreign folder; see `node_epochs`."""
+    try:
+        inner = [entry.name for entry in store.list(folder) if entry.is_folder]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [name for name in inner if _is_alone(store, layout.join(folder, name, layout.EPOCH_RECORD))]
+
+
+def _is_alone(store: Store, path: str) -> bool:
+    try:
+        return parsing.parse_epoch(path, store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).alone
+    except (EpochCheckpointError, ValueError, OSError):  # nothing, or another's: a sweep has <seed>/<step>/epoch.json
+        return False
 
 
 def _check_directory(store: Store, create: bool) -> None:

@@ -135,6 +135,9 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
     items = {name: _parse_item(path, name, entry, len(nodes)) for name, entry in fields.mapping("items").items()}
     if fields.boolean("default_item") and layout.DEFAULT_ITEM not in items:
         raise fields.fail("items", f"the item {layout.DEFAULT_ITEM!r}")
+    alone = "alone" in fields.data and fields.boolean("alone")
+    if alone and len(nodes) != 1:
+        raise fields.fail("alone", "one node")
     return EpochRecord(
         fields.integer("epoch"),
         attempt,
@@ -149,6 +152,7 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
         fields.integer("committed_ns"),
         fields.numbers("timings"),
         _left_out(fields),
+        alone,
     )
 
 

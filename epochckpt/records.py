@@ -146,6 +146,7 @@ class EpochRecord:
 
     Attributes:
         orbax_left_out: what the Orbax view lacks: reasons by leaf name, by item; None where there is no view.
+        alone: the epoch of one node by itself: its files lie beside the record, see `node_epochs`.
     """
 
     epoch: int
@@ -161,6 +162,7 @@ class EpochRecord:
     committed_ns: int
     timings: Mapping[str, float]
     orbax_left_out: Mapping[str, Mapping[str, str]] | None = None
+    alone: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -169,6 +171,8 @@ class EpochRecord:
 
     def node_folder(self, node: int) -> str:
         """Folder of a node's files, relative to the epoch's folder (object stores: named by attempt)."""
+        if self.alone:
+            return ""
         name = self.nodes[node].name
         return layout.join(name, self.attempt) if self.objects else name
 
@@ -202,6 +206,7 @@ class EpochRecord:
                 "committed_ns": self.committed_ns,
                 "timings": dict(self.timings),
                 "orbax_left_out": self.orbax_left_out,
+                **({"alone": True} if self.alone else {}),
             }
         )
 

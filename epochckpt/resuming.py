@@ -31,6 +31,9 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
         EpochNotFoundError: the named epoch is not there, or there is none although there should be.
         InvalidArgumentError: `resume="never"` in a directory that has epochs.
     """
+    if keeper.chooses:
+        epoch = keeper.choose(named, resume)
+        return None if epoch is None else keeper.restore(epoch)
     if named is not None:
         keeper.roll_back(named)
         return keeper.restore(named)

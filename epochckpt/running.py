@@ -14,16 +14,16 @@ from absl import logging
 
 from epochckpt import blobs as blob_lib
 from epochckpt import metrics as metrics_lib
-from epochckpt import result, stop
+from epochckpt import stop
 from epochckpt.boundary import Exchange
-from epochckpt.errors import SaveError, say
 from epochckpt.job import Job, has_output
 from epochckpt.keeping import Keeper, Restored
 from epochckpt.preempting import Notice, Stopper
 from epochckpt.progress import Bar
 from epochckpt.reporting import Handler
-from epochckpt.result import Ledger, RunResult
+from epochckpt.result import RunResult
 from epochckpt.resuming import choose
+from epochckpt.run_saves import Saves
 from epochckpt.session import Session
 from epochckpt.status import SaveOutcome
 from epochckpt.tasks import TaskGroup
@@ -87,15 +87,13 @@ class Run:
         self._job, self._settings, self._session, self._exchange = job, settings, session, exchange
         self._keeper, self._handler, self._notice, self._bar = keeper, handler, notice, bar
         self._upload = upload
-        self._ledger = Ledger()
-        self._own_failures: list[SaveOutcome] = []
+        self._saves = Saves(keeper, handler, exchange)
         self._names: Mapping[str, Sequence[str]] = {}
         self._began, self._before = time.monotonic(), 0.0
         self._epoch, self._partial, self._reason = 0, False, ""
         self._finished = self._preempted = False
         self._resumed_from: int | None = None
         self._replace: int | None = None
-        self._last: Callable[[], None] | None = None
 
     # -- from beginning to end -----------------------------------------------------------------------------------
 
@@ -122,7 +120,7 @@ class Run:
             self._preempted, self._reason = True, PREEMPTED
         while not self._reason:
             self._train_epoch(self._epoch if self._partial else self._epoch + 1)
-        self._drain()
+        self._saves.drain(self._epoch, self._settings.raise_if_not_saved)
         if not self._preempted:
             self._conclude()
         self._handler.run_ended(self._epoch, self._reason)
@@ -142,7 +140,7 @@ class Run:
         )
         if restored is None:
             return None
-        self._epoch = self._resumed_from = self._ledger.last_committed = restored.epoch
+        self._epoch = self._resumed_from = self._saves.ledger.last_committed = restored.epoch
         self._names = restored.names
         self._partial = bool(restored.notes.get("partial"))
         self._replace = restored.epoch if self._partial else None
@@ -159,7 +157,7 @@ class Run:
     def _begin(self) -> None:
         """From scratch: saves epoch 0."""
         if self._keeper is not None:
-            prepared, problem = self._prepare(0)
+            prepared, problem = self._saves.prepare(0, self._names)
             verdict = self._meet(0, [], False, problem)
             self._save(0, prepared, {}, verdict, force=True)
         self._notice.ask(0)
@@ -216,7 +214,7 @@ class Run:
                 problem = error
         prepared = None
         if problem is None and not (stopper.stopped and not self._job.resumable):
-            prepared, problem = self._prepare(epoch)
+            prepared, problem = self._saves.prepare(epoch, self._names)
         verdict = self._meet(epoch, reasons, stopper.stopped, problem)
         stops = {c: why for c, why in verdict.stop.items() if not (preempted and c == repr(stop.preempted))}
         if verdict.interrupted:
@@ -249,40 +247,23 @@ class Run:
         def decide(found: list[dict[str, Any]]) -> dict[str, Any]:
             left = any(f["interrupted"] for f in found)
             said = [[f["reasons"][i] for f in found if f["reasons"]] for i in range(len(conditions))]
-            ended = self._ended()
             refused = next((f["problem"] for f in found if f["problem"]), None)
             able = refused is None
-            if able and self._keeper is not None and not self._handler.cp_accessible(epoch):
+            if able and self._keeper is not None and not self._saves.accessible(epoch):
                 refused = "the metadata handler says that the storage is away"
-            if refused is not None:
-                ended.append(SaveOutcome(epoch, False, refused, 0.0, 0.0, {}))
+            ended = self._saves.ended(None if refused is None else SaveOutcome(epoch, False, refused, 0.0, 0.0, {}))
             stops = {c: next(filter(None, texts)) for c, texts in zip(conditions, said, strict=True) if any(texts)}
-            outcomes = [result.to_json(o) for o in ended]
-            return {"stop": stops, "interrupted": left, "save": refused is None, "again": able, "outcomes": outcomes}
+            return {"stop": stops, "interrupted": left, "save": refused is None, "again": able, "outcomes": ended}
 
         mine: Any = {"reasons": reasons, "interrupted": interrupted, "problem": problem}
         if isinstance(problem, Exception):
             mine = problem
         verdict = _Verdict(**self._exchange.meet(f"end of epoch {epoch}", mine, decide))
-        self._enter(verdict.outcomes)
-        self._ledger.check(self._settings.max_consecutive_save_failures)
+        self._saves.enter(verdict.outcomes)
+        self._saves.ledger.check(self._settings.max_consecutive_save_failures)
         return verdict
 
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def _prepare(self, epoch: int) -> tuple[Any, str | None]:
-        """What a save is to be given, or why it cannot be."""
-        if self._keeper is None:
-            return None, None
-        try:
-            return self._keeper.prepare(epoch, self._names), None
-        except Exception as error:
-            return None, say(error)
-
     def _save(self, epoch: int, prepared: Any, metrics: Mapping[str, Any], verdict: _Verdict, force: bool) -> None:
-        keeper = self._keeper
-        if keeper is None:
-            return
         notes = {
             "version": 1,
             "nodes": list(self._session.nodes),
@@ -292,68 +273,23 @@ class Run:
             "stop": stop.save_states(self._job.stop_conditions),
             "total_secs": self._before + time.monotonic() - self._began,
         }
-        replaces = self._replace == epoch
-
-        def save() -> None:
-            began = time.monotonic()
-            try:
-                if replaces:
-                    keeper.let_replace(epoch)
-                keeper.save(epoch, prepared, dict(metrics), notes, force or replaces)
-            except Exception as error:  # never kills training
-                logging.warning("epoch %d could not be saved: %s", epoch, say(error))
-                self._own_failures.append(SaveOutcome(epoch, False, say(error), 0.0, 0.0, {}))
-            self._ledger.held_secs += time.monotonic() - began
-
-        self._last = save if force and verdict.again else None
-        if verdict.save:
-            save()
-
-    def _ended(self) -> list[SaveOutcome]:
-        """On the primary: saves that have ended since it was asked last; the metadata handler is told."""
-        ended = self._keeper.outcomes() if self._keeper is not None else []
-        failed, self._own_failures = self._own_failures, []
-        ended = [*ended, *failed]
-        for one in ended:
-            self._handler.saved(one)
-        return ended
-
-    def _enter(self, outcomes: Sequence[Mapping[str, Any]]) -> None:
-        self._ledger.add(map(result.from_json, outcomes))
-
-    def _drain(self) -> None:
-        """Waits for saves in flight; the last epoch, if it was not saved, is tried once more."""
-        if self._keeper is None:
-            return
-        for _ in range(2):
-            self._keeper.drain()
-            answer = self._exchange.meet(
-                "last save",
-                None,
-                lambda _: {
-                    "outcomes": [result.to_json(o) for o in self._ended()],
-                    "accessible": self._handler.cp_accessible(self._epoch),
-                },
-            )
-            self._enter(answer["outcomes"])
-            if self._last is None or self._ledger.last_committed == self._epoch or not answer["accessible"]:
-                break
-            retry, self._last = self._last, None
-            retry()
-        if not self._is_saved():
-            reason = dict(self._ledger.failed).get(self._epoch, "it was not asked for")
-            if self._settings.raise_if_not_saved:
-                raise SaveError(self._epoch, f"it is the last of the run: {reason}")
-            logging.error("the last epoch, %d, was not saved: %s", self._epoch, reason)
-
-    def _is_saved(self) -> bool:
-        return self._ledger.last_committed == self._epoch
+        self._saves.begin(
+            epoch,
+            prepared,
+            metrics,
+            notes,
+            now=verdict.save,
+            force=force,
+            again=force and verdict.again,
+            replaces=self._replace == epoch,
+        )
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> None:
         """After the loop: upload, download, exit; a run that is preempted here does it again when started again."""
-        upload = self._together("upload", lambda: self._upload(self._epoch)) if self._is_saved() else None
+        saved = self._saves.is_saved(self._epoch)
+        upload = self._together("upload", lambda: self._upload(self._epoch)) if saved else None
         for group in (upload, self._job.download_group, self._job.exit_group):
             if group is not None and not self._preempted:
                 self._phase(group)
@@ -375,18 +311,18 @@ class Run:
         return value
 
     def _result(self) -> RunResult:
-        elapsed = time.monotonic() - self._began
+        elapsed, ledger = time.monotonic() - self._began, self._saves.ledger
         return RunResult(
             stop_reason=self._reason,
             epoch=self._epoch,
             partial=self._partial,
-            last_committed_epoch=self._ledger.last_committed,
-            failed_saves=tuple(self._ledger.failed),
+            last_committed_epoch=ledger.last_committed,
+            failed_saves=tuple(ledger.failed),
             preempted=self._preempted,
             finished=self._finished,
             resumed_from=self._resumed_from,
-            held_secs=self._ledger.held_secs,
-            slowest_node=self._ledger.slowest_node,
+            held_secs=ledger.held_secs,
+            slowest_node=ledger.slowest_node,
             elapsed_secs=elapsed,
             total_secs=self._before + elapsed,
         )

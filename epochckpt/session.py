@@ -150,6 +150,8 @@ class LocalSession(Session):
 
     def open(self, nodes: Sequence[str]) -> None:
         """See Session."""
+        if len(self._nodes) == 1 < len(nodes):
+            self.root.make_child_of(self._nodes[0])
         self._nodes = tuple(nodes)
 
     def _default_nodes(self) -> tuple[str, ...]:
@@ -158,8 +160,9 @@ class LocalSession(Session):
     def _meet(self, tasks: Sequence[Task]) -> None:
         """A session that no runner has opened takes the nodes as they come."""
         new = [n for n in dict.fromkeys(t.node for t in tasks) if n is not None and n not in self._nodes]
-        if new:
-            self._nodes = (*self._nodes, *new)
+        if len(self._nodes) == 1 and new:
+            self.root.make_child_of(self._nodes[0])
+        self._nodes = (*self._nodes, *new)
 
 
 LocalHostScheduler = LocalSession  # Caffe2's other name for it

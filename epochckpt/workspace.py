@@ -87,6 +87,15 @@ class Workspace(MutableMapping[str, Any]):
             self._children[node] = Workspace(node)
         return self._children[node]
 
+    def make_child_of(self, node: str) -> None:
+        """Moves what this workspace holds into a child: it was that of a node, which is no longer the only one."""
+        if self._children:
+            return
+        child = self.child(node)
+        child.live, child.epoch = self.live, self.epoch
+        child._blobs, child._targets, child._stopper = self._blobs, self._targets, self._stopper
+        self.live, self._blobs, self._targets = types.SimpleNamespace(), {}, {}
+
     @property
     def children(self) -> Mapping[str, Workspace]:
         """Workspaces of the nodes, if there are several."""

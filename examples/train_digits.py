@@ -168,7 +168,9 @@ def train():
     runs = ec.metadata.SqliteMetadataHandler(folder / "runs.sqlite")  # epochs and timings of every run, for later
     options = ocp.CheckpointManagerOptions(max_to_keep=3)
     with ec.CheckpointManager(folder / "checkpoints", options=options, metadata_handler=runs) as manager:
-        runner = ec.JobRunner(make_job(), manager, upload_task_group_builder=ec.CopyUpload(folder / "final"))
+        # An epoch that turned out to be damaged is trained, and uploaded, again.
+        upload = ec.CopyUpload(folder / "final", replace=True)
+        runner = ec.JobRunner(make_job(), manager, upload_task_group_builder=upload)
         runner.train(ec.DistributedSession())
     result = runner.result
     if result.resumed_from is not None:

@@ -209,3 +209,33 @@ def on_other_nodes(directory: str, epochs: int, reshard: bool) -> dict[str, Any]
     weights = session.workspace()["weights"]
     values = sorted({float(v) for s in weights["w"].addressable_shards for v in np.asarray(s.data).ravel()})
     return {"totals": totals, "weights": values, "steps": weights["steps"], **summary(runner, session)}
+
+
+def read_alone(directory: str, number: int, epochs: int, epoch: int | None) -> list[int]:
+    """A job of one node, of several that share a directory in Caffe2's way."""
+    totals: dict[str, list[int]] = {}
+    job, name = ec.Job(), f"trainer_{number}"
+
+    def train(ws: ec.Workspace) -> None:
+        ws["total"] += sum(ws["reader"].take(PER_EPOCH))
+        totals.setdefault(ws.node, []).append(ws["total"])
+
+    with ec.Node(name):
+        ec.Task(lambda ws: ws.update(reader=Reader(100 * number)), group=job.setup_group)
+        ec.Task(lambda ws: ws.update(total=0), group=job.init_group)
+        ec.Task(train, group=job.epoch_group)
+    ec.epoch_limiter(job, epochs)
+    manager = ec.caffe2.CheckpointManager(directory, name, "epochckpt")
+    ec.JobRunner(job, manager, epoch).train(ec.LocalSession())
+    return totals[name]
+
+
+def read_in_caffe2s_way(directory: str, epochs: int) -> dict[str, Any]:
+    """One process of a job of three named nodes with Caffe2's manager and a database."""
+    totals: dict[str, list[int]] = {}
+    session = ec.DistributedSession()
+    handler = ec.metadata.SqliteMetadataHandler(f"{directory}/runs.sqlite")
+    manager = ec.caffe2.MultiNodeCheckpointManager(directory, "epochckpt", handler)
+    runner = ec.JobRunner(node_job(epochs, totals), manager)
+    runner.train(session)
+    return {"totals": totals, **summary(runner, session)}

@@ -931,6 +931,7 @@ def examples() -> list[Exception]:
         errors.UncertainError: [(3, "reason")],
         errors.LateNodesError: [(3, ["process_1", "process_2"], 6.0)],
         errors.BufferChangedError: [(3, "a/b")],
+        errors.TaskError: [("step", "epoch", "trainer_0", 3, "reason")],
         errors.ErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
     }
     classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.EpochCheckpointError)]

@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+import epochckpt as ec
 from tests.processes import ROOT, Process, Processes, start_processes
 
 EXAMPLE = ROOT / "examples" / "train_digits.py"
@@ -97,6 +98,10 @@ def test_an_undisturbed_run_learns_the_digits(undisturbed) -> None:
     accuracy = float(re.findall(r"final accuracy (\S+)", output)[0])
     assert accuracy >= 0.95, output
     assert newest_epoch(workdir) == EPOCHS
+    with ec.CheckpointManager(workdir / "final") as manager:
+        assert list(manager.all_steps()) == [EPOCHS]
+        assert manager.verify(EPOCHS).ok
+        assert manager.metrics(EPOCHS)["accuracy"] == pytest.approx(accuracy, abs=1e-4)
     assert all(np.isfinite(array).all() for array in final_params(workdir).values())
 
 
@@ -120,7 +125,7 @@ def test_a_complete_run_started_again_has_nothing_left_to_do(undisturbed, tmp_pa
     shutil.copytree(workdir, tmp_path / "copy", symlinks=True)
     again = finish(tmp_path / "copy")
     assert f"resumed from epoch {EPOCHS}" in again
-    assert "nothing left to do" in again
+    assert f"stopped after epoch {EPOCHS}: was finished already" in again
     assert "train loss" not in again
     assert final_hash(again) == final_hash(output)
 
@@ -222,14 +227,14 @@ def test_a_killed_launcher_takes_its_processes_along(tmp_path: pathlib.Path) -> 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_asked_to_stop_saves_its_epoch_first(tmp_path: pathlib.Path, signum: signal.Signals) -> None:
-    """The epoch that it names is on storage and the exit status names the signal, also after a resume."""
-    stopped = 0
+    """The epoch that it names is on storage and the exit status says that it is to be started again, each time."""
+    stopped = -1
     for moment in (epoch_line(2), "devices, checkpoints in"):
         with start(tmp_path, FOREVER) as (job,):
             job.wait_for_output(moment, TIMEOUT)
             job.send_signal(signum)
             output = ended(job)
-        assert job.returncode == 128 + signum, output
-        (epoch,) = re.findall(r"stopped as asked; epoch (\d+) is saved", output)
+        assert job.returncode == ec.PREEMPTED_EXIT_CODE, output
+        (epoch,) = re.findall(r"stopped after epoch (\d+): preempted; epoch \1 is the newest on storage", output)
         assert newest_epoch(tmp_path) == int(epoch) > stopped
         stopped = int(epoch)

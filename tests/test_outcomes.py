@@ -196,7 +196,7 @@ def test_what_is_no_metadata_handler_is_refused(tmp_path: pathlib.Path) -> None:
         write = report = set_params = print
         cp_accessible = "no method"
 
-    with pytest.raises(InvalidArgumentError, match="a Partial lacks last_epoch, cp_accessible"):
+    with pytest.raises(InvalidArgumentError, match="a Partial without last_epoch, cp_accessible"):
         ec.CheckpointManager(tmp_path / "run", metadata_handler=Partial())
     assert not (tmp_path / "run").exists()
 

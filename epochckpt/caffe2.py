@@ -1,0 +1,36 @@
+"""Caffe2's checkpoint managers, name for name: each node saves its own workspace, and jobs may share a directory.
+
+What Caffe2 runs through a session returns a `Task` or a `TaskGroup` here too, and is done when `session.run` returns:
+a save is committed on that node then. Everything else acts at once. The order is Caffe2's:
+
+    manager.set_params(nodes=job.nodes_to_checkpoint())
+    epoch = manager.get_resume_from_epoch_id(user_epoch)     # None: from scratch
+    session.run(job.init_group)                              # only from scratch
+    session.run(manager.init(nodes, retrieve_from_epoch=epoch))
+    session.run(manager.save(0))                             # or, if there is an epoch: manager.load(epoch)
+
+A node's epoch lies in `<db_prefix>/<epoch>/<node>/` (see `epochckpt.node_epochs`), one item per blob. The directory is
+never created; while it is missing, saves fail. In a `jax.distributed` job every process makes the same calls, runs the
+tasks of its own node, and only the primary talks to the metadata handler; the stats it reports are those of the nodes
+that run in its process.
+"""
+
+from __future__ import annotations
+
+from epochckpt.db_names import DB_TYPE, db_name, get_ckpt_filename
+from epochckpt.job import Job, epoch_limiter
+from epochckpt.multi_node import MultiNodeCheckpointManager
+from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
+from epochckpt.single_node import CheckpointManager
+
+__all__ = [
+    "DB_TYPE",
+    "CheckpointManager",
+    "Job",
+    "JobRunner",
+    "MultiNodeCheckpointManager",
+    "UploadTaskGroupBuilder",
+    "db_name",
+    "epoch_limiter",
+    "get_ckpt_filename",
+]

@@ -1,0 +1,152 @@
+"""The runner on the managers of `epochckpt.caffe2`, in Caffe2's order of calls.
+
+No named epoch and no metadata handler mean from scratch; the handler may override the user; a named epoch is no
+rollback, later epochs are replaced one by one. A save is committed, on each node, when it returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from epochckpt import worker
+from epochckpt.boundary import Exchange
+from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, say
+from epochckpt.keeping import Keeper, Names, Restored
+from epochckpt.multi_node import MultiNodeCheckpointManager
+from epochckpt.session import Session
+from epochckpt.single_node import CheckpointManager
+from epochckpt.status import SaveOutcome
+
+
+class Caffe2Keeper(Keeper):
+    """Caffe2's verbs."""
+
+    chooses = True
+
+    def __init__(self, manager: CheckpointManager | MultiNodeCheckpointManager):
+        self._manager, self.directory = manager, manager.db_prefix
+        self._nodes: list[str] = []
+        self._ended: list[SaveOutcome] = []
+        self._ready = False
+
+    def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
+        """See Keeper."""
+        if not isinstance(self._manager, MultiNodeCheckpointManager) and session.coordinator.processes == 1:
+            self._manager.take_nodes(wanted or session.nodes)
+        return wanted or session.nodes
+
+    def open(self, session: Session, exchange: Exchange) -> None:
+        """See Keeper."""
+        self._session, self._exchange, self._ready = session, exchange, False
+        self._take(session)
+        self._manager.set_params(self._nodes)
+
+    def _take(self, session: Session) -> None:
+        several = isinstance(self._manager, MultiNodeCheckpointManager)
+        self._nodes = list(session.nodes if several else session.hosted)
+
+    def choose(self, named: int | None, resume: str) -> int | None:
+        """See Keeper."""
+        if resume == "never":
+            return None
+        epoch = self._exchange.publish(
+            "the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named)
+        )
+        if epoch is None and resume == "must":
+            raise EpochNotFoundError(None, self.directory, [])
+        return epoch
+
+    def epochs(self) -> list[int]:
+        """See Keeper. Each node has its own; nobody asks."""
+        return []
+
+    def restore(self, epoch: int | None) -> Restored:
+        """See Keeper."""
+        if epoch is None:
+            raise InvalidArgumentError("Caffe2's managers restore the epoch that is named, or that their handler knows")
+        self._session.run(self._manager.init(self._nodes, retrieve_from_epoch=epoch))
+        self._session.run(self._manager.load(epoch))
+        self._ready = True
+        self._tell("checkpoint_load")
+        names = {node: manager.blob_list() for node, manager in self._managers().items()}
+        return Restored(epoch, self._manager.read_notes(epoch) or {}, names)
+
+    def _managers(self) -> Mapping[str, CheckpointManager]:
+        """The managers of the nodes of this process."""
+        if isinstance(self._manager, MultiNodeCheckpointManager):
+            return {n: m for n, m in self._manager.node_managers if n in self._session.hosted}
+        return dict.fromkeys(self._session.hosted, self._manager)
+
+    def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
+        """See Keeper."""
+        if self._ready:
+            return
+        left_out = {n: sorted(set(session.workspace(n)) - set(blobs)) for n, blobs in names.items() if n in self._nodes}
+        if any(left_out.values()):
+            raise InvalidArgumentError(
+                f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {left_out}"
+            )
+        super().agree_on_names(session, exchange, names)
+        session.run(self._manager.init(self._nodes))
+
+    def prepare(self, epoch: int, names: Names) -> Any:
+        """See Keeper. The save itself looks at the blobs."""
+
+    def accessible(self, epoch: int) -> bool:
+        """See Keeper."""
+        return self._manager.cp_accessible(epoch=None)
+
+    def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
+        """See Keeper."""
+        self._manager.notes = dict(notes)
+        began, error = time.monotonic(), ""
+        try:
+            self._session.run(self._manager.save(epoch))
+        except Exception as caught:  # the others are told, and training goes on
+            error = say(caught)
+        mine = {"error": error, "secs": time.monotonic() - began}
+        found = self._exchange.meet(f"save of epoch {epoch}", mine, list)
+        problem = next((f["error"] for f in found if f["error"]), "")
+        if not problem:
+            worker.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
+            self._tell("checkpoint_save")
+        stats = {node: f["secs"] for node, f in zip(self._session.nodes, found, strict=False)}
+        if len(found) == 1:  # all nodes are here
+            by_name: dict[str, float] = {}
+            self._manager.collect_checkpoint_stats(by_name)
+            stats = dict(zip(self._nodes, by_name.values(), strict=False))
+        secs = time.monotonic() - began
+        self._ended.append(SaveOutcome(epoch, not problem, problem, secs, secs, stats))
+        return True
+
+    def _tell(self, action: str) -> None:
+        worker.logged("the metadata handler's report", lambda: self._manager.report_checkpoint_stats(action))
+
+    def outcomes(self) -> list[SaveOutcome]:
+        """See Keeper."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def drain(self) -> None:
+        """See Keeper. Nothing is ever in flight."""
+
+    def roll_back(self, epoch: int) -> None:
+        """See Keeper. Later epochs stay until they are replaced."""
+
+    def let_replace(self, epoch: int) -> None:
+        """See Keeper. Every save replaces."""
+
+    def load_blobs(self, names: Sequence[str], epoch: int, session: Session) -> bool:
+        """See Keeper."""
+        self._take(session)
+        if isinstance(self._manager, MultiNodeCheckpointManager):
+            loaded = self._manager.load_blobs_locally(self._nodes, names, epoch, session)
+        else:
+            loaded = self._manager.has_epoch(epoch)
+            if loaded:
+                session.run(self._manager.load_blobs_from_checkpoint(names, epoch))
+        if loaded:
+            self._tell("checkpoint_partial_load")
+        return loaded

@@ -1,0 +1,343 @@
+"""Epochs that exist per node: jobs that know nothing of each other share a directory, each for its own nodes.
+
+| on storage | state |
+| --- | --- |
+| only below `node-<node>-<id>.orbax-checkpoint-tmp/` | uncommitted |
+| `<epoch>/<node>/epoch.json`, with the node's files beside it | committed, for this node alone |
+
+There is no record of the epoch as a whole, and nothing here ever touches another node's folders. POSIX only.
+
+Guarantees:
+- `save` returns when the epoch is durable and committed: staged whole, then one rename. An epoch of this node that has
+  the number already is replaced by it, where nothing fails; otherwise it stays.
+- Two jobs for one node: the one that joined later takes over with its first save, by moving the staging folders that
+  it found when it joined. From then on every rename of the older one fails: it gets FencedError. One that only reads
+  takes nothing over.
+- The directory itself is never created. Nothing is looked at before the first use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import jax
+from absl import logging
+
+from epochckpt import checksum, items, layout, node_writer, parsing, records, worker
+from epochckpt.attempt import Attempt, snapshot
+from epochckpt.errors import (
+    EpochCheckpointError,
+    EpochNotFoundError,
+    FormatError,
+    SaveError,
+    UncertainError,
+    UnsupportedError,
+    as_save_error,
+    unreadable,
+)
+from epochckpt.handlers import Handlers
+from epochckpt.hosting import Nodes
+from epochckpt.node_items import Here
+from epochckpt.node_reader import EpochReader
+from epochckpt.node_staging import REPLACED, NodeStaging
+from epochckpt.options import StorageOptions
+from epochckpt.orbax_marks import STEP_RECORD
+from epochckpt.reading import epoch_number
+from epochckpt.records import EpochRecord, NodeRecord, tree_digest
+from epochckpt.saving import Planner
+from epochckpt.storage import open_store
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alone(Nodes):
+    """One node, which knows of no other: in a `jax.distributed` job, too."""
+
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        return [(self.names[0], self.process)]
+
+    @property
+    def writers(self) -> dict[int, int]:
+        return {self.process: 0}
+
+
+class NodeEpochs:
+    """The epochs of one node in a directory that other jobs may share.
+
+    Args:
+        prefix: the directory; must exist when it is used first, and is never created.
+        node: the node's name.
+        options: sizes; an Orbax view is never written.
+
+    Raises:
+        UnsupportedError: the directory is a URL.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], node: str, options: StorageOptions | None = None):
+        self.node = layout.check_node_name(node)
+        self.store = open_store(prefix)
+        if not self.store.renames:
+            raise UnsupportedError(
+                f"{self.store.root}: epochs of single nodes need a file system with an atomic rename; expected the "
+                "path of a directory. On object stores use epochckpt.CheckpointManager"
+            )
+        self.options = options or StorageOptions()
+        self._pool = worker.Pool(self.options.io_threads)
+        self._staging, self._ordinal = NodeStaging(self.store, self.node), 0
+
+    @functools.cached_property
+    def _nodes(self) -> Nodes:
+        return _Alone((self.node,), process=jax.process_index())  # not before it is used: it starts jax's backend
+
+    @functools.cached_property
+    def _here(self) -> Here:
+        return Here(Handlers(), self._nodes)
+
+    @functools.cached_property
+    def _planner(self) -> Planner:
+        return Planner(self._nodes, self.options, self.options.part_bytes)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def folder(self, epoch: int) -> str:
+        """Where an epoch of this node lies, relative to the directory."""
+        return layout.join(str(epoch_number(epoch)), self.node)
+
+    def exists(self, epoch: int) -> bool:
+        """Whether this node has committed an epoch. False where the directory is missing."""
+        path = layout.join(self.folder(epoch), layout.EPOCH_RECORD)
+        try:
+            return self.store.exists(path)
+        except PermissionError as error:
+            raise self._staging.no_access(error) from error
+
+    def epochs(self) -> list[int]:
+        """The epochs that this node has committed, ascending."""
+        try:
+            names = [e.name for e in self.store.list("") if e.is_folder and e.name.isdecimal()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except PermissionError as error:
+            raise self._staging.no_access(error) from error
+        numbers = sorted(int(n) for n in names if n == str(int(n)))
+        return [n for n in numbers if self.exists(n)]
+
+    def reader(self, epoch: int) -> EpochReader:
+        """A reader of one epoch; its record, which has the items and the custom metadata, is read now.
+
+        Raises:
+            EpochNotFoundError: this node has no such epoch; lists those that it has.
+            DamagedError, FormatError: its record cannot be used.
+        """
+        folder = self.folder(epoch)
+        path = layout.join(folder, layout.EPOCH_RECORD)
+        try:
+            data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            where = f"{self.store.root}, node {self.node}"
+            raise EpochNotFoundError(epoch, where, self.epochs()) from None
+        except ValueError as error:
+            raise FormatError(path, str(error)) from None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        record = parsing.parse_epoch(path, data)
+        if not record.alone or (record.epoch, record.nodes[0].name) != (epoch, self.node):
+            raise FormatError(
+                path,
+                f"is the record of epoch {record.epoch}, node {record.nodes[0].name!r}; expected epoch {epoch} of "
+                f"node {self.node!r} by itself",
+            )
+        return EpochReader(self.store, folder, record, self._pool, self.options.verify)
+
+    def restore(self, reader: EpochReader, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Restores chosen items; reads only their bytes, and verifies them.
+
+        Args:
+            reader: of the epoch.
+            wanted: by item, what to restore it as: an argument such as `StandardRestore`, or None for as saved.
+        """
+        return {name: items.restore_item(reader, name, args, self._here) for name, args in wanted.items()}
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Takes this job's place in the order of jobs for this node; a save does it if nobody did before.
+
+        Raises:
+            NotACheckpointDirectoryError: the directory is missing.
+            AccessError: it may not be written.
+        """
+        self._staging.join()
+
+    def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> EpochRecord:
+        """Saves an epoch of this node; durable and committed on return.
+
+        Args:
+            epoch: its number; an epoch of this node that has it already is replaced.
+            args: what to save, as for `CheckpointManager.save`. Arrays must be addressable by this process.
+            custom_metadata: JSON, kept with the epoch.
+
+        Returns:
+            What was committed.
+
+        Raises:
+            NotACheckpointDirectoryError: the directory is missing.
+            AccessError: it may not be written.
+            InvalidArgumentError: something in it cannot be saved, by name.
+            FencedError: a newer job for this node has taken over.
+            SaveError: it was not committed.
+        """
+        epoch = epoch_number(epoch)
+        wanted = items.to_save(args, self._here.handlers)
+        items.check_names([item.name for item in wanted], (), ())
+        self._staging.join()
+        prepared = dataclasses.replace(self._planner.prepare(wanted), primary=True)
+        attempt = snapshot(
+            epoch,
+            0,
+            prepared,
+            default_item=not items.is_multi(args),
+            metrics=None,
+            custom_metadata=custom_metadata,
+            timeout_secs=self.options.save_timeout_secs,
+            replaces=None,
+        )
+        self._ordinal += 1
+        staging = layout.join(self._staging.home, f"{epoch}-{self._ordinal}")
+        try:
+            self._staging.take_over(epoch)
+            record = self._stage(attempt, staging)
+            self._publish(record, staging)
+        except EpochCheckpointError:
+            raise
+        except FileNotFoundError as error:
+            raise self._staging.lost(epoch, error) from error
+        except PermissionError as error:
+            raise self._staging.no_access(error) from error
+        except Exception as error:
+            raise as_save_error(epoch, error) from error
+        finally:
+            attempt.drop()
+            worker.logged("the remains of a save stay", lambda: self.store.remove_tree(staging))
+        logging.info("%s: epoch %d of node %s committed", self.store.root, epoch, self.node)
+        return record
+
+    def _stage(self, attempt: Attempt, staging: str) -> EpochRecord:
+        """Writes all of an epoch, durably."""
+        began, size = time.monotonic(), self.options.block_bytes
+        me = f"{self._staging.token}-{self._ordinal}"
+        self.store.make_folder(staging)
+        files: list[records.DataFile] = []
+        for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
+            files += node_writer.write_arrays(self.store, staging, attempt.epoch, plan, buffers, size, self._pool)
+        attempt.buffers = []  # what the snapshot holds need not wait for handlers
+        found = attempt.collect()
+        folders = node_writer.folders(found)
+        for path in folders:
+            self.store.make_folder(layout.join(staging, path))
+        for (item, path), source in found.items():
+            files.append(node_writer.write_file(self.store, staging, item, path, source, size))
+        for path in folders:
+            self.store.sync_folder(layout.join(staging, path))
+        secs = time.monotonic() - began
+        own = attempt.own.get(0, {})
+        written = tuple(files), {"write_secs": round(secs, 6)}, own
+        data = NodeRecord(attempt.epoch, me, *self._nodes.rows[0], 1, attempt.plan, *written).to_bytes()
+        report = {
+            "size": len(data),
+            "digest": checksum.digest(data),
+            "secs": secs,
+            "files": [f.row() for f in files],
+            "own": {name: tree_digest(item, [f for f in files if f.item == name]) for name, item in own.items()},
+        }
+        attempt.reports[0] = {"nodes": [report]}
+        record = dataclasses.replace(attempt.record(me, attempt.entries(self._nodes), objects=False), alone=True)
+        self.store.create(layout.join(staging, layout.NODE_RECORD), data)
+        self.store.create(layout.join(staging, layout.EPOCH_RECORD), record.to_bytes())
+        self.store.sync_folder(staging)
+        return record
+
+    def _publish(self, record: EpochRecord, staging: str) -> None:
+        """Makes a staged epoch visible, durably."""
+        parent, final = str(record.epoch), self.folder(record.epoch)
+        with suppress(FileExistsError):
+            self.store.make_folder(parent)
+        self._check_place(record.epoch)
+        self.store.sync_folder("")  # also if another node's job made it: nobody knows how far that one is
+        replaced = None
+        try:
+            try:
+                self.store.rename(staging, final)
+            except FileExistsError:
+                replaced = self._replace(record.epoch, staging)
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # over a network the rename may have happened although it reports an error
+            if self._attempt(record.epoch) != record.attempt:
+                raise SaveError(record.epoch, f"renaming it to {self.store.root}/{final} failed: {error}") from error
+        try:
+            self.store.sync_folder(parent)
+        except OSError as error:
+            self._take_back(record, replaced, error)
+        if replaced is not None:
+            away = layout.join(self._staging.home, f"removed-{record.attempt}")
+            worker.logged("what was replaced stays", lambda: self._remove(replaced, away))
+
+    def _replace(self, epoch: int, staging: str) -> str:
+        """Puts a staged epoch in the place of one that exists; returns where that is now."""
+        final = self.folder(epoch)
+        away = layout.join(self._staging.home, f"{REPLACED}{epoch}-{self._ordinal}")
+        self.store.rename(final, away)
+        try:
+            self.store.rename(staging, final)
+        except OSError:
+            with suppress(OSError):
+                self.store.rename(away, final)
+            raise
+        return away
+
+    def _take_back(self, record: EpochRecord, replaced: str | None, error: OSError) -> None:
+        """After a rename that may not be durable: takes the epoch out of sight, and says so."""
+        final = self.folder(record.epoch)
+        reason = f"{self.store.root}/{record.epoch} could not be made durable after the rename ({error})"
+        try:
+            self.store.rename(final, layout.join(self._staging.home, f"uncertain-{record.attempt}"))
+            if replaced is not None:
+                self.store.rename(replaced, final)
+        except OSError as problem:
+            raise UncertainError(
+                record.epoch, f"{reason}, and it could not be taken out of sight ({problem})"
+            ) from error
+        raise UncertainError(record.epoch, f"{reason}; it was taken out of sight") from error
+
+    def _remove(self, replaced: str, away: str) -> None:
+        self.store.rename(replaced, away)  # what is half removed must not go back, whoever sweeps after a crash
+        self.store.remove_tree(away)
+
+    def _check_place(self, epoch: int) -> None:
+        """Refuses to write into somebody else's epoch, or over what is no epoch of this node."""
+        parent, final = str(epoch), self.folder(epoch)
+        for mark in (layout.EPOCH_RECORD, STEP_RECORD):
+            if self.store.exists(layout.join(parent, mark)):
+                raise SaveError(
+                    epoch,
+                    f"{self.store.root}/{parent} is an epoch of a CheckpointManager ({mark} lies in it); nodes that "
+                    "save by themselves need a directory of their own",
+                )
+        if self.store.exists(final) and not self.exists(epoch):
+            raise SaveError(
+                epoch,
+                f"{self.store.root}/{final} exists and holds no {layout.EPOCH_RECORD}: not replaced. Move it away",
+            )
+
+    def _attempt(self, epoch: int) -> str | None:
+        try:
+            return self.reader(epoch).record.attempt
+        except (EpochCheckpointError, OSError):
+            return None

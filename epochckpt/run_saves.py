@@ -1,0 +1,148 @@
+"""The saves of a run: begun at the end of an epoch, ended in the background, tried once more at the very end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from epochckpt import result, worker
+from epochckpt.boundary import Exchange
+from epochckpt.errors import CoordinationTimeoutError, SaveError, say
+from epochckpt.keeping import Keeper, Names
+from epochckpt.reporting import Handler
+from epochckpt.status import SaveOutcome
+
+
+class Saves:
+    """The saves of one run. A failure never stops training; it is known to all nodes at their next exchange.
+
+    Args:
+        keeper: the checkpoint manager, or None: nothing is saved.
+        handler: the metadata handler.
+        exchange: the other processes.
+
+    Attributes:
+        ledger: what all nodes have been told.
+    """
+
+    def __init__(self, keeper: Keeper | None, handler: Handler, exchange: Exchange):
+        self._keeper, self._handler, self._exchange = keeper, handler, exchange
+        self.ledger = result.Ledger()
+        self._failures: list[SaveOutcome] = []
+        self._retry: Callable[[], None] | None = None
+
+    def prepare(self, epoch: int, names: Names) -> tuple[Any, str | None]:
+        """What a save is to be given, or why it cannot be."""
+        if self._keeper is None:
+            return None, None
+        try:
+            return self._keeper.prepare(epoch, names), None
+        except Exception as error:
+            return None, say(error)
+
+    def begin(
+        self,
+        epoch: int,
+        prepared: Any,
+        metrics: Mapping[str, Any],
+        notes: Mapping[str, Any],
+        *,
+        now: bool,
+        force: bool,
+        again: bool,
+        replaces: bool,
+    ) -> None:
+        """Begins a save.
+
+        Args:
+            epoch: its number.
+            prepared: see `prepare`.
+            metrics: scalars.
+            notes: the runner's, JSON.
+            now: begin it at all; otherwise it is only remembered for the end of the run.
+            force: whatever the manager's policies say.
+            again: it is the last of the run, and may be tried once more when it fails.
+            replaces: the epoch exists, as a part of itself.
+        """
+        keeper = self._keeper
+        if keeper is None:
+            return
+
+        def save() -> None:
+            began = time.monotonic()
+            try:
+                if replaces:
+                    keeper.let_replace(epoch)
+                keeper.save(epoch, prepared, dict(metrics), notes, force or replaces)
+            except CoordinationTimeoutError:
+                raise
+            except Exception as error:
+                logging.warning("epoch %d could not be saved: %s", epoch, say(error))
+                self._failures.append(SaveOutcome(epoch, False, say(error), 0.0, 0.0, {}))
+            self.ledger.held_secs += time.monotonic() - began
+
+        self._retry = save if again else None
+        if now:
+            save()
+
+    def accessible(self, epoch: int) -> bool:
+        """On the primary: whether nobody says that storage is away."""
+        keeper = self._keeper
+        if keeper is None:
+            return True
+        says = worker.logged("the manager does not say whether storage is there", lambda: keeper.accessible(epoch))
+        return says is not False and self._handler.cp_accessible(epoch)
+
+    def ended(self, refused: SaveOutcome | None = None) -> list[dict[str, Any]]:
+        """On the primary: saves that have ended since it was asked last, as JSON; the metadata handler is told.
+
+        Args:
+            refused: one more, that was not even begun.
+        """
+        found = self._keeper.outcomes() if self._keeper is not None else []
+        failed, self._failures = self._failures, []
+        found = [*found, *failed, *([refused] if refused is not None else [])]
+        for one in found:
+            self._handler.saved(one)
+        return [result.to_json(one) for one in found]
+
+    def enter(self, outcomes: Sequence[Mapping[str, Any]]) -> None:
+        """On all nodes: what the primary found to have ended."""
+        self.ledger.add(map(result.from_json, outcomes))
+
+    def is_saved(self, epoch: int) -> bool:
+        """Whether the epoch is on storage, and the newest."""
+        return self.ledger.last_committed == epoch
+
+    def drain(self, epoch: int, must: bool) -> None:
+        """Waits for saves in flight; the last epoch, if it was not saved, is tried once more.
+
+        Args:
+            epoch: the last epoch of the run.
+            must: it has to be saved.
+
+        Raises:
+            SaveError: it was not saved, and has to be.
+        """
+        keeper = self._keeper
+        if keeper is None:
+            return
+        for _ in range(2):
+            keeper.drain()
+            answer = self._exchange.meet(
+                "last save", None, lambda _: {"outcomes": self.ended(), "accessible": self.accessible(epoch)}
+            )
+            self.enter(answer["outcomes"])
+            if self._retry is None or self.is_saved(epoch) or not answer["accessible"]:
+                break
+            retry, self._retry = self._retry, None
+            retry()
+        if self.is_saved(epoch):
+            return
+        reason = dict(self.ledger.failed).get(epoch, "it was not asked for")
+        if must:
+            raise SaveError(epoch, f"it is the last of the run: {reason}")
+        logging.error("the last epoch, %d, was not saved: %s", epoch, reason)

@@ -1,0 +1,114 @@
+"""Whole runs with the managers of `ec.caffe2`: one node, three in one process, three processes, three separate jobs."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+import epochckpt as ec
+from epochckpt import errors
+from tests import job_runs
+from tests.job_runs import PER_EPOCH, RECORDS
+from tests.processes import run_worker
+
+NODES = ("trainer_0", "trainer_1", "trainer_2")
+
+
+def expected(number: int, epochs: int) -> list[int]:
+    records = [i % RECORDS + 100 * number for i in range(PER_EPOCH * epochs)]
+    return [sum(records[: PER_EPOCH * (e + 1)]) for e in range(epochs)]
+
+
+def test_names_are_reachable_as_in_caffe2() -> None:
+    """`ec.caffe2` has all of them, and they are the same things."""
+    for name in ("Job", "JobRunner", "epoch_limiter", "UploadTaskGroupBuilder"):
+        assert getattr(ec.caffe2, name) is getattr(ec, name)
+    for name in ("CheckpointManager", "MultiNodeCheckpointManager", "get_ckpt_filename", "db_name"):
+        assert hasattr(ec.caffe2, name)
+
+
+@pytest.mark.parametrize("epoch", range(7))
+def test_three_nodes_in_one_process_from_every_resume_epoch(tmp_path: pathlib.Path, epoch: int) -> None:
+    """0 included: it is a number, not "none"."""
+    totals: dict[str, list[int]] = {}
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    runner = ec.JobRunner(job_runs.node_job(6, totals), manager)
+    assert runner.train(ec.LocalSession()) == 6
+    assert runner.result.last_committed_epoch == 6
+    assert totals == {node: expected(i, 6) for i, node in enumerate(NODES)}
+    assert (tmp_path / "3" / "trainer_1" / "epoch.json").is_file()
+    again: dict[str, list[int]] = {}
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    runner = ec.JobRunner(job_runs.node_job(7, again), manager, epoch)
+    runner.train(ec.LocalSession())
+    assert again == {node: expected(i, 7)[epoch:] for i, node in enumerate(NODES)}
+    assert runner.result.resumed_from == epoch
+
+
+def test_without_a_handler_or_a_named_epoch_a_run_is_from_scratch_and_replaces_its_own(tmp_path: pathlib.Path) -> None:
+    """As in Caffe2; the metadata handler remembers, and may override the user."""
+    for _ in range(2):
+        totals: dict[str, list[int]] = {}
+        manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+        ec.JobRunner(job_runs.node_job(2, totals), manager).train(ec.LocalSession())
+        assert totals["trainer_0"] == expected(0, 2)
+    handler = ec.metadata.SqliteMetadataHandler(tmp_path / "runs.sqlite")
+    for epochs, begin in ((3, 0), (5, 3)):
+        totals = {}
+        manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt", handler)
+        runner = ec.JobRunner(job_runs.node_job(epochs, totals), manager)
+        runner.train(ec.LocalSession())
+        assert totals["trainer_2"] == expected(2, epochs)[begin:]
+    actions = {row.action for row in handler.stats()}
+    assert actions == {"checkpoint_save", "checkpoint_load"}
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    runner = ec.JobRunner(job_runs.node_job(9, {}), manager, 17)
+    with pytest.raises(errors.EpochNotFoundError):
+        runner.train(ec.LocalSession())
+
+
+def test_a_missing_directory_means_failing_saves_and_a_job_that_trains_to_its_end(tmp_path: pathlib.Path) -> None:
+    """It is never created, and the result says what happened."""
+    totals: dict[str, list[int]] = {}
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path / "missing"), "epochckpt")
+    runner = ec.JobRunner(job_runs.node_job(3, totals), manager)
+    assert runner.train(ec.LocalSession()) == 3
+    assert totals["trainer_1"] == expected(1, 3)
+    assert {epoch for epoch, _ in runner.result.failed_saves} == {0, 1, 2, 3}
+    assert runner.result.last_committed_epoch is None
+    assert not (tmp_path / "missing").exists()
+
+
+def test_three_separate_jobs_share_a_directory(tmp_path: pathlib.Path) -> None:
+    """They know nothing of each other; each has its own nodes; one after the other, and at once (see test_caffe2)."""
+    for number in range(3):
+        found = run_worker(
+            "tests.job_runs:read_alone", {"directory": str(tmp_path), "number": number, "epochs": 6, "epoch": None}
+        )
+        assert found == [expected(number, 6)]
+    for epoch in (0, 3, 6):
+        for number in range(3):
+            arguments = {"directory": str(tmp_path), "number": number, "epochs": 7, "epoch": epoch}
+            assert run_worker("tests.job_runs:read_alone", arguments) == [expected(number, 7)[epoch:]]
+    session = ec.LocalSession()
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    runner = ec.JobRunner(job_runs.node_job(1, {}), manager)
+    assert runner.load_blobs_from_checkpoints(["total"], 5, session)
+    assert [session.workspace(n)["total"] for n in NODES] == [expected(i, 5)[4] for i in range(3)]
+    assert not runner.load_blobs_from_checkpoints(["total"], 8, session)
+    (tmp_path / "5" / "trainer_1" / "epoch.json").unlink()
+    assert not runner.load_blobs_from_checkpoints(["total"], 5, session)
+
+
+def test_three_processes_of_one_job(tmp_path: pathlib.Path) -> None:
+    """Each runs its own node, all agree, the primary talks to the handler."""
+    arguments: dict[str, Any] = {"directory": str(tmp_path), "epochs": 4}
+    found = run_worker("tests.job_runs:read_in_caffe2s_way", arguments, 3)
+    assert [one["totals"] for one in found] == [{n: expected(i, 4)} for i, n in enumerate(NODES)]
+    found = run_worker("tests.job_runs:read_in_caffe2s_way", {**arguments, "epochs": 6}, 3)
+    assert [one["totals"] for one in found] == [{n: expected(i, 6)[4:]} for i, n in enumerate(NODES)]
+    assert {(one["resumed"], one["committed"]) for one in found} == {(4, 6)}
+    rows = ec.metadata.SqliteMetadataHandler(tmp_path / "runs.sqlite").epochs()
+    assert [row.epoch for row in rows if row.outcome == "written"] == [0, 1, 2, 3, 4, 5, 6]
