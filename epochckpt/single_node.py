@@ -138,6 +138,16 @@ class CheckpointManager(Manager):
         self._blob_names: list[str] | None = None
         self._last: tuple[str, float] | None = None
 
+    @property
+    def node_name(self) -> str:
+        """The name of the node's folder."""
+        return self._node_name
+
+    @property
+    def runs_on(self) -> str | None:
+        """The node whose workspace it is, where it was told."""
+        return self._runs_on
+
     def init(
         self,
         nodes: Iterable[Any] | None = None,

@@ -198,7 +198,7 @@ def test_another_epoch_of_that_number_is_replaced_only_if_asked(tmp_path: pathli
     if target == "posix":
         record = tmp_path / "final" / "3" / "epoch.json"
         record.write_bytes(record.read_bytes()[:-5])
-        with pytest.raises(errors.EpochExistsError, match=r"cannot be read: 3/epoch\.json"):
+        with pytest.raises(errors.EpochExistsError, match=r"not readable: 3/epoch\.json"):
             send(tmp_path / "run", destination, replace=True)
         record.unlink()
         with pytest.raises(errors.EpochExistsError, match="no epoch"):
@@ -276,6 +276,44 @@ def test_to_and_from_stores_without_rename(tmp_path: pathlib.Path) -> None:
         got = stock.restore(3, args=ocp.args.Composite(state=Restore(WEIGHTS), config=ocp.args.JsonRestore()))
     np.testing.assert_array_equal(got["state"]["w"], WEIGHTS["w"])
     assert got["config"] == {"a": 1}
+
+
+def test_epochs_of_caffe2s_managers_node_by_node(tmp_path: pathlib.Path) -> None:
+    """Each node's copy is the node's epoch; twice is once; another is replaced only if asked; others stay."""
+
+    def finish(directory: pathlib.Path, epochs: int, final: pathlib.Path, replace: bool = False) -> None:
+        directory.mkdir(exist_ok=True)
+        manager = ec.caffe2.MultiNodeCheckpointManager(directory, "epochckpt")
+        job = reading_job(epochs, [])
+        job.nodes_to_checkpoint = lambda: list(NODES)  # type: ignore[method-assign]
+        upload = ec.CopyUpload(final, replace=replace)
+        ec.JobRunner(job, manager, upload_task_group_builder=upload).train(ec.LocalSession())
+        group = upload.build(epochs, manager)
+        placed = [(final / f"{epochs}" / node).stat().st_ino for node in NODES]
+        session = ec.LocalSession()
+        session.open(NODES)
+        session.run(group)
+        assert [(final / f"{epochs}" / node).stat().st_ino for node in NODES] == placed
+
+    final = tmp_path / "final"
+    finish(tmp_path / "run", 2, final)
+    finish(tmp_path / "run", 3, final)
+    assert sorted(p.name for p in final.iterdir()) == ["2", "3"]
+    assert content(final / "3") == content(tmp_path / "run" / "3")
+    with pytest.raises(errors.EpochExistsError, match=r"3/a already, which is another one"):
+        finish(tmp_path / "other", 3, final)
+    assert content(final / "3") == content(tmp_path / "run" / "3")
+    finish(tmp_path / "other", 3, final, replace=True)
+    assert content(final / "3") == content(tmp_path / "other" / "3")
+    manager = ec.caffe2.MultiNodeCheckpointManager(final, "epochckpt")
+    session = ec.LocalSession()
+    assert manager.load_blobs_locally(NODES, ["total"], 3, session)
+    assert session.workspace("b")["total"] == sum(range(9))
+    single = ec.caffe2.CheckpointManager(tmp_path / "other", "b", "epochckpt")
+    ec.LocalSession().run(ec.CopyUpload(tmp_path / "one").build(3, single))
+    assert content(tmp_path / "one" / "3") == {k: v for k, v in content(final / "3").items() if k.startswith("b/")}
+    with pytest.raises(errors.UnsupportedError, match="only to a directory"):
+        ec.CopyUpload("memory://x/").build(3, manager)
 
 
 def test_arguments_are_checked(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,93 @@
+"""Uploads of epochs that exist per node (see `node_epochs`): every node's copy is made, and appears, by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from absl import logging
+
+from epochckpt import copying, layout, worker
+from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.multi_node import MultiNodeCheckpointManager
+from epochckpt.node_epochs import NodeEpochs
+from epochckpt.node_reader import EpochReader
+from epochckpt.single_node import CheckpointManager, Manager
+from epochckpt.storage import open_store
+from epochckpt.store import Store
+from epochckpt.tasks import Task, TaskGroup, joining
+from epochckpt.upload_staging import PREFIX, is_there, said
+from epochckpt.workspace import Workspace
+
+
+def node_by_node(epoch: int, manager: Manager, destination: str, replace: bool) -> TaskGroup:
+    """The task group that copies an epoch of Caffe2's managers.
+
+    Args:
+        epoch: its number.
+        manager: who has it.
+        destination: the other directory.
+        replace: another epoch of that number gives way.
+
+    Raises:
+        UnsupportedError: the destination has no atomic rename.
+    """
+    target = open_store(destination)
+    if not target.renames:
+        raise UnsupportedError(f"{destination}: epochs of single nodes are copied only to a directory of a file system")
+    if target.root == open_store(manager.db_prefix).root:
+        raise InvalidArgumentError(f"destination {destination} is the checkpoint directory itself; choose another")
+
+    def copy(workspace: Workspace) -> None:
+        for node in _nodes(manager, workspace.node):
+            with said(epoch, destination):
+                _copy(NodeEpochs(manager.db_prefix, node), epoch, target, replace)
+
+    with joining(group := TaskGroup("upload")):
+        Task(copy, name="copy the node's folder")
+    return group
+
+
+def _nodes(manager: Manager, here: str) -> list[str]:
+    """The names that a manager has for the node whose turn it is; none if it does not checkpoint it."""
+    if isinstance(manager, MultiNodeCheckpointManager):
+        return [node for node, _ in manager.node_managers if node == here]
+    assert isinstance(manager, CheckpointManager), "there are two"
+    return [manager.node_name] if manager.runs_on in (None, here) else []
+
+
+def _copy(epochs: NodeEpochs, epoch: int, target: Store, replace: bool) -> None:
+    found = epochs.reader(epoch)
+    reader = EpochReader(found.store, found.folder, found.record, found.pool, verify=True)
+    target.make_root()
+    _sweep(target, epochs.node)
+    there, _ = is_there(target, reader.folder, epoch, reader.record.attempt, replace)
+    if there:
+        logging.info("epoch %d of node %s is in %s already", epoch, epochs.node, target.root)
+        return
+    staging = f"{PREFIX}{epochs.node}-{layout.new_id()}{layout.TMP_SUFFIX}"
+    try:
+        copying.copy_node(reader, 0, target, staging)
+        reader.check_present("it was being uploaded")
+        target.create(layout.join(staging, layout.EPOCH_RECORD), reader.record.to_bytes())
+        target.sync_folder(staging)
+        with contextlib.suppress(FileExistsError):  # another node was quicker
+            target.make_folder(str(epoch))
+        target.sync_folder("")
+        if target.exists(reader.folder):  # a copy that is not whole, or is to give way: nothing else was let through
+            target.rename(reader.folder, f"{PREFIX}{epochs.node}-{layout.new_id()}{layout.TMP_SUFFIX}")
+        target.rename(staging, reader.folder)
+        target.sync_folder(str(epoch))
+    finally:
+        worker.logged(f"{target.root}: what is left of an upload", lambda: _sweep(target, epochs.node))
+    logging.info("epoch %d of node %s was uploaded to %s", epoch, epochs.node, target.root)
+
+
+def _sweep(target: Store, node: str) -> None:
+    """Removes what uploads of this node left, nothing of other nodes, which may be at work."""
+    ours = re.compile(f"{PREFIX}{re.escape(node)}-[0-9a-f]{{16}}{re.escape(layout.TMP_SUFFIX)}")
+    for entry in target.list(""):
+        if entry.is_folder and ours.fullmatch(entry.name):
+            away = f"{PREFIX}{node}-{layout.new_id()}{layout.TMP_SUFFIX}"
+            target.rename(entry.name, away)
+            target.remove_tree(away)
