@@ -52,8 +52,8 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
     if damaged and not epochs:
         raise DamagedError(
             keeper.directory,
-            f"it has the epochs {', '.join(map(str, damaged))}, and none of them can be used (the log says why). Nothing "
-            "is started over there: move them away, or take another directory",
+            f"it has the epochs {', '.join(map(str, damaged))}, and none of them can be used (the log says why). "
+            "Nothing is started over there: move them away, or take another directory",
         )
     if resume == NEVER:
         if epochs:
