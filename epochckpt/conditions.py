@@ -153,10 +153,15 @@ class _Wrapped(Condition):
 
 def why(condition: Condition, ctx: Context) -> str:
     """Which part of a condition that was true made it so: its `repr`, of `a | b` only what holds."""
-    parts = condition.operands
-    if isinstance(condition, _Both) and condition.is_any and not any(map(is_foreign, parts)):
+    parts = alternatives(condition)
+    if parts and not any(map(is_foreign, parts)):
         return " | ".join(why(part, ctx) for part in parts if part.holds(ctx)) or repr(condition)
     return repr(condition)
+
+
+def alternatives(condition: Condition) -> Sequence[Condition]:
+    """The operands of `a | b`; nothing for any other condition."""
+    return condition.operands if isinstance(condition, _Both) and condition.is_any else ()
 
 
 def is_foreign(condition: Condition) -> bool:

@@ -128,6 +128,10 @@ class Epochs(Browsable):
         self._multi = multi
         return value
 
+    def damaged_epochs(self) -> list[int]:
+        """Epochs that are on storage, and that this manager has found to be damaged: they are not in `all_steps`."""
+        return sorted(self._damaged)
+
     def restore_newest(self, restore: Callable[[int], T]) -> tuple[int, T]:
         """Like `restore(None)`, with a function of the caller's own that restores an epoch.
 

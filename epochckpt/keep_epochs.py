@@ -47,6 +47,10 @@ class EpochKeeper(Keeper):
         """See Keeper."""
         return list(self._manager.all_steps())
 
+    def damaged(self) -> list[int]:
+        """See Keeper."""
+        return self._manager.damaged_epochs()
+
     def take_names(self, kinds: Mapping[str, str]) -> None:
         """See Keeper."""
         self._kinds = kinds

@@ -68,6 +68,10 @@ class Keeper(abc.ABC):
     def epochs(self) -> list[int]:
         """The committed epochs, ascending."""
 
+    def damaged(self) -> list[int]:
+        """Epochs that are on storage and cannot be used."""
+        return []
+
     def choose(self, named: int | None, resume: str) -> int | None:
         """The epoch to resume from, for managers that choose; None: from scratch."""
         del named, resume

@@ -48,10 +48,17 @@ def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition])
     if not primary or shown is False or (shown is None and not notebook and not sys.stderr.isatty()):
         yield Bar(None)
         return
-    limits = [c.epochs for c in conditions if isinstance(c, stop.max_epochs)]
+    limits = [limit for condition in conditions for limit in _limits(condition)]
     make = tqdm.notebook.tqdm if notebook and _has_widgets() else tqdm.tqdm
     with make(total=min(limits, default=None), unit="epoch", desc="training") as shown_bar:
         yield Bar(shown_bar)
+
+
+def _limits(condition: stop.Condition) -> list[int]:
+    """The numbers of epochs that end a run, if one of them is enough."""
+    if isinstance(condition, stop.max_epochs):
+        return [condition.epochs]
+    return [limit for part in stop.alternatives(condition) for limit in _limits(part)]
 
 
 def _in_notebook() -> bool:

@@ -55,8 +55,9 @@ class RunResult:
 
     def __str__(self) -> str:
         kept = "nothing" if self.last_committed_epoch is None else f"epoch {self.last_committed_epoch}"
+        begun = "" if self.resumed_from is None else f"resumed from epoch {self.resumed_from}, "
         parts = [
-            f"stopped after epoch {self.epoch}{' (partial)' if self.partial else ''}: {self.stop_reason}",
+            f"{begun}stopped after epoch {self.epoch}{' (partial)' if self.partial else ''}: {self.stop_reason}",
             f"{kept} is the newest on storage",
             f"saving held training for {self.held_secs:.2f} of {self.elapsed_secs:.1f} s",
         ]

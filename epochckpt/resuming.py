@@ -7,7 +7,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt.boundary import Exchange
-from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
+from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.keeping import Keeper, Restored
 from epochckpt.reporting import Handler
 
@@ -29,6 +29,7 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
 
     Raises:
         EpochNotFoundError: the named epoch is not there, or there is none although there should be.
+        DamagedError: there are epochs, and none of them can be used.
         InvalidArgumentError: `resume="never"` in a directory that has epochs.
     """
     if keeper.chooses:
@@ -40,10 +41,20 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
 
     def look() -> dict[str, Any]:
         epochs = keeper.epochs()
-        return {"epochs": epochs[-20:], "known": handler.last_epoch() if resume != NEVER else None}
+        return {
+            "epochs": epochs[-20:],
+            "damaged": keeper.damaged()[-20:],
+            "known": handler.last_epoch() if resume != NEVER else None,
+        }
 
     found = exchange.publish("the epochs on storage", look)
-    epochs, known = found["epochs"], found["known"]
+    epochs, known, damaged = found["epochs"], found["known"], found["damaged"]
+    if damaged and not epochs:
+        raise DamagedError(
+            keeper.directory,
+            f"it has the epochs {', '.join(map(str, damaged))}, and none of them can be used (the log says why). "
+            "Nothing is started over there: move them away, or take another directory",
+        )
     if resume == NEVER:
         if epochs:
             raise InvalidArgumentError(

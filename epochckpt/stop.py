@@ -32,6 +32,7 @@ from etils import epath
 from epochckpt.conditions import (
     Condition,
     Context,
+    alternatives,
     as_condition,
     checked,
     is_foreign,
@@ -46,6 +47,7 @@ from epochckpt.errors import InvalidArgumentError, say
 __all__ = [
     "Condition",
     "Context",
+    "alternatives",
     "as_condition",
     "checked",
     "file_exists",

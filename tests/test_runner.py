@@ -561,6 +561,25 @@ def test_a_damaged_newest_epoch_is_trained_again(tmp_path: pathlib.Path) -> None
         assert manager.verify(3).ok
 
 
+@pytest.mark.parametrize("file", ["epoch.json", "process_0/array.safetensors"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_nothing_starts_over_in_a_directory_whose_epochs_are_all_damaged(
+    tmp_path: pathlib.Path, file: str, resume: str
+) -> None:
+    """It is said, and nothing is touched."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        run(counting_job(Log(), 2), manager)
+    for epoch in range(3):
+        data = bytearray((tmp_path / str(epoch) / file).read_bytes())
+        data[-3] ^= 1
+        (tmp_path / str(epoch) / file).write_bytes(data)
+    log = Log()
+    with ec.CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match=r"none of|has epochs"):
+        run(counting_job(log, 3), manager, resume=resume)
+    assert log.events == ["setup"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
 # -- saves that fail -----------------------------------------------------------------------------------------------
 
 
