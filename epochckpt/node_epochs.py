@@ -9,7 +9,8 @@ There is no record of the epoch as a whole, and nothing here ever touches anothe
 
 Guarantees:
 - `save` returns when the epoch is durable and committed: staged whole, then one rename. An epoch of this node that has
-  the number already is replaced by it, where nothing fails; otherwise it stays.
+  the number already is replaced by it, where nothing fails; otherwise it stays. At any moment one of them is there (on
+  a file system that cannot exchange two folders, such as NFS: is there again when the next job for the node has saved).
 - Two jobs for one node: the one that joined later takes over with its first save, by moving the staging folders that
   it found when it joined. From then on every rename of the older one fails: it gets FencedError. One that only reads
   takes nothing over.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import os
 import time
 from collections.abc import Mapping
@@ -284,14 +286,20 @@ class NodeEpochs:
         try:
             self.store.sync_folder(parent)
         except OSError as error:
-            self._take_back(record, replaced, error)
-        if replaced is not None:
+            self._take_back(record, replaced, staging, error)
+        if replaced not in (None, staging):  # what was exchanged goes with the rest of the staging
             away = layout.join(self._staging.home, f"removed-{record.attempt}")
             worker.logged("what was replaced stays", lambda: self._remove(replaced, away))
 
     def _replace(self, epoch: int, staging: str) -> str:
-        """Puts a staged epoch in the place of one that exists; returns where that is now."""
+        """Puts a staged epoch in the place of one that exists; returns where that is now.
+
+        Where the file system has no exchange there is a moment without either; the next job puts the old one back.
+        """
         final = self.folder(epoch)
+        with suppress(io.UnsupportedOperation):
+            self.store.exchange(staging, final)
+            return staging
         away = layout.join(self._staging.home, f"{REPLACED}{epoch}-{self._ordinal}")
         self.store.rename(final, away)
         try:
@@ -302,14 +310,17 @@ class NodeEpochs:
             raise
         return away
 
-    def _take_back(self, record: EpochRecord, replaced: str | None, error: OSError) -> None:
+    def _take_back(self, record: EpochRecord, replaced: str | None, staging: str, error: OSError) -> None:
         """After a rename that may not be durable: takes the epoch out of sight, and says so."""
         final = self.folder(record.epoch)
         reason = f"{self.store.root}/{record.epoch} could not be made durable after the rename ({error})"
         try:
-            self.store.rename(final, layout.join(self._staging.home, f"uncertain-{record.attempt}"))
-            if replaced is not None:
-                self.store.rename(replaced, final)
+            if replaced == staging:
+                self.store.exchange(replaced, final)
+            else:
+                self.store.rename(final, layout.join(self._staging.home, f"uncertain-{record.attempt}"))
+                if replaced is not None:
+                    self.store.rename(replaced, final)
         except OSError as problem:
             raise UncertainError(
                 record.epoch, f"{reason}, and it could not be taken out of sight ({problem})"
