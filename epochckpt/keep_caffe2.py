@@ -23,10 +23,11 @@ from epochckpt.status import SaveOutcome
 class Caffe2Keeper(Keeper):
     """Caffe2's verbs."""
 
-    chooses = True
+    chooses = per_node = True
 
     def __init__(self, manager: CheckpointManager | MultiNodeCheckpointManager):
         self._manager, self.directory = manager, manager.db_prefix
+        self._wanted: list[str] = []
         self._nodes: list[str] = []
         self._ended: list[SaveOutcome] = []
         self._ready = False
@@ -35,6 +36,7 @@ class Caffe2Keeper(Keeper):
         """See Keeper."""
         if not isinstance(self._manager, MultiNodeCheckpointManager) and session.coordinator.processes == 1:
             self._manager.take_nodes(wanted or session.nodes)
+        self._wanted = list(wanted)
         return wanted or session.nodes
 
     def open(self, session: Session, exchange: Exchange) -> None:
@@ -45,7 +47,8 @@ class Caffe2Keeper(Keeper):
 
     def _take(self, session: Session) -> None:
         several = isinstance(self._manager, MultiNodeCheckpointManager)
-        self._nodes = list(session.nodes if several else session.hosted)
+        nodes = self._wanted or session.nodes
+        self._nodes = [n for n in nodes if several or n in session.hosted]
 
     def choose(self, named: int | None, resume: str) -> int | None:
         """See Keeper."""
@@ -77,7 +80,7 @@ class Caffe2Keeper(Keeper):
         """The managers of the nodes of this process."""
         if isinstance(self._manager, MultiNodeCheckpointManager):
             return {n: m for n, m in self._manager.node_managers if n in self._session.hosted}
-        return dict.fromkeys(self._session.hosted, self._manager)
+        return dict.fromkeys(self._nodes, self._manager)
 
     def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
         """See Keeper."""

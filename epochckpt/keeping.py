@@ -43,12 +43,14 @@ class Keeper(abc.ABC):
     Attributes:
         asks_jax: the manager itself asks JAX for its preemption notice, with its steps.
         chooses: the manager has its own say about the epoch to resume from, see `choose`.
+        per_node: an epoch exists per node; a node that is not checkpointed has no part in it.
         handler: the manager's own metadata handler, which it tells of commits itself; or None.
         directory: for messages.
     """
 
     asks_jax = False
     chooses = False
+    per_node = False
     handler: Any = None
     directory = ""
 

@@ -252,7 +252,8 @@ class JobRunner:
             session.open(everywhere or session.nodes)
             return None
         # in a distributed job every process has its part in a save, if only to say that it has nothing
-        wanted = everywhere if isinstance(session, DistributedSession) else self.job.nodes_to_checkpoint()
+        distributed = isinstance(session, DistributedSession) and not self._keeper.per_node
+        wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
         nodes = self._keeper.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
         return self._keeper

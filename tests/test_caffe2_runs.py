@@ -10,6 +10,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from tests import job_runs
+from tests.caffe2_jobs import Recorded
 from tests.job_runs import PER_EPOCH, RECORDS
 from tests.processes import run_worker
 
@@ -67,6 +68,35 @@ def test_without_a_handler_or_a_named_epoch_a_run_is_from_scratch_and_replaces_i
     runner = ec.JobRunner(job_runs.node_job(9, {}), manager, 17)
     with pytest.raises(errors.EpochNotFoundError):
         runner.train(ec.LocalSession())
+
+
+def two_trainers_and_a_reader(epochs: int) -> ec.Job:
+    """A job whose third node only reads: `init_group` does not use it, so it is not checkpointed."""
+    with ec.Job() as job:
+        ec.Task(lambda ws: ws.update(buffer=object()), group=job.setup_group, node="reader_0")
+        for node in ("trainer_0", "trainer_1"):
+            ec.Task(lambda ws: ws.update(total=0), group=job.init_group, node=node)
+            ec.Task(lambda ws: ws.update(total=ws["total"] + 1), node=node)
+        ec.Task(lambda ws: None, node="reader_0")
+    ec.epoch_limiter(job, epochs)
+    return job
+
+
+def test_only_the_nodes_to_checkpoint_have_epochs(tmp_path: pathlib.Path) -> None:
+    """Neither the handler nor the manager hears of other nodes, whatever lies in their workspaces."""
+    handler = Recorded()
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt", handler)
+    runner = ec.JobRunner(two_trainers_and_a_reader(2), manager)
+    runner.train(ec.LocalSession())
+    assert runner.result.failed_saves == ()
+    assert handler.calls[0] == f"set_params {tmp_path.name} epochckpt ['trainer_0', 'trainer_1'] None None"
+    assert sorted(p.name for p in (tmp_path / "2").iterdir()) == ["trainer_0", "trainer_1"]
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    runner, session = ec.JobRunner(two_trainers_and_a_reader(4), manager, 2), ec.LocalSession()
+    runner.train(session)
+    assert session.workspace("trainer_1")["total"] == 4
+    assert runner.load_blobs_from_checkpoints(["total"], 1, session)
+    assert session.workspace("trainer_1")["total"] == 1
 
 
 def test_a_missing_directory_means_failing_saves_and_a_job_that_trains_to_its_end(tmp_path: pathlib.Path) -> None:
