@@ -76,13 +76,16 @@ class NodeEpochs:
         prefix: the directory; must exist when it is used first, and is never created.
         node: the node's name.
         options: sizes; an Orbax view is never written.
+        lead: what the folders of epochs begin with, before the number; only for reading.
 
     Raises:
         UnsupportedError: the directory is a URL.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], node: str, options: StorageOptions | None = None):
-        self.node = layout.check_node_name(node)
+    def __init__(
+        self, prefix: str | os.PathLike[str], node: str, options: StorageOptions | None = None, *, lead: str = ""
+    ):
+        self.node, self._lead = layout.check_node_name(node), lead
         self.store = open_store(prefix)
         if not self.store.renames:
             raise UnsupportedError(
@@ -109,7 +112,7 @@ class NodeEpochs:
 
     def folder(self, epoch: int) -> str:
         """Where an epoch of this node lies, relative to the directory."""
-        return layout.join(str(epoch_number(epoch)), self.node)
+        return layout.join(f"{self._lead}{epoch_number(epoch)}", self.node)
 
     def exists(self, epoch: int) -> bool:
         """Whether this node has committed an epoch. False where the directory is missing."""
@@ -122,12 +125,13 @@ class NodeEpochs:
     def epochs(self) -> list[int]:
         """The epochs that this node has committed, ascending."""
         try:
-            names = [e.name for e in self.store.list("") if e.is_folder and e.name.isdecimal()]
+            entries = [e for e in self.store.list("") if e.is_folder and e.name.startswith(self._lead)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except PermissionError as error:
             raise self._staging.no_access(error) from error
-        numbers = sorted(int(n) for n in names if n == str(int(n)))
+        names = [e.name.removeprefix(self._lead) for e in entries]
+        numbers = sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
         return [n for n in numbers if self.exists(n)]
 
     def reader(self, epoch: int) -> EpochReader:
@@ -142,7 +146,7 @@ class NodeEpochs:
         try:
             data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
         except (FileNotFoundError, NotADirectoryError):
-            where = f"{self.store.root}, node {self.node}"
+            where = f"{self.store.root}{f'/{self._lead}<epoch>' if self._lead else ''}, node {self.node}"
             raise EpochNotFoundError(epoch, where, self.epochs()) from None
         except ValueError as error:
             raise FormatError(path, str(error)) from None

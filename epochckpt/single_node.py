@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import blobs, layout
-from epochckpt.db_names import before, check_type, db_name, name_list, node_names
+from epochckpt.db_names import check_type, db_name, name_list, node_names
 from epochckpt.errors import FormatError, InvalidArgumentError, SaveError, UnsupportedError
 from epochckpt.metadata_protocol import AbstractMetadataHandler, answered_epoch, check_handler
 from epochckpt.node_epochs import NodeEpochs
@@ -318,7 +318,10 @@ class CheckpointManager(Manager):
         return list(dict.fromkeys(found))
 
     def _at(self, path_prefix: str | os.PathLike[str] | None) -> NodeEpochs:
-        return NodeEpochs(before(path_prefix, self._db_prefix), self._node_name) if path_prefix else self._epochs
+        if not path_prefix:
+            return self._epochs
+        directory, lead = os.path.split(os.fspath(path_prefix))
+        return NodeEpochs(directory or os.curdir, self._node_name, lead=lead)
 
     @contextlib.contextmanager
     def _timed(self, epoch: int, path_prefix: str | os.PathLike[str] | None) -> Iterator[None]:

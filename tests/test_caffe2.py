@@ -93,7 +93,9 @@ def test_names_of_dbs() -> None:
     """The relative path, the full one, and a prefix that is put before it as it stands."""
     assert caffe2.get_ckpt_filename("trainer_0", 12) == "12/trainer_0"
     assert caffe2.db_name(0, "trainer_0", "/ckpt") == "/ckpt/0/trainer_0"
-    assert caffe2.db_name(3, "trainer_0", "run", "/mnt/b-") == "/mnt/b-run/3/trainer_0"
+    assert caffe2.db_name(3, "trainer_0", "/run", "/mnt/b-") == "/mnt/b-3/trainer_0"
+    assert caffe2.db_name(3, "trainer_0", "/run", "/mnt/b/") == "/mnt/b/3/trainer_0"
+    assert caffe2.db_name(3, "trainer_0", "/run", "") == "/run/3/trainer_0"
     with pytest.raises(errors.InvalidArgumentError, match="epoch"):
         caffe2.get_ckpt_filename("trainer_0", -1)
 
@@ -315,21 +317,26 @@ def test_kinds_of_storage(tmp_path: pathlib.Path) -> None:
         single("memory://somewhere/")
 
 
-def test_a_path_prefix_is_for_init_and_load_only(tmp_path: pathlib.Path) -> None:
-    """It is put before the prefix as it stands; saves go to the prefix."""
-    (tmp_path / "old-run").mkdir()
-    source, session = single(tmp_path / "old-run"), filled()
+@pytest.mark.parametrize("lead", ["", "best-"])
+def test_a_path_prefix_is_for_init_and_load_only(tmp_path: pathlib.Path, lead: str) -> None:
+    """It stands before `<epoch>/<node>`, as it is, in place of the prefix; saves go to the prefix."""
+    old, new, prefix = tmp_path / "old", tmp_path / "new", f"{tmp_path}/old/{lead}"
+    old.mkdir()
+    source, session = single(old), filled()
     session.run(source.init())
     session.run(source.save(2))
-    manager = caffe2.CheckpointManager("run", "a", "epochckpt")
-    again = ec.LocalSession()
-    again.run(manager.init(retrieve_from_epoch=2, path_prefix=f"{tmp_path}/old-"))
-    again.run(manager.load(2, path_prefix=f"{tmp_path}/old-"))
+    (old / "2").rename(old / f"{lead}2")
+    manager, again = single(new), ec.LocalSession()
+    again.run(manager.init(retrieve_from_epoch=2, path_prefix=prefix))
+    again.run(manager.load(2, path_prefix=prefix))
     assert sorted(again.root) == sorted(BLOBS)
     stats: dict[str, float] = {}
     manager.collect_checkpoint_stats(stats)
-    assert list(stats) == [f"{tmp_path}/old-run/2/a"]
-    with pytest.raises(errors.NotACheckpointDirectoryError, match="run does not exist"):
+    assert list(stats) == [f"{prefix}2/a"] == [caffe2.db_name(2, "a", new, prefix)]
+    where = f"old/{lead}<epoch>" if lead else "old"
+    with pytest.raises(errors.EpochNotFoundError, match=f"{where}, node a: no epoch 7; committed: 2"):
+        again.run(manager.load(7, path_prefix=prefix))
+    with pytest.raises(errors.NotACheckpointDirectoryError, match="new does not exist"):
         again.run(manager.save(3))
 
 
