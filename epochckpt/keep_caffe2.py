@@ -72,7 +72,8 @@ class Caffe2Keeper(Keeper):
         self._session.run(self._manager.init(self._nodes, retrieve_from_epoch=epoch))
         self._session.run(self._manager.load(epoch))
         self._ready = True
-        self._tell("checkpoint_load")
+        found = self._exchange.meet("stats of the load", self._stats(), list)
+        self._tell("checkpoint_load", epoch, self._merged(found))
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
         return Restored(epoch, self._manager.read_notes(epoch) or {}, names)
 
@@ -109,23 +110,41 @@ class Caffe2Keeper(Keeper):
             self._session.run(self._manager.save(epoch))
         except Exception as caught:  # the others are told, and training goes on
             error = say(caught)
-        mine = {"error": error, "secs": time.monotonic() - began}
+        mine = {"error": error, "stats": {} if error else self._stats()}
         found = self._exchange.meet(f"save of epoch {epoch}", mine, list)
         problem = next((f["error"] for f in found if f["error"]), "")
+        stats = self._merged([f["stats"] for f in found])
         if not problem:
             worker.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
-            self._tell("checkpoint_save")
-        stats = {node: f["secs"] for node, f in zip(self._session.nodes, found, strict=False)}
-        if len(found) == 1:  # all nodes are here
-            by_name: dict[str, float] = {}
-            self._manager.collect_checkpoint_stats(by_name)
-            stats = dict(zip(self._nodes, by_name.values(), strict=False))
+            self._tell("checkpoint_save", epoch, stats)
         secs = time.monotonic() - began
         self._ended.append(SaveOutcome(epoch, not problem, problem, secs, secs, stats))
         return True
 
-    def _tell(self, action: str) -> None:
-        worker.logged("the metadata handler's report", lambda: self._manager.report_checkpoint_stats(action))
+    def _stats(self) -> dict[str, float]:
+        """The seconds of the last operation, by node of this process."""
+        found: dict[str, float] = {}
+        for node, manager in self._managers().items():
+            by_name: dict[str, float] = {}
+            manager.collect_checkpoint_stats(by_name)
+            found |= dict.fromkeys([node] if by_name else [], sum(by_name.values()))
+        return found
+
+    @staticmethod
+    def _merged(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {node: secs for one in found for node, secs in one.items()}
+
+    def _tell(self, action: str, epoch: int, stats: Mapping[str, float]) -> None:
+        """Reports the seconds of all nodes together, also of those of other processes."""
+        manager = self._manager
+
+        def report() -> None:
+            if isinstance(manager, MultiNodeCheckpointManager):
+                manager.report(action, {manager.get_ckpt_db_name(node, epoch): secs for node, secs in stats.items()})
+            else:
+                manager.report_checkpoint_stats(action)
+
+        worker.logged("the metadata handler's report", report)
 
     def outcomes(self) -> list[SaveOutcome]:
         """See Keeper."""
@@ -143,6 +162,7 @@ class Caffe2Keeper(Keeper):
 
     def load_blobs(self, names: Sequence[str], epoch: int, session: Session) -> bool:
         """See Keeper."""
+        self._session = session
         self._take(session)
         if isinstance(self._manager, MultiNodeCheckpointManager):
             loaded = self._manager.load_blobs_locally(self._nodes, names, epoch, session)
@@ -151,5 +171,5 @@ class Caffe2Keeper(Keeper):
             if loaded:
                 session.run(self._manager.load_blobs_from_checkpoint(names, epoch))
         if loaded:
-            self._tell("checkpoint_partial_load")
+            self._tell("checkpoint_partial_load", epoch, self._stats())
         return loaded

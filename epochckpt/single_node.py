@@ -92,6 +92,10 @@ class Manager(abc.ABC):
         """
         stats: dict[str, float] = {}
         self.collect_checkpoint_stats(stats)
+        self.report(action_name, stats)
+
+    def report(self, action_name: str, stats: dict[str, float]) -> None:
+        """Reports seconds by db name, also of nodes of other processes, to the metadata handler (not in Caffe2)."""
         if stats:
             slowest = max(stats, key=lambda name: stats[name])
             logging.info("%s: %d nodes, slowest %s with %.2f s", action_name, len(stats), slowest, stats[slowest])
@@ -219,7 +223,7 @@ class CheckpointManager(Manager):
         return _recorded(self._epochs.reader(epoch), "notes")
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
-        """The node's name, once it is known that it suits this manager; by default the one of its folder."""
+        """The name of the node's folder, once it is known that the node suits this manager."""
         names = [] if nodes is None else node_names(nodes)
         if len(names) > 1:
             raise InvalidArgumentError(
@@ -232,7 +236,7 @@ class CheckpointManager(Manager):
                     f"this CheckpointManager was given node {self._runs_on!r} and now {names[0]!r}; make another one"
                 )
             self._runs_on = names[0]
-        return names or [self._node_name]
+        return [self._node_name]
 
     def _task(self, name: str, fn: Callable[[Workspace], Any]) -> Task:
         def run(ws: Workspace) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 from typing import Any
 
 import pytest
@@ -99,6 +100,42 @@ def test_only_the_nodes_to_checkpoint_have_epochs(tmp_path: pathlib.Path) -> Non
     assert session.workspace("trainer_1")["total"] == 1
 
 
+def test_the_slowest_node_has_its_own_name(tmp_path: pathlib.Path) -> None:
+    """Also when the manager was given the nodes in another order, and when a save has failed."""
+
+    class Slow:
+        def get_state(self) -> int:
+            threading.Event().wait(0.2)
+            return 1
+
+        def set_state(self, state: int) -> None:
+            pass
+
+    with ec.Job() as job:
+        ec.Task(lambda ws: ws.update(x=1), group=job.init_group, node="a")
+        ec.Task(lambda ws: ws.update(x=Slow()), group=job.init_group, node="b")
+        ec.Task(lambda ws: None, node="a")
+    ec.epoch_limiter(job, 1)
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    manager.set_params(["b", "a"])
+    runner = ec.JobRunner(job, manager)
+    runner.train(ec.LocalSession())
+    assert runner.result.slowest_node is not None
+    assert runner.result.slowest_node[0] == "b"
+
+
+def test_the_handler_of_a_single_manager_hears_the_name_of_its_folder(tmp_path: pathlib.Path) -> None:
+    """The stats are by folder: only so is the node found in them."""
+    with ec.Job() as job:
+        ec.Task(lambda ws: ws.update(x=1), group=job.init_group, node="trainer_0")
+        ec.Task(lambda ws: None, node="trainer_0")
+    ec.epoch_limiter(job, 2)
+    handler = ec.metadata.SqliteMetadataHandler(tmp_path / "runs.sqlite")
+    ec.JobRunner(job, ec.caffe2.CheckpointManager(tmp_path, "temp_node", "epochckpt", handler)).train(ec.LocalSession())
+    assert handler.runs()[0].nodes == ("temp_node",)
+    assert {row.node for row in handler.stats()} == {"temp_node"}
+
+
 def test_a_missing_directory_means_failing_saves_and_a_job_that_trains_to_its_end(tmp_path: pathlib.Path) -> None:
     """It is never created, and the result says what happened."""
     totals: dict[str, list[int]] = {}
@@ -140,5 +177,9 @@ def test_three_processes_of_one_job(tmp_path: pathlib.Path) -> None:
     found = run_worker("tests.job_runs:read_in_caffe2s_way", {**arguments, "epochs": 6}, 3)
     assert [one["totals"] for one in found] == [{n: expected(i, 6)[4:]} for i, n in enumerate(NODES)]
     assert {(one["resumed"], one["committed"]) for one in found} == {(4, 6)}
-    rows = ec.metadata.SqliteMetadataHandler(tmp_path / "runs.sqlite").epochs()
+    handler = ec.metadata.SqliteMetadataHandler(tmp_path / "runs.sqlite")
+    rows = handler.epochs()
+    for action, times in (("checkpoint_save", 7), ("checkpoint_load", 1)):
+        told = [row.node for row in handler.stats() if row.action == action and row.name.startswith(str(tmp_path))]
+        assert sorted(told) == sorted(NODES * times), action
     assert [row.epoch for row in rows if row.outcome == "written"] == [0, 1, 2, 3, 4, 5, 6]
