@@ -12,7 +12,7 @@ from typing import Any
 
 from epochckpt import worker
 from epochckpt.boundary import Exchange
-from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, say
+from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.keeping import Keeper, Names, Restored
 from epochckpt.multi_node import MultiNodeCheckpointManager
 from epochckpt.session import Session
@@ -50,16 +50,9 @@ class Caffe2Keeper(Keeper):
         nodes = self._wanted or session.nodes
         self._nodes = [n for n in nodes if several or n in session.hosted]
 
-    def choose(self, named: int | None, resume: str) -> int | None:
+    def choose(self, named: int | None) -> int | None:
         """See Keeper."""
-        if resume == "never":
-            return None
-        epoch = self._exchange.publish(
-            "the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named)
-        )
-        if epoch is None and resume == "must":
-            raise EpochNotFoundError(None, self.directory, [])
-        return epoch
+        return self._exchange.publish("the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named))
 
     def epochs(self) -> list[int]:
         """See Keeper. Each node has its own; nobody asks."""

@@ -70,9 +70,9 @@ class Keeper(abc.ABC):
     def epochs(self) -> list[int]:
         """The committed epochs, ascending."""
 
-    def choose(self, named: int | None, resume: str) -> int | None:
+    def choose(self, named: int | None) -> int | None:
         """The epoch to resume from, for managers that choose; None: from scratch."""
-        del named, resume
+        del named
         return None
 
     def accessible(self, epoch: int) -> bool:

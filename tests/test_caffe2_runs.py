@@ -57,12 +57,19 @@ def test_without_a_handler_or_a_named_epoch_a_run_is_from_scratch_and_replaces_i
         ec.JobRunner(job_runs.node_job(2, totals), manager).train(ec.LocalSession())
         assert totals["trainer_0"] == expected(0, 2)
     handler = ec.metadata.SqliteMetadataHandler(tmp_path / "runs.sqlite")
-    for epochs, begin in ((3, 0), (5, 3)):
+    for epochs, begin, given in ((3, 0, handler), (5, 3, handler), (6, 5, None)):
         totals = {}
-        manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt", handler)
-        runner = ec.JobRunner(job_runs.node_job(epochs, totals), manager)
+        manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt", given)
+        own = handler if given is None else None  # given to the runner it remembers, too
+        runner = ec.JobRunner(job_runs.node_job(epochs, totals), manager, metadata_handler=own)
         runner.train(ec.LocalSession())
         assert totals["trainer_2"] == expected(2, epochs)[begin:]
+    torn = tmp_path / "torn.json"
+    torn.write_text("{")
+    manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
+    runner = ec.JobRunner(job_runs.node_job(6, {}), manager, metadata_handler=ec.metadata.JsonMetadataHandler(torn))
+    with pytest.raises(errors.FormatError):  # nothing is replaced on its word
+        runner.train(ec.LocalSession())
     actions = {row.action for row in handler.stats()}
     assert actions == {"checkpoint_save", "checkpoint_load"}
     manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
