@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import epochckpt as ec
 from epochckpt import errors
+from epochckpt.node_epochs import NodeEpochs
 from tests import job_runs
 from tests.caffe2_jobs import Recorded
 from tests.job_runs import PER_EPOCH, RECORDS
@@ -141,6 +144,46 @@ def test_the_handler_of_a_single_manager_hears_the_name_of_its_folder(tmp_path: 
     ec.JobRunner(job, ec.caffe2.CheckpointManager(tmp_path, "temp_node", "epochckpt", handler)).train(ec.LocalSession())
     assert handler.runs()[0].nodes == ("temp_node",)
     assert {row.node for row in handler.stats()} == {"temp_node"}
+
+
+def counting(during: Callable[[ec.Workspace], Any] = lambda ws: None) -> ec.Job:
+    job = ec.Job()
+    job.init(lambda ws: ws.update(total=0))
+    job.epoch(lambda ws: ws.update(total=ws["total"] + 1, temporary=object()))
+    job.epoch(during)
+    ec.epoch_limiter(job, 2)
+    return job
+
+
+@pytest.mark.parametrize("caffe2", [True, False])
+def test_save_checkpoints_saves_what_the_run_checkpoints(tmp_path: pathlib.Path, caffe2: bool) -> None:
+    """Blobs that came after init are temporary, also when they could not be saved; in a run and after it."""
+    session, single = ec.LocalSession(), ec.caffe2.CheckpointManager(tmp_path, "a", "epochckpt")
+    with contextlib.ExitStack() as stack:
+        manager = single if caffe2 else stack.enter_context(ec.CheckpointManager(tmp_path))
+        runner = ec.JobRunner(counting(lambda ws: runner.save_checkpoints(10 + ws.epoch, session)), manager)
+        runner.train(session)
+        assert runner.result.failed_saves == ()
+        session.workspace()["total"] = 77
+        runner.save_checkpoints(20, session)
+        for epoch, total in ((2, 2), (12, 2), (20, 77)):
+            fresh = ec.LocalSession()
+            assert runner.load_blobs_from_checkpoints(["total", "temporary"], epoch, fresh)
+            assert dict(fresh.workspace()) == {"total": total}
+
+
+def test_save_checkpoints_is_soft_and_asks_whether_storage_is_there(tmp_path: pathlib.Path) -> None:
+    """Also of the manager's own handler; and a blob that cannot be saved is no error that ends the program."""
+    handler, session = Recorded(), ec.LocalSession()
+    manager = ec.caffe2.CheckpointManager(tmp_path, "a", "epochckpt", handler)
+    runner = ec.JobRunner(counting(), manager)
+    session.workspace()["thing"] = object()
+    runner.save_checkpoints(1, session)
+    runner.train(session := ec.LocalSession())
+    handler.cp_accessible = lambda epoch=None: False  # type: ignore[method-assign]
+    runner.save_checkpoints(9, session)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdecimal()) == ["0", "1", "2"]
+    assert NodeEpochs(tmp_path, "a").reader(1).record.custom_metadata["blobs"] == {"total": "total"}
 
 
 def test_a_missing_directory_means_failing_saves_and_a_job_that_trains_to_its_end(tmp_path: pathlib.Path) -> None:
