@@ -13,7 +13,7 @@ from typing import Any
 from epochckpt import worker
 from epochckpt.boundary import Exchange
 from epochckpt.errors import InvalidArgumentError, say
-from epochckpt.keeping import Keeper, Names, Restored
+from epochckpt.keeping import Keeper, Names, Restored, check_blobs
 from epochckpt.multi_node import MultiNodeCheckpointManager
 from epochckpt.session import Session
 from epochckpt.single_node import CheckpointManager
@@ -85,7 +85,8 @@ class Caffe2Keeper(Keeper):
             raise InvalidArgumentError(
                 f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {left_out}"
             )
-        super().agree_on_names(session, exchange, names)
+        kinds = check_blobs(session, names)  # each node saves by itself: what they call alike may differ
+        exchange.meet("the blobs to checkpoint", kinds, lambda _: None)
         session.run(self._manager.init(self._nodes))
 
     def prepare(self, epoch: int, names: Names) -> Any:

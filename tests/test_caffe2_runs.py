@@ -81,29 +81,17 @@ def test_without_a_handler_or_a_named_epoch_a_run_is_from_scratch_and_replaces_i
         runner.train(ec.LocalSession())
 
 
-def two_trainers_and_a_reader(epochs: int) -> ec.Job:
-    """A job whose third node only reads: `init_group` does not use it, so it is not checkpointed."""
-    with ec.Job() as job:
-        ec.Task(lambda ws: ws.update(buffer=object()), group=job.setup_group, node="reader_0")
-        for node in ("trainer_0", "trainer_1"):
-            ec.Task(lambda ws: ws.update(total=0), group=job.init_group, node=node)
-            ec.Task(lambda ws: ws.update(total=ws["total"] + 1), node=node)
-        ec.Task(lambda ws: None, node="reader_0")
-    ec.epoch_limiter(job, epochs)
-    return job
-
-
 def test_only_the_nodes_to_checkpoint_have_epochs(tmp_path: pathlib.Path) -> None:
     """Neither the handler nor the manager hears of other nodes, whatever lies in their workspaces."""
     handler = Recorded()
     manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt", handler)
-    runner = ec.JobRunner(two_trainers_and_a_reader(2), manager)
+    runner = ec.JobRunner(job_runs.two_trainers_and_a_reader(2), manager)
     runner.train(ec.LocalSession())
     assert runner.result.failed_saves == ()
     assert handler.calls[0] == f"set_params {tmp_path.name} epochckpt ['trainer_0', 'trainer_1'] None None"
     assert sorted(p.name for p in (tmp_path / "2").iterdir()) == ["trainer_0", "trainer_1"]
     manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
-    runner, session = ec.JobRunner(two_trainers_and_a_reader(4), manager, 2), ec.LocalSession()
+    runner, session = ec.JobRunner(job_runs.two_trainers_and_a_reader(4), manager, 2), ec.LocalSession()
     runner.train(session)
     assert session.workspace("trainer_1")["total"] == 4
     assert runner.load_blobs_from_checkpoints(["total"], 1, session)
@@ -217,6 +205,15 @@ def test_three_separate_jobs_share_a_directory(tmp_path: pathlib.Path) -> None:
     assert not runner.load_blobs_from_checkpoints(["total"], 8, session)
     (tmp_path / "5" / "trainer_1" / "epoch.json").unlink()
     assert not runner.load_blobs_from_checkpoints(["total"], 5, session)
+
+
+def test_a_process_whose_node_is_not_checkpointed(tmp_path: pathlib.Path) -> None:
+    """It has no part in the epochs, and keeps nobody from resuming; blobs of one name may differ in kind."""
+    arguments = {"directory": str(tmp_path)}
+    found = run_worker("tests.job_runs:read_with_a_node_that_is_not_checkpointed", arguments, 3)
+    assert [(one["loaded"], one["total"]) for one in found] == [([False, True], total) for total in (1, 1, None)]
+    assert {(one["resumed"], one["committed"]) for one in found} == {(2, 4)}
+    assert {p.name for p in (tmp_path / "4").iterdir()} == {"trainer_0", "trainer_1"}
 
 
 def test_three_processes_of_one_job(tmp_path: pathlib.Path) -> None:
