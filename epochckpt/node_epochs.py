@@ -320,7 +320,7 @@ class NodeEpochs:
         reason = f"{self.store.root}/{record.epoch} could not be made durable after the rename ({error})"
         try:
             if replaced == staging:
-                self.store.exchange(replaced, final)
+                self.store.exchange(staging, final)
             else:
                 self.store.rename(final, layout.join(self._staging.home, f"uncertain-{record.attempt}"))
                 if replaced is not None:

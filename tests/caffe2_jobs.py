@@ -188,7 +188,7 @@ def job(
         exchange: whether the file system can exchange two folders.
     """
     if not exchange:
-        PosixStore.exchange = no_exchange  # type: ignore[method-assign]
+        PosixStore.exchange = no_exchange
     interrupted = None
     if at is not None:
         _, name, path, count, signum = at

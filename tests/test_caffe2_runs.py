@@ -168,7 +168,7 @@ def test_save_checkpoints_is_soft_and_asks_whether_storage_is_there(tmp_path: pa
     session.workspace()["thing"] = object()
     runner.save_checkpoints(1, session)
     runner.train(session := ec.LocalSession())
-    handler.cp_accessible = lambda epoch=None: False  # type: ignore[method-assign]
+    handler.cp_accessible = lambda epoch=None: False
     runner.save_checkpoints(9, session)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdecimal()) == ["0", "1", "2"]
     assert NodeEpochs(tmp_path, "a").reader(1).record.custom_metadata["blobs"] == {"total": "total"}
