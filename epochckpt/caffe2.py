@@ -11,8 +11,8 @@ a save is committed on that node then. Everything else acts at once. The order i
 
 A node's epoch lies in `<db_prefix>/<epoch>/<node>/` (see `epochckpt.node_epochs`), one item per blob. The directory is
 never created; while it is missing, saves fail. In a `jax.distributed` job every process makes the same calls, runs the
-tasks of its own node, and only the primary talks to the metadata handler; the stats it reports are those of the nodes
-that run in its process.
+tasks of its own node, and only the primary talks to the metadata handler. The stats that `report_checkpoint_stats`
+reports are those of the nodes that run in its process; `JobRunner` reports those of all nodes together.
 """
 
 from __future__ import annotations

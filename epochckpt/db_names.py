@@ -28,14 +28,10 @@ def db_name(
         epoch: its number.
         node_name: the node.
         db_prefix: the directory.
-        path_prefix: put before the directory as it stands, not joined to it.
+        path_prefix: in place of the directory; put before `<epoch>/<node>` as it stands, not joined to it.
     """
-    return before(path_prefix, os.path.join(os.fspath(db_prefix), get_ckpt_filename(node_name, epoch)))
-
-
-def before(path_prefix: str | os.PathLike[str] | None, path: str) -> str:
-    """A path with a prefix put before it as it stands."""
-    return path if path_prefix is None else f"{os.fspath(path_prefix)}{path}"
+    name = get_ckpt_filename(node_name, epoch)
+    return f"{os.fspath(path_prefix)}{name}" if path_prefix else os.path.join(os.fspath(db_prefix), name)
 
 
 def check_type(name: str, value: str | None) -> None:

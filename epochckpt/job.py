@@ -81,7 +81,7 @@ class Job:
         self.resumable = False
         self.session_class: type | None = None
         self._conditions: list[stop.Condition] = []
-        self._nodes = None if nodes_to_checkpoint is None else [str(n) for n in nodes_to_checkpoint]
+        self._nodes = [str(n) for n in nodes_to_checkpoint or ()] or None
         self._tokens: list[contextvars.Token[Job | None]] = []
         for condition in stop_conditions or ():
             self.add_stop_condition(condition)

@@ -12,8 +12,8 @@ from typing import Any
 
 from epochckpt import worker
 from epochckpt.boundary import Exchange
-from epochckpt.errors import EpochNotFoundError, InvalidArgumentError, say
-from epochckpt.keeping import Keeper, Names, Restored
+from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.keeping import Keeper, Names, Restored, check_blobs
 from epochckpt.multi_node import MultiNodeCheckpointManager
 from epochckpt.session import Session
 from epochckpt.single_node import CheckpointManager
@@ -23,10 +23,11 @@ from epochckpt.status import SaveOutcome
 class Caffe2Keeper(Keeper):
     """Caffe2's verbs."""
 
-    chooses = True
+    chooses = per_node = True
 
     def __init__(self, manager: CheckpointManager | MultiNodeCheckpointManager):
         self._manager, self.directory = manager, manager.db_prefix
+        self._wanted: list[str] = []
         self._nodes: list[str] = []
         self._ended: list[SaveOutcome] = []
         self._ready = False
@@ -35,6 +36,7 @@ class Caffe2Keeper(Keeper):
         """See Keeper."""
         if not isinstance(self._manager, MultiNodeCheckpointManager) and session.coordinator.processes == 1:
             self._manager.take_nodes(wanted or session.nodes)
+        self._wanted = list(wanted)
         return wanted or session.nodes
 
     def open(self, session: Session, exchange: Exchange) -> None:
@@ -45,18 +47,12 @@ class Caffe2Keeper(Keeper):
 
     def _take(self, session: Session) -> None:
         several = isinstance(self._manager, MultiNodeCheckpointManager)
-        self._nodes = list(session.nodes if several else session.hosted)
+        nodes = self._wanted or session.nodes
+        self._nodes = [n for n in nodes if several or n in session.hosted]
 
-    def choose(self, named: int | None, resume: str) -> int | None:
+    def choose(self, named: int | None) -> int | None:
         """See Keeper."""
-        if resume == "never":
-            return None
-        epoch = self._exchange.publish(
-            "the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named)
-        )
-        if epoch is None and resume == "must":
-            raise EpochNotFoundError(None, self.directory, [])
-        return epoch
+        return self._exchange.publish("the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named))
 
     def epochs(self) -> list[int]:
         """See Keeper. Each node has its own; nobody asks."""
@@ -69,7 +65,8 @@ class Caffe2Keeper(Keeper):
         self._session.run(self._manager.init(self._nodes, retrieve_from_epoch=epoch))
         self._session.run(self._manager.load(epoch))
         self._ready = True
-        self._tell("checkpoint_load")
+        found = self._exchange.meet("stats of the load", self._stats(), list)
+        self._tell("checkpoint_load", epoch, self._merged(found))
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
         return Restored(epoch, self._manager.read_notes(epoch) or {}, names)
 
@@ -77,7 +74,7 @@ class Caffe2Keeper(Keeper):
         """The managers of the nodes of this process."""
         if isinstance(self._manager, MultiNodeCheckpointManager):
             return {n: m for n, m in self._manager.node_managers if n in self._session.hosted}
-        return dict.fromkeys(self._session.hosted, self._manager)
+        return dict.fromkeys(self._nodes, self._manager)
 
     def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
         """See Keeper."""
@@ -88,7 +85,8 @@ class Caffe2Keeper(Keeper):
             raise InvalidArgumentError(
                 f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {left_out}"
             )
-        super().agree_on_names(session, exchange, names)
+        kinds = check_blobs(session, names)  # each node saves by itself: what they call alike may differ
+        exchange.meet("the blobs to checkpoint", kinds, lambda _: None)
         session.run(self._manager.init(self._nodes))
 
     def prepare(self, epoch: int, names: Names) -> Any:
@@ -106,23 +104,41 @@ class Caffe2Keeper(Keeper):
             self._session.run(self._manager.save(epoch))
         except Exception as caught:  # the others are told, and training goes on
             error = say(caught)
-        mine = {"error": error, "secs": time.monotonic() - began}
+        mine = {"error": error, "stats": {} if error else self._stats()}
         found = self._exchange.meet(f"save of epoch {epoch}", mine, list)
         problem = next((f["error"] for f in found if f["error"]), "")
+        stats = self._merged([f["stats"] for f in found])
         if not problem:
             worker.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
-            self._tell("checkpoint_save")
-        stats = {node: f["secs"] for node, f in zip(self._session.nodes, found, strict=False)}
-        if len(found) == 1:  # all nodes are here
-            by_name: dict[str, float] = {}
-            self._manager.collect_checkpoint_stats(by_name)
-            stats = dict(zip(self._nodes, by_name.values(), strict=False))
+            self._tell("checkpoint_save", epoch, stats)
         secs = time.monotonic() - began
         self._ended.append(SaveOutcome(epoch, not problem, problem, secs, secs, stats))
         return True
 
-    def _tell(self, action: str) -> None:
-        worker.logged("the metadata handler's report", lambda: self._manager.report_checkpoint_stats(action))
+    def _stats(self) -> dict[str, float]:
+        """The seconds of the last operation, by node of this process."""
+        found: dict[str, float] = {}
+        for node, manager in self._managers().items():
+            by_name: dict[str, float] = {}
+            manager.collect_checkpoint_stats(by_name)
+            found |= dict.fromkeys([node] if by_name else [], sum(by_name.values()))
+        return found
+
+    @staticmethod
+    def _merged(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {node: secs for one in found for node, secs in one.items()}
+
+    def _tell(self, action: str, epoch: int, stats: Mapping[str, float]) -> None:
+        """Reports the seconds of all nodes together, also of those of other processes."""
+        manager = self._manager
+
+        def report() -> None:
+            if isinstance(manager, MultiNodeCheckpointManager):
+                manager.report(action, {manager.get_ckpt_db_name(node, epoch): secs for node, secs in stats.items()})
+            else:
+                manager.report_checkpoint_stats(action)
+
+        worker.logged("the metadata handler's report", report)
 
     def outcomes(self) -> list[SaveOutcome]:
         """See Keeper."""
@@ -140,6 +156,7 @@ class Caffe2Keeper(Keeper):
 
     def load_blobs(self, names: Sequence[str], epoch: int, session: Session) -> bool:
         """See Keeper."""
+        self._session = session
         self._take(session)
         if isinstance(self._manager, MultiNodeCheckpointManager):
             loaded = self._manager.load_blobs_locally(self._nodes, names, epoch, session)
@@ -148,5 +165,5 @@ class Caffe2Keeper(Keeper):
             if loaded:
                 session.run(self._manager.load_blobs_from_checkpoint(names, epoch))
         if loaded:
-            self._tell("checkpoint_partial_load")
+            self._tell("checkpoint_partial_load", epoch, self._stats())
         return loaded

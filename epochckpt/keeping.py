@@ -43,12 +43,14 @@ class Keeper(abc.ABC):
     Attributes:
         asks_jax: the manager itself asks JAX for its preemption notice, with its steps.
         chooses: the manager has its own say about the epoch to resume from, see `choose`.
+        per_node: an epoch exists per node; a node that is not checkpointed has no part in it.
         handler: the manager's own metadata handler, which it tells of commits itself; or None.
         directory: for messages.
     """
 
     asks_jax = False
     chooses = False
+    per_node = False
     handler: Any = None
     directory = ""
 
@@ -72,9 +74,9 @@ class Keeper(abc.ABC):
         """Epochs that are on storage and cannot be used."""
         return []
 
-    def choose(self, named: int | None, resume: str) -> int | None:
+    def choose(self, named: int | None) -> int | None:
         """The epoch to resume from, for managers that choose; None: from scratch."""
-        del named, resume
+        del named
         return None
 
     def accessible(self, epoch: int) -> bool:

@@ -9,7 +9,8 @@ There is no record of the epoch as a whole, and nothing here ever touches anothe
 
 Guarantees:
 - `save` returns when the epoch is durable and committed: staged whole, then one rename. An epoch of this node that has
-  the number already is replaced by it, where nothing fails; otherwise it stays.
+  the number already is replaced by it, where nothing fails; otherwise it stays. At any moment one of them is there (on
+  a file system that cannot exchange two folders, such as NFS: is there again when the next job for the node has saved).
 - Two jobs for one node: the one that joined later takes over with its first save, by moving the staging folders that
   it found when it joined. From then on every rename of the older one fails: it gets FencedError. One that only reads
   takes nothing over.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import os
 import time
 from collections.abc import Mapping
@@ -74,13 +76,16 @@ class NodeEpochs:
         prefix: the directory; must exist when it is used first, and is never created.
         node: the node's name.
         options: sizes; an Orbax view is never written.
+        lead: what the folders of epochs begin with, before the number; only for reading.
 
     Raises:
         UnsupportedError: the directory is a URL.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], node: str, options: StorageOptions | None = None):
-        self.node = layout.check_node_name(node)
+    def __init__(
+        self, prefix: str | os.PathLike[str], node: str, options: StorageOptions | None = None, *, lead: str = ""
+    ):
+        self.node, self._lead = layout.check_node_name(node), lead
         self.store = open_store(prefix)
         if not self.store.renames:
             raise UnsupportedError(
@@ -107,7 +112,7 @@ class NodeEpochs:
 
     def folder(self, epoch: int) -> str:
         """Where an epoch of this node lies, relative to the directory."""
-        return layout.join(str(epoch_number(epoch)), self.node)
+        return layout.join(f"{self._lead}{epoch_number(epoch)}", self.node)
 
     def exists(self, epoch: int) -> bool:
         """Whether this node has committed an epoch. False where the directory is missing."""
@@ -120,12 +125,13 @@ class NodeEpochs:
     def epochs(self) -> list[int]:
         """The epochs that this node has committed, ascending."""
         try:
-            names = [e.name for e in self.store.list("") if e.is_folder and e.name.isdecimal()]
+            entries = [e for e in self.store.list("") if e.is_folder and e.name.startswith(self._lead)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except PermissionError as error:
             raise self._staging.no_access(error) from error
-        numbers = sorted(int(n) for n in names if n == str(int(n)))
+        names = [e.name.removeprefix(self._lead) for e in entries]
+        numbers = sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
         return [n for n in numbers if self.exists(n)]
 
     def reader(self, epoch: int) -> EpochReader:
@@ -140,7 +146,7 @@ class NodeEpochs:
         try:
             data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
         except (FileNotFoundError, NotADirectoryError):
-            where = f"{self.store.root}, node {self.node}"
+            where = f"{self.store.root}{f'/{self._lead}<epoch>' if self._lead else ''}, node {self.node}"
             raise EpochNotFoundError(epoch, where, self.epochs()) from None
         except ValueError as error:
             raise FormatError(path, str(error)) from None
@@ -284,14 +290,20 @@ class NodeEpochs:
         try:
             self.store.sync_folder(parent)
         except OSError as error:
-            self._take_back(record, replaced, error)
-        if replaced is not None:
+            self._take_back(record, replaced, staging, error)
+        if replaced not in (None, staging):  # what was exchanged goes with the rest of the staging
             away = layout.join(self._staging.home, f"removed-{record.attempt}")
             worker.logged("what was replaced stays", lambda: self._remove(replaced, away))
 
     def _replace(self, epoch: int, staging: str) -> str:
-        """Puts a staged epoch in the place of one that exists; returns where that is now."""
+        """Puts a staged epoch in the place of one that exists; returns where that is now.
+
+        Where the file system has no exchange there is a moment without either; the next job puts the old one back.
+        """
         final = self.folder(epoch)
+        with suppress(io.UnsupportedOperation):
+            self.store.exchange(staging, final)
+            return staging
         away = layout.join(self._staging.home, f"{REPLACED}{epoch}-{self._ordinal}")
         self.store.rename(final, away)
         try:
@@ -302,14 +314,17 @@ class NodeEpochs:
             raise
         return away
 
-    def _take_back(self, record: EpochRecord, replaced: str | None, error: OSError) -> None:
+    def _take_back(self, record: EpochRecord, replaced: str | None, staging: str, error: OSError) -> None:
         """After a rename that may not be durable: takes the epoch out of sight, and says so."""
         final = self.folder(record.epoch)
         reason = f"{self.store.root}/{record.epoch} could not be made durable after the rename ({error})"
         try:
-            self.store.rename(final, layout.join(self._staging.home, f"uncertain-{record.attempt}"))
-            if replaced is not None:
-                self.store.rename(replaced, final)
+            if replaced == staging:
+                self.store.exchange(staging, final)
+            else:
+                self.store.rename(final, layout.join(self._staging.home, f"uncertain-{record.attempt}"))
+                if replaced is not None:
+                    self.store.rename(replaced, final)
         except OSError as problem:
             raise UncertainError(
                 record.epoch, f"{reason}, and it could not be taken out of sight ({problem})"

@@ -27,8 +27,11 @@ class Handler:
         self._handler = handler if active else None
         self._told = told
 
-    def last_epoch(self) -> int | None:
+    def last_epoch(self, must_say: bool = False) -> int | None:
         """What it says was saved last; None if it cannot say.
+
+        Args:
+            must_say: raise what it raises, where a run from scratch would replace what it knows of.
 
         Raises:
             InvalidArgumentError: its answer is nonsense.
@@ -38,6 +41,8 @@ class Handler:
         try:
             answer = self._handler.last_epoch()
         except Exception as error:
+            if must_say:
+                raise
             logging.warning("the metadata handler does not say what was saved last: %s", say(error))
             return None
         return metadata_protocol.answered_epoch(answer, self._handler)

@@ -33,7 +33,13 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
         InvalidArgumentError: `resume="never"` in a directory that has epochs.
     """
     if keeper.chooses:
-        epoch = keeper.choose(named, resume)
+        if resume == NEVER:
+            return None
+        epoch = keeper.choose(named)
+        if epoch is None:  # the runner's own handler: the manager does not know it
+            epoch = exchange.publish("the epoch that was saved last", lambda: handler.last_epoch(must_say=True))
+        if epoch is None and resume == MUST:
+            raise EpochNotFoundError(None, keeper.directory, [])
         return None if epoch is None else keeper.restore(epoch)
     if named is not None:
         keeper.roll_back(named)

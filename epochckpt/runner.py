@@ -20,6 +20,7 @@ from epochckpt.reading import epoch_number
 from epochckpt.reporting import Handler
 from epochckpt.result import RunResult
 from epochckpt.resuming import AUTO, MUST, NEVER
+from epochckpt.run_saves import Saves
 from epochckpt.running import Run, Settings
 from epochckpt.session import DistributedSession, Session
 from epochckpt.tasks import TaskGroup
@@ -127,6 +128,7 @@ class JobRunner:
         )
         self._timeout, self._progress = exchange_timeout_secs, progress
         self._result: RunResult | None = None
+        self._run: Run | None = None
 
     @property
     def result(self) -> RunResult:
@@ -169,8 +171,12 @@ class JobRunner:
             bar(self._progress, exchange.primary, self.job.stop_conditions) as shown,
         ):
             run = Run(self.job, self._settings, session, exchange, keeper, handler, notice, shown, self._upload)
+            self._run = run
             try:
                 result = run.train()
+            except BaseException:
+                self._run = None
+                raise
             finally:
                 for workspace in session.workspaces().values():
                     workspace.ask_when_to_stop(None)
@@ -204,20 +210,28 @@ class JobRunner:
     def save_checkpoints(self, epoch: int, session: Session) -> None:
         """Saves the workspaces as they are now, and waits for it. A failure is logged, not raised.
 
+        After, or in, a run of this runner in this session: the blobs that the run checkpoints; otherwise all.
+
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
         keeper = self._open(session, "save_checkpoints")
         assert keeper is not None
         exchange = Exchange(session.coordinator, session.nodes, self._timeout)
-        keeper.open(session, exchange)
         handler = Handler(self._handler, self._told, exchange.primary)
-        names = {node: list(workspace) for node, workspace in session.workspaces().items()}
-        keeper.agree_on_names(session, exchange, names)
         try:
-            if exchange.publish("whether storage is there", lambda: handler.cp_accessible(epoch)):
+            names = self._run.names if self._run is not None and self._run.session is session else {}
+            if not names:
+                keeper.open(session, exchange)
+                kept = self.job.nodes_to_checkpoint() or session.nodes
+                names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
+                keeper.agree_on_names(session, exchange, names)
+            saves = Saves(keeper, handler, exchange)
+            if exchange.publish("whether storage is there", lambda: saves.accessible(epoch)):
                 keeper.save(epoch, keeper.prepare(epoch, names), {}, {}, True)
                 keeper.drain()
+            else:
+                logging.warning("epoch %d is not saved: the metadata handler says that the storage is away", epoch)
         except Exception as error:
             logging.warning("epoch %d could not be saved: %s", epoch, say(error))
         for one in keeper.outcomes():
@@ -252,7 +266,8 @@ class JobRunner:
             session.open(everywhere or session.nodes)
             return None
         # in a distributed job every process has its part in a save, if only to say that it has nothing
-        wanted = everywhere if isinstance(session, DistributedSession) else self.job.nodes_to_checkpoint()
+        distributed = isinstance(session, DistributedSession) and not self._keeper.per_node
+        wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
         nodes = self._keeper.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
         return self._keeper

@@ -17,7 +17,7 @@ from epochckpt import metrics as metrics_lib
 from epochckpt import stop
 from epochckpt.boundary import Exchange
 from epochckpt.job import Job, has_output
-from epochckpt.keeping import Keeper, Restored
+from epochckpt.keeping import Keeper, Names, Restored
 from epochckpt.preempting import Notice, Stopper
 from epochckpt.progress import Bar
 from epochckpt.reporting import Handler
@@ -88,12 +88,23 @@ class Run:
         self._keeper, self._handler, self._notice, self._bar = keeper, handler, notice, bar
         self._upload = upload
         self._saves = Saves(keeper, handler, exchange)
-        self._names: Mapping[str, Sequence[str]] = {}
+        self._names: Names = {}
+        self._agreed = False
         self._began, self._before = time.monotonic(), 0.0
         self._epoch, self._partial, self._reason = 0, False, ""
         self._finished = self._preempted = False
         self._resumed_from: int | None = None
         self._replace: int | None = None
+
+    @property
+    def session(self) -> Session:
+        """Where it runs."""
+        return self._session
+
+    @property
+    def names(self) -> Names:
+        """The blobs that are checkpointed, by node of this process; empty before that is known."""
+        return self._names if self._agreed else {}
 
     # -- from beginning to end -----------------------------------------------------------------------------------
 
@@ -110,6 +121,7 @@ class Run:
             self._names = {n: names[n] if n in kept else [] for n in names}
         if self._keeper is not None:
             self._keeper.agree_on_names(self._session, self._exchange, self._names)
+            self._agreed = True
         if restored is None:
             self._begin()
         elif self._is_finished(restored):

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import blobs, layout
-from epochckpt.db_names import before, check_type, db_name, name_list, node_names
+from epochckpt.db_names import check_type, db_name, name_list, node_names
 from epochckpt.errors import FormatError, InvalidArgumentError, SaveError, UnsupportedError
 from epochckpt.metadata_protocol import AbstractMetadataHandler, answered_epoch, check_handler
 from epochckpt.node_epochs import NodeEpochs
@@ -92,6 +92,10 @@ class Manager(abc.ABC):
         """
         stats: dict[str, float] = {}
         self.collect_checkpoint_stats(stats)
+        self.report(action_name, stats)
+
+    def report(self, action_name: str, stats: dict[str, float]) -> None:
+        """Reports seconds by db name, also of nodes of other processes, to the metadata handler (not in Caffe2)."""
         if stats:
             slowest = max(stats, key=lambda name: stats[name])
             logging.info("%s: %d nodes, slowest %s with %.2f s", action_name, len(stats), slowest, stats[slowest])
@@ -229,7 +233,7 @@ class CheckpointManager(Manager):
         return _recorded(self._epochs.reader(epoch), "notes")
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
-        """The node's name, once it is known that it suits this manager; by default the one of its folder."""
+        """The name of the node's folder, once it is known that the node suits this manager."""
         names = [] if nodes is None else node_names(nodes)
         if len(names) > 1:
             raise InvalidArgumentError(
@@ -242,7 +246,7 @@ class CheckpointManager(Manager):
                     f"this CheckpointManager was given node {self._runs_on!r} and now {names[0]!r}; make another one"
                 )
             self._runs_on = names[0]
-        return names or [self._node_name]
+        return [self._node_name]
 
     def _task(self, name: str, fn: Callable[[Workspace], Any]) -> Task:
         def run(ws: Workspace) -> Any:
@@ -328,7 +332,10 @@ class CheckpointManager(Manager):
         return list(dict.fromkeys(found))
 
     def _at(self, path_prefix: str | os.PathLike[str] | None) -> NodeEpochs:
-        return NodeEpochs(before(path_prefix, self._db_prefix), self._node_name) if path_prefix else self._epochs
+        if not path_prefix:
+            return self._epochs
+        directory, lead = os.path.split(os.fspath(path_prefix))
+        return NodeEpochs(directory or os.curdir, self._node_name, lead=lead)
 
     @contextlib.contextmanager
     def _timed(self, epoch: int, path_prefix: str | os.PathLike[str] | None) -> Iterator[None]:

@@ -16,8 +16,10 @@ import numpy as np
 
 import epochckpt as ec
 from epochckpt import caffe2, errors
+from epochckpt.posix_store import PosixStore
 from epochckpt.session import Session
 from tests.faults.watching import Op, Watcher, watch
+from tests.replace_jobs import no_exchange
 
 WEIGHTS, BIAS, TOTAL, READER = "gpu_0/fc_w", "gpu_0/fc:b", "total", "reader"
 BLOBS = [WEIGHTS, BIAS, TOTAL, READER]
@@ -172,6 +174,7 @@ def job(
     user_epoch: int | None = None,
     branch: int = 0,
     at: tuple[int, str, str, int, int] | None = None,
+    exchange: bool = True,
 ) -> dict[str, Any]:
     """A job for one node.
 
@@ -182,7 +185,10 @@ def job(
         user_epoch: to resume from.
         branch: see `train`.
         at: (epoch, call, pattern of its path, count, signal): where it is interrupted.
+        exchange: whether the file system can exchange two folders.
     """
+    if not exchange:
+        PosixStore.exchange = no_exchange
     interrupted = None
     if at is not None:
         _, name, path, count, signum = at

@@ -230,6 +230,32 @@ def read_alone(directory: str, number: int, epochs: int, epoch: int | None) -> l
     return totals[name]
 
 
+def two_trainers_and_a_reader(epochs: int) -> ec.Job:
+    """A job whose third node only reads: `init_group` does not use it, so it is not checkpointed."""
+    with ec.Job() as job:
+        ec.Task(lambda ws: ws.update(buffer=object()), group=job.setup_group, node="reader_0")
+        for node in ("trainer_0", "trainer_1"):
+            ec.Task(lambda ws: ws.update(total=0), group=job.init_group, node=node)
+            ec.Task(lambda ws: ws.update(total=ws["total"] + 1), node=node)
+        # what a node calls so need not be alike on the other one: each saves by itself
+        ec.Task(lambda ws: ws.update(own=1), group=job.init_group, node="trainer_0")
+        ec.Task(lambda ws: ws.update(own=Reader(7)), group=job.init_group, node="trainer_1")
+        ec.Task(lambda ws: None, node="reader_0")
+    ec.epoch_limiter(job, epochs)
+    return job
+
+
+def read_with_a_node_that_is_not_checkpointed(directory: str) -> dict[str, Any]:
+    """One process of three; goes on after two epochs."""
+    for epochs, epoch in ((2, None), (4, 2)):
+        session = ec.DistributedSession()
+        manager = ec.caffe2.MultiNodeCheckpointManager(directory, "epochckpt")
+        runner = ec.JobRunner(two_trainers_and_a_reader(epochs), manager, epoch)
+        runner.train(session)
+    loaded = [runner.load_blobs_from_checkpoints(["total"], e, session) for e in (9, 1)]
+    return {"loaded": loaded, "total": session.workspace().get("total"), **summary(runner, session)}
+
+
 def read_in_caffe2s_way(directory: str, epochs: int) -> dict[str, Any]:
     """One process of a job of three named nodes with Caffe2's manager and a database."""
     totals: dict[str, list[int]] = {}

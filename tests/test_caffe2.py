@@ -20,6 +20,7 @@ from epochckpt.node_epochs import NodeEpochs
 from tests import caffe2_jobs
 from tests.caffe2_jobs import BIAS, BLOBS, READER, TOTAL, WEIGHTS, Recorded, content, fill, found, staging, train
 from tests.processes import parse_result, run_worker, start_processes
+from tests.replace_jobs import no_exchange
 
 NODES = ["trainer_0", "trainer_1", "reader_0"]
 JOB = "tests.caffe2_jobs:job"
@@ -92,7 +93,9 @@ def test_names_of_dbs() -> None:
     """The relative path, the full one, and a prefix that is put before it as it stands."""
     assert caffe2.get_ckpt_filename("trainer_0", 12) == "12/trainer_0"
     assert caffe2.db_name(0, "trainer_0", "/ckpt") == "/ckpt/0/trainer_0"
-    assert caffe2.db_name(3, "trainer_0", "run", "/mnt/b-") == "/mnt/b-run/3/trainer_0"
+    assert caffe2.db_name(3, "trainer_0", "/run", "/mnt/b-") == "/mnt/b-3/trainer_0"
+    assert caffe2.db_name(3, "trainer_0", "/run", "/mnt/b/") == "/mnt/b/3/trainer_0"
+    assert caffe2.db_name(3, "trainer_0", "/run", "") == "/run/3/trainer_0"
     with pytest.raises(errors.InvalidArgumentError, match="epoch"):
         caffe2.get_ckpt_filename("trainer_0", -1)
 
@@ -314,21 +317,26 @@ def test_kinds_of_storage(tmp_path: pathlib.Path) -> None:
         single("memory://somewhere/")
 
 
-def test_a_path_prefix_is_for_init_and_load_only(tmp_path: pathlib.Path) -> None:
-    """It is put before the prefix as it stands; saves go to the prefix."""
-    (tmp_path / "old-run").mkdir()
-    source, session = single(tmp_path / "old-run"), filled()
+@pytest.mark.parametrize("lead", ["", "best-"])
+def test_a_path_prefix_is_for_init_and_load_only(tmp_path: pathlib.Path, lead: str) -> None:
+    """It stands before `<epoch>/<node>`, as it is, in place of the prefix; saves go to the prefix."""
+    old, new, prefix = tmp_path / "old", tmp_path / "new", f"{tmp_path}/old/{lead}"
+    old.mkdir()
+    source, session = single(old), filled()
     session.run(source.init())
     session.run(source.save(2))
-    manager = caffe2.CheckpointManager("run", "a", "epochckpt")
-    again = ec.LocalSession()
-    again.run(manager.init(retrieve_from_epoch=2, path_prefix=f"{tmp_path}/old-"))
-    again.run(manager.load(2, path_prefix=f"{tmp_path}/old-"))
+    (old / "2").rename(old / f"{lead}2")
+    manager, again = single(new), ec.LocalSession()
+    again.run(manager.init(retrieve_from_epoch=2, path_prefix=prefix))
+    again.run(manager.load(2, path_prefix=prefix))
     assert sorted(again.root) == sorted(BLOBS)
     stats: dict[str, float] = {}
     manager.collect_checkpoint_stats(stats)
-    assert list(stats) == [f"{tmp_path}/old-run/2/a"]
-    with pytest.raises(errors.NotACheckpointDirectoryError, match="run does not exist"):
+    assert list(stats) == [f"{prefix}2/a"] == [caffe2.db_name(2, "a", new, prefix)]
+    where = f"old/{lead}<epoch>" if lead else "old"
+    with pytest.raises(errors.EpochNotFoundError, match=f"{where}, node a: no epoch 7; committed: 2"):
+        again.run(manager.load(7, path_prefix=prefix))
+    with pytest.raises(errors.NotACheckpointDirectoryError, match="new does not exist"):
         again.run(manager.save(3))
 
 
@@ -541,16 +549,64 @@ def test_a_job_that_is_killed_while_it_saves(tmp_path: pathlib.Path, at: Any) ->
     assert staging(tmp_path, "b") == []
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_job_that_is_killed_while_it_replaces(tmp_path: pathlib.Path, count: int) -> None:
-    """What was to be replaced comes back with the next job, unless its successor is in its place."""
+@pytest.mark.parametrize("path", [r"-> 1/b$", "^1 ->"], ids=["before the exchange", "after it"])
+def test_a_job_that_is_killed_while_it_replaces(tmp_path: pathlib.Path, path: str) -> None:
+    """The old epoch or the new one is there at once: nobody has to put anything back."""
     train(multi(tmp_path), ec.LocalSession(), ["b"], 2)
-    at = (1, "rename", r"1/b( ->|$)", count + 1, signal.SIGKILL)  # the first one finds that it exists
+    exchange = path.endswith("b$")
+    # the first rename finds that the epoch exists
+    at = (1, "rename" if exchange else "fsync", path, 2 if exchange else 1, signal.SIGKILL)
     args = {"directory": str(tmp_path), "node": "b", "epochs": 2, "at": at, "branch": 1}
     with start_processes(["-m", "tests.worker", JOB, json.dumps(args)], 1) as processes:
         assert processes.wait(60)[0].returncode == -signal.SIGKILL
+    left = 0 if exchange else 1
+    assert content(str(tmp_path), "b", 1) == (left, 1)
+    train(multi(tmp_path), ec.LocalSession(), ["b"], 3, user_epoch=2, branch=2)
+    assert [content(str(tmp_path), "b", epoch) for epoch in (0, 1, 2, 3)] == [(1, 0), (left, 1), (0, 2), (2, 3)]
+    (home,) = staging(tmp_path, "b")
+    assert not list((tmp_path / home).iterdir())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_job_that_is_killed_while_it_replaces_without_exchange(tmp_path: pathlib.Path, count: int) -> None:
+    """What was to be replaced comes back with the next job, unless its successor is in its place."""
+    train(multi(tmp_path), ec.LocalSession(), ["b"], 2)
+    at = (1, "rename", r"1/b( ->|$)", count + 1, signal.SIGKILL)  # the first one finds that it exists
+    args = {"directory": str(tmp_path), "node": "b", "epochs": 2, "at": at, "branch": 1, "exchange": False}
+    with start_processes(["-m", "tests.worker", JOB, json.dumps(args)], 1) as processes:
+        assert processes.wait(60)[0].returncode == -signal.SIGKILL
+    assert content(str(tmp_path), "b", 1) == ((0, 1) if count == 1 else None)
     train(multi(tmp_path), ec.LocalSession(), ["b"], 3, user_epoch=2, branch=2)
     assert [content(str(tmp_path), "b", epoch) for epoch in (0, 1, 2, 3)] == [(1, 0), (0, 1), (0, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_replacing_at_any_moment_there_is_one(
+    tmp_path: pathlib.Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at around every call that changes a name; only without an exchange there is a moment without it."""
+    session, manager = filled(), single(tmp_path)
+    session.run(manager.init())
+    session.run(manager.save(0))
+    seen: list[bool] = []
+    if not exchange:
+        monkeypatch.setattr(posix_store.PosixStore, "exchange", no_exchange)
+    for name in ("rename", "exchange"):
+        original = getattr(posix_store.PosixStore, name)
+
+        def looking(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> None:
+            try:
+                original(self, *args, **kwargs)
+            finally:
+                seen.append((tmp_path / "0" / "a" / "epoch.json").is_file())
+
+        monkeypatch.setattr(posix_store.PosixStore, name, looking)
+    session.run(ec.Task(lambda ws: fill(ws, 0, branch=1), node="a"))
+    session.run(manager.save(0))
+    assert all(seen) is exchange
+    assert content(str(tmp_path), "a", 0) == (1, 0)
+    (home,) = staging(tmp_path)
+    assert not list((tmp_path / home).iterdir())
 
 
 @pytest.mark.parametrize(
@@ -662,7 +718,10 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_works(
     assert not list((tmp_path / home).iterdir())
 
 
-def test_a_rename_that_is_not_durable_is_taken_back(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_rename_that_is_not_durable_is_taken_back(
+    tmp_path: pathlib.Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The epoch that was there is there again; the caller hears that it is uncertain."""
     session, manager = filled(), single(tmp_path)
     session.run(manager.init())
@@ -677,9 +736,13 @@ def test_a_rename_that_is_not_durable_is_taken_back(tmp_path: pathlib.Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(posix_store.PosixStore, "sync_folder", fails)
+        if not exchange:
+            patch.setattr(posix_store.PosixStore, "exchange", no_exchange)
         with pytest.raises(errors.UncertainError, match="taken out of sight"):
             session.run(manager.save(0))
     assert files(tmp_path / "0") == before
+    (home,) = staging(tmp_path)
+    assert [entry.name[:9] for entry in (tmp_path / home).iterdir()] == ([] if exchange else ["uncertain"])
 
 
 def test_damage_is_found_and_stays_with_its_blob(tmp_path: pathlib.Path) -> None:
