@@ -61,7 +61,7 @@ class OrbaxKeeper(Keeper):
 
     def take_names(self, kinds: Mapping[str, str]) -> None:
         """See Keeper."""
-        self._items = blob_lib.item_names(kinds)
+        self._items = blob_lib.item_names(kinds, ["default"])  # Orbax's name for the item of an epoch of one item
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -107,7 +107,13 @@ class OrbaxKeeper(Keeper):
     def _items_of(self, epoch: int) -> list[str]:
         """Items of an epoch that the runner did not write."""
         metadata: Any = self._manager.metadata(epoch).item_metadata
-        return list(metadata.keys()) if hasattr(metadata, "keys") else []
+        items = list(metadata.keys()) if hasattr(metadata, "keys") else []
+        if not items:
+            raise UnsupportedError(
+                f"{self.directory}: epoch {epoch} is one item without a name, to which stock Orbax adds no others; "
+                "use epochckpt.CheckpointManager, which reads it as blob 'default'"
+            )
+        return items
 
     def _of_this_node(self, blob: str, by_node: Mapping[str, Any], workspace: Any) -> Any:
         states = [_decode(v) for v in by_node.values()]
@@ -236,8 +242,9 @@ def _encode(node: str, blob: str, value: Any) -> Any:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     try:
-        if json.loads(json.dumps(value)) == value:
-            return [value]
+        copy = json.loads(json.dumps(value))  # the next epoch may change the value before Orbax has written it
+        if copy == value:
+            return [copy]
     except (TypeError, ValueError, RecursionError):
         pass
     raise InvalidArgumentError(

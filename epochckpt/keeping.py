@@ -135,10 +135,12 @@ class Keeper(abc.ABC):
             union: dict[str, str] = {}
             for one in found:
                 for name, kind in one.items():
-                    if union.setdefault(name, kind) != kind or (kind == blob_lib.SPREAD and name not in found[0]):
+                    before = union.setdefault(name, kind)
+                    unlike = before != kind and blob_lib.SPREAD in (before, kind)
+                    if unlike or (kind == blob_lib.SPREAD and any(name not in other for other in found)):
                         raise InvalidArgumentError(
-                            f"blob {name!r} holds arrays of the whole job on one node, and on another it does not; "
-                            "make it alike on all nodes, or give it names of their own"
+                            f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or "
+                            "is not checkpointed; make it alike on all nodes, or give it names of their own"
                         )
             return union
 
