@@ -8,7 +8,9 @@ import re
 import signal
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -118,6 +120,39 @@ def test_stock_orbax_does_not_go_on_from_an_epoch_without_named_items(tmp_path: 
     with ec.CheckpointManager(directory) as manager:
         result, session = run(job_of(5), manager)
     assert (result.resumed_from, session.workspace()["default"]["w"].tolist()) == (3, [0, 1, 2])
+
+
+def test_an_epoch_that_stock_orbax_deletes_as_worse_is_no_failed_save(tmp_path: pathlib.Path) -> None:
+    """It would count for max_consecutive_save_failures, and end a run in which nothing failed."""
+    losses = [1.0, 2.0, 5.0, 4.0, 3.0, 0.5]
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    with ocp.CheckpointManager(tmp_path / "c", options=options) as manager:
+        job = job_of(6, lambda ws: {"loss": losses[ws.epoch - 1]})
+        result, _ = run(job, manager, max_consecutive_save_failures=0)
+        assert (result.failed_saves, result.last_committed_epoch) == ((), 6)
+        assert {1, 6} <= set(manager.all_steps())
+        assert 3 not in manager.all_steps()
+
+
+def test_a_run_with_stock_orbax_goes_on_with_ours(tmp_path: pathlib.Path) -> None:
+    """What stock Orbax keeps as JSON by node, and arrays that it keeps in a tree, come back as the blobs they were."""
+    values: dict[str, Any] = {"sum": 1, "bytes": b"\xff", "a/b": "x"}
+    blobs = {**values, "bare": np.arange(3), "array": jnp.ones(2), "tree": {"w": jnp.ones(1)}}
+    with ocp.CheckpointManager(tmp_path / "c") as manager:
+        run(job_of(1, **blobs), manager)
+    job = job_of(2)
+    job.setup(lambda ws: ws.target("array", jax.ShapeDtypeStruct((2,), jnp.float32)))
+    with ec.CheckpointManager(tmp_path / "c") as manager:
+        for _ in range(2):  # from an epoch of stock Orbax, then from one of ours
+            result, session = run(job, manager)
+            found = dict(session.workspace())
+            assert result.failed_saves == ()
+            assert {name: type(value) for name, value in found.items()} == {
+                name: type(value) for name, value in blobs.items()
+            }
+            assert (found["sum"], found["bytes"], found["a/b"]) == (1, b"\xff", "x")
+            assert (found["bare"].tolist(), found["array"].tolist()) == ([0, 1, 2], [1.0, 1.0])
+    assert result.resumed_from == 2
 
 
 @pytest.mark.parametrize(
