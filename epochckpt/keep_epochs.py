@@ -12,7 +12,19 @@ from epochckpt import args as own_args
 from epochckpt import blobs as blob_lib
 from epochckpt.boundary import Exchange
 from epochckpt.errors import EpochNotFoundError, SaveError
-from epochckpt.keeping import NOTES, Keeper, Names, Restored, copies, present, require, resharded, wanted_blobs
+from epochckpt.keeping import (
+    BARE,
+    NOTES,
+    Keeper,
+    Names,
+    Restored,
+    copies,
+    of_this_node,
+    present,
+    require,
+    resharded,
+    wanted_blobs,
+)
 from epochckpt.manager import CheckpointManager
 from epochckpt.session import Session
 from epochckpt.status import SaveOutcome
@@ -82,7 +94,7 @@ class EpochKeeper(Keeper):
         manager, spaces = self._manager, self._spaces()
         notes, kinds = self._notes(epoch), manager.item_kinds(epoch)
         first = next(iter(spaces.values()))
-        blob_of = dict(notes.get("blobs") or {})
+        blob_of, forms = dict(notes.get("blobs") or {}), dict(notes.get("forms") or {})  # forms: as with stock Orbax
         count, now = max(len(manager.nodes(epoch)), 1), len(manager.node_names)
         asked: dict[str, Any] = {}
         for item, kind in kinds.items():
@@ -100,7 +112,9 @@ class EpochKeeper(Keeper):
                 asked[item] = own_args.NodeRestore(trees or None, reshard if count != now else None, by_node=True)
             elif kind == "arrays":
                 remade = reshard is not None and count == 1 != now
-                asked[item] = ocp.args.StandardRestore(None if remade else blob_lib.target_of(first, blob))
+                wanted = None if remade else blob_lib.target_of(first, blob)
+                bare = forms.get(item) == "bare" and wanted is not None
+                asked[item] = ocp.args.StandardRestore({BARE: wanted} if bare else wanted)
             else:
                 asked[item] = None
         got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
@@ -111,6 +125,11 @@ class EpochKeeper(Keeper):
                 continue
             blob = blob_of.get(item, item)
             values[blob] = self._by_node(item, blob, kind, got, count)
+            if forms.get(item) == "bare":
+                values[blob] = {node: value[BARE] for node, value in values[blob].items()}
+            elif forms.get(item) == "json":
+                everyone = self._manager.node_names
+                values[blob] = {n: of_this_node(blob, v, everyone, spaces[n]) for n, v in values[blob].items()}
         return notes, values
 
     def _by_node(self, item: str, blob: str, kind: str, got: Any, count: int) -> dict[str, Any]:

@@ -20,12 +20,9 @@ from absl import logging
 from epochckpt import blobs as blob_lib
 from epochckpt.boundary import Exchange
 from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
-from epochckpt.keeping import NOTES, Keeper, Names, Restored, present, require, resharded, wanted_blobs
+from epochckpt.keeping import BARE, BYTES, NOTES, Keeper, Names, Restored, of_this_node, present, require, wanted_blobs
 from epochckpt.session import Session
 from epochckpt.status import SaveOutcome
-
-_BARE = "value"  # key of an array that is a blob by itself, which StandardSave does not take
-_BYTES = "base64"
 
 
 class OrbaxKeeper(Keeper):
@@ -61,7 +58,7 @@ class OrbaxKeeper(Keeper):
 
     def take_names(self, kinds: Mapping[str, str]) -> None:
         """See Keeper."""
-        self._items = blob_lib.item_names(kinds)
+        self._items = blob_lib.item_names(kinds, ["default"])  # Orbax's name for the item of an epoch of one item
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -94,30 +91,26 @@ class OrbaxKeeper(Keeper):
             elif target is None:
                 asked[item] = ocp.args.StandardRestore()
             else:
-                asked[item] = ocp.args.StandardRestore({_BARE: target} if form == "bare" else target)
+                asked[item] = ocp.args.StandardRestore({BARE: target} if form == "bare" else target)
         got = self._manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
         values: dict[str, Any] = {}
         for item, form in forms.items():
             blob, value = blob_of[item], got[item]
             if form == "json":
-                value = self._of_this_node(blob, value, workspace)
-            values[blob] = value[_BARE] if form == "bare" else value
+                value = of_this_node(blob, value, self._session.nodes, workspace)
+            values[blob] = value[BARE] if form == "bare" else value
         return notes, values
 
     def _items_of(self, epoch: int) -> list[str]:
         """Items of an epoch that the runner did not write."""
         metadata: Any = self._manager.metadata(epoch).item_metadata
-        return list(metadata.keys()) if hasattr(metadata, "keys") else []
-
-    def _of_this_node(self, blob: str, by_node: Mapping[str, Any], workspace: Any) -> Any:
-        states = [_decode(v) for v in by_node.values()]
-        nodes, me = self._session.nodes, self._session.nodes.index(workspace.node)
-        if len(states) == len(nodes):
-            return _decode(by_node[workspace.node]) if workspace.node in by_node else states[me]
-        target = workspace.targets.get(blob)
-        if (target is None or target.reshard is None) and all(v == states[0] for v in states):
-            return states[0]
-        return resharded(blob, states, len(nodes), target.reshard if target else None)[me]
+        items = list(metadata.keys()) if hasattr(metadata, "keys") else []
+        if not items:
+            raise UnsupportedError(
+                f"{self.directory}: epoch {epoch} is one item without a name, to which stock Orbax adds no others; "
+                "use epochckpt.CheckpointManager, which reads it as blob 'default'"
+            )
+        return items
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -131,7 +124,7 @@ class OrbaxKeeper(Keeper):
             leaves = jax.tree.leaves(value)
             if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
                 bare = len(leaves) == 1 and leaves[0] is value
-                out[item] = ("bare", {_BARE: value}) if bare else ("arrays", value)
+                out[item] = ("bare", {BARE: value}) if bare else ("arrays", value)
             else:
                 out[item] = ("json", _encode(node, blob, value))
         return out
@@ -194,7 +187,9 @@ class OrbaxKeeper(Keeper):
             detail = say(error)
         self._manager.reload()
         committed = epoch in self.epochs()
-        detail = "" if committed else detail or "it is not on storage"
+        if not committed and not detail:  # no failure: with best_fn it goes at once if others are better
+            logging.warning("stock Orbax saved epoch %d and deleted it, as its options say", epoch)
+            return
         self._ended.append(SaveOutcome(epoch, committed, detail, held, time.monotonic() - began, {}))
 
     def drain(self) -> None:
@@ -234,19 +229,14 @@ class OrbaxKeeper(Keeper):
 def _encode(node: str, blob: str, value: Any) -> Any:
     """A Python value as JSON that gives it back."""
     if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
+        return {BYTES: base64.b64encode(value).decode()}
     try:
-        if json.loads(json.dumps(value)) == value:
-            return [value]
+        copy = json.loads(json.dumps(value))  # the next epoch may change the value before Orbax has written it
+        if copy == value:
+            return [copy]
     except (TypeError, ValueError, RecursionError):
         pass
     raise InvalidArgumentError(
         f"node {node}, blob {blob!r}: without arrays, stock Orbax keeps it as JSON, and JSON cannot hold this "
         f"{type(value).__name__}; use epochckpt.CheckpointManager, lists instead of tuples, strings as keys"
     )
-
-
-def _decode(data: Any) -> Any:
-    if isinstance(data, dict):
-        return base64.b64decode(data[_BYTES])
-    return data[0]

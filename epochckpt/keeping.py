@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import base64
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from epochckpt.status import SaveOutcome
 from epochckpt.workspace import Workspace
 
 NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
+
+BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
+BYTES = "base64"  # with stock Orbax: key of bytes in JSON
 
 Names = Mapping[str, Sequence[str]]  # the blobs that are checkpointed, by node of this process
 
@@ -141,10 +145,12 @@ class Keeper(abc.ABC):
             union: dict[str, str] = {}
             for one in found:
                 for name, kind in one.items():
-                    if union.setdefault(name, kind) != kind or (kind == blob_lib.SPREAD and name not in found[0]):
+                    before = union.setdefault(name, kind)
+                    unlike = before != kind and blob_lib.SPREAD in (before, kind)
+                    if unlike or (kind == blob_lib.SPREAD and any(name not in other for other in found)):
                         raise InvalidArgumentError(
-                            f"blob {name!r} holds arrays of the whole job on one node, and on another it does not; "
-                            "make it alike on all nodes, or give it names of their own"
+                            f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or "
+                            "is not checkpointed; make it alike on all nodes, or give it names of their own"
                         )
             return union
 
@@ -232,3 +238,23 @@ def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..
     if len(new) != count:
         raise InvalidArgumentError(f"blob {name!r}: reshard returned {len(new)} states for {count} nodes")
     return new
+
+
+def of_this_node(name: str, by_node: Mapping[str, Any], nodes: Sequence[str], workspace: Workspace) -> Any:
+    """A blob that was kept as JSON with stock Orbax, one value per node, as this node is to have it.
+
+    Raises:
+        InvalidArgumentError: the values differ, were of another number of nodes, and there is no `reshard`.
+    """
+    states = [_decoded(data) for data in by_node.values()]
+    me = nodes.index(workspace.node)
+    if len(states) == len(nodes):
+        return _decoded(by_node[workspace.node]) if workspace.node in by_node else states[me]
+    target = workspace.targets.get(name)
+    if (target is None or target.reshard is None) and all(state == states[0] for state in states):
+        return states[0]
+    return resharded(name, states, len(nodes), target.reshard if target else None)[me]
+
+
+def _decoded(data: Any) -> Any:
+    return base64.b64decode(data[BYTES]) if isinstance(data, dict) else data[0]

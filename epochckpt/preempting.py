@@ -11,6 +11,7 @@ What was heard is fed to the save policies of managers, so that nobody else asks
 from __future__ import annotations
 
 import abc
+import itertools
 import os
 import signal
 import threading
@@ -117,10 +118,27 @@ class Stopper:
         self._notice, self._exchange, self._resumable = notice, exchange, resumable
         self._deadline, self._clock = deadline_secs, clock
         self._since: float | None = None
+        self._refusals = 0
         self.stopped = False
 
-    def __call__(self) -> bool:
-        """Whether to leave the epoch now; every node asks equally often."""
+    def of_one_node(self) -> Callable[[], bool]:
+        """The question of one node of this process: whether to leave the epoch now; every node asks equally often.
+
+        Nodes of one process run one after the other: what the first was answered to its n-th question, the others are
+        answered to theirs, or some would leave an epoch that others have finished.
+        """
+        questions = itertools.count()
+
+        def ask() -> bool:
+            if next(questions) < self._refusals:
+                return False
+            if not self._is_to_stop():
+                self._refusals += 1
+            return self.stopped
+
+        return ask
+
+    def _is_to_stop(self) -> bool:
         if self.stopped:
             return True
         if not self._notice.poll():

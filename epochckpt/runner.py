@@ -163,8 +163,12 @@ class JobRunner:
         exchange = Exchange(session.coordinator, session.nodes, self._timeout)
         handler = Handler(self._handler, self._told, exchange.primary)
         if keeper is not None:
-            keeper.open(session, exchange)
-            handler.set_params(keeper.directory, list(session.nodes))
+            try:
+                keeper.open(session, exchange)
+                handler.set_params(keeper.directory, list(session.nodes))
+            except Exception as error:
+                exchange.bring(error)
+                raise
         distributed = isinstance(session, DistributedSession)
         with (
             listening(distributed, keeper is not None and keeper.asks_jax) as notice,

@@ -95,6 +95,7 @@ class Run:
         self._finished = self._preempted = False
         self._resumed_from: int | None = None
         self._replace: int | None = None
+        self._states: Mapping[str, Any] = {}  # of the stop conditions, after the last epoch that they were shown
 
     @property
     def session(self) -> Session:
@@ -113,12 +114,12 @@ class Run:
         self._phase(self._job.setup_group)
         restored = self._together("restore", self._restore)
         if restored is None:
+            stop.load_states(self._job.stop_conditions, None)  # the same job may have run before
             self._phase(self._job.init_group)
-            spaces = self._session.workspaces().items()
             kept = self._job.nodes_to_checkpoint() or self._session.nodes
-            chosen = blob_lib.chosen
-            names = {n: chosen(ws, self._settings.include, self._settings.exclude) for n, ws in spaces}
-            self._names = {n: names[n] if n in kept else [] for n in names}
+            self._names = {n: list(ws) if n in kept else [] for n, ws in self._session.workspaces().items()}
+        include, exclude = self._settings.include, self._settings.exclude
+        self._names = {n: blob_lib.chosen(blobs, include, exclude) for n, blobs in self._names.items()}
         if self._keeper is not None:
             self._keeper.agree_on_names(self._session, self._exchange, self._names)
             self._agreed = True
@@ -159,6 +160,7 @@ class Run:
         before = restored.notes.get("total_secs")
         self._before = float(before) if isinstance(before, int | float) else 0.0
         stop.load_states(self._job.stop_conditions, restored.notes.get("stop"))
+        self._states = restored.notes.get("stop") or {}
         for workspace in self._session.workspaces().values():
             workspace.epoch = restored.epoch
         secs = self._exchange.meet("restored", time.monotonic() - began, list)
@@ -206,7 +208,7 @@ class Run:
         stopper = Stopper(self._notice, self._exchange, self._job.resumable, self._settings.deadline_secs)
         for workspace in self._session.workspaces().values():
             workspace.epoch = epoch
-            workspace.ask_when_to_stop(stopper)
+            workspace.ask_when_to_stop(stopper.of_one_node())
         try:
             returned = self._session.run(self._job.epoch_group)
             mine = metrics_lib.merged(returned.get(self._session.nodes[0], [])) if self._exchange.primary else {}
@@ -221,6 +223,7 @@ class Run:
             try:
                 ctx = self._context(epoch, metrics, preempted)
                 answers = [stop.checked(c, c(ctx), epoch) for c in conditions]
+                self._states = stop.save_states(conditions)
                 reasons = [stop.why(c, ctx) if true else "" for c, true in zip(conditions, answers, strict=True)]
             except Exception as error:
                 problem = error
@@ -228,9 +231,11 @@ class Run:
         if problem is None and not (stopper.stopped and not self._job.resumable):
             prepared, problem = self._saves.prepare(epoch, self._names)
         verdict = self._meet(epoch, reasons, stopper.stopped, problem)
-        stops = {c: why for c, why in verdict.stop.items() if not (preempted and c == repr(stop.preempted))}
         if verdict.interrupted:
-            stops = {}
+            verdict.stop = {}
+        if preempted:  # a part of a condition that is only true for that does not end the job
+            verdict.stop = {c: why for c, why in verdict.stop.items() if why != repr(stop.preempted)}
+        stops = verdict.stop
         self._finished, self._preempted = bool(stops), preempted
         self._reason = "; ".join([PREEMPTED] * preempted + list(stops.values()))
         if verdict.interrupted and not self._job.resumable:
@@ -282,7 +287,7 @@ class Run:
             "partial": self._partial,
             "finished": list(verdict.stop) if self._finished else None,
             "metrics": dict(metrics),
-            "stop": stop.save_states(self._job.stop_conditions),
+            "stop": self._states,
             "total_secs": self._before + time.monotonic() - self._began,
         }
         self._saves.begin(

@@ -1,0 +1,176 @@
+"""What runs of jobs have got wrong, each with the test that shows it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from tests.processes import run_worker
+
+
+def job_of(epochs: int, epoch: Any = None, **blobs: Any) -> ec.Job:
+    """A job of one node with these blobs."""
+    job = ec.Job()
+    job.init(lambda ws: ws.update(blobs or {"sum": 0}))
+    job.epoch(epoch or (lambda ws: None))
+    ec.epoch_limiter(job, epochs)
+    return job
+
+
+def run(job: ec.Job, manager: Any = None, **how: Any) -> tuple[ec.RunResult, ec.LocalSession]:
+    session = ec.LocalSession()
+    runner = ec.JobRunner(job, manager, **how)
+    runner.train(session)
+    return runner.result, session
+
+
+def test_a_job_that_runs_again_from_scratch_starts_with_fresh_conditions() -> None:
+    """Patience that an earlier run of the same object used up is not missing in the next."""
+    job = job_of(100, lambda ws: {"loss": 1.0})
+    job.stop_when(ec.stop.no_improvement("loss", patience=3, mode="min"))
+    assert [run(job)[0].epoch for _ in range(2)] == [4, 4]
+
+
+def test_nodes_of_one_process_leave_an_epoch_together(tmp_path: pathlib.Path) -> None:
+    """A notice that comes when one node has finished the epoch does not make another leave it: it would be trained
+    twice by the first."""
+    job, sent = ec.Job(), list[int]()
+
+    def train(ws: ec.Workspace) -> None:
+        while ws["step"] < 4:
+            if ws.should_stop():
+                return
+            ws["total"], ws["step"] = ws["total"] + 1, ws["step"] + 1
+            if (ws.node, ws["step"]) == ("b", 2) and not sent:
+                sent.append(1)
+                os.kill(os.getpid(), signal.SIGTERM)
+        ws["step"] = 0
+
+    for node in "ab":
+        ec.Task(lambda ws: ws.update(step=0, total=0), group=job.init_group, node=node)
+        ec.Task(train, group=job.epoch_group, node=node)
+    job.resumable = True
+    ec.epoch_limiter(job, 2)
+    for epoch in (1, 2):
+        with ec.CheckpointManager(tmp_path) as manager:
+            result, session = run(job, manager)
+        assert (result.epoch, result.partial) == (epoch, False)
+        assert [session.workspace(node)["total"] for node in "ab"] == [4 * epoch] * 2
+
+
+def test_patterns_narrow_what_a_resumed_run_saves(tmp_path: pathlib.Path) -> None:
+    """They are no less asked for than in a run from scratch."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        run(job_of(1, sum=0, cache=1), manager)
+    with ec.CheckpointManager(tmp_path) as manager:
+        run(job_of(2, sum=0, cache=1), manager, exclude=["cache"])
+        assert (set(manager.item_kinds(1)), set(manager.item_kinds(2))) == ({"sum", "cache"}, {"sum"})
+
+
+def test_a_composed_preempted_does_not_say_that_training_is_over(tmp_path: pathlib.Path) -> None:
+    """The run can be started again, and the result says so."""
+    job = job_of(5, lambda ws: os.kill(os.getpid(), signal.SIGTERM) if ws.epoch == 2 else None)
+    job.stop_when(ec.stop.max_epochs(6) | ec.stop.preempted)
+    with ec.CheckpointManager(tmp_path) as manager:
+        result, _ = run(job, manager)
+    assert (result.epoch, result.preempted, result.finished, result.stop_reason) == (2, True, False, "preempted")
+    with ec.CheckpointManager(tmp_path) as manager:
+        result, _ = run(job, manager)
+    assert (result.epoch, result.finished) == (5, True)
+
+
+def test_stock_orbax_saves_values_as_they_were(tmp_path: pathlib.Path) -> None:
+    """It writes JSON in the background, while the next epoch already changes the list."""
+    job = job_of(20, lambda ws: ws["list"].append(ws.epoch), list=[0] * 20_000)
+    with ocp.CheckpointManager(tmp_path / "c") as manager:
+        run(job, manager)
+        lengths = []
+        for epoch in range(21):
+            session = ec.LocalSession()
+            assert ec.JobRunner(job, manager).load_blobs_from_checkpoints(["list"], epoch, session)
+            lengths.append(len(session.workspace()["list"]))
+    assert lengths == list(range(20_000, 20_021))
+
+
+def test_stock_orbax_reads_a_blob_that_is_called_default(tmp_path: pathlib.Path) -> None:
+    """An item of this name is to Orbax a checkpoint of one item, in which it finds no others."""
+    for epochs in (1, 2):
+        with ocp.CheckpointManager(tmp_path / "c") as manager:
+            result, session = run(job_of(epochs, default=7), manager)
+    assert (result.resumed_from, dict(session.workspace())) == (1, {"default": 7})
+
+
+def test_stock_orbax_does_not_go_on_from_an_epoch_without_named_items(tmp_path: pathlib.Path) -> None:
+    """It could restore nothing and save nothing; ours can."""
+    directory = tmp_path / "c"
+    with ocp.CheckpointManager(directory) as manager:
+        manager.save(3, args=ocp.args.StandardSave({"w": jnp.arange(3)}))
+    with ocp.CheckpointManager(directory) as manager, pytest.raises(ec.errors.UnsupportedError, match="without a name"):
+        run(job_of(5), manager)
+    with ec.CheckpointManager(directory) as manager:
+        result, session = run(job_of(5), manager)
+    assert (result.resumed_from, session.workspace()["default"]["w"].tolist()) == (3, [0, 1, 2])
+
+
+def test_an_epoch_that_stock_orbax_deletes_as_worse_is_no_failed_save(tmp_path: pathlib.Path) -> None:
+    """It would count for max_consecutive_save_failures, and end a run in which nothing failed."""
+    losses = [1.0, 2.0, 5.0, 4.0, 3.0, 0.5]
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    with ocp.CheckpointManager(tmp_path / "c", options=options) as manager:
+        job = job_of(6, lambda ws: {"loss": losses[ws.epoch - 1]})
+        result, _ = run(job, manager, max_consecutive_save_failures=0)
+        assert (result.failed_saves, result.last_committed_epoch) == ((), 6)
+        assert {1, 6} <= set(manager.all_steps())
+        assert 3 not in manager.all_steps()
+
+
+def test_a_run_with_stock_orbax_goes_on_with_ours(tmp_path: pathlib.Path) -> None:
+    """What stock Orbax keeps as JSON by node, and arrays that it keeps in a tree, come back as the blobs they were."""
+    values: dict[str, Any] = {"sum": 1, "bytes": b"\xff", "a/b": "x"}
+    blobs = {**values, "bare": np.arange(3), "array": jnp.ones(2), "tree": {"w": jnp.ones(1)}}
+    with ocp.CheckpointManager(tmp_path / "c") as manager:
+        run(job_of(1, **blobs), manager)
+    job = job_of(2)
+    job.setup(lambda ws: ws.target("array", jax.ShapeDtypeStruct((2,), jnp.float32)))
+    with ec.CheckpointManager(tmp_path / "c") as manager:
+        for _ in range(2):  # from an epoch of stock Orbax, then from one of ours
+            result, session = run(job, manager)
+            found = dict(session.workspace())
+            assert result.failed_saves == ()
+            assert {name: type(value) for name, value in found.items()} == {
+                name: type(value) for name, value in blobs.items()
+            }
+            assert (found["sum"], found["bytes"], found["a/b"]) == (1, b"\xff", "x")
+            assert (found["bare"].tolist(), found["array"].tolist()) == ([0, 1, 2], [1.0, 1.0])
+    assert result.resumed_from == 2
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("state_of_a_condition_fails", "OSError.*no state today"),
+        ("handler_refuses", "this directory is not for me"),
+        ("spread_on_some", "arrays of the whole job on one node, and on another"),
+    ],
+)
+def test_what_fails_on_one_process_is_raised_on_all_at_once(tmp_path: pathlib.Path, what: str, message: str) -> None:
+    """Nobody waits for the timeout, and everybody says what it was."""
+    for end in run_worker(f"tests.runner_mishap_jobs:{what}", {"directory": str(tmp_path / "c")}, 2):
+        assert re.search(message, end["error"])
+        assert end["secs"] < 20.0
+
+
+def test_a_blob_may_be_a_reader_on_one_node_and_nothing_on_another(tmp_path: pathlib.Path) -> None:
+    """Only arrays of the whole job have to be alike everywhere."""
+    for end in run_worker("tests.runner_mishap_jobs:reader_on_one", {"directory": str(tmp_path / "c")}, 2):
+        assert end == {"error": "", "failed": [], "epochs": [0, 1]}
