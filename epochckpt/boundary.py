@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _runs = itertools.count()  # runs begin in the same order on every process
 _MARGIN_SECS = 5.0  # by how much the others wait longer than the primary, who names who is late
-_AHEAD = 3  # never more than two exchanges in a row are not meetings
+_AHEAD = 200  # exchanges that an error is put into: `should_stop` may ask often between two meetings
 
 
 class Exchange:
@@ -104,7 +104,7 @@ class Exchange:
 
         return self._coordinator.agree(f"{key}/answer/0", conclude, self._timeout)
 
-    def bring(self, error: Exception) -> None:
+    def bring(self, error: BaseException) -> None:
         """This process cannot go on: its error is raised on all others at their next exchange. Returns."""
         if self.alone:
             return

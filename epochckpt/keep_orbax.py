@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import blobs as blob_lib
+from epochckpt import layout
 from epochckpt.boundary import Exchange
 from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
 from epochckpt.keeping import BARE, BYTES, NOTES, Keeper, Names, Restored, of_this_node, present, require, wanted_blobs
@@ -67,6 +68,11 @@ class OrbaxKeeper(Keeper):
         if epoch is None:
             epoch = self._exchange.publish("the newest epoch", self.epochs)[-1]
         require(self.epochs(), epoch, self.directory)
+        if (self._manager.directory / str(epoch) / layout.EPOCH_RECORD).exists():
+            raise UnsupportedError(
+                f"{self.directory}: epoch {epoch} was written by epochckpt.CheckpointManager; resume it with that. "
+                "Stock Orbax reads its arrays, but not what differs per node"
+            )
         notes, values = self._read(epoch, None)
         ((node, workspace),) = self._session.workspaces().items()
         for blob, value in values.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 from absl import logging
 
 from epochckpt import metadata_protocol, worker
@@ -12,6 +13,8 @@ from epochckpt.errors import say
 from epochckpt.status import SaveOutcome
 
 T = TypeVar("T")
+
+_HANDLER_SECS = 60.0
 
 
 class Handler:
@@ -39,7 +42,7 @@ class Handler:
         if self._handler is None:
             return None
         try:
-            answer = self._handler.last_epoch()
+            answer = self._bounded(self._handler.last_epoch)
         except Exception as error:
             if must_say:
                 raise
@@ -49,17 +52,18 @@ class Handler:
 
     def cp_accessible(self, epoch: int) -> bool:
         """Whether it says that storage can be reached; True if it cannot say."""
-        if self._handler is None:
+        handler = self._handler
+        if handler is None:
             return True
         try:
-            answer = self._handler.cp_accessible(epoch)
+            answer = self._bounded(lambda: handler.cp_accessible(epoch))
         except Exception as error:
             logging.warning("the metadata handler does not say whether storage is there: %s", say(error))
             return True
-        if not isinstance(answer, bool):
+        if not isinstance(answer, bool | np.bool_):
             logging.warning("the metadata handler's cp_accessible() gave %r, expected True or False", answer)
             return True
-        return answer
+        return bool(answer)
 
     def set_params(self, directory: str, nodes: list[str]) -> None:
         """Tells it where the checkpoints are.
@@ -89,4 +93,12 @@ class Handler:
     def _call(self, method: str, *arguments: Any) -> None:
         call: Callable[..., Any] | None = getattr(self._handler, method, None)
         if call is not None:
-            worker.logged(f"the metadata handler's {method} failed", lambda: call(*arguments))
+            worker.logged(f"the metadata handler's {method} failed", lambda: self._bounded(lambda: call(*arguments)))
+
+    def _bounded(self, fn: Callable[[], T]) -> T:
+        """Training does not wait for a handler that hangs: from then on it is not asked any more."""
+        try:
+            return worker.abandonable(fn, _HANDLER_SECS)
+        except TimeoutError:
+            self._handler = None
+            raise TimeoutError(f"no answer within {_HANDLER_SECS:g} s; this run does without it") from None

@@ -27,7 +27,7 @@ class RunResult:
         last_committed_epoch: the newest epoch that is on storage; None if there is none, or no manager.
         failed_saves: (epoch, reason) of the saves of this run that failed.
         preempted: it stopped because it was preempted, or was while it ended.
-        finished: training is over: started again, it does not go on.
+        finished: a stop condition ended it: started again it does not go on, as long as the condition holds.
         resumed_from: the epoch that it went on from; None from scratch.
         held_secs: how long saving has kept this process from training.
         slowest_node: the node that took longest to write, and its seconds in all; None if nothing was written.

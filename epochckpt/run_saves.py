@@ -94,7 +94,7 @@ class Saves:
         if keeper is None:
             return True
         says = worker.logged("the manager does not say whether storage is there", lambda: keeper.accessible(epoch))
-        return says is not False and self._handler.cp_accessible(epoch)
+        return (says is None or bool(says)) and self._handler.cp_accessible(epoch)
 
     def ended(self, refused: SaveOutcome | None = None) -> list[dict[str, Any]]:
         """On the primary: saves that have ended since it was asked last, as JSON; the metadata handler is told.

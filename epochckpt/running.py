@@ -212,7 +212,7 @@ class Run:
         try:
             returned = self._session.run(self._job.epoch_group)
             mine = metrics_lib.merged(returned.get(self._session.nodes[0], [])) if self._exchange.primary else {}
-        except Exception as error:
+        except BaseException as error:
             self._exchange.bring(error)
             raise
         metrics = self._exchange.publish(f"metrics of epoch {epoch}", lambda: mine)
@@ -308,9 +308,12 @@ class Run:
         saved = self._saves.is_saved(self._epoch)
         upload = self._together("upload", lambda: self._upload(self._epoch)) if saved else None
         for group in (upload, self._job.download_group, self._job.exit_group):
-            if group is not None and not self._preempted:
+            self._preempted = self._notice.ask(self._epoch)
+            if self._preempted:
+                return
+            if group is not None:
                 self._phase(group)
-                self._preempted = self._notice.ask(self._epoch)
+        self._preempted = self._notice.ask(self._epoch)
 
     def _phase(self, group: TaskGroup) -> None:
         """Runs a group that runs once; an error on one node is raised on all."""
@@ -321,7 +324,7 @@ class Run:
     def _together(self, what: str, fn: Callable[[], T]) -> T:
         try:
             value = fn()
-        except Exception as error:
+        except BaseException as error:
             self._exchange.bring(error)
             raise
         self._exchange.meet(what, None, lambda found: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -93,3 +94,17 @@ def spread_on_some(directory: str) -> dict[str, Any]:
         ec.Task(init, group=job.init_group, node=node)
     ec.epoch_limiter(job, 1)
     return outcome(job, directory)
+
+
+def one_exits(directory: str) -> str:
+    """A task of one process calls `sys.exit`."""
+    job = ec.Job()
+    job.init(lambda ws: ws.update(sum=0))
+    job.epoch(lambda ws: sys.exit(3) if (jax.process_index(), ws.epoch) == (0, 2) else None)
+    ec.epoch_limiter(job, 5)
+    manager = ec.CheckpointManager(directory)
+    try:
+        ec.JobRunner(job, manager, exchange_timeout_secs=30.0).train(ec.DistributedSession())
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

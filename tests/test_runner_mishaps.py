@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import signal
+import threading
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt import errors, reporting
 from tests.processes import run_worker
 
 
@@ -174,3 +176,76 @@ def test_a_blob_may_be_a_reader_on_one_node_and_nothing_on_another(tmp_path: pat
     """Only arrays of the whole job have to be alike everywhere."""
     for end in run_worker("tests.runner_mishap_jobs:reader_on_one", {"directory": str(tmp_path / "c")}, 2):
         assert end == {"error": "", "failed": [], "epochs": [0, 1]}
+
+
+def test_a_handler_that_hangs_does_not_hold_the_training(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for once, and not asked again."""
+    gone, asked = threading.Event(), list[str]()
+
+    class Hangs(ec.metadata.AbstractMetadataHandler):
+        def set_params(self, *arguments: Any) -> None:
+            pass
+
+        def last_epoch(self, user_epoch: int | None = None) -> int | None:
+            return None
+
+        def write(self, epoch: int) -> None:
+            asked.append("write")
+            gone.wait(60)
+
+        def report(self, action_name: str, all_stats: Any) -> None:
+            asked.append("report")
+
+        def cp_accessible(self, epoch: int | None = None) -> bool:
+            return True
+
+    monkeypatch.setattr(reporting, "_HANDLER_SECS", 0.2)
+    with ec.CheckpointManager(tmp_path) as manager:
+        result, _ = run(job_of(5), manager, metadata_handler=Hangs())
+    gone.set()
+    assert (result.epoch, result.last_committed_epoch) == (5, 5)
+    assert asked == ["write"]
+
+
+def test_stock_orbax_does_not_resume_what_only_we_can(tmp_path: pathlib.Path) -> None:
+    """It would lose what differs per node; that is said, and our manager goes on."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        run(job_of(2), manager)
+    with (
+        ocp.CheckpointManager(tmp_path) as manager,
+        pytest.raises(errors.UnsupportedError, match="resume it with that"),
+    ):
+        run(job_of(3), manager)
+    with ec.CheckpointManager(tmp_path) as manager:
+        assert run(job_of(3), manager)[0].resumed_from == 2
+
+
+def test_preempted_before_the_upload_it_is_left_for_the_next_start(tmp_path: pathlib.Path) -> None:
+    """A notice that comes while the last save is awaited does not wait for an upload of hours."""
+    done: list[str] = []
+
+    class Upload(ec.UploadTaskGroupBuilder):
+        def build(self, epoch: int, checkpoint_manager: Any) -> ec.TaskGroup:
+            group = ec.TaskGroup("upload")
+            ec.Task(lambda ws: done.append("upload"), group=group)
+            if not done:
+                done.append("notice")
+                os.kill(os.getpid(), signal.SIGTERM)
+            return group
+
+    for expected in (75, 0):
+        job = job_of(1)
+        job.exit(lambda ws: done.append("exit"))
+        with ec.CheckpointManager(tmp_path) as manager:
+            result, _ = run(job, manager, upload_task_group_builder=Upload())
+        assert result.exit_code == expected
+        assert result.finished
+    assert done == ["notice", "upload", "exit"]
+
+
+def test_a_task_that_exits_one_process_is_heard_of_by_the_others(tmp_path: pathlib.Path) -> None:
+    """`sys.exit` is no Exception; nobody waits for the one that left."""
+    found = run_worker("tests.runner_mishap_jobs:one_exits", {"directory": str(tmp_path)}, 2)
+    assert found == ["SystemExit: 3", "CoordinationError: SystemExit in another process: 3"]
