@@ -211,8 +211,12 @@ def on_other_nodes(directory: str, epochs: int, reshard: bool) -> dict[str, Any]
     return {"totals": totals, "weights": values, "steps": weights["steps"], **summary(runner, session)}
 
 
-def read_alone(directory: str, number: int, epochs: int, epoch: int | None) -> list[int]:
-    """A job of one node, of several that share a directory in Caffe2's way."""
+def read_alone(directory: str, number: int, runs: list[tuple[int, int | None]]) -> list[list[int]]:
+    """Runs of a job of one node, of several that share a directory in Caffe2's way: (epochs, epoch to resume from)."""
+    return [_read_alone(directory, number, epochs, epoch) for epochs, epoch in runs]
+
+
+def _read_alone(directory: str, number: int, epochs: int, epoch: int | None) -> list[int]:
     totals: dict[str, list[int]] = {}
     job, name = ec.Job(), f"trainer_{number}"
 
@@ -265,3 +269,12 @@ def read_in_caffe2s_way(directory: str, epochs: int) -> dict[str, Any]:
     runner = ec.JobRunner(node_job(epochs, totals), manager)
     runner.train(session)
     return {"totals": totals, **summary(runner, session)}
+
+
+def wrong_session() -> str:
+    """A session for one process in a job of several."""
+    try:
+        ec.LocalSession()
+    except ec.errors.InvalidArgumentError as error:
+        return str(error)
+    return ""

@@ -794,7 +794,7 @@ def test_legacy_and_unsupported_arguments_are_refused_by_name(run: pathlib.Path)
             ),
             ({"checkpointers": ocp.PyTreeCheckpointer(), "item_names": ("a",)}, "exclude each other"),
             ({"handler_registry": object()}, "handler_registry"),
-            ({"metadata_handler": object()}, "a object lacks set_params, last_epoch, write, report, cp_accessible"),
+            ({"metadata_handler": object()}, "a object without set_params, last_epoch, write, report, cp_accessible"),
             ({"item_handlers": {"x": OwnHandler()}}, "OwnHandler"),
             ({"item_names": ("process_0",)}, "process_0"),
             ({"item_names": ("../x",)}, "item name"),
@@ -932,6 +932,7 @@ def examples() -> list[Exception]:
         errors.LateNodesError: [(3, ["process_1", "process_2"], 6.0)],
         errors.BufferChangedError: [(3, "a/b")],
         errors.TaskError: [("step", "epoch", "trainer_0", 3, "reason")],
+        errors.UploadError: [(3, "elsewhere", "reason")],
         errors.ErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
     }
     classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.EpochCheckpointError)]

@@ -188,15 +188,11 @@ def test_a_missing_directory_means_failing_saves_and_a_job_that_trains_to_its_en
 
 def test_three_separate_jobs_share_a_directory(tmp_path: pathlib.Path) -> None:
     """They know nothing of each other; each has its own nodes; one after the other, and at once (see test_caffe2)."""
-    for number in range(3):
-        found = run_worker(
-            "tests.job_runs:read_alone", {"directory": str(tmp_path), "number": number, "epochs": 6, "epoch": None}
-        )
-        assert found == [expected(number, 6)]
-    for epoch in (0, 3, 6):
+    for runs in ([(6, None)], [(7, epoch) for epoch in range(7)]):
         for number in range(3):
-            arguments = {"directory": str(tmp_path), "number": number, "epochs": 7, "epoch": epoch}
-            assert run_worker("tests.job_runs:read_alone", arguments) == [expected(number, 7)[epoch:]]
+            arguments = {"directory": str(tmp_path), "number": number, "runs": runs}
+            (found,) = run_worker("tests.job_runs:read_alone", arguments)
+            assert found == [expected(number, epochs)[epoch or 0 :] for epochs, epoch in runs]
     session = ec.LocalSession()
     manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path), "epochckpt")
     runner = ec.JobRunner(job_runs.node_job(1, {}), manager)

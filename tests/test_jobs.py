@@ -103,3 +103,8 @@ def test_a_resume_on_another_number_of_processes(tmp_path: pathlib.Path, before:
         begin = total if number == 0 else 0
         assert one["totals"] == [begin + sum(100 * number + r for r in (6, 7, 8))]
         assert (one["weights"], one["steps"], one["resumed"]) == ([6.0], 3, 2)
+
+
+def test_a_session_for_one_process_is_refused_in_a_job_of_several() -> None:
+    """And the right one is named."""
+    assert all("use DistributedSession" in text for text in run("wrong_session", 2))

@@ -19,7 +19,6 @@ from tests.processes import Processes, start_processes
 
 PREEMPTED = ec.PREEMPTED_EXIT_CODE
 JOB = {"epochs": 6, "step_secs": 0.02, "resumable": False, "polls": False, "exit_secs": 0.0, "width": 64}
-NOTICE_SECS = 1.5  # JAX looks for SIGTERM once a second
 LIMIT = 80.0
 
 
@@ -51,13 +50,14 @@ def finish(directory: pathlib.Path, processes: int, **how: Any) -> list[dict[str
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the processes end with when nobody disturbs them, by number of processes."""
-    found: dict[int, list[Any]] = {}
+    """What the processes end with when nobody disturbs them, by number of processes and width."""
+    found: dict[tuple[int, int], list[Any]] = {}
 
-    def run(processes: int) -> list[Any]:
-        if processes not in found:
-            found[processes] = finals(finish(tmp_path_factory.mktemp("run") / "c", processes, step_secs=0.0))
-        return found[processes]
+    def run(processes: int, width: int = JOB["width"]) -> list[Any]:
+        if (processes, width) not in found:
+            directory = tmp_path_factory.mktemp("run") / "c"
+            found[processes, width] = finals(finish(directory, processes, step_secs=0.0, width=width))
+        return found[processes, width]
 
     return run
 
@@ -77,10 +77,12 @@ def disturb(directory: pathlib.Path, victim: int, place: str, delay: float, proc
         return ends(job)
 
 
+WIDE = 1_000_000  # 4 MB per process: its save is under way for most of the next epoch
 PLACES = {
-    "init": ('"init"', 0.3),  # during the first compilation
-    "epoch": ('"epoch"', 0.9),  # in a collective, between steps, between tasks, during a save
-    "exit": ('"exit"', 0.3),
+    "init": ('"init"', 0.3, {"step_secs": 0.06}),  # during the first compilation
+    "epoch": ('"epoch"', 0.9, {"step_secs": 0.06}),  # in a collective, between steps, between tasks
+    "save": ('"epoch": 2', 0.1, {"step_secs": 0.06, "width": WIDE}),  # while epoch 1 is written and committed
+    "exit": ('"exit"', 0.3, {"exit_secs": 2.5}),  # longer than JAX takes to look
 }
 
 
@@ -100,9 +102,7 @@ def test_sigterm_to_one_of_four_processes_at_random_moments(
     for number in range(moments):
         directory = tmp_path / str(number)
         name = list(PLACES)[number % len(PLACES)]
-        place, longest = PLACES[name]
-        # 4 epochs to come at least, or an exit group that is longer than JAX takes to look
-        how = {"step_secs": 0.06, "exit_secs": NOTICE_SECS + longest} if name != "exit" else {"exit_secs": 2.5}
+        place, longest, how = PLACES[name]
         victim, delay = chance.randrange(4), chance.uniform(0.0, longest)
         codes, said, text = disturb(directory, victim, place, delay, **how)
         assert codes == [PREEMPTED] * 4, (number, name, victim, delay, text)
@@ -112,9 +112,10 @@ def test_sigterm_to_one_of_four_processes_at_random_moments(
         assert (epoch == JOB["epochs"]) or "preempted" in said[0]["reason"]
         where = f"{name}, epoch {epoch}"
         hit[where] = hit.get(where, 0) + 1
-        again = finish(directory, 4, step_secs=0.0)
+        width = how.get("width", JOB["width"])
+        again = finish(directory, 4, step_secs=0.0, width=width)
         assert again[0]["resumed"] == epoch
-        assert finals(again) == undisturbed(4)
+        assert finals(again) == undisturbed(4, width)
     print(hit)
 
 
