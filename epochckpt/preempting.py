@@ -88,11 +88,19 @@ class JaxNotice(Notice):
 
 
 class StepNotice(Notice):
-    """JAX's preemption notice, for managers that ask JAX themselves with their steps: only with these numbers."""
+    """JAX's preemption notice, for managers that ask JAX themselves with their steps: only with these numbers.
+
+    None is left out, also those of epochs before a resume: JAX may have set any of them as the one to stop at.
+    """
+
+    def __init__(self) -> None:
+        self._asked = -1
 
     def ask(self, epoch: int) -> bool:
         """See Notice."""
-        self.heard = bool(ocp.utils.reached_preemption(epoch)) or self.heard
+        for number in range(self._asked + 1, max(epoch, self._asked + 1) + 1):
+            self.heard = bool(ocp.utils.reached_preemption(number)) or self.heard
+            self._asked = number
         return self.heard
 
 

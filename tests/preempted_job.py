@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -81,8 +82,9 @@ def make_job(epochs: int, step_secs: float, resumable: bool, polls: bool, exit_s
     return job
 
 
-def run(directory: str, deadline_secs: float | None = None, **how: Any) -> int:
-    with ec.CheckpointManager(directory) as manager:
+def run(directory: str, deadline_secs: float | None = None, stock: bool = False, **how: Any) -> int:
+    manager: Any = ocp.CheckpointManager(directory) if stock else ec.CheckpointManager(directory)
+    with manager:
         session = ec.DistributedSession()
         runner = ec.JobRunner(make_job(**how), manager, deadline_secs=deadline_secs, exchange_timeout_secs=60.0)
         say(place="train")

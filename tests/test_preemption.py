@@ -193,3 +193,19 @@ def test_a_second_sigterm_kills_a_process_on_its_own(tmp_path: pathlib.Path) -> 
         codes, _, text = ends(job)
     assert codes == [-signal.SIGTERM], text
     assert committed(tmp_path / "c") == [0]
+
+
+@pytest.mark.parametrize("place", ['"epoch": 2', '"exit"'])
+def test_with_stock_orbax_a_notice_is_heard_in_the_first_epoch_after_a_resume_and_in_the_exit(
+    undisturbed: Any, tmp_path: pathlib.Path, place: str
+) -> None:
+    """Its manager asks JAX with its steps; none of them is left out."""
+    directory = tmp_path / "c"
+    finish(directory, 2, stock=True, epochs=1, step_secs=0.0)
+    how = {"stock": True, "step_secs": 0.15} if place != '"exit"' else {"stock": True, "exit_secs": 2.5}
+    codes, said, text = disturb(directory, 1, place, 0.1, 2, **how)
+    assert codes == [PREEMPTED] * 2, text
+    assert len({(end["epoch"], end["committed"]) for end in said}) == 1
+    again = finish(directory, 2, stock=True, step_secs=0.0)
+    assert again[0]["resumed"] == said[0]["epoch"]
+    assert finals(again) == undisturbed(2)
