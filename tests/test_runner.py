@@ -611,6 +611,28 @@ def test_failures_can_be_bounded_and_a_lost_last_epoch_can_raise(tmp_path: pathl
         run(counting_job(Log(), 3), fenced(tmp_path / "b"), raise_if_not_saved=True)
 
 
+def test_a_full_disk_does_not_stop_training_and_is_named(disk: pathlib.Path) -> None:
+    """A real file system of 8 MB; the epochs that fitted stay, and when there is room again saving goes on."""
+    job = ec.Job()
+    job.init(lambda ws: ws.update(w=jnp.zeros(250_000)))  # 1 MB
+    ballast = disk / "ballast"
+
+    @job.epoch
+    def train(ws: ec.Workspace) -> None:
+        ws["w"] = ws["w"] + 1
+        if ws.epoch == 3:
+            ballast.unlink()
+
+    ec.epoch_limiter(job, 5)
+    with ec.CheckpointManager(disk / "run", options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        ballast.write_bytes(bytes(7_600_000))
+        _, _, runner = run(job, manager)
+        assert runner.result.last_committed_epoch == 5
+        assert {epoch for epoch, _ in runner.result.failed_saves} >= {0, 1}
+        assert all("No space left" in reason for _, reason in runner.result.failed_saves)
+        assert manager.verify(5).ok
+
+
 class Handler:
     """A metadata handler that does what a test asks for."""
 
