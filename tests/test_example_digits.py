@@ -28,16 +28,20 @@ FOREVER = 5000  # more epochs than any test waits for
 TIMEOUT = 110.0
 
 
-def start(workdir: pathlib.Path, epochs: int = EPOCHS, processes: int = 2, devices: int = 2) -> Processes:
-    flags = [f"--workdir={workdir}", f"--epochs={epochs}"]
+def start(
+    workdir: pathlib.Path, epochs: int = EPOCHS, processes: int = 2, devices: int = 2, *, patience: int = 0
+) -> Processes:
+    flags = [f"--workdir={workdir}", f"--epochs={epochs}", f"--patience={patience}"]
     topology = [f"--num_processes={processes}", f"--devices_per_process={devices}"]
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     return start_processes([str(EXAMPLE), *flags, *topology], 1, env={"PYTHONPATH": path})
 
 
-def finish(workdir: pathlib.Path, epochs: int = EPOCHS, processes: int = 2, devices: int = 2) -> str:
+def finish(
+    workdir: pathlib.Path, epochs: int = EPOCHS, processes: int = 2, devices: int = 2, *, patience: int = 0
+) -> str:
     """Runs the example to its end and returns what it printed."""
-    with start(workdir, epochs, processes, devices) as job:
+    with start(workdir, epochs, processes, devices, patience=patience) as job:
         (outcome,) = job.wait(TIMEOUT)
     assert outcome.returncode == 0, outcome.stdout
     assert f"{processes} processes, {processes * devices} devices" in outcome.stdout
@@ -165,6 +169,21 @@ def test_a_run_killed_at_random_moments_ends_bit_for_bit_equal(
     last = finish(tmp_path, epochs)
     assert f"resumed from epoch {newest}" in last
     assert final_hash(last) == final_hash(output)
+
+
+def test_a_killed_run_stops_early_where_it_would_have_stopped(tmp_path: pathlib.Path) -> None:
+    """Early stopping counts over the kill: the last epoch, the reason and the parameters are the same."""
+    undisturbed = finish(tmp_path / "undisturbed", 200, patience=4)
+    ((epoch, reason),) = re.findall(r"stopped after epoch (\d+): (no_improvement\(.*?\));", undisturbed)
+    assert int(epoch) < 200
+    with start(tmp_path / "killed", 200, patience=4) as (job,):
+        job.wait_for_output(epoch_line(int(epoch) - 2), TIMEOUT)  # some of the epochs without improvement are over
+        job.kill()
+        ended(job)
+    newest = newest_epoch(tmp_path / "killed")
+    last = finish(tmp_path / "killed", 200, patience=4)
+    assert f"resumed from epoch {newest}, stopped after epoch {epoch}: {reason};" in last or newest == int(epoch)
+    assert final_hash(last) == final_hash(undisturbed)
 
 
 @pytest.mark.timeout(400)
