@@ -2,7 +2,7 @@
 
 Imports go strictly downwards; a test checks it (within a floor: only to the left).
 
-    F0  errors options layout tree hosting
+    F0  errors units options layout tree hosting
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
         run_database
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
@@ -13,7 +13,7 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F4  conditions stop workspace tasks job session blobs boundary metrics preempting result keeping keep_epochs
         keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
         run_saves running runner upload_staging upload_nodes upload caffe2
-    F5  rows
+    F5  rows escaping
 """
 
 from epochckpt import args, caffe2, errors, metadata, stop

@@ -11,7 +11,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import layout, worker
+from epochckpt import layout, units, worker
 from epochckpt.aside import Replaces
 from epochckpt.coordination import Deadline
 from epochckpt.errors import SaveError, say
@@ -171,7 +171,7 @@ class Attempt:
         slowest = max(record.nodes, key=lambda n: n.secs)
         count = len(record.nodes)
         return (
-            f"{human_bytes(record.nbytes)} from {count} node{'' if count == 1 else 's'} in "
+            f"{units.nbytes(record.nbytes)} from {count} node{'' if count == 1 else 's'} in "
             f"{self.elapsed_secs:.2f} s (held {self.held_secs * 1e3:.1f} ms, "
             f"slowest {slowest.name} {slowest.secs:.2f} s)"
         )
@@ -252,13 +252,3 @@ def broken(epoch: int, number: int, error: Exception, timeout_secs: float) -> At
     }
     rest: dict[str, Any] = {"metrics": None, "default_item": True, "custom_metadata": {}, "copied_bytes": 0}
     return Attempt(epoch, number, **nothing, **rest, deadline=Deadline(timeout_secs), error=error)
-
-
-def human_bytes(n: int) -> str:
-    """A size for people, in powers of 1000."""
-    size = float(n)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

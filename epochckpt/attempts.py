@@ -23,8 +23,8 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import checksum, worker
-from epochckpt.attempt import Attempt, Committed, human_bytes
+from epochckpt import checksum, units, worker
+from epochckpt.attempt import Attempt, Committed
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     CoordinationError,
@@ -99,8 +99,8 @@ class Attempts:
         limit = self._options.host_memory_limit_bytes
         if limit is not None and copied_bytes > limit:
             raise InvalidArgumentError(
-                f"this save copies {human_bytes(copied_bytes)} to host memory, "
-                f"more than host_memory_limit_bytes allows ({human_bytes(limit)}); raise the limit"
+                f"this save copies {units.nbytes(copied_bytes)} to host memory, "
+                f"more than host_memory_limit_bytes allows ({units.nbytes(limit)}); raise the limit"
             )
         while True:
             with self._lock:

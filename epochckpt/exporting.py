@@ -16,8 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import choosing, export_orbax, export_safetensors, items, layout, orbax_left_out
-from epochckpt.attempt import human_bytes
+from epochckpt import choosing, export_orbax, export_safetensors, items, layout, orbax_left_out, units
 from epochckpt.coordination import SingleProcess
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.export_safetensors import Settings
@@ -133,7 +132,7 @@ def export(
         few = orbax_left_out.few(leaves)
         logging.warning("%s: item %s: %d leaves were left out: %s", place, left, len(leaves), few)
     secs = time.monotonic() - began
-    size = human_bytes(done.nbytes)
+    size = units.nbytes(done.nbytes)
     logging.info("epoch %d of %s exported as %s to %s: %s in %.2f s", done.epoch, store.root, format, place, size, secs)
     return done
 

@@ -1,0 +1,71 @@
+"""Numbers for people: sizes, durations, times, figures. What programs read is never written with these."""
+
+from __future__ import annotations
+
+import datetime
+import math
+
+_SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+def nbytes(n: float) -> str:
+    """A size in powers of 1000: `17 B`, `1.2 GB`."""
+    size = float(n)
+    if round(size) < 1000:
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        size /= 1000
+        if round(size, 1) < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} PB"
+
+
+def secs(s: float) -> str:
+    """A duration with two or three digits: `12 ms`, `1.2 s`, `3 min`, `2.5 h`, `40 d`."""
+    if not math.isfinite(s):
+        return "?"
+    if s < 0:
+        return f"−{secs(-s)}"
+    if s < 0.9995:
+        return f"{_short(s * 1e3)} ms"
+    # A value that would be rounded to 60 of a unit is one of the next.
+    size, unit = next(
+        ((size, unit) for size, unit in _SPANS if s >= size * (0.9917 if size > 1 else 0.9995)), _SPANS[-1]
+    )
+    return f"{_short(s / size)} {unit}"
+
+
+def number(x: float) -> str:
+    """A figure with about four significant digits: `0.1235`, `12.3`, `123457`, `1.235e+08`, `NaN`."""
+    if isinstance(x, bool):
+        return str(x)
+    if isinstance(x, int) and abs(x) < 10**6:
+        return str(x)
+    try:
+        value = float(x)
+    except OverflowError:  # an int beyond every float
+        return ">1e308" if x > 0 else "<−1e308"
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if 1e4 <= abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.4g}"
+
+
+def count(n: int) -> str:
+    """How many, with thousands set apart: `20,000`."""
+    return f"{n:,}"
+
+
+def when(ns: float) -> str:
+    """A time, nanoseconds since 1970, as this machine's local time: `2026-11-21 14:31:44`."""
+    try:
+        return datetime.datetime.fromtimestamp(ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # no year that a calendar has
+        return "unknown"
+
+
+def _short(x: float) -> str:
+    return f"{x:.0f}" if x >= 9.95 else f"{x:.1f}".removesuffix(".0")
