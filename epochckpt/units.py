@@ -59,6 +59,11 @@ def count(n: int) -> str:
     return f"{n:,}"
 
 
+def several(n: int, one: str, more: str) -> str:
+    """A number of things: `1 leaf`, `20,000 leaves`."""
+    return f"{count(n)} {one if n == 1 else more}"
+
+
 def when(ns: float) -> str:
     """A time, nanoseconds since 1970, as this machine's local time: `2026-11-21 14:31:44`."""
     try:
