@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -10,6 +11,7 @@ from epochckpt.boundary import Exchange
 from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.keeping import Keeper, Restored
 from epochckpt.reporting import Handler
+from epochckpt.workspace import Workspace
 
 AUTO, NEVER, MUST = "auto", "never", "must"
 
@@ -77,3 +79,34 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
     if known is not None and known not in epochs:
         logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, epochs)
     return keeper.restore(None)
+
+
+def check_targets(restored: Restored, spaces: Mapping[str, Workspace], checkpointed: Sequence[str], where: str) -> None:
+    """Refuses an epoch that cannot be this job's: no blob came back that setup declared a target for.
+
+    If some came back and some did not, the job may have grown since it was saved: that is logged.
+
+    Args:
+        restored: what came back.
+        spaces: the workspaces of this process, by node.
+        checkpointed: names of blobs with targets, as far as they are checkpointed at all.
+        where: the directory, for messages.
+
+    Raises:
+        InvalidArgumentError: it cannot; says what the epoch holds.
+    """
+    for node, workspace in spaces.items():
+        wanted = [name for name in checkpointed if name in workspace.targets]
+        missing = [name for name in wanted if name not in workspace]
+        held = restored.names.get(node)
+        if not missing or not held:
+            continue
+        problem = (
+            f"{where}: epoch {restored.epoch} holds {', '.join(held[:10])}{', …' if len(held) > 10 else ''} for node "
+            f"{node}, not {', '.join(missing)}, for which setup declared targets"
+        )
+        if len(missing) == len(wanted):
+            raise InvalidArgumentError(
+                f"{problem}: it was saved by something else. Take another directory, or name the blobs alike"
+            )
+        logging.warning("%s; these blobs are not there unless the job makes them", problem)

@@ -22,7 +22,7 @@ from epochckpt.preempting import Notice, Stopper
 from epochckpt.progress import Bar
 from epochckpt.reporting import Handler
 from epochckpt.result import RunResult
-from epochckpt.resuming import choose
+from epochckpt.resuming import check_targets, choose
 from epochckpt.run_saves import Saves
 from epochckpt.session import Session
 from epochckpt.status import SaveOutcome
@@ -153,6 +153,9 @@ class Run:
         )
         if restored is None:
             return None
+        spaces, chosen = self._session.workspaces(), (self._settings.include, self._settings.exclude)
+        declared = {name for workspace in spaces.values() for name in workspace.targets}
+        check_targets(restored, spaces, blob_lib.chosen(sorted(declared), *chosen), self._keeper.directory)
         self._epoch = self._resumed_from = self._saves.ledger.last_committed = restored.epoch
         self._names = restored.names
         self._partial = bool(restored.notes.get("partial"))

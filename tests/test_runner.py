@@ -581,6 +581,31 @@ def test_nothing_starts_over_in_a_directory_whose_epochs_are_all_damaged(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
+def test_an_epoch_that_cannot_be_this_jobs_is_refused_before_anything_runs(tmp_path: pathlib.Path, caplog: Any) -> None:
+    """No blob that setup has a target for is in it; if some are, the job has grown and goes on."""
+    target = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+    def job_with(log: Log, *targets: str) -> ec.Job:
+        job = counting_job(log, 3)
+        job.setup(lambda ws: [ws.target(name, target) for name in targets])
+        return job
+
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": np.zeros(3)}))
+        manager.wait_until_finished()
+    log, problem = Log(), r"epoch 1 holds default .* not array, .*another directory"
+    with ec.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(errors.InvalidArgumentError, match=problem):
+            run(job_with(log, "array"), manager)
+        assert log.events == ["setup"]
+        assert list(manager.all_steps()) == [1]
+    with ec.CheckpointManager(tmp_path / "mine") as manager:
+        run(counting_job(Log(), 1), manager)
+        _, session, runner = run(job_with(Log(), "array", "ema"), manager)
+        assert (runner.result.resumed_from, session.workspace()["sum"]) == (1, 6)
+        assert "not ema" in caplog.text
+
+
 # -- saves that fail -----------------------------------------------------------------------------------------------
 
 
