@@ -1,0 +1,284 @@
+"""Values of single leaves, and files of handlers, read without devices: from epochs of ours and of stock Orbax.
+
+Ours are verified block by block before a byte of them is seen; stock Orbax keeps no checksums. Typed keys come as
+their data. A reader that meets a deletion raises `EpochDeleted`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from epochckpt import layout, orbax_marks, orbax_steps, status
+from epochckpt import tree as tree_lib
+from epochckpt.commit import Commits
+from epochckpt.errors import (
+    DamagedError,
+    EpochCheckpointError,
+    EpochDeleted,
+    FormatError,
+    InvalidArgumentError,
+    say,
+    unreadable,
+)
+from epochckpt.grid import Box, Leaf
+from epochckpt.node_reader import EpochReader, Request, whole
+from epochckpt.orbax_leaves import OrbaxItem, StoredLeaf
+from epochckpt.orbax_reader import NOTE
+from epochckpt.orbax_steps import OrbaxRecord
+from epochckpt.records import EpochRecord
+from epochckpt.worker import Pool
+
+PIECE_ELEMENTS = 2**22
+"""How many elements a piece has at most, unless told otherwise."""
+
+_THREADS = 4
+
+
+class Leaves:
+    """Reads leaves of one epoch; its record is read now, and stays the one that is read.
+
+    Args:
+        commits: the directory's epochs.
+        epoch: its number.
+
+    Raises:
+        EpochNotFoundError: there is no such epoch.
+        DamagedError, FormatError: its record cannot be used.
+    """
+
+    def __init__(self, commits: Commits, epoch: int):
+        self._commits, self._store = commits, commits.store
+        self.record: EpochRecord = commits.read_record(epoch)
+        self._folder = commits.folder(epoch)
+        self._reader: EpochReader | None = None
+        if not isinstance(self.record, OrbaxRecord):
+            self._reader = EpochReader(self._store, self._folder, self.record, Pool(_THREADS))
+        self._of_node: dict[tuple[str, str], EpochReader] = {}
+        self._orbax_item = functools.cache(self._open_orbax)
+
+    def value(self, item: str, leaf: str, node: str = "") -> Any:
+        """A leaf as a NumPy array or Python value.
+
+        Args:
+            item: the item.
+            leaf: the leaf's name.
+            node: whose, for an item of each node's own; empty otherwise.
+
+        Raises:
+            InvalidArgumentError: there is no such leaf.
+            DamagedError: its bytes differ from what was written, or cannot be read.
+            EpochDeleted: the epoch went away meanwhile.
+        """
+        if self._reader is None:
+            with self._still_there():
+                found, row = self._orbax_leaf(item, leaf)
+                return found.value(row)
+        reader, number, info = self._ours(item, leaf, node)
+        if info.kind in tree_lib.EMPTY_KINDS:
+            return {"dict": {}, "list": [], "tuple": ()}.get(info.kind)
+        where = layout.join(self._folder, layout.EPOCH_RECORD)
+        if info.dtype is None:
+            return tree_lib.value_from_json(where, info.kind, reader.record.items[item].values[number])
+        data = _read(reader, item, number, info, whole(info.shape))
+        if info.kind not in ("longstr", "longbytes"):
+            return data
+        raw = data.tobytes()
+        try:
+            return raw.decode("utf-8", "surrogatepass") if info.kind == "longstr" else raw
+        except UnicodeDecodeError as error:
+            raise FormatError(where, f"leaf {leaf!r} is no text: {error}") from None
+
+    def pieces(self, item: str, leaf: str, node: str = "", max_elements: int = PIECE_ELEMENTS) -> Iterator[np.ndarray]:
+        """A whole array in consecutive runs of its elements, C order; each is one-dimensional.
+
+        The cut depends on the array's shape and on `max_elements` only. Of an array without elements there are none.
+        Memory: a few pieces; of stock Orbax also the chunks that the pieces along the first axis share.
+
+        Args:
+            item: the item.
+            leaf: the leaf's name.
+            node: whose, for an item of each node's own; empty otherwise.
+            max_elements: of a piece.
+
+        Raises:
+            InvalidArgumentError: there is no such leaf, or it is no array.
+            DamagedError: its bytes differ from what was written, or cannot be read.
+            EpochDeleted: the epoch went away meanwhile.
+        """
+        if max_elements < 1:
+            raise InvalidArgumentError(f"max_elements must be at least 1, got {max_elements}")
+        if self._reader is None:
+            with self._still_there():
+                found, row = self._orbax_leaf(item, leaf)
+            _check_array(row.leaf)
+            parts = found.boxes(row, boxes(row.leaf.shape, max_elements))
+            while True:
+                with self._still_there():
+                    part = next(parts, None)
+                if part is None:
+                    return
+                yield part.reshape(-1)
+        reader, number, info = self._ours(item, leaf, node)
+        _check_array(info)
+        for box in boxes(info.shape, max_elements):
+            yield _read(reader, item, number, info, box).reshape(-1)
+
+    def file(self, item: str, name: str) -> bytes:
+        """The content of a file that a handler wrote; verified if we wrote it.
+
+        Raises:
+            InvalidArgumentError: there is no such file.
+            DamagedError: its bytes differ from what was written, or cannot be read.
+            EpochDeleted: the epoch went away meanwhile.
+        """
+        if self._reader is not None:
+            return self._reader.read_file(item, name)
+        assert isinstance(self.record, OrbaxRecord)
+        if item not in self.record.folders or not layout.is_file_path(name):
+            raise InvalidArgumentError(f"item {item!r} has no file {name!r}")
+        path = layout.join(self._folder, self.record.folders[item], name)
+        with self._still_there():
+            try:
+                return self._store.read(path, limit_bytes=orbax_marks.MAX_BYTES)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            except ValueError as error:
+                raise FormatError(path, str(error)) from None
+
+    def verify(self) -> status.Verification:
+        """Reads every byte, of all nodes; of steps of stock Orbax every array."""
+        if self._reader is not None:
+            return status.verify(self._reader)
+        assert isinstance(self.record, OrbaxRecord)
+        damage: list[EpochCheckpointError] = [DamagedError(p, said) for p, said in self.record.problems.items()]
+        with self._still_there():
+            try:
+                orbax_steps.check(self._store, self._folder, self.record)
+            except EpochCheckpointError as error:
+                damage.append(error)
+            for name in self.record.names:
+                at = layout.join(self._folder, self.record.folders[name])
+                try:
+                    if orbax_steps.kind(self._store, at, name, self.record) == "arrays":
+                        damage += self._verify_orbax(self._orbax_item(name))
+                except EpochDeleted:
+                    raise
+                except EpochCheckpointError as error:
+                    damage.append(error)
+            nbytes = orbax_steps.nbytes(self._store, self._folder)
+        if damage:
+            self._check_present("files of it were missing")
+        said = {str(error): error for error in damage}  # what is missing is found twice
+        return status.Verification(self.record.epoch, nbytes, tuple(said.values()), NOTE)
+
+    def _verify_orbax(self, item: OrbaxItem) -> Iterator[EpochCheckpointError]:
+        for row in item.leaves:
+            try:
+                if row.leaf.dtype is None:
+                    item.value(row)
+                else:
+                    for _ in item.boxes(row, boxes(row.leaf.shape, PIECE_ELEMENTS)):
+                        pass
+            except InvalidArgumentError:
+                continue  # of a type that only somebody's own handler knows
+            except EpochCheckpointError as error:
+                yield error
+
+    # -- finding -------------------------------------------------------------------------------------------------
+
+    def _ours(self, item: str, leaf: str, node: str) -> tuple[EpochReader, int, Leaf]:
+        reader = self._reader
+        assert reader is not None, "callers look at it"
+        if node:
+            reader = self._node_reader(reader, item, node)
+        record = reader.record.items.get(item)
+        if record is None or record.arrays is None or leaf not in record.arrays.by_name:
+            raise _no_leaf(self.record.epoch, item, leaf, node)
+        number = record.arrays.by_name[leaf]
+        return reader, number, record.arrays.leaves[number]
+
+    def _node_reader(self, reader: EpochReader, item: str, node: str) -> EpochReader:
+        if (item, node) not in self._of_node:
+            names = [n.name for n in reader.record.nodes]
+            if node not in names or not reader.has(names.index(node), item):
+                raise InvalidArgumentError(f"epoch {self.record.epoch}: node {node!r} has no item {item!r} of its own")
+            self._of_node[item, node] = reader.of_node(names.index(node), item)
+        return self._of_node[item, node]
+
+    def _open_orbax(self, item: str) -> OrbaxItem:
+        assert isinstance(self.record, OrbaxRecord)
+        at = layout.join(self._folder, self.record.folders[item])
+        return OrbaxItem(self._store, at, self.record.epoch, self.record.handlers.get(item, ""))
+
+    def _orbax_leaf(self, item: str, leaf: str) -> tuple[OrbaxItem, StoredLeaf]:
+        assert isinstance(self.record, OrbaxRecord)
+        if item not in self.record.names:
+            raise _no_leaf(self.record.epoch, item, leaf, "")
+        found = self._orbax_item(item)
+        if leaf not in found.by_name:
+            raise _no_leaf(self.record.epoch, item, leaf, "")
+        return found, found.by_name[leaf]
+
+    @contextlib.contextmanager
+    def _still_there(self) -> Generator[None]:
+        """A step of stock Orbax that went away is no damage."""
+        try:
+            yield
+        except (InvalidArgumentError, EpochDeleted):
+            raise
+        except (EpochCheckpointError, OSError) as error:
+            self._check_present(say(error), error)
+            raise
+
+    def _check_present(self, detail: str, error: BaseException | None = None) -> None:
+        if self._commits.read_attempt(self.record.epoch) != self.record.attempt:
+            raise EpochDeleted(self.record.epoch, self._store.root, detail) from error
+
+
+def boxes(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
+    """Cuts an array into parts, each consecutive in C order; an array without elements has none.
+
+    Args:
+        shape: of the array.
+        max_elements: that a part may have.
+    """
+    if math.prod(shape) == 0:
+        return
+    axis, inner = 0, math.prod(shape)  # the first axis whose rows fit
+    while inner > max_elements:
+        inner //= shape[axis]
+        axis += 1
+    if not axis:
+        yield whole(shape)
+        return
+    step = max_elements // inner
+    rest = tuple((0, d) for d in shape[axis:])
+    for at in itertools.product(*map(range, shape[: axis - 1])):
+        head = tuple((i, i + 1) for i in at)
+        for start in range(0, shape[axis - 1], step):
+            yield (*head, (start, min(start + step, shape[axis - 1])), *rest)
+
+
+def _read(reader: EpochReader, item: str, number: int, leaf: Leaf, box: Box) -> np.ndarray:
+    assert leaf.dtype is not None, "callers choose arrays"
+    reader.check_files(item, number, box)
+    out = np.empty([b - a for a, b in box], leaf.dtype)
+    reader.read([Request(item, number, box, out)])
+    return out
+
+
+def _check_array(leaf: Leaf) -> None:
+    if leaf.dtype is None or leaf.kind in ("longstr", "longbytes"):
+        raise InvalidArgumentError(f"leaf {leaf.name!r} is no array but a value of kind {leaf.kind!r}")
+
+
+def _no_leaf(epoch: int, item: str, leaf: str, node: str) -> InvalidArgumentError:
+    of = f" of node {node!r}" if node else ""
+    return InvalidArgumentError(f"epoch {epoch}: item {item!r}{of} has no leaf {leaf!r}")
