@@ -28,7 +28,7 @@ from epochckpt.posix_store import PosixStore
 from epochckpt.reading import Reading, epoch_number
 from epochckpt.records import EpochRecord
 from epochckpt.storage import open_store
-from epochckpt.store import Store
+from epochckpt.store import Store, Writer
 from epochckpt.worker import Pool
 
 FORMATS = ("orbax", "safetensors")
@@ -63,6 +63,7 @@ def export(
     max_buffer_bytes: int = 64 * 2**20,
     allow_left_out: bool = False,
     options: ocp.CheckpointManagerOptions | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Exported:
     """Writes an epoch in a form that needs nothing of ours, into a new local folder. Every byte is verified first.
 
@@ -86,6 +87,7 @@ def export(
         max_buffer_bytes: safetensors: bound on the bytes that are held at a time.
         allow_left_out: leave out, and log, what the format cannot express, instead of refusing.
         options: the step name format, if it is not the default.
+        progress: is told how many bytes were written, piece by piece, from any thread.
 
     Raises:
         EpochNotFoundError: there is no such epoch.
@@ -117,7 +119,7 @@ def export(
                 return export_orbax.write(reader, record, target, allow_left_out)
             return export_safetensors.write(reader, _item_of_arrays(record), target, settings)
 
-        return _in_place(reader, place, write)
+        return _in_place(reader, place, write, progress)
 
     try:
         if epoch is not None:
@@ -205,11 +207,15 @@ def _item_of_arrays(record: EpochRecord) -> str:
     return arrays[0]
 
 
-def _in_place(reader: EpochReader, place: str, write: Callable[[PosixStore], export_orbax.LeftOut]) -> Exported:
+_Write = Callable[[PosixStore], export_orbax.LeftOut]
+_Progress = Callable[[int], None] | None
+
+
+def _in_place(reader: EpochReader, place: str, write: _Write, progress: _Progress) -> Exported:
     """Writes into a folder with a temporary name, and renames it when all is durable."""
     parent, name = os.path.split(place)
     with _parents(parent):
-        return _staged(reader, PosixStore(parent), name, write)
+        return _staged(reader, PosixStore(parent), name, write, progress)
 
 
 @contextlib.contextmanager
@@ -230,9 +236,7 @@ def _parents(parent: str) -> Generator[None]:
         raise
 
 
-def _staged(
-    reader: EpochReader, above: PosixStore, name: str, write: Callable[[PosixStore], export_orbax.LeftOut]
-) -> Exported:
+def _staged(reader: EpochReader, above: PosixStore, name: str, write: _Write, progress: _Progress) -> Exported:
     place = os.path.join(above.root, name)
     staging = f"export-{layout.new_id()}{layout.TMP_SUFFIX}"
     folder = os.path.join(above.root, staging)
@@ -240,7 +244,7 @@ def _staged(
     try:
         if os.path.isdir(place):  # it is replaced: by one that is as open to others as it was, from the beginning
             _like(place, folder)
-        left_out = write(PosixStore(folder))
+        left_out = write(PosixStore(folder) if progress is None else _Counted(folder, progress))
         nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
         reader.check_present("it was being exported")
         try:
@@ -252,6 +256,41 @@ def _staged(
         above.remove_tree(staging)
         raise
     return Exported(reader.record.epoch, place, nbytes, left_out)
+
+
+class _Counted(PosixStore):
+    """A store that tells how many bytes are written to it.
+
+    Args:
+        root: its folder.
+        progress: is told.
+    """
+
+    def __init__(self, root: str, progress: Callable[[int], None]):
+        super().__init__(root)
+        self._progress = progress
+
+    def open_writer(self, path: str, size: int) -> Writer:
+        """See Store."""
+        return _CountedWriter(super().open_writer(path, size), self._progress)
+
+
+class _CountedWriter(Writer):
+    def __init__(self, writer: Writer, progress: Callable[[int], None]):
+        self._writer, self._progress = writer, progress
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        """See Writer."""
+        self._writer.write(offset, data)
+        self._progress(memoryview(data).nbytes)
+
+    def finish(self) -> None:
+        """See Writer."""
+        self._writer.finish()
+
+    def abort(self) -> None:
+        """See Writer."""
+        self._writer.abort()
 
 
 def _like(model: str, folder: str) -> None:

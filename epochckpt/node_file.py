@@ -99,11 +99,11 @@ class NodeFile:
             self._reader.close()
             self._reader = None
 
-    def verify(self, epoch: Epoch) -> list[EpochCheckpointError]:
-        """Reads every block; returns one error for each that is damaged."""
+    def verify(self, epoch: Epoch, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
+        """Reads every block, tells how many bytes each had; returns one error for each that is damaged."""
         problems: list[EpochCheckpointError] = []
         try:
-            self.stream(epoch, lambda start, data: None, problems.append)
+            self.stream(epoch, lambda start, data: progress(len(data)), problems.append)
         except EpochDeleted:
             raise
         except EpochCheckpointError as error:

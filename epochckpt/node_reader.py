@@ -241,8 +241,12 @@ class EpochReader:
         if now.attempt != self.record.attempt:
             raise EpochDeleted(self.record.epoch, self.store.root, "another attempt is committed there now")
 
-    def verify_all(self) -> Iterator[EpochCheckpointError]:
-        """Reads every byte of the epoch and yields what is wrong, file by file."""
+    def verify_all(self, progress: Callable[[int], None]) -> Iterator[EpochCheckpointError]:
+        """Reads every byte of the epoch and yields what is wrong, file by file.
+
+        Args:
+            progress: is told how many bytes have been read, piece by piece, from any thread.
+        """
         for node in range(len(self.record.nodes)):
             try:
                 record = self.node_record(node)
@@ -255,15 +259,16 @@ class EpochReader:
                 try:
                     if item.arrays is not None:
                         for file in self.files(name, node):
-                            yield from file.verify(self)
+                            yield from file.verify(self, progress)
                     elif item.kind == "node":
                         if name not in record.items and not any(f.item == name for f in record.files):
                             continue  # this node has none
-                        yield from self.of_node(node, name).verify_all()
+                        yield from self.of_node(node, name).verify_all(progress)
                     else:
                         for file in record.files:
                             if file.item == name:
-                                collections.deque(self.blocks(node, file), maxlen=0)
+                                for block in self.blocks(node, file):
+                                    progress(len(block))
                 except EpochDeleted:
                     raise
                 except EpochCheckpointError as error:

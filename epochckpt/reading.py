@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -72,11 +72,11 @@ class Reading:
         item = items.chosen_arrays(epoch, arrays, item)
         return read_leaves(reader, item, [patterns] if isinstance(patterns, str) else patterns)
 
-    def verify(self, epoch: int) -> status.Verification:
-        """Reads every byte."""
+    def verify(self, epoch: int, progress: Callable[[int], None] = lambda nbytes: None) -> status.Verification:
+        """Reads every byte; `progress` is told how many, piece by piece, of epochs that are not stock Orbax's."""
         try:
             reader = self.reader(epoch)
-            return reader.verify() if isinstance(reader, StepReader) else status.verify(reader)
+            return reader.verify() if isinstance(reader, StepReader) else status.verify(reader, progress)
         except EpochNotFoundError:
             raise
         except EpochCheckpointError as error:

@@ -115,9 +115,9 @@ def committed(record: EpochRecord) -> EpochStatus:
     return EpochStatus(record.epoch, "committed", "", nodes)
 
 
-def verify(reader: EpochReader) -> Verification:
+def verify(reader: EpochReader, progress: Callable[[int], None]) -> Verification:
     """Reads every byte of an epoch."""
-    return Verification(reader.record.epoch, reader.record.nbytes, tuple(reader.verify_all()))
+    return Verification(reader.record.epoch, reader.record.nbytes, tuple(reader.verify_all(progress)))
 
 
 def item_metadata(record: EpochRecord, directory: Any, of_files: Callable[[str, str], Any]) -> Any:

@@ -466,6 +466,16 @@ def test_it_says_what_it_did(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFi
     assert f"epoch 5 of {tmp_path / 'run'} exported as orbax to {tmp_path / 'out'}: " in caplog.text
 
 
+@pytest.mark.parametrize("format", ["orbax", "safetensors"])
+def test_it_tells_how_many_bytes_it_has_written(tmp_path: pathlib.Path, format: str) -> None:
+    """Piece by piece; together they are the data files."""
+    save(tmp_path / "run", {"a": jnp.ones(10_000), "b": jnp.ones((3, 5))}, block_bytes=4096)
+    told: list[int] = []
+    ec.export(tmp_path / "run", 5, tmp_path / "out", format, progress=told.append)
+    assert sum(told) == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.safetensors"))
+    assert len(told) > 1
+
+
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7,), (3, 5), (1, 1, 9), (2, 3, 4, 5), (5, 0), (1, 64), (64, 1)])
 @pytest.mark.parametrize("limit", [1, 2, 7, 16, 1000])
 def test_slabs_are_the_array_piece_by_piece(shape: tuple[int, ...], limit: int) -> None:
