@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,10 +152,14 @@ class Leaves:
             except ValueError as error:
                 raise FormatError(path, str(error)) from None
 
-    def verify(self) -> status.Verification:
-        """Reads every byte, of all nodes; of steps of stock Orbax every array."""
+    def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> status.Verification:
+        """Reads every byte, of all nodes; of steps of stock Orbax every array.
+
+        Args:
+            progress: is told how many bytes were read, piece by piece, from any thread.
+        """
         if self._reader is not None:
-            return status.verify(self._reader)
+            return status.verify(self._reader, progress)
         assert isinstance(self.record, OrbaxRecord)
         damage: list[EpochCheckpointError] = [DamagedError(p, said) for p, said in self.record.problems.items()]
         with self._still_there():
@@ -167,7 +171,7 @@ class Leaves:
                 at = layout.join(self._folder, self.record.folders[name])
                 try:
                     if orbax_steps.kind(self._store, at, name, self.record) == "arrays":
-                        damage += self._verify_orbax(self._orbax_item(name))
+                        damage += self._verify_orbax(self._orbax_item(name), progress)
                 except EpochDeleted:
                     raise
                 except EpochCheckpointError as error:
@@ -178,14 +182,14 @@ class Leaves:
         said = {str(error): error for error in damage}  # what is missing is found twice
         return status.Verification(self.record.epoch, nbytes, tuple(said.values()), NOTE)
 
-    def _verify_orbax(self, item: OrbaxItem) -> Iterator[EpochCheckpointError]:
+    def _verify_orbax(self, item: OrbaxItem, progress: Callable[[int], None]) -> Iterator[EpochCheckpointError]:
         for row in item.leaves:
             try:
                 if row.leaf.dtype is None:
                     item.value(row)
                 else:
-                    for _ in item.boxes(row, boxes(row.leaf.shape, PIECE_ELEMENTS)):
-                        pass
+                    for part in item.boxes(row, boxes(row.leaf.shape, PIECE_ELEMENTS)):
+                        progress(part.nbytes)
             except InvalidArgumentError:
                 continue  # of a type that only somebody's own handler knows
             except EpochCheckpointError as error:

@@ -115,8 +115,8 @@ def committed(record: EpochRecord) -> EpochStatus:
     return EpochStatus(record.epoch, "committed", "", nodes)
 
 
-def verify(reader: EpochReader, progress: Callable[[int], None]) -> Verification:
-    """Reads every byte of an epoch."""
+def verify(reader: EpochReader, progress: Callable[[int], None] = lambda nbytes: None) -> Verification:
+    """Reads every byte of an epoch; `progress` is told how many, piece by piece, from any thread."""
     return Verification(reader.record.epoch, reader.record.nbytes, tuple(reader.verify_all(progress)))
 
 
