@@ -15,9 +15,10 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
         run_saves running runner upload_staging upload_nodes upload caffe2
     F5  rows escaping orbax_leaves details leaf_reading stats plain text_table text_tree text_leaves text_overview
         text_views
+        setting_kinds setting_rules setting_fields settings flags
 """
 
-from epochckpt import args, caffe2, errors, metadata, stop
+from epochckpt import args, caffe2, errors, flags, metadata, stop
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
@@ -65,6 +66,7 @@ __all__ = [
     "epoch_limiter",
     "errors",
     "export",
+    "flags",
     "follow",
     "import_",
     "metadata",

@@ -117,10 +117,16 @@ class History:
 
 
 def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | None:
-    """How good an epoch is by `best_fn`, larger is better; None without metrics; NaN is worst of all."""
+    """How good an epoch is by `best_fn`, larger is better; None without metrics; NaN is worst of all.
+
+    A `best_fn` that returns None says that the epoch lacks the one metric that counts.
+    """
     if options.best_fn is None or info.metrics is None:
         return None
-    value = float(options.best_fn(info.metrics))
+    found: float | None = options.best_fn(info.metrics)
+    if found is None:
+        return None
+    value = float(found)
     if math.isnan(value):
         return -math.inf
     return value if options.best_mode == "max" else -value
