@@ -39,6 +39,16 @@ def unseal(path: str, data: bytes) -> dict[str, Any]:
         DamagedError: the bytes are not those that were written.
         FormatError: they are, but are not a JSON object of sane depth.
     """
+    check_seal(path, data)
+    return parse_sealed(path, data)
+
+
+def check_seal(path: str, data: bytes) -> None:
+    """Compares a record with the checksum that it carries.
+
+    Raises:
+        DamagedError: the bytes are not those that were written.
+    """
     start = len(_FIELD)
     if not data.startswith(b"{"):
         raise DamagedError(path, "is not a JSON record (empty, truncated or overwritten)")
@@ -48,6 +58,14 @@ def unseal(path: str, data: bytes) -> dict[str, Any]:
     expected = f"{xxh3(data[:start] + _ZEROS + data[start + 16 :]):016x}"
     if found != expected:
         raise DamagedError(path, f"checksum differs: recorded {found}, computed {expected}")
+
+
+def parse_sealed(path: str, data: bytes) -> dict[str, Any]:
+    """Parses the JSON of a record, or of a part of one that begins like it, without its checksum.
+
+    Raises:
+        FormatError: it is no JSON object of sane depth.
+    """
     try:
         record = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

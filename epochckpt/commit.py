@@ -105,18 +105,28 @@ class Commits(abc.ABC):
             EpochNotFoundError: there is none; lists those that exist.
             DamagedError, FormatError: it cannot be used.
         """
-        path = layout.join(self.folder(epoch), layout.EPOCH_RECORD)
-        if epoch in self._hidden():
+        if epoch in self.hidden():
             raise EpochNotFoundError(epoch, self.store.root, self.list_epochs())
+        return self.read_in(self.folder(epoch), epoch, parsing.parse_epoch) or self._read_orbax(epoch)
+
+    def read_in(
+        self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+    ) -> EpochRecord | None:
+        """The commit record in a folder; by default without its items. None if there is no record of ours.
+
+        Raises:
+            DamagedError, FormatError: it cannot be used.
+        """
+        path = layout.join(folder, layout.EPOCH_RECORD)
         try:
             data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
         except (FileNotFoundError, NotADirectoryError):
-            return self._read_orbax(epoch)
+            return None
         except ValueError as error:
             raise FormatError(path, str(error)) from None
         except OSError as error:
             raise unreadable(path, error) from error
-        record = parsing.parse_epoch(path, data)
+        record = parse(path, data)
         if record.epoch != epoch:
             raise FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
         return record
@@ -141,26 +151,30 @@ class Commits(abc.ABC):
         if isinstance(record, orbax_steps.OrbaxRecord):
             orbax_steps.check(self.store, self.folder(record.epoch), record)
             return
-        for number, node in enumerate(record.nodes):
-            base = layout.join(self.folder(record.epoch), record.node_folder(number))
-            expected = {layout.NODE_RECORD: node.record_size}
-            for f in node.files:
-                expected[f.path] = f.size
-            for name, size in expected.items():
-                path = layout.join(base, name)
-                try:
-                    found = self.store.size(path)
-                except OSError as error:
-                    raise unreadable(path, error) from error
-                if found != size:
-                    raise DamagedError(path, f"has {found} bytes, {size} were written")
+        for number in range(len(record.nodes)):
+            self.check_node(self.folder(record.epoch), record, number)
+
+    def check_node(self, folder: str, record: EpochRecord, number: int) -> None:
+        """The same for one node of an epoch in a folder."""
+        base = layout.join(folder, record.node_folder(number))
+        expected = {layout.NODE_RECORD: record.nodes[number].record_size}
+        for f in record.nodes[number].files:
+            expected[f.path] = f.size
+        for name, size in expected.items():
+            path = layout.join(base, name)
+            try:
+                found = self.store.size(path)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            if found != size:
+                raise DamagedError(path, f"has {found} bytes, {size} were written")
 
     def _scan(self) -> tuple[list[int], list[str]]:
         try:
             entries = self.store.list("")
         except FileNotFoundError:
             return [], []
-        hidden = self._hidden() if any(e.name == layout.ROLLBACK_RECORD for e in entries) else frozenset()
+        hidden = self.hidden() if any(e.name == layout.ROLLBACK_RECORD for e in entries) else frozenset()
         folders: dict[int, str] = {}
         foreign = []
         for entry in entries:
@@ -182,7 +196,8 @@ class Commits(abc.ABC):
         self._folders = folders
         return sorted(folders.keys() - hidden), foreign
 
-    def _hidden(self) -> frozenset[int]:
+    def hidden(self) -> frozenset[int]:
+        """The epochs that a rollback is setting aside just now."""
         try:
             data = self.store.read(layout.ROLLBACK_RECORD, limit_bytes=2**24)
         except (FileNotFoundError, NotADirectoryError):

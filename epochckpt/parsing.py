@@ -6,7 +6,9 @@ the record's own size does not bound.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from typing import Any
 
 from epochckpt import checksum, layout
@@ -18,6 +20,10 @@ from epochckpt.records import MAX_RECORD_BYTES, DataFile, EpochRecord, ItemRecor
 _MAX_DIM = 2**48
 _MAX_BYTES = 2**62
 _MAX_CELLS = 2**24
+_MAX_BRACES = 2**16
+_OPENING = ord("{")
+_PLAIN = bytes(set(range(256)) - set(b'"{}'))  # what does not tell where strings and objects end
+_STRING = re.compile(rb'"[^"]*"')
 
 
 class _Fields:
@@ -69,8 +75,9 @@ class _Fields:
         return value
 
 
-def _open(path: str, data: bytes, kind: str) -> _Fields:
-    fields = _Fields(path, checksum.unseal(path, data))
+def _open(path: str, data: bytes, kind: str, trees: bool = True) -> _Fields:
+    checksum.check_seal(path, data)
+    fields = _Fields(path, checksum.parse_sealed(path, data if trees else _without_items(data)))
     if fields.data.get("format") != layout.FORMAT:
         raise FormatError(path, f"is no epochckpt record (format {str(fields.data.get('format'))[:40]!r})")
     version = fields.data.get("version")
@@ -126,15 +133,55 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
         FormatError: something in it is not what the format allows.
     """
     fields = _open(path, data, "epoch")
-    attempt = fields.text("attempt", 80)
-    layout.check_recorded_name(path, attempt)
-    nodes = tuple(_parse_node_entry(path, i, n) for i, n in enumerate(fields.array("nodes")))
-    names = [n.name for n in nodes]
-    if not nodes or len(set(names)) != len(names):
-        raise fields.fail("nodes", "at least one node, with distinct names")
+    nodes = _parse_nodes(fields)
     items = {name: _parse_item(path, name, entry, len(nodes)) for name, entry in fields.mapping("items").items()}
     if fields.boolean("default_item") and layout.DEFAULT_ITEM not in items:
         raise fields.fail("items", f"the item {layout.DEFAULT_ITEM!r}")
+    return _epoch_record(fields, nodes, items)
+
+
+def parse_head(path: str, data: bytes) -> EpochRecord:
+    """Parses `epoch.json` without its trees: the record that `parse_epoch` gives, with no items.
+
+    For looking at many epochs: takes a small part of the time. Raises what `parse_epoch` raises, but that what is
+    wrong with the items alone is not noticed.
+    """
+    fields = _open(path, data, "epoch", trees=False)
+    return _epoch_record(fields, _parse_nodes(fields), {})
+
+
+def _without_items(data: bytes) -> bytes:
+    """The text of a record without its items; all of it where they cannot be cut out without parsing.
+
+    A raw quote stands in JSON only at the ends of strings, so `,"items":{` is a key wherever it occurs, and braces
+    outside of strings tell how deep it lies, and where its value ends.
+    """
+    start, end = data.find(b',"items":{'), data.find(b',"default_item":')
+    if not 0 <= start < end or data.count(b"{", 0, start) != 1 or b"}" in data[:start]:
+        return data  # it does not lie in the outermost object, or a name has a brace
+    items = data[start:end]
+    if b"\\" in items:
+        items = items.replace(b"\\\\", b"").replace(b'\\"', b"")
+    braces = items.translate(None, _PLAIN).replace(b'""', b"")  # an even number of quotes ends and begins no string
+    if b'"' in braces:
+        braces = _STRING.sub(b"", braces)
+    if len(braces) > _MAX_BRACES:
+        return data
+    depth = list(itertools.accumulate(1 if brace == _OPENING else -1 for brace in braces))
+    whole = depth[-1:] == [0] and 0 not in depth[:-1]
+    return data[:start] + data[end:] if whole else data
+
+
+def _parse_nodes(fields: _Fields) -> tuple[NodeEntry, ...]:
+    nodes = tuple(_parse_node_entry(fields.path, i, n) for i, n in enumerate(fields.array("nodes")))
+    names = [n.name for n in nodes]
+    if not nodes or len(set(names)) != len(names):
+        raise fields.fail("nodes", "at least one node, with distinct names")
+    return nodes
+
+
+def _epoch_record(fields: _Fields, nodes: tuple[NodeEntry, ...], items: dict[str, ItemRecord]) -> EpochRecord:
+    attempt = layout.check_recorded_name(fields.path, fields.text("attempt", 80))
     alone = "alone" in fields.data and fields.boolean("alone")
     if alone and len(nodes) != 1:
         raise fields.fail("alone", "one node")

@@ -102,7 +102,7 @@ class RemainRow:
             `set aside` (a damaged epoch that was replaced), `deleted` (taken out of sight, its bytes not yet removed),
             `orbax attempt` (staging of stock Orbax), `foreign` (named like an epoch, and none).
         nbytes: bytes of its files.
-        age_secs: how long ago something was last written to it.
+        age_secs: how long ago something was last written to it; None: object stores do not tell.
         epochs: the numbers of the epochs in it, as far as its names say.
         detail: what it is, in words.
     """
@@ -110,7 +110,7 @@ class RemainRow:
     path: str
     kind: str
     nbytes: int
-    age_secs: float
+    age_secs: float | None
     epochs: tuple[int, ...] = ()
     detail: str = ""
 

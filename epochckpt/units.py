@@ -20,9 +20,9 @@ def nbytes(n: float) -> str:
     return f"{size / 1000:.1f} PB"
 
 
-def secs(s: float) -> str:
-    """A duration with two or three digits: `12 ms`, `1.2 s`, `3 min`, `2.5 h`, `40 d`."""
-    if not math.isfinite(s):
+def secs(s: float | None) -> str:
+    """A duration with two or three digits: `12 ms`, `1.2 s`, `3 min`, `2.5 h`, `40 d`; `?` if it is not known."""
+    if s is None or not math.isfinite(s):
         return "?"
     if s < 0:
         return f"−{secs(-s)}"

@@ -1,0 +1,245 @@
+"""A directory of checkpoints as rows: epochs and attempts at them, and what else lies there. Only looks."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from epochckpt import epoch_rows, layout, recognising, remains, surveying, worker
+from epochckpt.commit import Commits
+from epochckpt.errors import AccessError, EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError
+from epochckpt.opening import commits_of, step_names
+from epochckpt.rows import COMMITTED, EpochRow, Overview, RemainRow
+from epochckpt.storage import open_store
+
+CHECKED_FILES = 2000
+"""About so many files are looked at; the newest epochs come first."""
+
+_THREADS = 16  # of object stores, where every answer takes long and costs nothing here
+
+
+def open_commits(directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions | None = None) -> Commits:
+    """The epochs of a directory, for reading.
+
+    Args:
+        directory: a path or a URL.
+        options: the step name format, if it is not the default.
+
+    Raises:
+        NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
+        AccessError: it may not be read.
+        OSError: it cannot be reached.
+    """
+    store = open_store(directory)
+    commits = commits_of(store, step_names(options or ocp.CheckpointManagerOptions()))
+    try:
+        if store.renames and not os.path.isdir(store.root):
+            problem = recognising.file if os.path.exists(store.root) else recognising.missing
+            raise NotACheckpointDirectoryError(f"{store.root} {problem(store.root)}")
+        found = [(entry.name, entry.is_folder) for entry in store.list("")]
+        if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found)):
+            raise NotACheckpointDirectoryError(f"{store.root} {recognising.folder(store, found)}")
+    except PermissionError as error:
+        raise no_access(commits, error) from error
+    return commits
+
+
+def no_access(commits: Commits, error: OSError) -> AccessError:
+    """The error for a directory that may not be looked at."""
+    return AccessError(f"{commits.store.root}: {error}; this user (uid {os.getuid()}) needs read access")
+
+
+def _is_sign(commits: Commits, name: str, is_folder: bool) -> bool:
+    """Whether a name in a directory shows that it is one of checkpoints."""
+    if not is_folder:
+        return name == layout.ROLLBACK_RECORD
+    epoch = commits.names.parse(name)
+    if epoch is not None:
+        return isinstance(epoch_rows.read(commits, name, epoch, brief=True), EpochRow) or (
+            not commits.store.renames and bool(_attempts_below(commits, name))
+        )
+    return remains.is_sign(commits, name)
+
+
+def _attempts_below(commits: Commits, folder: str) -> list[str]:
+    return [path for path, is_folder in surveying.walk(commits.store, folder) if not is_folder]
+
+
+def look(
+    directory: str | os.PathLike[str],
+    *,
+    metric: str | None = None,
+    mode: str = "max",
+    limit: int | None = 100,
+    options: ocp.CheckpointManagerOptions | None = None,
+    check: bool = True,
+) -> Overview:
+    """Looks at a directory, which others may be writing to.
+
+    Args:
+        directory: a path or a URL.
+        metric: by which the best epoch is to be found; `a/b` finds `{"a": {"b": …}}`, too.
+        mode: `max` or `min`: which value of it is best. NaN is worst.
+        limit: how many epochs are to be rows, the newest; None: all. The best is one in any case, and so are attempts.
+        options: the step name format and `todelete_subdir`, if they are not the defaults.
+        check: see whether the files of the newest epochs are there, with the sizes that were recorded. At most about
+            `CHECKED_FILES` files are looked at; `checked` of a row says whether its were.
+
+    Raises:
+        NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
+        AccessError: it may not be read.
+        InvalidArgumentError: a mode, or a limit, that makes no sense.
+        OSError: it cannot be reached.
+    """
+    if mode not in ("max", "min"):
+        raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
+    commits = open_commits(directory, options)
+    try:
+        return _Look(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
+    except PermissionError as error:
+        if isinstance(error, EpochCheckpointError):
+            raise
+        raise no_access(commits, error) from error
+
+
+class _Look:
+    """One look."""
+
+    def __init__(self, commits: Commits, metric: str | None, mode: str):
+        self._commits, self._metric, self._mode = commits, metric, mode
+
+    def overview(self, limit: int | None, check: bool, kept: str | None) -> Overview:
+        now_ns = time.time_ns()
+        # attempts first: one that is committed meanwhile is then seen in its new place
+        found = remains.find(self._commits, now_ns, kept)
+        folders = self._folders()
+        order = sorted(folders, reverse=True)
+        shown = set(order if limit is None else order[:limit])
+        rows: dict[int, EpochRow] = {}
+        others: list[RemainRow] = []
+        hidden: list[EpochRow] = []
+        for epoch, row in zip(order, self._read(folders, order, shown), strict=True):
+            if isinstance(row, RemainRow):
+                others.append(row)
+            elif row is not None and epoch in shown:
+                rows[epoch] = row
+            elif row is not None:
+                hidden.append(row)
+        best = self._best([*rows.values(), *hidden])
+        for row in [r for r in hidden if r.epoch == best]:
+            whole = epoch_rows.read(self._commits, row.folder, row.epoch)
+            if isinstance(whole, EpochRow):
+                hidden.remove(row)
+                rows[row.epoch] = whole
+        if check:
+            self._check(rows)
+        latest = max((r.epoch for r in rows.values() if r.state == COMMITTED), default=None)
+        marked = [dataclasses.replace(row, latest=epoch == latest, best=epoch == best) for epoch, row in rows.items()]
+        committed = {row.attempt for row in marked}
+        attempts = [row for row in found.attempts if row.attempt not in committed]
+        return Overview(
+            directory=self._commits.store.root,
+            epochs=tuple(
+                sorted(
+                    [*marked, *attempts], key=lambda row: (row.epoch, row.attempt != "" and row.age_secs is not None)
+                )
+            ),
+            hidden=len(hidden),
+            hidden_nbytes=sum(row.nbytes for row in hidden),
+            remains=tuple(sorted([*found.others, *others], key=lambda row: row.path)),
+            metric=self._metric or "",
+            mode=self._mode,
+            problems={**found.problems, **self._problems([*marked, *hidden])},
+        )
+
+    def _folders(self) -> dict[int, str]:
+        """The folder of each epoch, as far as names say."""
+        names, folders = self._commits.names, dict[int, str]()
+        entries = self._commits.store.list("")
+        hidden = self._commits.hidden() if any(e.name == layout.ROLLBACK_RECORD for e in entries) else frozenset()
+        for entry in entries:
+            epoch = names.parse(entry.name) if entry.is_folder else None
+            if epoch is None or epoch in hidden:
+                continue
+            if epoch not in folders or entry.name == names.build(epoch):
+                folders[epoch] = entry.name
+        return folders
+
+    def _read(self, folders: Mapping[int, str], order: Sequence[int], shown: set[int]) -> list[Any]:
+        found: list[Any] = [None] * len(order)
+
+        def read(place: int) -> None:
+            epoch = order[place]
+            found[place] = epoch_rows.read(self._commits, folders[epoch], epoch, brief=epoch not in shown)
+
+        if self._commits.store.renames:
+            for place in range(len(order)):
+                read(place)
+        else:
+            worker.Pool(_THREADS).run([functools.partial(read, place) for place in range(len(order))])
+        return found
+
+    def _check(self, rows: dict[int, EpochRow]) -> None:
+        """Looks at the files of the newest epochs, at least of one."""
+        files = 0
+        for epoch in sorted(rows, reverse=True):
+            files += epoch_rows.files_of(rows[epoch])
+            if files > CHECKED_FILES and files > epoch_rows.files_of(rows[epoch]):
+                return
+            rows[epoch] = epoch_rows.checked(self._commits, rows[epoch])
+
+    def _best(self, rows: Sequence[EpochRow]) -> int | None:
+        """The best epoch, the later of equals."""
+        if self._metric is None:
+            return None
+        scored = [
+            (score, row.epoch)
+            for row in rows
+            if row.state == COMMITTED and (score := _score(row.metrics, self._metric, self._mode)) is not None
+        ]
+        return max(scored)[1] if scored else None
+
+    def _problems(self, rows: Sequence[EpochRow]) -> dict[str, str]:
+        """What is to be said beside the rows."""
+        if self._metric is None or any(_value(row.metrics, self._metric) is not None for row in rows):
+            return {}
+        known = sorted({name for row in rows for name in row.metrics})
+        if not known:
+            return {"": f"no epoch has metrics, so none is best by {self._metric!r}"}
+        near = difflib.get_close_matches(self._metric, known, n=3) or known[:10]
+        return {"": f"no epoch has the metric {self._metric!r}; there are {', '.join(near)}"}
+
+
+def _value(metrics: Mapping[str, Any], name: str) -> float | None:
+    """One metric as a number; None if it is not there, or is none."""
+    value: Any = metrics.get(name)
+    if value is None and "/" in name:
+        value = metrics
+        for part in name.split("/"):
+            value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _score(metrics: Mapping[str, Any], name: str, mode: str) -> float | None:
+    """How good that is; larger is better."""
+    value = _value(metrics, name)
+    if value is None:
+        return None
+    if math.isnan(value):
+        return -math.inf
+    return value if mode == "max" else -value

@@ -1,0 +1,222 @@
+"""What lies in a directory beside its epochs: attempts under way or left over, and what was taken out of sight.
+
+The names are those that `commit_rename`, `commit_put`, `node_epochs`, uploads and exports give; this table is the one
+place that reads all of them:
+
+| name | what it is |
+| --- | --- |
+| `incarnation-<id>.orbax-checkpoint-tmp/` | a run's staging; it stays while the run lives, empty between saves |
+| `node-<node>-<id>.orbax-checkpoint-tmp/` | the same of a job that saves epochs of one node |
+| in them `<epoch>-<ordinal>/` | an attempt |
+| in them `swept-*`, `discarded-*`, `deleted-*`, `removed-*`, `uncertain-*` | out of sight, on its way out |
+| in them `replaced-*`, `damaged-*` | epochs on the move: the next run puts them where they belong |
+| `rolled-back-<id>/`, `damaged-<id>/`, the folder that `todelete_subdir` named | epochs that are kept out of sight |
+| `<step>.orbax-checkpoint-tmp*/` | staging of stock Orbax |
+| `upload-*`, `export-*`, `gc-*`, with that suffix | staging of an upload, an export, a removal |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from epochckpt import layout, parsing, records, surveying, units
+from epochckpt.commit import Commits
+from epochckpt.errors import EpochCheckpointError
+from epochckpt.rows import IN_PROGRESS, LEFTOVER, EpochRow, NodeRow, RemainRow
+from epochckpt.store import Store
+from epochckpt.surveying import Extent
+
+LIVE_SECS = 600.0
+"""An attempt that something was written to within so many seconds counts as under way."""
+
+ATTEMPT, ROLLED_BACK, SET_ASIDE, DELETED, ORBAX, FOREIGN = (
+    "attempt",
+    "rolled back",
+    "set aside",
+    "deleted",
+    "orbax attempt",
+    "foreign",
+)
+
+GC_PREFIX = "gc-"
+
+_ATTEMPT = re.compile(r"(\d+)-(\d+)\Z")
+_TOKEN = re.compile(r"-([0-9a-f]{8,16})" + re.escape(layout.TMP_SUFFIX) + r"\Z")
+_MOVING = re.compile(r"(?:damaged|replaced)-")
+_GONE = {
+    "swept-": "what an earlier run left, out of sight",
+    "discarded-": "a failed save, out of sight",
+    "deleted-": "a deleted or replaced epoch, out of sight",
+    "removed-": "a replaced epoch, out of sight",
+    "uncertain-": "an epoch that could not be made durable, out of sight",
+}
+_KEPT = {
+    "rolled-back-": (ROLLED_BACK, "set aside by rollback_to"),
+    "damaged-": (SET_ASIDE, "a damaged epoch that was replaced"),
+}
+_STAGING = {
+    "upload-": (ATTEMPT, "staging of an upload"),
+    "export-": (ATTEMPT, "staging of an export"),
+    GC_PREFIX: (DELETED, "being removed, or left by a removal that was interrupted"),
+}
+_VIEW = frozenset({"manifest.ocdbt", "_METADATA", "array_metadatas"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Remains:
+    """What was found.
+
+    Attributes:
+        attempts: saves that have not been committed, each as a row of its own.
+        others: the rest.
+        problems: what could not be looked at, and why, by path.
+    """
+
+    attempts: list[EpochRow] = dataclasses.field(default_factory=list)
+    others: list[RemainRow] = dataclasses.field(default_factory=list)
+    problems: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def find(commits: Commits, now_ns: int, kept: str | None = None) -> Remains:
+    """Looks for everything in the table above (on object stores: see `orphans`).
+
+    Args:
+        commits: the directory.
+        now_ns: the time, nanoseconds since 1970.
+        kept: the folder that `todelete_subdir` names.
+
+    Raises:
+        OSError: the directory cannot be looked at.
+    """
+    found = Remains()
+    for name, is_folder in surveying.names(commits.store, ""):
+        if not is_folder or commits.names.parse(name) is not None:
+            continue
+        try:
+            _look_at(commits, name, now_ns, kept, found)
+        except OSError as error:
+            found.problems[name] = str(error)
+    return found
+
+
+def is_sign(commits: Commits, name: str) -> bool:
+    """Whether a folder that is named like no epoch shows that the directory is one of checkpoints."""
+    if layout.parse_incarnation(name) is not None or layout.parse_node_staging(name) is not None:
+        return True
+    if layout.TMP_SUFFIX in name and commits.names.parse(name.partition(layout.TMP_SUFFIX)[0]) is not None:
+        return True
+    if any(name.startswith(prefix) for prefix in _KEPT):
+        return bool(_epochs_in(commits, name))
+    return name == layout.ROOT_METADATA[0] and commits.store.exists(layout.join(*layout.ROOT_METADATA))
+
+
+def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: Remains) -> None:
+    store = commits.store
+    if layout.parse_incarnation(name) is not None or layout.parse_node_staging(name) is not None:
+        if store.renames:
+            _look_into_staging(store, name, now_ns, found)
+        return
+    for prefix, (kind, detail) in _KEPT.items():
+        if name.startswith(prefix) and layout.is_name(name.removeprefix(prefix)):
+            _add(found, store, name, kind, now_ns, _epochs_in(commits, name), detail)
+            return
+    if name == kept:
+        detail = "deleted epochs, kept because of todelete_subdir"
+        _add(found, store, name, SET_ASIDE, now_ns, _epochs_in(commits, name), detail)
+    elif layout.TMP_SUFFIX in name:
+        for prefix, (kind, detail) in _STAGING.items():
+            if name.startswith(prefix) and _TOKEN.search(name):
+                _add(found, store, name, kind, now_ns, (), detail)
+                return
+        step = commits.names.parse(name.partition(layout.TMP_SUFFIX)[0])
+        if step is not None:
+            _add(found, store, name, ORBAX, now_ns, (step,), "a save of stock Orbax, under way or left over")
+
+
+def _look_into_staging(store: Store, home: str, now_ns: int, found: Remains) -> None:
+    token = home.removesuffix(layout.TMP_SUFFIX).rpartition("-")[2]
+    node = layout.parse_node_staging(home)
+    for name, is_folder in surveying.names(store, home):
+        path = layout.join(home, name)
+        if not is_folder:
+            continue
+        tried = _ATTEMPT.match(name)
+        if tried:
+            row = _attempt(store, path, int(tried[1]), f"{token}-{tried[2]}", node, now_ns)
+            if row is not None:
+                found.attempts.append(row)
+        elif _MOVING.match(name):
+            _add(found, store, path, SET_ASIDE, now_ns, (), "an epoch on the move: the next run puts it in its place")
+        else:
+            detail = next((text for prefix, text in _GONE.items() if name.startswith(prefix)), "")
+            epoch = re.match(r"deleted-(\d+)-", name)
+            epochs = (int(epoch[1]),) if epoch else ()
+            _add(found, store, path, DELETED if detail else FOREIGN, now_ns, epochs, detail or "not known")
+
+
+def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | None, now_ns: int) -> EpochRow | None:
+    """The row of an attempt; None if it is gone: committed, or discarded."""
+    whole = surveying.extent(store, path)
+    if whole is None:
+        return None
+    nodes = []
+    for name, is_folder in [(alone, True)] if alone else surveying.names(store, path):
+        row = _node(store, path if alone else layout.join(path, name), name) if is_folder else None
+        if row is not None:
+            nodes.append(row)
+    age = whole.age_secs(now_ns) or 0.0
+    done = sum(n.state == "written" for n in nodes)
+    detail = f"{done} of {len(nodes)} nodes that have begun have written"
+    if age >= LIVE_SECS:
+        detail += f"; nothing was written for {units.secs(age)}: it failed, or its job was killed"
+    return EpochRow(
+        epoch=epoch,
+        state=IN_PROGRESS if age < LIVE_SECS else LEFTOVER,
+        detail=whole.problem or detail,
+        folder=path,
+        attempt=attempt,
+        nodes=tuple(nodes),
+        nbytes=whole.nbytes,
+        started_ns=whole.oldest_ns,
+        age_secs=age,
+    )
+
+
+def _node(store: Store, path: str, name: str) -> NodeRow | None:
+    """One node's part of an attempt; None if the folder is none of a node's, or gone."""
+    inner = surveying.names(store, path)
+    files = {n for n, is_folder in inner if not is_folder}
+    written = layout.NODE_RECORD in files
+    if not written and {n for n, _ in inner} & _VIEW:
+        return None  # an item of the Orbax view
+    size = surveying.extent(store, path)
+    if size is None:
+        return None
+    secs = None
+    if written:
+        at = layout.join(path, layout.NODE_RECORD)
+        try:
+            record = parsing.parse_node(at, store.read(at, limit_bytes=records.MAX_RECORD_BYTES))
+            secs = record.timings.get("write_secs")
+        except (EpochCheckpointError, OSError, ValueError):  # being written just now, or gone
+            written = False
+    return NodeRow(name, size.nbytes, secs, "written" if written else "writing")
+
+
+def _epochs_in(commits: Commits, folder: str) -> tuple[int, ...]:
+    numbers = (commits.names.parse(name) for name, _ in surveying.names(commits.store, folder))
+    return tuple(sorted(n for n in numbers if n is not None))
+
+
+def _add(found: Remains, store: Store, path: str, kind: str, now_ns: int, epochs: tuple[int, ...], detail: str) -> None:
+    size = surveying.extent(store, path)
+    if size is not None:
+        found.others.append(row_of(path, kind, size, now_ns, epochs, detail))
+
+
+def row_of(path: str, kind: str, size: Extent, now_ns: int, epochs: tuple[int, ...], detail: str) -> RemainRow:
+    """The row of something that was measured."""
+    if size.problem:
+        detail = f"{detail} ({size.problem})" if detail else size.problem
+    return RemainRow(path, kind, size.nbytes, size.age_secs(now_ns), epochs, detail)
