@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -35,7 +35,7 @@ def stats(found: Sequence[LeafStats], *, hint: str = "") -> RenderableType:
     if not found:
         return Text(f"no arrays{hint}", FAINT)
     columns = [
-        *_leaf_columns(found),
+        *_LEAF,
         Column(Text("type"), 6),
         Column(Text("shape"), 7, least=12),
         Column(Text("min"), 1, right=True),
@@ -49,11 +49,11 @@ def stats(found: Sequence[LeafStats], *, hint: str = "") -> RenderableType:
         Column(Text("histogram"), 3, least=_HISTOGRAM[0]),
     ]
     lines: list[Sequence[Cell]] = []
-    for one in found:
+    for one, cells in zip(found, _leaf_cells(found), strict=True):
         numbers = [one.min, one.max, one.mean, one.std, one.norm]
         lines.append(
             [
-                *_leaf_cells(one.item, one.node, one.leaf.name),
+                *cells,
                 text(one.leaf.dtype, GOOD, limit=30),
                 shape(one.leaf),
                 *(Text("–", FAINT) if n is None else Text(units.number(n)) for n in numbers),
@@ -66,20 +66,15 @@ def stats(found: Sequence[LeafStats], *, hint: str = "") -> RenderableType:
     return Table(columns, lines)
 
 
-def _leaf_columns(found: Iterable[LeafStats | DiffRow]) -> list[Column]:
-    listed = list(found)
-    several = len({one.item for one in listed}) > 1
-    own = any(one.node for one in listed)
-    # a leaf is not found without its item and node: kept wherever they differ
-    return [
-        Column(Text("item"), 0 if several else 9, least=8),
-        Column(Text("node"), 0 if own else 9, least=8),
-        Column(Text("leaf"), 0, least=36),
-    ]
+_LEAF = (Column(Text("item"), 0, least=8), Column(Text("node"), 0, least=8), Column(Text("leaf"), 0, least=36))
 
 
-def _leaf_cells(item: str, node: str, name: str) -> list[Cell]:
-    return [text(item), text(node), text(name)]
+def _leaf_cells(found: Sequence[LeafStats | DiffRow]) -> list[list[Cell]]:
+    """Item, node and name of every leaf; items only where there are several."""
+    several = len({one.item for one in found}) > 1
+    names = [one.leaf.name if isinstance(one, LeafStats) else one.name for one in found]
+    pairs = zip(found, names, strict=True)
+    return [[text(one.item if several else ""), text(one.node), text(name)] for one, name in pairs]
 
 
 def _histogram(counts: Sequence[int]) -> Cell:
@@ -128,7 +123,7 @@ def _counted(counts: Mapping[str, int]) -> Line:
 def _diff_table(found: Sequence[DiffRow]) -> Table:
     columns = [
         Column(Text(""), 0),
-        *_leaf_columns(found),
+        *_LEAF,
         Column(Text("change"), 6),
         Column(Text("relative"), 1, right=True),
         Column(Text(""), 4),
@@ -139,12 +134,12 @@ def _diff_table(found: Sequence[DiffRow]) -> Table:
     ]
     most = max((row.relative for row in found if row.relative is not None), default=0.0) or 1.0
     lines: list[Sequence[Cell]] = []
-    for row in found:
+    for row, cells in zip(found, _leaf_cells(found), strict=True):
         mark, style = _CHANGES[row.change]
         lines.append(
             [
                 Text(mark, style),
-                *_leaf_cells(row.item, row.node, row.name),
+                *cells,
                 Text(row.change, style),
                 _number(row.relative),
                 Text(bar(row.relative / most) if row.relative else "", style),

@@ -53,8 +53,10 @@ def overview(seen: Overview, *, hint: str = "") -> RenderableType:
     if seen.remains:
         parts += [Text(), Text("Also here, and read by nobody:", HEAD), _remains(seen)]
     if seen.problems:
-        parts += [Text(), Text("Could not be looked at:", BAD)]
-        parts += [Fact(text(path), text(why, BAD, limit=600), 20, 2) for path, why in seen.problems.items()]
+        parts.append(Text())
+        for path, why in seen.problems.items():  # of the directory as a whole: without a path
+            name = text(f"{path}: " if path else "", HEAD, limit=60)
+            parts.append(Fact(Text("!", BAD), name.append_text(text(why, limit=600)), 1))
     return Group(*parts)
 
 
@@ -102,6 +104,7 @@ def _epochs(seen: Overview) -> Table:
     lines: list[Sequence[Cell] | Text] = []
     for row in seen.epochs:
         attempt = row.state in (rows.IN_PROGRESS, rows.LEFTOVER)
+        values = flat(row.metrics)
         lines.append(
             [
                 Text(str(row.epoch)),
@@ -110,7 +113,7 @@ def _epochs(seen: Overview) -> Table:
                 Text(units.nbytes(row.nbytes), FAINT if attempt else ""),
                 _secs(row.secs),
                 _secs(row.held_secs),
-                *(metric(row.metrics.get(name), GOOD if row.best and name == seen.metric else "") for name in metrics),
+                *(metric(values.get(name), GOOD if row.best and name == seen.metric else "") for name in metrics),
                 node_strip(row, names, before) if several else Text(),
                 _slowest(row),
                 _committed(row),
@@ -150,10 +153,21 @@ def _slowest(row: EpochRow) -> Text:
 
 def _metrics(seen: Overview) -> list[str]:
     """Names of the metrics, the one that decides first."""
-    found: dict[str, None] = {seen.metric: None} if seen.metric else {}
+    found: dict[str, None] = {}
     for row in seen.epochs:
-        found.update(dict.fromkeys(str(name) for name, value in row.metrics.items() if isinstance(value, numbers.Real)))
-    return list(found)
+        found.update(dict.fromkeys(flat(row.metrics)))
+    return sorted(found, key=lambda name: name != seen.metric)
+
+
+def flat(metrics: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Metrics by name; those in further mappings as `outer/inner`."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping) and prefix.count("/") < 8:
+            found.update(flat(value, f"{prefix}{name}/"))
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def _nodes(epochs: Iterable[EpochRow]) -> list[str]:
@@ -226,7 +240,7 @@ def _remains(seen: Overview) -> Table:
             [
                 text(left.kind, WARN, limit=30),
                 Text(units.nbytes(left.nbytes)),
-                Text(units.secs(left.age_secs)),
+                Text("" if left.age_secs is None else units.secs(left.age_secs)),
                 text(left.path),
                 text(", ".join(map(str, left.epochs[:20])), limit=40),
                 text(left.detail, FAINT),

@@ -15,7 +15,7 @@ from rich.text import Text
 from epochckpt import rows, text_tree, units
 from epochckpt.rows import EpochDetail, EpochRow, ItemRow, NodeRow
 from epochckpt.text_leaves import diff, stats
-from epochckpt.text_overview import BEST, LATEST, STYLES, metric, node_strip, overview, strip_title
+from epochckpt.text_overview import BEST, LATEST, STYLES, flat, metric, node_strip, overview, strip_title
 from epochckpt.text_table import (
     BAD,
     FAINT,
@@ -94,7 +94,7 @@ def _facts(detail: EpochDetail) -> Iterator[tuple[str, Text]]:
     yield "written by", text("stock Orbax" if row.writer == "orbax" else f"{row.writer}, attempt {row.attempt or '?'}")
     if row.folder:
         yield "folder", text(row.folder)
-    for name, value in row.metrics.items():
+    for name, value in flat(row.metrics).items():
         source = f"  (attached by {row.sources[name]})" if name in row.sources else ""
         yield "metric", text(f"{name} ").append_text(metric(value, HEAD)).append_text(text(source, FAINT))
     for title, values in (("metadata", row.custom_metadata), ("run", row.notes)):
