@@ -17,7 +17,8 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
         orbax_leaves details leaf_reading stats plain
         html_style html_parts html_overview html_sharding html_tree html_epoch html_compare html_views
         text_table text_tree text_leaves text_overview text_views
-        setting_kinds setting_rules setting_fields settings flags
+        watching setting_kinds setting_rules setting_fields settings flags
+        cli_output cli_options cli_places cli_look cli_work cli_watch cli __main__
 """
 
 from epochckpt import args, caffe2, errors, flags, metadata, stop

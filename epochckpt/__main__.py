@@ -1,0 +1,8 @@
+"""`python -m epochckpt`."""
+
+import sys
+
+from epochckpt.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Where the command line writes: rows to stdout as text or JSON, progress and remarks to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Generator
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+from rich.text import Text
+
+from epochckpt import plain
+from epochckpt.escaping import shown
+from epochckpt.text_table import WARN
+
+OK, FOUND, USAGE, MISSING, UNREACHABLE, FAULT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 70, 130, 141
+
+
+class Stop(Exception):
+    """Ends a command with a message of its own.
+
+    Attributes:
+        code: exit code.
+        message: for stderr.
+    """
+
+    def __init__(self, code: int, message: str):
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+class Output:
+    """What one command writes.
+
+    Args:
+        as_json: JSON instead of text on stdout.
+    """
+
+    def __init__(self, as_json: bool):
+        self.as_json = as_json
+        for stream in (sys.stdout, sys.stderr):
+            # A terminal that is not of Unicode gets question marks, not a traceback.
+            with contextlib.suppress(AttributeError, OSError):
+                stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+        self.out = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
+        self.err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+    def rows(self, rows: object, view: Callable[[], RenderableType]) -> None:
+        """The answer of a command: rows as JSON, or their view."""
+        if self.as_json:
+            self.line(rows)
+        else:
+            self.out.print(view())
+
+    def line(self, rows: object) -> None:
+        """Rows as one line of JSON."""
+        sys.stdout.write(json.dumps(plain.to_json(rows), allow_nan=False) + "\n")
+        sys.stdout.flush()
+
+    def note(self, message: str) -> None:
+        """A remark beside the answer."""
+        self.err.print(Text(f"epochckpt: {shown(message, limit=2000)}", WARN))
+
+    @contextlib.contextmanager
+    def progress(self, what: str, total: float | None, *, in_bytes: bool = True) -> Generator[Callable[[float], None]]:
+        """Shows how far long work is, on a terminal; gives a call that says how much more was done.
+
+        Args:
+            what: is being done.
+            total: of bytes or steps; None: not known.
+            in_bytes: whether it is bytes that are counted.
+        """
+        if not self.err.is_terminal or self.err.is_dumb_terminal:
+            yield lambda more: None
+            return
+        sizes = (
+            (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (TextColumn("{task.completed}/{task.total}"),)
+        )
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), *sizes)
+        with Progress(*columns, console=self.err, transient=True) as progress:
+            task = progress.add_task(shown(what), total=total)
+            yield lambda more: progress.advance(task, more)

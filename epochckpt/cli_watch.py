@@ -1,0 +1,179 @@
+"""`epochckpt watch`: a live run, as lines, with the saves that are under way below them on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Generator
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from epochckpt import overview, text_overview, units, watching
+from epochckpt.cli_output import MISSING, OK, Output
+from epochckpt.cli_places import options_of
+from epochckpt.commit import Commits
+from epochckpt.opening import commits_of, step_names
+from epochckpt.rows import DAMAGED, EpochRow
+from epochckpt.storage import open_store
+from epochckpt.text_table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Column, Fitted, Line, Table, text
+from epochckpt.watching import DELETED, FAILED, PRESENT, SAVED, SAVING, Event
+
+_HISTORY = 5
+_STYLES = {PRESENT: FAINT, SAVED: GOOD, SAVING: LIVE, FAILED: BAD, DELETED: FAINT}
+_STEP = 0.25  # where nothing can be drawn over, a save has a line whenever so much more of it is done
+
+
+def watch(args: argparse.Namespace, output: Output) -> int:
+    """`epochckpt watch`."""
+    commits = _commits(args)
+    events = watching.watch(
+        commits,
+        until=args.until,
+        timeout_secs=args.timeout,
+        interval_secs=args.interval,
+        history=_HISTORY,
+    )
+    best = _best_of(args)
+    drawn = output.out.is_terminal and not output.out.is_dumb_terminal and not args.json
+    with _live(output.out) if drawn else contextlib.nullcontext(_Lines(output)) as show:
+        while True:
+            try:
+                event = next(events)
+            except StopIteration as end:
+                reached = bool(end.value)
+                break
+            if args.json:
+                output.line(event)
+            else:
+                show(event, best(event))
+    if not reached:
+        output.note(f"no epoch was committed within {units.secs(args.timeout)}")
+    return OK if reached else MISSING
+
+
+def _commits(args: argparse.Namespace) -> Commits:
+    options = options_of(args)
+    if args.wait:
+        return commits_of(open_store(args.directory), step_names(options))
+    return overview.open_commits(args.directory, options)
+
+
+def _best_of(args: argparse.Namespace) -> Callable[[Event], bool]:
+    """Tells whether an event's epoch is the best so far."""
+
+    def best(event: Event) -> bool:
+        if not args.metric or event.kind not in (PRESENT, SAVED):
+            return False
+        options = options_of(args)
+        seen = overview.look(args.directory, metric=args.metric, mode=args.mode, limit=1, options=options, check=False)
+        return any(row.best and row.epoch == event.row.epoch for row in seen.epochs)
+
+    return best
+
+
+def line(event: Event, best: bool = False) -> Text:
+    """An event as one line."""
+    row = event.row
+    at = time.strftime("%H:%M:%S", time.localtime(event.time_ns / 1e9))
+    kind = "damaged" if row.state == DAMAGED and event.kind in (PRESENT, SAVED) else event.kind
+    style = BAD if kind == "damaged" else _STYLES[event.kind]
+    said = Text.assemble((at, FAINT), "  epoch ", (str(row.epoch), HEAD), " ", (kind, style), "  ")
+    if event.kind in (SAVING, FAILED):
+        said.append_text(_progress(event))
+    elif event.kind != DELETED:
+        said.append_text(_facts(row))
+    said.append(f"  {text_overview.BEST} best so far" if best else "", GOOD)
+    detail = row.detail if kind == "damaged" else event.detail
+    return said.append_text(text(f"  {detail}" if detail else "", FAINT if event.kind == SAVING else WARN, limit=300))
+
+
+def _progress(event: Event) -> Text:
+    of = f" of {units.nbytes(event.before.nbytes)}" if event.before is not None else ""
+    share = f"{event.done:.0%}  " if event.done is not None else ""
+    return Text(f"{share}{units.nbytes(event.row.nbytes)}{of}")
+
+
+def _facts(row: EpochRow) -> Text:
+    took = f" in {units.secs(row.secs)}" if row.secs is not None else ""
+    held = f", held {units.secs(row.held_secs)}" if row.held_secs is not None else ""
+    said = Text(f"{units.nbytes(row.nbytes)}{took}{held}")
+    if row.slowest_node is not None:
+        said.append_text(text(f", slowest {row.slowest_node}", limit=60))
+    for name, value in list(row.metrics.items())[:3]:
+        said.append_text(text(f"  {name} ", FAINT, limit=30)).append_text(text_overview.metric(value))
+    return said
+
+
+class _Lines:
+    """One line per event, for what is no terminal: of a save only now and then.
+
+    Args:
+        output: where to.
+    """
+
+    def __init__(self, output: Output):
+        self._output = output
+        self._told: dict[str, float] = {}
+
+    def __call__(self, event: Event, best: bool) -> None:
+        if event.kind == SAVING:
+            done = event.done or 0.0
+            told = self._told.get(event.row.attempt)
+            if told is not None and done - told < _STEP:
+                return
+            self._told[event.row.attempt] = done
+        else:
+            self._told.pop(event.row.attempt, None)
+        self._output.out.print(line(event, best), soft_wrap=True)
+        self._output.out.file.flush()
+
+
+class _Drawn:
+    """Lines for what has happened, and below them what is under way.
+
+    Args:
+        live: draws.
+    """
+
+    def __init__(self, live: Live):
+        self._live = live
+        self._saving: dict[str, Event] = {}
+
+    def __call__(self, event: Event, best: bool) -> None:
+        if event.kind == SAVING:
+            self._saving[event.row.attempt] = event
+        else:
+            self._saving.pop(event.row.attempt, None)
+            self._live.console.print(Line(line(event, best)))
+        self._live.update(Group(*(under_way(saving) for saving in self._saving.values())), refresh=True)
+
+
+def under_way(event: Event) -> RenderableType:
+    """A save that is under way: how much of it is written, and by which node how much."""
+    row, before = event.row, event.before
+    had = {node.name: node.nbytes for node in before.nodes} if before is not None else {}
+    head = Text.assemble("epoch ", (str(row.epoch), HEAD), " ", ("saving", LIVE), "  ").append_text(_progress(event))
+    names = list(had) + [node.name for node in row.nodes if node.name not in had]
+    bars = text_overview.node_strip(row, names, had)
+    share = event.done or 0.0
+
+    def whole(width: int) -> Text:
+        done = round(share * width)
+        return Text("━" * done, LIVE).append("━" * (width - done), FAINT)
+
+    table = Table(
+        [Column(Text("all"), least=10), Column(text_overview.strip_title(len(names)), least=8)],
+        [[Fitted(40, whole), bars if len(names) > 1 else Text()]],
+        indent=2,
+        heads=len(names) > 1,
+    )
+    return Group(Line(head.append_text(text(f"  {event.detail}", FAINT))), table)
+
+
+@contextlib.contextmanager
+def _live(console: Console) -> Generator[_Drawn]:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield _Drawn(live)

@@ -1,0 +1,104 @@
+"""The commands that read or write much: `verify`, `gc`, `export`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from epochckpt import exporting, units
+from epochckpt.cli_output import FOUND, OK, Output
+from epochckpt.cli_places import Place
+from epochckpt.errors import EpochCheckpointError, EpochDeleted, EpochNotFoundError
+from epochckpt.rows import EpochRow
+from epochckpt.status import Verification
+from epochckpt.text_table import BAD, FAINT, GOOD, HEAD, Fact, text
+
+_DAMAGE = 20  # places of an epoch that are listed
+
+
+def verify(args: argparse.Namespace, output: Output) -> int:
+    """`epochckpt verify`."""
+    place = Place(args, output)
+    rows = place.rows(args.epochs)
+    found: list[Verification] = []
+    with output.progress("verifying", sum(row.nbytes for row in rows)) as more:
+        for row in rows:
+            try:
+                found.append(_verified(place, row, more))
+            except EpochNotFoundError as error:  # a live run deletes epochs
+                if not isinstance(error, EpochDeleted) and row.epoch in args.epochs:
+                    raise
+                output.note(f"epoch {row.epoch} was deleted meanwhile")
+    answer = {"directory": place.commits.store.root, "epochs": [_plain(one) for one in found]}
+    output.rows(answer, lambda: Group(*_verifications(found)))
+    return FOUND if any(not one.ok for one in found) else OK
+
+
+def _verified(place: Place, row: EpochRow, more: Any) -> Verification:
+    try:
+        return place.leaves(row).verify(more)
+    except EpochNotFoundError:
+        raise
+    except EpochCheckpointError as error:  # its record cannot be read
+        return Verification(row.epoch, row.nbytes, (error,))
+
+
+def _plain(one: Verification) -> dict[str, Any]:
+    """An answer for programs."""
+    damage = [
+        {
+            "path": getattr(error, "path", ""),
+            "leaf": getattr(error, "leaf", None),
+            "problem": getattr(error, "problem", str(error)),
+        }
+        for error in one.damage
+    ]
+    return {"epoch": one.epoch, "ok": one.ok, "nbytes": one.nbytes, "note": one.note, "damage": damage}
+
+
+def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
+    width = max((len(str(one.epoch)) for one in found), default=1) + len("epoch ")
+    for one in found:
+        said = Text("ok", GOOD) if one.ok else Text("damaged", BAD)
+        note = f"  ({one.note})" if one.note else ""
+        value = said.append(f"  {units.nbytes(one.nbytes)}", "").append_text(text(note, FAINT, limit=400))
+        yield Fact(Text(f"epoch {one.epoch}", HEAD), value, width)
+        for error in one.damage[:_DAMAGE]:
+            yield Fact(Text("×", BAD), text(str(error), BAD, limit=1000), 1, 2)
+        if len(one.damage) > _DAMAGE:
+            yield Text(f"  … {units.count(len(one.damage) - _DAMAGE)} more", BAD)
+    if not found:
+        yield Text("no epochs", FAINT)
+
+
+def export(args: argparse.Namespace, output: Output) -> int:
+    """`epochckpt export`."""
+    place = Place(args, output)
+    row = place.row(args.epoch, check=False)
+    with output.progress(f"exporting epoch {row.epoch}", row.nbytes) as more:
+        done = exporting.export(
+            args.directory,
+            row.epoch,
+            args.destination,
+            args.format,
+            item=args.item,
+            separator=args.separator,
+            allow_left_out=args.allow_left_out,
+            options=place.options,
+            progress=more,
+        )
+
+    def view() -> RenderableType:
+        said = Text.assemble(f"epoch {done.epoch} as {args.format}: {units.nbytes(done.nbytes)} in ", text(done.path))
+        left = [
+            Fact(text(item), text(", ".join(f"{leaf}: {why}" for leaf, why in leaves.items()), limit=2000), 12, 2)
+            for item, leaves in done.left_out.items()
+        ]
+        return Group(said, *([Text("left out:"), *left] if left else []))
+
+    output.rows(done, view)
+    return OK
