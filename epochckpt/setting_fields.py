@@ -193,7 +193,8 @@ class Fields:
         None,
         kinds.maybe(kinds.seconds(0)),
         f"{RUNNER}.deadline_secs",
-        "How long after a preemption notice a resumable epoch may go on. None: until its end.",
+        "How long after a preemption notice an epoch may go on whose tasks ask ws.should_stop(); then it is dropped, "
+        "or saved as it is if it is resumable. None: until its end.",
     )
     max_consecutive_save_failures: int | None = _is(
         None,

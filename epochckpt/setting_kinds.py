@@ -40,7 +40,7 @@ MAX_SECS = 1e9  # 30 years; locks and timedeltas overflow somewhere above
 MAX_BYTES = 2**63 - 1
 
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([^\W\d]*)\s*", re.ASCII)
-_INTEGER = re.compile(r"\s*[+-]?\d{1,18}\s*", re.ASCII)
+_INTEGER = re.compile(r"\s*[+-]?\d{1,19}\s*", re.ASCII)
 _WORDS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}  # as absl reads them
 
 
@@ -157,8 +157,8 @@ def _integer(value: Any) -> int:
     if isinstance(value, str):
         if not _INTEGER.fullmatch(value):
             raise _Refusal
-        return int(value)
-    return operator.index(value)
+        value = int(value)
+    return _at_least(-MAX_BYTES, operator.index(value), MAX_BYTES)  # what files and other languages hold
 
 
 def _float(value: Any) -> float:

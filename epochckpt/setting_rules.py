@@ -59,11 +59,11 @@ _NOT_READ_ONLY = {
 }
 
 RULES = (
+    *(Rule(name, "read_only", False, f"{why} where everything is only read") for name, why in _NOT_READ_ONLY.items()),
     Rule("keep_period", "max_to_keep", True, _BEYOND),
     Rule("keep_time_interval_secs", "max_to_keep", True, _BEYOND),
     Rule("best_mode", "best_metric", True, _RANKED),
     Rule("keep_checkpoints_without_metrics", "best_metric", True, _RANKED),
     Rule("keep_checkpoints_without_metrics", "max_to_keep", True, _BEYOND),
-    *(Rule(name, "read_only", False, f"{why} where everything is only read") for name, why in _NOT_READ_ONLY.items()),
 )
 """All of them. What others need comes as `other`."""

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import launch
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from absl import app, flags
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
@@ -44,6 +43,7 @@ flags.DEFINE_integer("patience", 10, "Stop after so many epochs without better a
 flags.DEFINE_integer("batch_size", 32, "Images per step, in the whole job.", lower_bound=1, upper_bound=1437)
 flags.DEFINE_float("learning_rate", 1e-3, "Adam's step size.")
 flags.DEFINE_integer("seed", 0, "Decides initial parameters, shuffling and dropout.", lower_bound=0)
+CKPT = ec.flags.define(max_to_keep=3)  # --ckpt_directory, --ckpt_resume, …; or --flagfile=configs/one_host.flags
 
 # The hidden layer is cut over all devices: each computes its own hidden units and a partial sum of the
 # logits, and one all-reduce per step adds these up. JAX cuts only evenly, and 840 is the least number that
@@ -164,13 +164,14 @@ def make_job():
 
 def train():
     folder = pathlib.Path(FLAGS.workdir).absolute()
-    say(f"{jax.process_count()} processes, {jax.device_count()} devices, checkpoints in {folder}/checkpoints")
-    runs = ec.metadata.SqliteMetadataHandler(folder / "runs.sqlite")  # epochs and timings of every run, for later
-    options = ocp.CheckpointManagerOptions(max_to_keep=3)
-    with ec.CheckpointManager(folder / "checkpoints", options=options, metadata_handler=runs) as manager:
+    folder.mkdir(parents=True, exist_ok=True)
+    # Where the flags leave it open. The database gets the epochs and timings of every run, for later.
+    CKPT.set_defaults(directory=folder / "checkpoints", metadata_handler=f"sqlite:{folder}/runs.sqlite")
+    with CKPT.manager() as manager:
+        say(f"{jax.process_count()} processes, {jax.device_count()} devices, checkpoints in {manager.directory}")
         # An epoch that turned out to be damaged is trained, and uploaded, again.
         upload = ec.CopyUpload(folder / "final", replace=True)
-        runner = ec.JobRunner(make_job(), manager, upload_task_group_builder=upload)
+        runner = CKPT.runner(make_job(), manager, upload_task_group_builder=upload)
         runner.train(ec.DistributedSession())
     result = runner.result
     if result.resumed_from is not None:

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import launch
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from absl import app, flags
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -43,6 +42,7 @@ flags.DEFINE_integer("layers", 2, "Transformer blocks.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 3e-3, "Adam's step size, after 20 steps of warming up.")
 flags.DEFINE_integer("seed", 0, "Decides initial parameters and the order of the data.", lower_bound=0)
 flags.DEFINE_integer("say_every", 50, "Steps between two lines about the loss.", lower_bound=1)
+CKPT = ec.flags.define(max_to_keep=2)  # --ckpt_directory, --ckpt_resume, …; or --flagfile=configs/one_host.flags
 
 HEAD = 16  # size of an attention head
 
@@ -175,10 +175,11 @@ def make_job():
 
 def train():
     folder = pathlib.Path(FLAGS.workdir).absolute()
-    say(f"{jax.process_count()} processes, {jax.device_count()} devices, checkpoints in {folder}/checkpoints")
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ec.CheckpointManager(folder / "checkpoints", options=options) as manager:
-        runner = ec.JobRunner(make_job(), manager)
+    folder.mkdir(parents=True, exist_ok=True)
+    CKPT.set_defaults(directory=folder / "checkpoints")  # where the flags leave it open
+    with CKPT.manager() as manager:
+        say(f"{jax.process_count()} processes, {jax.device_count()} devices, checkpoints in {manager.directory}")
+        runner = CKPT.runner(make_job(), manager)
         # A process that is alone hears of SIGTERM itself, and at once; several ask JAX, which looks once a second.
         runner.train(ec.DistributedSession() if jax.process_count() > 1 else ec.LocalSession())
     result = runner.result
