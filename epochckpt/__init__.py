@@ -6,10 +6,10 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
         run_database
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view parsing node_writer node_file
-        node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put retention
+        node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put attached retention
     F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
         status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata
-        node_staging node_epochs manager following copying export_orbax export_safetensors exporting importing
+        node_staging node_epochs manager following attaching copying export_orbax export_safetensors exporting importing
     F4  conditions stop workspace tasks job session blobs boundary metrics preempting result keeping keep_epochs
         keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
         run_saves running runner upload_staging upload_nodes upload caffe2
@@ -22,6 +22,7 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
 """
 
 from epochckpt import args, caffe2, errors, flags, metadata, stop
+from epochckpt.attaching import attach_metrics
 from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
@@ -65,6 +66,7 @@ __all__ = [
     "Verification",
     "Workspace",
     "args",
+    "attach_metrics",
     "caffe2",
     "epoch_limiter",
     "errors",

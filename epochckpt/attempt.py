@@ -11,7 +11,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import layout, units, worker
+from epochckpt import checksum, layout, units, worker
 from epochckpt.aside import Replaces
 from epochckpt.coordination import Deadline
 from epochckpt.errors import SaveError, say
@@ -198,12 +198,34 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-    """The good verdict, as every node hears it."""
+    """The good verdict, as every node hears it.
+
+    Attributes:
+        epoch: the epoch.
+        metrics: those it was saved with.
+        committed_ns: when, wall clock.
+        deleted: epochs that are deleted now.
+        attached: metrics that were attached to other epochs, by epoch; None: nobody looked.
+    """
 
     epoch: int
     metrics: Any
     committed_ns: int
     deleted: tuple[int, ...]
+    attached: Mapping[int, Mapping[str, Any]] | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """Its form as JSON."""
+        attached = None if self.attached is None else sorted(self.attached.items())
+        metrics = checksum.pack_json({"own": self.metrics, "attached": attached}, "metrics")
+        return {"metrics": metrics, "committed_ns": self.committed_ns, "deleted": list(self.deleted)}
+
+    @classmethod
+    def from_wire(cls, epoch: int, wire: Mapping[str, Any]) -> Committed:
+        """The inverse of `to_wire`."""
+        metrics = checksum.unpack_json(wire["metrics"])
+        attached = None if metrics["attached"] is None else dict(metrics["attached"])
+        return cls(epoch, metrics["own"], wire["committed_ns"], tuple(wire["deleted"]), attached)
 
 
 def snapshot(

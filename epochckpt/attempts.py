@@ -18,12 +18,12 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
-from epochckpt import checksum, units, worker
+from epochckpt import units, worker
 from epochckpt.attempt import Attempt, Committed
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
@@ -56,8 +56,8 @@ class Attempts:
     Args:
         opened: the directory, and the other processes.
         options: bounds and sizes.
-        retire: on the primary, called with a fresh commit: which epochs to delete now, a call that takes them out of
-            sight, and returns one that removes their bytes.
+        retire: on the primary, called with a fresh commit: which epochs to delete now, what is attached to epochs, a
+            call that takes them out of sight, and returns one that removes their bytes.
         on_commit: called on every node for every commit; must not fail.
         log: called after that; may fail.
         on_end: called on every node for every attempt that ends, with why it failed or None; must not fail.
@@ -67,7 +67,7 @@ class Attempts:
         self,
         opened: Opened,
         options: StorageOptions,
-        retire: Callable[[Committed], tuple[list[int], Callable[[], Callable[[], None]]]],
+        retire: Callable[[Committed], tuple[list[int], Mapping[int, Any], Callable[[], Callable[[], None]]]],
         on_commit: Callable[[Committed], None],
         log: Callable[[Attempt, Committed], None],
         on_end: Callable[[Attempt, SaveError | None], None],
@@ -287,13 +287,12 @@ class Attempts:
                     worker.logged("the remains of a save stay", lambda: self._commits.discard(attempt.epoch, me))
             raise
         try:
-            deleted, hide = self._retire(committed)
+            deleted, attached, hide = self._retire(committed)
         except Exception:  # a policy of the user's: a failure there must not harm the commit
             logging.exception("epoch %d is committed, but deciding what to delete failed", attempt.epoch)
-            deleted, hide = [], lambda: lambda: None
-        committed = dataclasses.replace(committed, deleted=tuple(deleted))
-        metrics = checksum.pack_json(committed.metrics, "metrics")
-        self._tell(attempt, {"metrics": metrics, "committed_ns": committed.committed_ns, "deleted": deleted})
+            deleted, attached, hide = [], None, lambda: lambda: None
+        committed = dataclasses.replace(committed, deleted=tuple(deleted), attached=attached)
+        self._tell(attempt, committed.to_wire())
         return committed, hide
 
     def _collect(self, attempt: Attempt) -> None:
@@ -366,8 +365,7 @@ class Attempts:
             ) from silence
         if "error" in verdict:
             raise from_wire(verdict["error"])
-        metrics = checksum.unpack_json(verdict["metrics"])
-        return Committed(attempt.epoch, metrics, verdict["committed_ns"], tuple(verdict["deleted"]))
+        return Committed.from_wire(attempt.epoch, verdict)
 
     def _named(self, processes: Sequence[int]) -> str:
         """The nodes of some processes."""

@@ -82,6 +82,8 @@ class PutCommits(Commits):
             record = self._attempt_in(folder)
             if not record and self.store.exists(layout.join(folder, layout.EPOCH_RECORD)):
                 continue  # damaged: a person may still want to look at it
+            if not record:
+                yield from self.store.find(layout.METRICS_PREFIX, folder)
             for node in self.store.list(folder):
                 for attempt in self.store.list(layout.join(folder, node.name)) if node.is_folder else ():
                     ours = attempt.name.startswith(f"{self.incarnation}-")
@@ -134,7 +136,7 @@ class PutCommits(Commits):
             self._copy_aside(epoch, f"damaged-{layout.new_id()}")
             self._check_fence(epoch)
             if self.read_attempt(epoch) == replaces.attempt:
-                self.store.remove(path)
+                self._remove_record(self.folder(epoch))
         try:
             if old is None:
                 self.store.create(path, record)
@@ -195,7 +197,7 @@ class PutCommits(Commits):
         record = self._attempt_in(folder)
         if into is not None:
             self._copy_aside(epoch, into)
-        self.store.remove(layout.join(folder, layout.EPOCH_RECORD))
+        self._remove_record(folder)
         if into is not None:
             return lambda: None
 
@@ -216,17 +218,25 @@ class PutCommits(Commits):
             path = layout.join(self.folder(epoch), layout.EPOCH_RECORD)
             if self.store.exists(path):
                 self._copy_aside(epoch, rollback.folder)
-                self.store.remove(path)
+                self._remove_record(self.folder(epoch))
         self.store.remove(layout.ROLLBACK_RECORD)
 
     def _copy_aside(self, epoch: int, into: str) -> None:
-        """Keeps an epoch's record under another name; its data objects stay where they are."""
+        """Keeps an epoch's record, and what was attached to it, elsewhere; its data objects stay where they are."""
         folder = self.folder(epoch)
-        data = self.store.read(layout.join(folder, layout.EPOCH_RECORD), limit_bytes=records.MAX_RECORD_BYTES)
-        try:
-            self.store.create(layout.join(into, folder, layout.EPOCH_RECORD), data)
-        except FileExistsError:
-            logging.info("%s/%s was copied before", into, folder)
+        record = layout.join(folder, layout.EPOCH_RECORD)
+        for path in (*self.store.find(layout.METRICS_PREFIX, folder), record):
+            data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+            try:
+                self.store.create(layout.join(into, path), data)
+            except FileExistsError:
+                logging.info("%s/%s was copied before", into, path)
+
+    def _remove_record(self, folder: str) -> None:
+        """Takes an epoch out of sight, and then what was attached to it: whoever attaches looks at the record after."""
+        self.store.remove(layout.join(folder, layout.EPOCH_RECORD))
+        for path in self.store.find(layout.METRICS_PREFIX, folder):
+            self.store.remove(path)
 
     def release(self) -> None:
         """See Commits: the claim stays, it is what the next incarnation counts on."""

@@ -70,9 +70,9 @@ class Epochs(Browsable):
             CoordinationTimeoutError: the primary's answer did not come in time.
         """
         self._attempts.drain()
-        found, damaged = self._agree("reload", lambda: opening.survey(self._commits))
+        found, damaged, attached = self._agree("reload", lambda: opening.survey(self._commits, self._options))
         self._damaged |= self._commits.damaged(damaged)
-        self._history.reset([e for e in found if e not in self._damaged])
+        self._history.reset([e for e in found if e not in self._damaged], opening.attached_from_wire(attached))
 
     def status(self, epoch: int) -> status.EpochStatus:
         """What is known of an epoch: committed, saving (and what it waits for), failed (and why), damaged or absent."""

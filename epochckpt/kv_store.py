@@ -134,6 +134,20 @@ class KvStore(Store):
                 found[name] = found.get(name, False) or bool(slash)
         return [Entry(name, found[name]) for name in sorted(found)]
 
+    def find(self, prefix: str, folder: str | None = None) -> list[str]:
+        """One listing, of the keys with the prefix where the folder is given."""
+        if folder is None:
+            keys = [key.decode("utf-8", "surrogateescape") for key in self._below("")]
+            return sorted(k for k in keys if k.count("/") == 1 and k.partition("/")[2].startswith(prefix))
+        import tensorstore as ts
+
+        start = f"{folder}/{prefix}" if folder else prefix
+        stop = start[:-1] + chr(ord(start[-1]) + 1)
+        with _translated(self._name(folder)):
+            keys = self._kv.list(ts.KvStore.KeyRange(start, stop)).result()
+        depth = check_path(folder).count("/") + (1 if folder else 0)
+        return sorted(k for key in keys if (k := key.decode("utf-8", "surrogateescape")).count("/") == depth)
+
     def make_folder(self, path: str) -> None:
         """Nothing to do."""
         check_path(path)

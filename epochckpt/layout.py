@@ -35,6 +35,8 @@ _RESERVED = frozenset(
 )
 MAX_NAME = 120
 _MAX_FILE_PATH = 1000
+METRICS_PREFIX = "_metrics-"  # no node and no item has such a name
+_METRICS = re.compile(re.escape(METRICS_PREFIX) + r"(.+)\.json\Z")
 
 
 def new_id() -> str:
@@ -91,6 +93,17 @@ def parse_node_staging(name: str) -> str | None:
     """The node, if `name` is such a folder, else None."""
     found = _NODE_STAGING.match(name)
     return found[1] if found else None
+
+
+def metrics_file(source: str) -> str:
+    """Name of the file beside the commit record with metrics that were attached to an epoch, see `attached`."""
+    return f"{METRICS_PREFIX}{source}.json"
+
+
+def parse_metrics_file(name: str) -> str | None:
+    """The source, if `name` is such a file, else None."""
+    found = _METRICS.match(name)
+    return found[1] if found and is_name(found[1]) else None
 
 
 def data_file(item: str, part: int) -> str:

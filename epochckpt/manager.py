@@ -105,7 +105,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._prefix, self._damaged = opened.prefix, opened.commits.damaged(opened.damaged)
         self._pool = worker.Pool(self._storage.io_threads)
         self._history = History(self._commits.read_record)
-        self._history.reset(opened.history)
+        self._history.reset(opened.history, opened.attached)
         self._policy = retention.save_policy(self._options)
         self._attempts = Attempts(
             opened,
@@ -331,5 +331,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
     def _committed(self, done: Committed) -> None:
         """On every node, for every commit."""
         self._history.commit(EpochInfo(done.epoch, metrics=done.metrics, time_ns=done.committed_ns))
+        if done.attached is not None:
+            self._history.attach(done.attached)
         self._history.drop(done.deleted)
         self._damaged.pop(done.epoch, None)

@@ -11,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import hosting, layout, parsing, records
+from epochckpt import attached, checksum, hosting, layout, parsing, records, retention
 from epochckpt.commit import Commits, StepNames
 from epochckpt.commit_put import PutCommits
 from epochckpt.commit_rename import RenameCommits
@@ -48,6 +48,7 @@ class Opened:
         nodes: of the job.
         history: committed epochs that can be restored as far as a look at their files tells.
         damaged: newer ones that cannot.
+        attached: metrics that were attached to epochs, by epoch, if the options need them.
     """
 
     coordinator: Coordinator
@@ -57,6 +58,7 @@ class Opened:
     nodes: Nodes
     history: list[int]
     damaged: list[int]
+    attached: dict[int, Any]
 
 
 def step_names(options: ocp.CheckpointManagerOptions) -> StepNames:
@@ -79,8 +81,10 @@ def commits_of(store: Store, names: StepNames) -> Commits:
     return RenameCommits(store, names) if store.renames else PutCommits(store, names)
 
 
-def survey(commits: Commits) -> tuple[list[int], list[int]]:
+def survey(commits: Commits, options: ocp.CheckpointManagerOptions) -> tuple[list[int], list[int], list[Any]]:
     """The committed epochs, and the newest ones that turn out to be damaged at a look (nothing large is read).
+
+    The third is what is attached to the epochs if the options need it, for `attached_from_wire`.
 
     Raises:
         FormatVersionError: the newest epoch was written by a newer epochckpt.
@@ -95,7 +99,13 @@ def survey(commits: Commits) -> tuple[list[int], list[int]]:
         except (DamagedError, FormatError, EpochNotFoundError) as error:
             logging.error("%s: epoch %d is damaged and will not be used: %s", commits.store.root, epochs[-1], error)
             damaged.append(epochs.pop())
-    return epochs, damaged
+    found = attached.of_epochs(commits, epochs) if retention.reads_metrics(options) else {}
+    return epochs, damaged, checksum.pack_json(sorted(found.items()), "metrics")
+
+
+def attached_from_wire(wire: list[Any]) -> dict[int, Any]:
+    """Attached metrics by epoch, as the primary found them."""
+    return dict(checksum.unpack_json(wire))
 
 
 def _look_at(commits: Commits, epoch: int) -> None:
@@ -167,7 +177,8 @@ def open_directory(
         coordinator.processes > 1 and found != tuple(map(_default_name, range(coordinator.processes)))
     )
     nodes = Nodes(found, coordinator.process, coordinator.processes, given)
-    return Opened(coordinator, commits.store, commits, prefix, nodes, answer["history"], answer["damaged"])
+    told = attached_from_wire(answer["attached"])
+    return Opened(coordinator, commits.store, commits, prefix, nodes, answer["history"], answer["damaged"], told)
 
 
 def _default_name(process: int) -> str:
@@ -209,7 +220,7 @@ def _decide(
             if not options.read_only:
                 raise refusal
             logging.error("%s; ignored, as nothing is written here", refusal)
-        history, damaged = survey(commits)
+        history, damaged, found = survey(commits, options)
         if not options.read_only:
             store.make_root()
             commits.claim()
@@ -228,6 +239,7 @@ def _decide(
         "nodes": list(nodes),
         "history": history,
         "damaged": damaged,
+        "attached": found,
     }
 
 

@@ -124,6 +124,18 @@ class PosixStore(Store):
             found = [Entry(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         return sorted(found, key=lambda entry: entry.name)
 
+    def find(self, prefix: str, folder: str | None = None) -> list[str]:
+        """One scandir per folder."""
+        found: list[str] = []
+        places: list[str] = [] if folder is None else [folder]
+        with suppress(FileNotFoundError, NotADirectoryError):
+            places = places or [e.name for e in self.list("") if e.is_folder]
+        for place in places:
+            with suppress(FileNotFoundError, NotADirectoryError):  # deleted just now
+                entries = [e.name for e in self.list(place) if e.name.startswith(prefix) and not e.is_folder]
+                found += [f"{place}/{name}" if place else name for name in entries]
+        return sorted(found)
+
     def make_folder(self, path: str) -> None:
         """One mkdir(2), never recursive."""
         self._make(self._place(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from epochckpt import items, layout, status
+from epochckpt import attached, items, layout, status
 from epochckpt.commit import Commits, StepNames
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.handlers import Handlers
@@ -102,6 +103,11 @@ class Reading:
             raise InvalidArgumentError(f"epoch {epoch} has no node {node!r}; it has: {', '.join(names)}")
         return self.path(record) / record.node_folder(names.index(node))
 
+    def metrics(self, epoch: int) -> Any:
+        """All metrics of an epoch, as storage has them now."""
+        record = self.commits.read_record(epoch)
+        return attached.merge(record.metrics, attached.of_epoch(self.commits, record))
+
     def item_kinds(self, epoch: int) -> dict[str, str]:
         """Kind of every item, by name."""
         reader = self.reader(epoch)
@@ -127,7 +133,9 @@ class Reading:
         if isinstance(reader, StepReader):
             return reader.step_metadata()
         handlers = {name: item.handler for name, item in reader.record.items.items() if item.handler}
-        return status.step_metadata(reader.record, handlers, self.item_metadata(epoch))
+        found = attached.merge(reader.record.metrics, attached.of_epoch(self.commits, reader.record))
+        record = dataclasses.replace(reader.record, metrics=found)
+        return status.step_metadata(record, handlers, self.item_metadata(epoch))
 
     def path(self, record: EpochRecord) -> epath.Path:
         """The folder of an epoch."""
@@ -148,8 +156,8 @@ class Browsable:
     _reading: Reading
 
     def metrics(self, step: int) -> Any:
-        """The metrics that an epoch was saved with, or None."""
-        return self._reading.commits.read_record(epoch_number(step)).metrics
+        """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None."""
+        return self._reading.metrics(epoch_number(step))
 
     def item_metadata(self, step: int) -> Any:
         """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes.

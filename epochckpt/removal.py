@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import layout, retention
+from epochckpt import attached, layout, retention, worker
 from epochckpt.aside import Rollback, Superseded
 from epochckpt.attempt import Committed
 from epochckpt.commit import Commits
@@ -29,14 +30,20 @@ def hide(commits: Commits, epochs: Sequence[int], into: str | None) -> Callable[
 
 def retire(
     commits: Commits, history: History, options: ocp.CheckpointManagerOptions, fresh: Committed
-) -> tuple[list[int], Callable[[], Callable[[], None]]]:
-    """What may be deleted now that an epoch is committed, and a call that hides it."""
+) -> tuple[list[int], Mapping[int, Any], Callable[[], Callable[[], None]]]:
+    """What may be deleted now that an epoch is committed, metrics attached to others by epoch, a call that hides."""
     infos = [i for i in history.committed() if i.step != fresh.epoch]
+    if retention.reads_metrics(options):
+        found = worker.logged(
+            "attached metrics could not be read", lambda: attached.of_epochs(commits, [i.step for i in infos])
+        )
+        if found is not None:
+            history.attach(found)
     infos.append(EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns))
     gone = retention.superfluous(options, sorted(infos, key=operator.attrgetter("step")))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
     gone = [epoch for epoch in gone if commits.may_retire(epoch)]
-    return gone, lambda: hide(commits, gone, options.todelete_subdir)
+    return gone, history.attached(), lambda: hide(commits, gone, options.todelete_subdir)
 
 
 def superseded(commits: Commits, epoch: int) -> Superseded:

@@ -6,7 +6,7 @@ import datetime
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -14,6 +14,7 @@ from absl import logging
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
+from epochckpt import attached
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError
 from epochckpt.records import EpochRecord
 
@@ -23,6 +24,7 @@ class EpochInfo:
 
     Attributes:
         step: the epoch's number (Orbax's word).
+        attached: metrics that were attached to it later, by name, as far as the primary has told.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class EpochInfo:
         time_ns: int = 0,
     ):
         self.step, self._load, self._metrics, self._time_ns = step, load, metrics, time_ns
+        self.attached: Mapping[str, Any] = {}
 
     def _read(self) -> None:
         """Reads the record, once. A passing error is raised, and the next look tries again."""
@@ -47,9 +50,9 @@ class EpochInfo:
 
     @property
     def metrics(self) -> Any:
-        """The metrics it was saved with, or None."""
+        """The metrics it was saved with, and those that were attached to it; None without any."""
         self._read()
-        return self._metrics
+        return attached.merge(self._metrics, {"": self.attached} if self.attached else {})
 
     @property
     def time(self) -> datetime.datetime:
@@ -70,12 +73,13 @@ class History:
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}
 
-    def reset(self, epochs: Iterable[int]) -> None:
-        """Takes storage's word for what is committed; nothing else was asked for."""
+    def reset(self, epochs: Iterable[int], attached: Mapping[int, Mapping[str, Any]]) -> None:
+        """Takes storage's word for what is committed, and what is attached to it; nothing else was asked for."""
         with self._lock:
             known = self._committed
             self._committed = {e: known.get(e) or EpochInfo(e, self._load) for e in sorted(epochs)}
             self._requested = dict(self._committed)
+        self.attach(attached)
 
     def request(self, info: EpochInfo) -> None:
         """An epoch was asked for."""
@@ -87,6 +91,17 @@ class History:
         with self._lock:
             self._committed[info.step] = info
             self._requested[info.step] = info
+
+    def attach(self, metrics: Mapping[int, Mapping[str, Any]]) -> None:
+        """The primary's word on what is attached to each epoch by now; to those that it does not name, nothing is."""
+        with self._lock:
+            for epoch, info in self._committed.items():
+                info.attached = metrics.get(epoch, {})
+
+    def attached(self) -> dict[int, Mapping[str, Any]]:
+        """What is known to be attached to each epoch; those without anything are left out."""
+        with self._lock:
+            return {epoch: info.attached for epoch, info in self._committed.items() if info.attached}
 
     def drop(self, epochs: Iterable[int]) -> None:
         """Epochs were deleted."""
@@ -119,11 +134,16 @@ class History:
 def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | None:
     """How good an epoch is by `best_fn`, larger is better; None without metrics; NaN is worst of all.
 
-    A `best_fn` that returns None says that the epoch lacks the one metric that counts.
+    Where `best_fn` returns None, or finds no metric of a name (KeyError), the epoch counts as one without metrics.
     """
     if options.best_fn is None or info.metrics is None:
         return None
-    found: float | None = options.best_fn(info.metrics)
+    try:
+        found: float | None = options.best_fn(info.metrics)
+    except KeyError as error:  # to be attached by somebody, perhaps
+        message = "best_fn finds no %s among the metrics of epoch %d: it counts as one without"
+        logging.log_first_n(logging.WARNING, message, 3, error, info.step)
+        return None
     if found is None:
         return None
     value = float(found)
@@ -138,6 +158,11 @@ def best(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> i
         return infos[-1].step if infos else None
     scored = [(s, i.step) for i in infos if (s := score(options, i)) is not None]
     return max(scored)[1] if scored else None
+
+
+def reads_metrics(options: ocp.CheckpointManagerOptions) -> bool:
+    """Whether metrics decide about anything."""
+    return options.best_fn is not None or options.preservation_policy is not None
 
 
 def save_policy(options: ocp.CheckpointManagerOptions) -> decide.SaveDecisionPolicy:

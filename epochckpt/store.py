@@ -198,6 +198,15 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def find(self, prefix: str, folder: str | None = None) -> list[str]:
+        """Paths of the files whose names begin with a prefix, sorted.
+
+        Args:
+            prefix: beginning of the last component.
+            folder: where to look, not below it; None: in every folder of the root. A missing one has no files.
+        """
+
+    @abstractmethod
     def make_folder(self, path: str) -> None:
         """Creates one folder, never its parents; nothing to do on object stores.
 

@@ -95,6 +95,18 @@ class StoreContract:
         with pytest.raises(ValueError, match=r"record has 11 bytes; expected at most 10\b"):
             store.read("record", limit_bytes=10)
 
+    def test_files_are_found_by_the_beginning_of_their_names(self, store: Store) -> None:
+        """In one folder, or in every folder of the root; neither deeper nor folders, and a missing folder has none."""
+        for folder in ("a", "b", "b/_m-deep"):
+            store.make_folder(folder)
+        for path in ("a/_m-1.json", "a/_m-2.json", "a/other", "b/_m-1.json", "b/_m", "b/_m-deep/_m-x", "_m-root"):
+            store.create(path, b"{}")
+        assert store.find("_m-", "a") == ["a/_m-1.json", "a/_m-2.json"]
+        assert store.find("_m-", "b") == ["b/_m-1.json"]
+        assert store.find("_m-", "gone") == []
+        assert store.find("_m-") == ["a/_m-1.json", "a/_m-2.json", "b/_m-1.json"]
+        assert store.find("_m-", "") == ["_m-root"]
+
     def test_parallel_pieces_make_the_right_file(self, store: Store) -> None:
         """Four threads that write interleaved pieces by position give the same file as one."""
         data = bytes(range(256)) * (5 << 12)  # 5 MiB

@@ -265,9 +265,9 @@ def test_reload_waits_for_saves_in_flight(directory: str, monkeypatch: pytest.Mo
         saving: list[bool] = []
         survey = opening.survey
 
-        def look(commits: Any) -> Any:
+        def look(*args: Any) -> Any:
             saving.append(manager.is_saving_in_progress())
-            return survey(commits)
+            return survey(*args)
 
         monkeypatch.setattr(opening, "survey", look)
         hold = Hold(monkeypatch, manager._commits, "publish", lambda *args: True)
