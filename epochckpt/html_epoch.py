@@ -22,7 +22,7 @@ from epochckpt.html_parts import (
     value,
 )
 from epochckpt.html_sharding import Nodes, Thumbs, legend, owners_of
-from epochckpt.html_tree import tree
+from epochckpt.html_tree import MAX_CHARS, tree
 from epochckpt.rows import EpochDetail, EpochRow, FileRow, ItemRow, NodeRow
 
 _MAX_NODES = 256
@@ -50,15 +50,25 @@ def epoch(found: EpochDetail, thumbs: Thumbs, nodes: Nodes) -> Html:
         parts.append(fold("Noted by the runner", listed(row.notes)))
     parts += _left_out(found)
     shown = found.items[:_MAX_ITEMS]
+    per_leaf = chars_per_leaf(shown)
     for each in shown:
-        parts.append(item(each, row.nbytes, thumbs, nodes, open=each.kind == "arrays" or len(shown) == 1))
+        parts.append(
+            item(
+                each,
+                row.nbytes,
+                thumbs,
+                nodes,
+                per_leaf,
+                open=each.kind == "arrays" or len(shown) == 1,
+            )
+        )
     if found.items[_MAX_ITEMS:]:
         parts.append(el("div", "muted", f"and {few([i.name for i in found.items[_MAX_ITEMS:]], 8)}"))
     return joined(parts)
 
 
-def item(found: ItemRow, total: int, thumbs: Thumbs, nodes: Nodes, open: bool = True) -> Html:
-    """One item, folded or open. `total` is what its shares are of: the bytes of the epoch."""
+def item(found: ItemRow, total: int, thumbs: Thumbs, nodes: Nodes, per_leaf: float, open: bool = True) -> Html:
+    """One item. `total`: the bytes of the epoch, which its shares are of; `per_leaf`: see `chars_per_leaf`."""
     total = max(total, found.nbytes)
     kinds = {"arrays": plural(len(found.leaves), "leaf"), "files": plural(len(found.files), "file")}
     what = kinds.get(found.kind, f"of each node's own, {plural(len(found.nodes), 'node')}")
@@ -72,20 +82,26 @@ def item(found: ItemRow, total: int, thumbs: Thumbs, nodes: Nodes, open: bool = 
         meta = found.custom_metadata if isinstance(found.custom_metadata, Mapping) else {"value": found.custom_metadata}
         parts.append(fold("Custom metadata", listed(meta)))
     if found.leaves:
-        parts += [tree(found.leaves, total, nodes, thumbs), legend(found.leaves, nodes)]
+        parts += [tree(found.leaves, total, nodes, thumbs, per_leaf), legend(found.leaves, nodes, thumbs)]
     if found.files:
         parts.append(_files(found.files, total))
     for name, own in list(found.nodes.items())[:_MAX_ITEM_NODES]:
         words = f" · {plural(len(own.leaves), 'leaf')}, {units.nbytes(own.nbytes)}"
         problem = [el("div", "note bad", text(own.problem, 600))] if own.problem else []
         line = joined([nodes.swatch(name), el("span", "mono", text(name, 80)), el("span", "muted", words)])
-        parts.append(fold(line, *problem, *([tree(own.leaves, total, nodes, thumbs)] if own.leaves else [])))
+        parts.append(fold(line, *problem, *([tree(own.leaves, total, nodes, thumbs, per_leaf)] if own.leaves else [])))
     more = list(found.nodes)[_MAX_ITEM_NODES:]
     if more:
         parts.append(el("div", "muted", f"and {few(more)}, not listed"))
     if not parts:
         parts.append(el("div", "muted", "It is empty."))
     return fold(joined(title), *parts, open=open, classes="item")
+
+
+def chars_per_leaf(items: Sequence[ItemRow]) -> float:
+    """How many characters each leaf may take on average, for all trees of a view to stay within `MAX_CHARS`."""
+    leaves = sum(len(each.leaves) + sum(len(own.leaves) for own in each.nodes.values()) for each in items)
+    return MAX_CHARS / max(leaves, 1)
 
 
 def nodes_of(found: EpochDetail) -> Nodes:

@@ -6,7 +6,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from epochckpt import escaping, rows, units
-from epochckpt.html_parts import Html, el, few, fold, joined, level, optional, plural, state, strip, text, value
+from epochckpt.html_parts import (
+    MAX_STRIP,
+    Html,
+    el,
+    few,
+    fold,
+    joined,
+    level,
+    optional,
+    plural,
+    state,
+    strip,
+    text,
+    value,
+)
 from epochckpt.rows import EpochRow, Overview, RemainRow
 
 SHOWN = 20
@@ -39,7 +53,7 @@ def overview(found: Overview) -> Html:
     if older:
         best = next((f", with the best: {row.epoch}" for row in older if row.best), "")
         words = f"{plural(len(older), 'older epoch')}, {older[-1].epoch} to {older[0].epoch}{best}"
-        parts.append(fold(words, table.of(older)))
+        parts.append(fold(words, table.of(older, 160)))
     hidden = found.hidden + len(newest[MAX_ROWS:])
     if hidden:
         size = found.hidden_nbytes + sum(row.nbytes for row in newest[MAX_ROWS:])
@@ -60,13 +74,13 @@ def _facts(found: Overview, newest: Sequence[EpochRow]) -> list[Html]:
     if best is not None:
         how = f" by {escaping.shown(found.metric, 40)} ({found.mode}): {value(best.metrics.get(found.metric))}"
         facts.append(el("span", "", "best ", el("b", "", str(best.epoch)), how if found.metric else ""))
-    for word in (rows.DAMAGED, rows.IN_PROGRESS, rows.LEFTOVER):
-        if states[word]:
-            facts.append(el("span", "", state(word), f" {states[word]}"))
     counts = sorted({len(row.nodes) for row in newest if row.nodes and row.state == rows.COMMITTED})
     if counts:
         ends = units.count(counts[0]) if len(counts) == 1 else f"{units.count(counts[0])} to {units.count(counts[-1])}"
         facts.append(el("span", "", f"{ends} {'node' if counts[-1] == 1 else 'nodes'} each"))
+    for word in (rows.DAMAGED, rows.IN_PROGRESS, rows.LEFTOVER):
+        if states[word]:
+            facts.append(state(word, states[word]))
     unchecked = sum(row.state == rows.COMMITTED and not row.checked for row in newest)
     if unchecked:
         facts.append(el("span", "muted", f"files of {plural(unchecked, 'epoch')} were not looked at"))
@@ -95,7 +109,8 @@ class _Table:
         self._cells = _MAX_CELLS
         self._metric = found.metric
 
-    def of(self, epochs: Sequence[EpochRow]) -> Html:
+    def of(self, epochs: Sequence[EpochRow], words: int = 600) -> Html:
+        """The table of some epochs. Reasons have up to `words` characters."""
         heads = [
             ("", "Epoch", None),
             ("", "State", None),
@@ -110,11 +125,11 @@ class _Table:
         # The last column takes what is left of the page's width.
         columns = el("colgroup", "", *(el("col", "", style=f"width:{width}") for width in widths[:-1]), el("col"))
         head = el("thead", "", el("tr", "", *(el("th", classes, word, title=why) for classes, word, why in heads)))
-        body = el("tbody", "", *(part for row in epochs for part in self._row(row)))
+        body = el("tbody", "", *(part for row in epochs for part in self._row(row, words)))
         least = f"min-width:{sum(float(width.removesuffix('em')) for width in widths):g}em"
         return el("div", "scroll", el("table", "fixed", columns, head, body, style=least))
 
-    def _row(self, row: EpochRow) -> list[Html]:
+    def _row(self, row: EpochRow, words: int) -> list[Html]:
         marks = [("latest", "busy")] * row.latest + [("★ best", "good")] * row.best
         epoch = [
             el("b", "epoch", str(row.epoch)),
@@ -136,16 +151,13 @@ class _Table:
         rest = [name for name in self._left_out if name in row.metrics]
         if why:
             colour = "bad" if row.state == rows.DAMAGED else "muted"
-            said = el("div", colour, text("; ".join(why), 600))
-            lines.append(el("tr", "why", el("td"), el("td", "", said, colspan=len(cells) - 1)))
+            said = el("div", colour, text("; ".join(why), words))
+            lines.append(el("tr", "why", el("td", "", said, colspan=len(cells))))
         if rest:
-            said = ", ".join(
-                f"{escaping.shown(name, 24)} {escaping.shown(value(row.metrics[name]), 24)}" for name in rest[:12]
-            )
+            pairs = [f"{escaping.shown(name, 24)} {escaping.shown(value(row.metrics[name]), 24)}" for name in rest[:12]]
             more = f" and {plural(len(rest) - 12, 'more metric')}" if len(rest) > 12 else ""
-            lines.append(
-                el("tr", "why", el("td"), el("td", "small muted", text(said + more, 600), colspan=len(cells) - 1))
-            )
+            said = el("div", "small muted", text(", ".join(pairs) + more, words))
+            lines.append(el("tr", "why", el("td", "", said, colspan=len(cells))))
         return lines
 
     def _level(self, part: float, whole: float) -> Html:
@@ -171,9 +183,10 @@ class _Table:
         else:
             many = plural(len(row.nodes), "node") if len(row.nodes) > 1 else few([n.name for n in row.nodes])
             words = el("div", "small muted", many)
-        if len(row.nodes) == 1 or len(row.nodes) > self._cells:
+        cells = min(len(row.nodes), MAX_STRIP)
+        if cells == 1 or cells > self._cells:
             return words
-        self._cells -= min(len(row.nodes), 64)
+        self._cells -= cells
         return joined([strip(row.nodes, slowest), words])
 
 

@@ -74,10 +74,11 @@ def fold(summary: str, *children: str, open: bool = False, classes: str = "") ->
     return el("details", classes, el("summary", "", summary), *children, open="" if open else None)
 
 
-def state(word: str) -> Html:
-    """A state as sign, word and colour: none of them is needed for the other two to be understood."""
+def state(word: str, count: int | None = None) -> Html:
+    """A state as sign, word and colour, and how many are in it. Nobody needs to see the colour."""
     sign, colour = SIGNS.get(word, ("·", "muted"))
-    return el("span", f"chip {colour}", f"{sign} {word}")
+    many = "" if count is None else f"{units.count(count)} "
+    return el("span", f"chip {colour}", f"{sign} {many}{word}")
 
 
 def level(share: float, alone: bool = False) -> Html:

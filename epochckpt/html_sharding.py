@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from epochckpt import escaping, units
-from epochckpt.html_parts import Html, el, joined, plural, text
+from epochckpt.html_parts import Html, el, fold, joined, plural, text
 from epochckpt.html_style import PREFIX, node_colour
 from epochckpt.rows import LeafRow, ShardingRow
 
 MAX_FIELDS = 1024
 MAX_SIDE = 64
 MAX_CARDS = 12
+_NAMED = 8
+_MAX_COLOURS = 256
+_MAX_FIELDS_OF_A_VIEW = 6 * MAX_FIELDS
 _MAX_THUMBS = 256
 
 
@@ -70,10 +73,18 @@ class Thumbs:
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
+        self._fields = 0
         self._rules: dict[str, str] = {}
+        self._known: dict[tuple[tuple[int, ...], tuple[str, ...]], Html] = {}
 
     def of(self, sharding: ShardingRow) -> Html:
         """The drawing of one array; empty if there are too many parts, or too many drawings."""
+        key = (sharding.counts, sharding.owners)
+        if key not in self._known:
+            self._known[key] = self._of(sharding)
+        return self._known[key]
+
+    def _of(self, sharding: ShardingRow) -> Html:
         if not sharding.owners or not _drawn(sharding):
             return Html("")
         rows, columns = _sides(sharding)
@@ -91,6 +102,11 @@ class Thumbs:
         self._rules[name] = drawn.replace("#", "%23").replace("<", "%3C").replace(">", "%3E")
         return el("i", f"thumb {name}")
 
+    def room(self, fields: int) -> bool:
+        """Whether the view has room for a drawing of so many fields, which it then takes."""
+        self._fields += fields
+        return self._fields <= _MAX_FIELDS_OF_A_VIEW
+
     @property
     def style(self) -> str:
         """The rules. They hold numbers and colours only."""
@@ -100,25 +116,39 @@ class Thumbs:
         )
 
 
-def legend(leaves: Sequence[LeafRow], nodes: Nodes) -> Html:
+def legend(leaves: Sequence[LeafRow], nodes: Nodes, thumbs: Thumbs) -> Html:
     """Every way in which these leaves are cut, drawn once, with the nodes that wrote the parts."""
     kinds: dict[object, list[tuple[LeafRow, ShardingRow]]] = {}
     for leaf in leaves:
         found = leaf.sharding
         if found is not None and parts_of(found) > 1:
-            # Leaves cut alike but for the order of their owners are one way: owners take turns from leaf to leaf.
-            key = (found.counts, found.spec, found.replicas, frozenset(found.owners))
+            # Leaves cut alike are one way, whoever wrote them: owners take turns from leaf to leaf.
+            key = (found.counts, found.spec, found.replicas, len(set(found.owners)))
             kinds.setdefault(key, []).append((leaf, found))
     if not kinds:
         return Html("")
     most = sorted(kinds.values(), key=len, reverse=True)
-    cards = [_card(alike, nodes) for alike in most[:MAX_CARDS]]
+    cards = [_card(alike, nodes, thumbs) for alike in most[:MAX_CARDS]]
+    many = any(len(set(alike[0][1].owners)) > _NAMED for alike in most[:MAX_CARDS])
     if most[MAX_CARDS:]:
         cards.append(el("div", "muted", f"and {plural(len(most) - MAX_CARDS, 'other way')} of cutting"))
-    return joined([el("div", "part", "How its arrays are cut over nodes"), el("div", "cards", *cards)])
+    return joined(
+        [
+            el("div", "part", "How its arrays are cut over nodes"),
+            el("div", "cards", *cards),
+            *([_colours(nodes)] if many else []),
+        ]
+    )
 
 
-def _card(alike: Sequence[tuple[LeafRow, ShardingRow]], nodes: Nodes) -> Html:
+def _colours(nodes: Nodes) -> Html:
+    swatches = [nodes.swatch(name) for name in nodes.names[:_MAX_COLOURS]]
+    more = len(nodes.names) - _MAX_COLOURS
+    swatches += [el("span", "muted", f"and {units.count(more)} more")] if more > 0 else []
+    return fold(f"Colours of the {plural(len(nodes.names), 'node')}", el("div", "keys small wide", *swatches))
+
+
+def _card(alike: Sequence[tuple[LeafRow, ShardingRow]], nodes: Nodes, thumbs: Thumbs) -> Html:
     leaf, first = alike[0]
     owners = sorted(set(first.owners), key=lambda name: nodes.names.index(name) if name in nodes.names else -1)
     turns = len({sharding.owners for _, sharding in alike}) > 1
@@ -136,18 +166,16 @@ def _card(alike: Sequence[tuple[LeafRow, ShardingRow]], nodes: Nodes) -> Html:
         lines.append(
             el("div", "small muted", "which node wrote which part differs from leaf to leaf; drawn: the first")
         )
-    lines.append(drawing(first, nodes))
-    keys = [el("span", "", nodes.swatch(name), text(name, 24)) for name in owners[:8]]
-    if len(owners) > 8:
-        keys = [nodes.swatch(name) for name in owners[:MAX_SIDE]]
-        keys += [el("span", "muted", f"and {len(owners) - MAX_SIDE} more")] if owners[MAX_SIDE:] else []
+    lines.append(_drawing(first, nodes) if _drawn(first) and thumbs.room(parts_of(first)) else _counted(first))
+    keys = [el("span", "", nodes.swatch(name), text(name, 24)) for name in owners]
+    if len(owners) > _NAMED:
+        ends = [el("span", "", nodes.swatch(name), text(name, 24)) for name in (first.owners[0], first.owners[-1])]
+        keys = [joined(["first part ", ends[0]]), joined(["last part ", ends[1]])]
     return el("div", "card", *lines, el("div", "keys small", *keys))
 
 
-def drawing(sharding: ShardingRow, nodes: Nodes) -> Html:
-    """The array, cut; in words where there are too many parts for a drawing."""
-    if not _drawn(sharding):
-        return _counted(sharding, nodes)
+def _drawing(sharding: ShardingRow, nodes: Nodes) -> Html:
+    """The array, cut: `MAX_FIELDS` parts at most."""
     rows, columns = _sides(sharding)
     width, height = (240, 30) if rows == 1 else (110, 150) if columns == 1 else (240, 150)
     fields: list[str] = []
@@ -159,7 +187,8 @@ def drawing(sharding: ShardingRow, nodes: Nodes) -> Html:
         fields.append(el("path", "", el("title", "", said), fill=nodes.colour(owner) or "#888", d=Html(path)))
     lines = [f"M{x:.5g} 0V{height}" for x in (width * i / columns for i in range(1, columns))]
     lines += [f"M0 {y:.5g}H{width}" for y in (height * i / rows for i in range(1, rows))]
-    fields.append(el("path", "edge", d=Html("".join(lines))))
+    if min(width / columns, height / rows) >= 4:
+        fields.append(el("path", "edge", d=Html("".join(lines))))
     if width / columns >= 15 and height / rows >= 11:
         fields += _labels(sharding, nodes, width, height)
     said = [f"rows: {_dims(sharding, _first(sharding)[0])}"] if rows > 1 else []
@@ -190,9 +219,9 @@ def _labels(sharding: ShardingRow, nodes: Nodes, width: int, height: int) -> Ite
         )
 
 
-def _counted(sharding: ShardingRow, nodes: Nodes) -> Html:
+def _counted(sharding: ShardingRow) -> Html:
     share = Counter(sharding.owners)
-    lines = [el("div", "", f"{units.count(parts_of(sharding))} parts, too many to draw")]
+    lines = [el("div", "", f"{units.count(parts_of(sharding))} parts, not drawn")]
     if share:
         low, high = min(share.values()), max(share.values())
         each = units.count(low) if low == high else f"{units.count(low)} to {units.count(high)}"

@@ -96,7 +96,7 @@ _RULES = """
 & .note { margin:.4em 0; padding:.35em .7em; border-left:3px solid $line; background:$soft }
 & .note.bad { border-color:$bad; background:$bad-bg; color:$fg }
 & .note.idle { border-color:$idle; background:$idle-bg; color:$fg }
-& .scroll { overflow-x:auto; max-width:100% }
+& .scroll { overflow-x:auto; max-width:100%; container-type:inline-size }
 & table { display:table; width:100%; margin:0; border:0; border-collapse:collapse; border-spacing:0; font-size:1em;
   table-layout:auto; background:$bg; color:$fg }
 & table.fixed { table-layout:fixed }
@@ -107,7 +107,9 @@ _RULES = """
 & tr th { border-top:0; color:$muted; white-space:nowrap; vertical-align:bottom }
 & tr td.num, & tr th.num { text-align:right; white-space:nowrap }
 & tr td.num.cut { padding-left:.2em }
-& tr.why td { border-top:0; padding-top:0 }
+& tr.why td { border-top:0; padding:0 }
+& tr.why div { position:sticky; left:0; width:fit-content; max-width:min(100%,100cqi); padding:0 .6em .35em 7.8em }
+& tr.why div.small { padding-left:8.8em }
 & table.fixed td { overflow-wrap:anywhere }
 & td.cut, & th.cut { overflow:hidden; text-overflow:ellipsis; white-space:nowrap }
 & b.epoch { font-size:1.05em }
@@ -157,8 +159,10 @@ _RULES = """
 & .card { border:1px solid $line; border-radius:5px; padding:.5em .7em; max-width:26em }
 & .card svg { display:block; margin:.4em 0; max-width:100%; height:auto }
 & .keys { display:flex; flex-wrap:wrap; gap:.15em .7em; max-width:24em }
+& .keys.wide { max-width:none }
 & .swatch { display:inline-block; min-width:1.7em; padding:0 .25em; margin-right:.35em; border-radius:2px;
   text-align:center; color:$ink; font-size:.88em }
+& .keys > span { white-space:nowrap }
 & .keys > .swatch { margin-right:0 }
 & svg .hist { fill:$bar }
 & svg .axis { stroke:$muted; stroke-width:1; fill:none }
@@ -192,7 +196,7 @@ def node_colour(index: int) -> str:
     """A node's colour: neighbours differ much, and `ink` can be read on each."""
     # Steps of the golden angle never come round; the lightness alternates as not everybody sees hues.
     hue = (0.58 + index * 0.381966) % 1
-    red, green, blue = colorsys.hls_to_rgb(hue, (0.66, 0.78, 0.72)[index % 3], 0.62)
+    red, green, blue = colorsys.hls_to_rgb(hue, (0.67, 0.78, 0.72)[index % 3], 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 

@@ -16,10 +16,10 @@ from epochckpt.html_sharding import Nodes, Thumbs, cut_words, parts_of
 from epochckpt.rows import LeafRow
 
 MAX_CHILDREN = 100
-MAX_ROWS = 1500
 MAX_CHARS = 600_000
 MAX_DEPTH = 24
 _OPEN_ROWS = 40
+_CHARS_OF_A_ROW = 400
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,7 +63,7 @@ def grown(leaves: Sequence[LeafRow]) -> Folder:
     return root
 
 
-def tree(leaves: Sequence[LeafRow], total: int, nodes: Nodes, thumbs: Thumbs) -> Html:
+def tree(leaves: Sequence[LeafRow], total: int, nodes: Nodes, thumbs: Thumbs, per_leaf: float) -> Html:
     """Leaves as a foldable tree.
 
     Args:
@@ -71,11 +71,14 @@ def tree(leaves: Sequence[LeafRow], total: int, nodes: Nodes, thumbs: Thumbs) ->
         total: bytes that shares are of.
         nodes: the nodes of the view.
         thumbs: takes the small drawings of how arrays are cut.
+        per_leaf: how many characters it may have, about, times its leaves. One child of each folder is shown anyhow.
     """
     root = grown(leaves)
+    room = int(per_leaf * len(leaves))
     most = MAX_CHILDREN
-    while most > 1 and _rows(root, most) > MAX_ROWS:
+    while most > 1 and _rows(root, most) > room // _CHARS_OF_A_ROW:
         most = most * 9 // 10
+    cut = "into how many parts each dimension is cut; the colours are the nodes that wrote them"
     heads = [
         ("name", "Name"),
         ("", "Type"),
@@ -84,12 +87,13 @@ def tree(leaves: Sequence[LeafRow], total: int, nodes: Nodes, thumbs: Thumbs) ->
         ("end", "Size"),
         ("", "Share"),
     ]
-    head = el("div", "heads", *(el("span", classes, word) for classes, word in heads))
+    titles = {"Cut over nodes": cut, "Share": "of the bytes of the epoch"}
+    head = el("div", "heads", *(el("span", classes, word, title=titles.get(word)) for classes, word in heads))
     while True:
         drawn = _Drawn(total, nodes, thumbs, most, _opened(root, most))
         body = drawn.children(root)
         # Names may be long: rows are counted first, as that is cheap, and characters decide.
-        if len(body) <= MAX_CHARS or most <= 1:
+        if len(body) <= room or most <= 1:
             return el("div", "scroll", el("div", "tree", head, body))
         most = max(most * 2 // 3, 1)
 

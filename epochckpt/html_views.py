@@ -31,7 +31,7 @@ def item(found: ItemRow, total_nbytes: int) -> str:
     """One item. Shares are of `total_nbytes`: the bytes of its epoch."""
     nodes = Nodes(html_epoch.item_nodes(found))
     thumbs = Thumbs(nodes)
-    body = html_epoch.item(found, total_nbytes, thumbs, nodes)
+    body = html_epoch.item(found, total_nbytes, thumbs, nodes, html_epoch.chars_per_leaf([found]))
     return page(body, style=thumbs.style)
 
 
