@@ -64,13 +64,14 @@ def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
     width = max((len(str(one.epoch)) for one in found), default=1) + len("epoch ")
     for one in found:
         said = Text("ok", GOOD) if one.ok else Text("damaged", BAD)
-        note = f"  ({one.note})" if one.note else ""
-        value = said.append(f"  {units.nbytes(one.nbytes)}", "").append_text(text(note, FAINT, limit=400))
+        value = said.append(f"  {units.nbytes(one.nbytes)}", "").append("  *" if one.note else "", FAINT)
         yield Fact(Text(f"epoch {one.epoch}", HEAD), value, width)
         for error in one.damage[:_DAMAGE]:
             yield Fact(Text("×", BAD), text(str(error), BAD, limit=1000), 1, 2)
         if len(one.damage) > _DAMAGE:
             yield Text(f"  … {units.count(len(one.damage) - _DAMAGE)} more", BAD)
+    for note in dict.fromkeys(one.note for one in found if one.note):
+        yield Fact(Text("*", FAINT), text(note, FAINT, limit=600), 1)
     if not found:
         yield Text("no epochs", FAINT)
 

@@ -60,6 +60,7 @@ class Group:
         self.groups: dict[str, Group] = {}
         self.order: list[Group | tuple[str, LeafRow]] = []
         self.form: tuple[object, ...] = ()
+        self.leaf: LeafRow | None = None  # all there is in it: then it has no lines below its own
         self.count, self.nbytes = 0, 0
 
     def add(self, leaf: LeafRow) -> None:
@@ -75,13 +76,15 @@ class Group:
         at.order.append((leaf.path[-1] if leaf.path else leaf.name, leaf))
 
     def merged(self) -> Group:
-        """This group, or the one that is all there is in it, with both labels."""
+        """This group, or the one or the leaf that is all there is in it, with both labels."""
         at, labels = self, [self.label]
         while len(at.order) == 1 and isinstance(at.order[0], Group):
             at = at.order[0]
             labels.append(at.label)
-        if at is not self:
-            at.key, at.label = self.key, "/".join(labels)
+        if len(at.order) == 1 and isinstance(at.order[0], tuple):
+            labels.append(at.order[0][0])
+            at.leaf = at.order[0][1]
+        at.key, at.label = self.key, "/".join(labels)
         at.order = [child.merged() if isinstance(child, Group) else child for child in at.order]
         inside = ((c.label, hash(c.form)) if isinstance(c, Group) else (c[0], *_kind(c[1])) for c in at.order)
         at.form = (*labels[1:], *inside)
@@ -112,8 +115,9 @@ def tree(
     rows: list[Sequence[Cell] | Text] = []
     for prefix, below, child in _lines(root, opened, folding, ""):
         rows.append(_row(prefix, child, total_nbytes, isinstance(child, Group) and child in opened))
-        if owners and isinstance(child, tuple) and child[1].sharding is not None:
-            rows += [Text(" " * indent + below, FAINT).append_text(line) for line in drawn(child[1].sharding)]
+        leaf = child[1] if isinstance(child, tuple) else child.leaf if isinstance(child, Group) else None
+        if owners and leaf is not None and leaf.sharding is not None:
+            rows += [Text(" " * indent + below, FAINT).append_text(line) for line in drawn(leaf.sharding)]
     columns = [
         Column(Text("leaf"), 0, least=30),
         Column(Text("type"), 1),
@@ -144,6 +148,8 @@ _Child = Group | tuple[str, LeafRow] | Rest
 
 def _listed(group: Group, folding: Folding) -> list[_Child]:
     """The children of a group that have a line, and what stands for the others."""
+    if group.leaf is not None:
+        return []
     listed: list[_Child] = []
     for _, run in itertools.groupby(group.order, key=lambda c: c.form if isinstance(c, Group) else id(c)):
         alike = list(run)
@@ -197,11 +203,12 @@ def _row(prefix: str, child: _Child, total: int, opened: bool) -> list[Cell]:
         name.append(f"… {units.count(len(child.children))} more{like}", FAINT)
         cells = [_leaves(count), Text(), _nbytes(nbytes, FAINT), _share(nbytes, total), Text(), Text()]
         return [_kept(name, len(prefix)), *cells]
-    if isinstance(child, Group):
+    if isinstance(child, Group) and child.leaf is None:
         name.append_text(text(child.label, HEAD)).append("/" if opened else "/ …", FAINT)
         cells = [_leaves(child.count), Text(), _nbytes(child.nbytes, FAINT), _share(child.nbytes, total)]
         return [_kept(name, len(prefix)), *cells, Text(), Text()]
-    label, leaf = child
+    label, leaf = (child.label, child.leaf) if isinstance(child, Group) else child
+    assert leaf is not None, "groups of more than that were dealt with"
     name.append_text(text(label))
     lies = leaf.sharding
     return [
@@ -255,7 +262,7 @@ def parts(lies: ShardingRow) -> Text:
 
 def drawn(lies: ShardingRow) -> list[Text]:
     """Who wrote which part: a letter per part, a row of letters along the last dimension."""
-    if not lies.owners or math.prod(lies.counts) <= 1:
+    if len(set(lies.owners)) < 2:
         return []
     names = sorted(set(lies.owners), key=_natural)
     letters = {name: _LETTERS[i % len(_LETTERS)] for i, name in enumerate(names)}

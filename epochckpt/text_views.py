@@ -6,6 +6,7 @@ none is read as markup.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator, Sequence
 
@@ -90,9 +91,10 @@ def _facts(detail: EpochDetail) -> Iterator[tuple[str, Text]]:
     took = f" in {units.secs(row.secs)}" if row.secs is not None else ""
     held = f", training held {units.secs(row.held_secs)}" if row.held_secs is not None else ""
     on = f" on {len(row.nodes)} nodes" if len(row.nodes) > 1 else f" on {row.nodes[0].name}" if row.nodes else ""
-    yield "size", text(f"{units.nbytes(row.nbytes)}{on}{took}{held}")
+    if row.nbytes or row.nodes:
+        yield "size", text(f"{units.nbytes(row.nbytes)}{on}{took}{held}")
     yield "written by", text("stock Orbax" if row.writer == "orbax" else f"{row.writer}, attempt {row.attempt or '?'}")
-    if row.folder:
+    if row.folder not in ("", str(row.epoch)):
         yield "folder", text(row.folder)
     for name, value in flat(row.metrics).items():
         source = f"  (attached by {row.sources[name]})" if name in row.sources else ""
@@ -166,14 +168,15 @@ def item(
         parts.append(text_tree.tree(found.leaves, total_nbytes, folding, owners=owners))
     if found.files:
         parts += _files(found)
-    for node, own in list(found.nodes.items())[: folding.children]:
-        parts.append(
-            Line(text(f"  {node}", HEAD).append(f"  {units.several(len(own.leaves), 'leaf', 'leaves')}", FAINT))
-        )
-        parts.append(text_tree.tree(own.leaves, total_nbytes, folding, owners=owners, indent=4))
-    hidden = 0 if folding.children is None else len(found.nodes) - folding.children
-    if hidden > 0:
-        parts.append(Text(f"  … {hidden} more nodes", FAINT))
+    if found.nodes:  # a tree whose outermost groups are the nodes: they are much alike
+        below = [(node, leaf) for node, own in found.nodes.items() for leaf in own.leaves]
+        leaves = [dataclasses.replace(leaf, path=(node, *(leaf.path or (leaf.name,)))) for node, leaf in below]
+        parts.append(text_tree.tree(leaves, total_nbytes, folding, owners=owners))
+        parts += [
+            Fact(text(node, BAD, limit=60), text(own.problem, BAD, limit=600), 12, 2)
+            for node, own in found.nodes.items()
+            if own.problem
+        ]
     return Group(*parts)
 
 
