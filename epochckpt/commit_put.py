@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -50,9 +50,9 @@ class PutCommits(Commits):
         self.incarnation = f"{number:08d}"
         self.finish_rollback()
         leftovers = list(self._leftovers())
-        worker.start(lambda: [self._sweep(path) for path in leftovers])
+        worker.start(lambda: [self.sweep(path) for path in leftovers])
 
-    def _sweep(self, path: str) -> None:
+    def sweep(self, path: str) -> None:
         """Removes an attempt's data, and the record that an older run may have put for it meanwhile."""
         self.store.remove_tree(path)
         folder, attempt = path.partition("/")[0], path.rpartition("/")[2]
@@ -62,21 +62,37 @@ class PutCommits(Commits):
     def _claim_path(self, number: int) -> str:
         return layout.join(layout.incarnation_folder(f"{number:08d}"), _CLAIM)
 
+    @property
+    def newest(self) -> str:
+        """The newest incarnation that was claimed: what older ones left uncommitted is dead."""
+        return f"{max(self._numbers(), default=0):08d}"
+
     def _leftovers(self) -> Iterator[str]:
-        """Attempts of earlier incarnations that no commit record, and no rolled back one, names."""
+        """What earlier incarnations left."""
+        for number in self._numbers():
+            if number < int(self.incarnation):
+                yield layout.incarnation_folder(f"{number:08d}")
+        for path in self.unrecorded():
+            if not path.rpartition("/")[2].startswith(f"{self.incarnation}-"):
+                yield path
+
+    def unrecorded(self, folders: Collection[str] | None = None) -> Iterator[str]:
+        """Attempts, as `<epoch>/<node>/<attempt>`, that no commit record names, nor one that was set aside.
+
+        Args:
+            folders: look only into these folders of epochs.
+        """
         kept: set[str] = set()
-        folders = []
+        found = []
         for entry in self.store.list(""):
-            if entry.is_folder and self.names.parse(entry.name) is not None:
-                folders.append(entry.name)
-            elif entry.is_folder and entry.name.startswith(("rolled-back-", "damaged-")):
+            if not entry.is_folder:
+                continue
+            if self.names.parse(entry.name) is not None:
+                found += [entry.name] if folders is None or entry.name in folders else []
+            elif layout.parse_incarnation(entry.name) is None:  # rolled back, damaged, or where `hide` keeps them
                 for epoch in self.store.list(entry.name):
                     kept |= self._attempt_in(layout.join(entry.name, epoch.name))
-            else:
-                number = layout.parse_incarnation(entry.name)
-                if number is not None and number.isdigit() and int(number) < int(self.incarnation):
-                    yield entry.name
-        for folder in folders:
+        for folder in found:
             if self._is_foreign(folder):
                 continue
             record = self._attempt_in(folder)
@@ -86,14 +102,13 @@ class PutCommits(Commits):
                 yield from self.store.find(layout.METRICS_PREFIX, folder)
             for node in self.store.list(folder):
                 for attempt in self.store.list(layout.join(folder, node.name)) if node.is_folder else ():
-                    ours = attempt.name.startswith(f"{self.incarnation}-")
-                    if not ours and attempt.name not in kept | record:
+                    if attempt.name not in kept | record:
                         yield layout.join(folder, node.name, attempt.name)
 
     def _attempt_in(self, folder: str) -> set[str]:
         path = layout.join(folder, layout.EPOCH_RECORD)
         try:
-            return {parsing.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).attempt}
+            return {parsing.parse_head(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).attempt}
         except (EpochCheckpointError, OSError, ValueError):
             return set()
 
@@ -177,7 +192,7 @@ class PutCommits(Commits):
             return
         try:
             self.store.replace(path, record, old)
-        except FileNotFoundError:  # the newer run took it away, see `_sweep`
+        except FileNotFoundError:  # the newer run took it away, see `sweep`
             with suppress(FileExistsError):
                 self.store.create(path, old)
         except FileExistsError:

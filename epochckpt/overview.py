@@ -13,16 +13,18 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import epoch_rows, layout, recognising, remains, surveying, worker
+from epochckpt import epoch_rows, layout, recognising, remains, worker
 from epochckpt.commit import Commits
+from epochckpt.commit_put import PutCommits
 from epochckpt.errors import AccessError, EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError
 from epochckpt.opening import commits_of, step_names
-from epochckpt.rows import COMMITTED, EpochRow, Overview, RemainRow
+from epochckpt.rows import COMMITTED, IN_PROGRESS, LEFTOVER, EpochRow, Overview, RemainRow
 from epochckpt.storage import open_store
 
 CHECKED_FILES = 2000
 """About so many files are looked at; the newest epochs come first."""
 
+_LOOKED_INTO = 3  # committed epochs on an object store, for attempts beside them
 _THREADS = 16  # of object stores, where every answer takes long and costs nothing here
 
 
@@ -63,14 +65,8 @@ def _is_sign(commits: Commits, name: str, is_folder: bool) -> bool:
         return name == layout.ROLLBACK_RECORD
     epoch = commits.names.parse(name)
     if epoch is not None:
-        return isinstance(epoch_rows.read(commits, name, epoch, brief=True), EpochRow) or (
-            not commits.store.renames and bool(_attempts_below(commits, name))
-        )
+        return isinstance(epoch_rows.read(commits, name, epoch, brief=True), EpochRow)
     return remains.is_sign(commits, name)
-
-
-def _attempts_below(commits: Commits, folder: str) -> list[str]:
-    return [path for path, is_folder in surveying.walk(commits.store, folder) if not is_folder]
 
 
 def look(
@@ -117,6 +113,7 @@ class _Look:
 
     def __init__(self, commits: Commits, metric: str | None, mode: str):
         self._commits, self._metric, self._mode = commits, metric, mode
+        self._said: dict[str, str] = {}
 
     def overview(self, limit: int | None, check: bool, kept: str | None) -> Overview:
         now_ns = time.time_ns()
@@ -147,26 +144,26 @@ class _Look:
         marked = [dataclasses.replace(row, latest=epoch == latest, best=epoch == best) for epoch, row in rows.items()]
         committed = {row.attempt for row in marked}
         attempts = [row for row in found.attempts if row.attempt not in committed]
+        if isinstance(self._commits, PutCommits):
+            unread = [folders[epoch] for epoch in order if epoch not in rows]
+            newest = [folders[epoch] for epoch in order[:_LOOKED_INTO]]
+            attempts += remains.orphans(self._commits, {*newest, *unread} - {row.folder for row in hidden})
         return Overview(
             directory=self._commits.store.root,
-            epochs=tuple(
-                sorted(
-                    [*marked, *attempts], key=lambda row: (row.epoch, row.attempt != "" and row.age_secs is not None)
-                )
-            ),
+            epochs=tuple(sorted([*marked, *attempts], key=_order)),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
             remains=tuple(sorted([*found.others, *others], key=lambda row: row.path)),
             metric=self._metric or "",
             mode=self._mode,
-            problems={**found.problems, **self._problems([*marked, *hidden])},
+            problems={**found.problems, **self._said, **self._problems([*marked, *hidden])},
         )
 
     def _folders(self) -> dict[int, str]:
         """The folder of each epoch, as far as names say."""
         names, folders = self._commits.names, dict[int, str]()
         entries = self._commits.store.list("")
-        hidden = self._commits.hidden() if any(e.name == layout.ROLLBACK_RECORD for e in entries) else frozenset()
+        hidden = self._hidden() if any(e.name == layout.ROLLBACK_RECORD for e in entries) else frozenset()
         for entry in entries:
             epoch = names.parse(entry.name) if entry.is_folder else None
             if epoch is None or epoch in hidden:
@@ -174,6 +171,18 @@ class _Look:
             if epoch not in folders or entry.name == names.build(epoch):
                 folders[epoch] = entry.name
         return folders
+
+    def _hidden(self) -> frozenset[int]:
+        """The epochs that a rollback is setting aside."""
+        try:
+            hidden = self._commits.hidden()
+        except (EpochCheckpointError, ValueError) as error:
+            self._said[layout.ROLLBACK_RECORD] = f"{error}; no manager can open the directory as long as it is there"
+            return frozenset()
+        if hidden:
+            what = ", ".join(map(str, sorted(hidden)))
+            self._said[layout.ROLLBACK_RECORD] = f"a rollback is setting aside {what}; the next open finishes it"
+        return hidden
 
     def _read(self, folders: Mapping[int, str], order: Sequence[int], shown: set[int]) -> list[Any]:
         found: list[Any] = [None] * len(order)
@@ -218,6 +227,10 @@ class _Look:
             return {"": f"no epoch has metrics, so none is best by {self._metric!r}"}
         near = difflib.get_close_matches(self._metric, known, n=3) or known[:10]
         return {"": f"no epoch has the metric {self._metric!r}; there are {', '.join(near)}"}
+
+
+def _order(row: EpochRow) -> tuple[int, bool, str]:
+    return row.epoch, row.state in (IN_PROGRESS, LEFTOVER), row.attempt
 
 
 def _value(metrics: Mapping[str, Any], name: str) -> float | None:

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection, Sequence
 
 from epochckpt import layout, parsing, records, surveying, units
 from epochckpt.commit import Commits
+from epochckpt.commit_put import PutCommits
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.rows import IN_PROGRESS, LEFTOVER, EpochRow, NodeRow, RemainRow
 from epochckpt.store import Store
@@ -79,7 +81,7 @@ class Remains:
 
 
 def find(commits: Commits, now_ns: int, kept: str | None = None) -> Remains:
-    """Looks for everything in the table above (on object stores: see `orphans`).
+    """Looks for everything in the table above; for attempts on object stores see `orphans`.
 
     Args:
         commits: the directory.
@@ -134,6 +136,50 @@ def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: 
             _add(found, store, name, ORBAX, now_ns, (step,), "a save of stock Orbax, under way or left over")
 
 
+def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list[EpochRow]:
+    """Attempts on an object store, which does not tell when they were written: only those of earlier runs are dead.
+
+    Args:
+        commits: the directory.
+        folders: look only into these folders of epochs.
+    """
+    newest = commits.newest
+    nodes: dict[tuple[str, str], list[NodeRow]] = {}
+    for path in commits.unrecorded(folders):
+        folder, node, attempt = path.split("/")
+        if layout.parse_incarnation(layout.incarnation_folder(attempt.partition("-")[0])) is None:
+            continue  # not named as attempts are
+        row = _node(commits.store, path, node)
+        if row is not None:
+            nodes.setdefault((folder, attempt), []).append(row)
+    rows = []
+    for (folder, attempt), found in nodes.items():
+        live = not is_fenced_off(attempt, newest)
+        detail = f"{_progress(found)}; " + (
+            "of the newest run, or of an upload: under way, or that was killed (object stores tell no times)"
+            if live
+            else "of an earlier run, which can no longer commit it"
+        )
+        rows.append(
+            EpochRow(
+                epoch=commits.names.parse(folder) or 0,
+                state=IN_PROGRESS if live else LEFTOVER,
+                detail=detail,
+                folder=folder,
+                attempt=attempt,
+                nodes=tuple(found),
+                nbytes=sum(n.nbytes for n in found),
+            )
+        )
+    return rows
+
+
+def is_fenced_off(attempt: str, newest: str) -> bool:
+    """Whether an attempt on an object store is of a run that a later one has fenced off. Uploads keep ids of others."""
+    run = attempt.partition("-")[0]
+    return len(run) == len(newest) and run.isdigit() and int(run) < int(newest)
+
+
 def _look_into_staging(store: Store, home: str, now_ns: int, found: Remains) -> None:
     token = home.removesuffix(layout.TMP_SUFFIX).rpartition("-")[2]
     node = layout.parse_node_staging(home)
@@ -148,11 +194,23 @@ def _look_into_staging(store: Store, home: str, now_ns: int, found: Remains) -> 
                 found.attempts.append(row)
         elif _MOVING.match(name):
             _add(found, store, path, SET_ASIDE, now_ns, (), "an epoch on the move: the next run puts it in its place")
+        elif name.startswith("swept-") and holds_moving(store, path):
+            _add(found, store, path, SET_ASIDE, now_ns, (), "what an earlier run left, with an epoch on the move in it")
         else:
             detail = next((text for prefix, text in _GONE.items() if name.startswith(prefix)), "")
             epoch = re.match(r"deleted-(\d+)-", name)
             epochs = (int(epoch[1]),) if epoch else ()
             _add(found, store, path, DELETED if detail else FOREIGN, now_ns, epochs, detail or "not known")
+
+
+def holds_moving(store: Store, swept: str) -> bool:
+    """Whether the staging of an earlier run has an epoch in it that is to be put back."""
+    for name, is_folder in surveying.names(store, swept):
+        if _MOVING.match(name):
+            return True
+        if is_folder and name.startswith("swept-") and holds_moving(store, layout.join(swept, name)):
+            return True
+    return False
 
 
 def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | None, now_ns: int) -> EpochRow | None:
@@ -166,8 +224,7 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | Non
         if row is not None:
             nodes.append(row)
     age = whole.age_secs(now_ns) or 0.0
-    done = sum(n.state == "written" for n in nodes)
-    detail = f"{done} of {len(nodes)} nodes that have begun have written"
+    detail = _progress(nodes)
     if age >= LIVE_SECS:
         detail += f"; nothing was written for {units.secs(age)}: it failed, or its job was killed"
     return EpochRow(
@@ -181,6 +238,11 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | Non
         started_ns=whole.oldest_ns,
         age_secs=age,
     )
+
+
+def _progress(nodes: Sequence[NodeRow]) -> str:
+    done = sum(n.state == "written" for n in nodes)
+    return f"{done} of the {len(nodes)} nodes that began have written"
 
 
 def _node(store: Store, path: str, name: str) -> NodeRow | None:

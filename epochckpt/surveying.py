@@ -24,7 +24,8 @@ class Extent:
     Attributes:
         nbytes: bytes of its files.
         entries: files and folders in it.
-        newest_ns: when something was last written to it, made, or moved; None: the store does not tell.
+        newest_ns: when something in it was last written, made, or moved; None: the store does not tell.
+        moved_ns: the same of the folder itself, which changes when it is moved, too.
         oldest_ns: when the oldest thing in it was last written to; None: the store does not tell.
         problem: why it could not be looked at as a whole; empty otherwise.
     """
@@ -32,6 +33,7 @@ class Extent:
     nbytes: int = 0
     entries: int = 0
     newest_ns: int | None = None
+    moved_ns: int | None = None
     oldest_ns: int | None = None
     problem: str = ""
 
@@ -46,7 +48,8 @@ class Extent:
 
     def age_secs(self, now_ns: int) -> float | None:
         """How long ago something was last written to it; None: the store does not tell."""
-        return None if self.newest_ns is None else max(now_ns - self.newest_ns, 0) / 1e9
+        times = [t for t in (self.newest_ns, self.moved_ns) if t is not None]
+        return max(now_ns - max(times), 0) / 1e9 if times else None
 
 
 def extent(store: Store, path: str) -> Extent | None:
@@ -82,6 +85,7 @@ def _on_disk(place: str) -> Extent | None:
         return None
     total = Extent()
     _count(total, own)
+    total.moved_ns, total.newest_ns = total.newest_ns, None
     waiting = [place] if stat.S_ISDIR(own.st_mode) else []
     while waiting and total.entries < MAX_ENTRIES:
         folder = waiting.pop()
@@ -108,7 +112,7 @@ def _count(total: Extent, found: os.stat_result) -> None:
     # also the time of the last change of the inode: a folder that is renamed keeps the time of its last write
     times = found.st_mtime_ns, max(found.st_mtime_ns, found.st_ctime_ns)
     size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-    total.add(Extent(size, 1, times[1], times[0]))
+    total.add(Extent(size, 1, newest_ns=times[1], oldest_ns=times[0]))
 
 
 def _objects(store: Store, path: str) -> Extent | None:

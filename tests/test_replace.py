@@ -312,8 +312,8 @@ def test_an_older_run_cannot_replace(directory: str, late: bool, monkeypatch: py
         exchange, swap = PosixStore.exchange, KvStore.replace
         monkeypatch.setattr(PosixStore, "exchange", lambda *a: (take_over(), exchange(*a))[1])
         monkeypatch.setattr(KvStore, "replace", lambda *a: (take_over(), swept.wait(30), swap(*a))[2])
-        swept, sweep = threading.Event(), commit_put.PutCommits._sweep
-        monkeypatch.setattr(commit_put.PutCommits, "_sweep", lambda *a: (sweep(*a), swept.set())[0])
+        swept, sweep = threading.Event(), commit_put.PutCommits.sweep
+        monkeypatch.setattr(commit_put.PutCommits, "sweep", lambda *a: (sweep(*a), swept.set())[0])
     else:
         take_over()
     older.save(1, args=args(10))
@@ -332,7 +332,7 @@ def test_a_record_that_a_newer_run_swept_away_gives_way_to_the_old_one(monkeypat
     """An object store: the older run overwrites the record just before the newer one sweeps what it names."""
     url = f"memory://{uuid.uuid4().hex}/"
     swapped, swept = threading.Event(), threading.Event()
-    swap, sweep = KvStore.replace, commit_put.PutCommits._sweep
+    swap, sweep = KvStore.replace, commit_put.PutCommits.sweep
     newer: list[ec.CheckpointManager] = []
 
     def late_sweep(*given: Any) -> None:
@@ -354,7 +354,7 @@ def test_a_record_that_a_newer_run_swept_away_gives_way_to_the_old_one(monkeypat
     older = ec.CheckpointManager(url)
     save(older, 1, 1)
     older.let_replace(1)
-    monkeypatch.setattr(commit_put.PutCommits, "_sweep", late_sweep)
+    monkeypatch.setattr(commit_put.PutCommits, "sweep", late_sweep)
     monkeypatch.setattr(KvStore, "replace", overtaken)
     older.save(1, args=args(10))
     with pytest.raises(FencedError):
