@@ -9,6 +9,7 @@ import io
 import math
 import operator
 import os
+import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
@@ -41,6 +42,7 @@ MAX_BYTES = 2**63 - 1
 
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([^\W\d]*)\s*", re.ASCII)
 _INTEGER = re.compile(r"\s*[+-]?\d{1,19}\s*", re.ASCII)
+_DAMAGED_URL = re.compile(r"[a-z0-9]{2,}:/[^/]")
 _WORDS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}  # as absl reads them
 
 
@@ -200,9 +202,17 @@ def _boolean(value: object) -> bool:
 
 
 def _text(value: object) -> str:
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise _Refusal
+    return value
+
+
+def _path(value: object) -> str:
+    text = _text(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    if isinstance(value, pathlib.PurePath) and _DAMAGED_URL.match(text):
+        raise _Refusal("it was a URL before pathlib took a slash away; pass a text, or an etils.epath.Path")
+    if text.startswith("~"):
+        raise _Refusal("nobody replaces ~ by a home directory in a flag or a file; write it out")
     return text
 
 
@@ -227,7 +237,7 @@ def _items(value: object) -> list[Any]:
 def _texts(value: object) -> tuple[str, ...]:
     items = _items(value)
     if not all(isinstance(item, str) and item and item == item.strip() for item in items):
-        raise _Refusal("none may be empty, or have spaces around it")
+        raise _Refusal("each is a text, not empty, without spaces around it")
     return tuple(items)
 
 
@@ -248,12 +258,14 @@ def _handler(value: object) -> str:
         raise _Refusal
     if not path and text != "json":
         raise _Refusal(f"{kind}: what is its file?")
+    if path:
+        _path(path)
     return text
 
 
 BOOLEAN = Kind("true or false", _boolean, lambda value: "true" if value else "false", boolean=True)
 TEXT = Kind("a text", _text)
-PATH = Kind("a path or URL", _text)
+PATH = Kind("a path or URL", _path)
 FOLDER_NAME = Kind("letters, digits, '.', '_' and '-', a letter or digit first", _name)
 NODE_NAME = Kind("a node's name", layout.check_node_name)
 TEXTS = Kind("texts with commas between them", _texts, _write_texts)

@@ -99,7 +99,7 @@ def launch():
         return ec.PREEMPTED_EXIT_CODE
     if asked:
         return 128 + asked[0]
-    for i, code in enumerate(codes):
+    for i, code in sorted(enumerate(codes), key=lambda item: item[1] or 0):  # one that was killed makes others fail
         if code:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             return f"process {i} failed ({how}), the others were ended; start again to go on"
