@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -131,7 +131,7 @@ def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, An
     if isinstance(record, OrbaxRecord):
         return {}
     paths = commits.store.find(layout.METRICS_PREFIX, commits.folder(record.epoch))
-    return _read(commits, paths, lambda epoch: record.attempt, record.epoch)
+    return read(commits, paths, record.epoch, record.attempt)
 
 
 def of_epochs(commits: Commits, epochs: Iterable[int]) -> dict[int, Any]:
@@ -139,21 +139,34 @@ def of_epochs(commits: Commits, epochs: Iterable[int]) -> dict[int, Any]:
 
     One listing: cheap where nothing is attached.
     """
-    wanted = {commits.folder(epoch): epoch for epoch in epochs}
-    found: dict[int, list[str]] = {}
+    files = by_folder(commits)
+    found: dict[int, Any] = {}
+    for epoch in epochs:
+        paths = files.get(commits.folder(epoch))
+        attempt = commits.read_attempt(epoch) if paths else None
+        if paths and attempt is not None and (sources := read(commits, paths, epoch, attempt)):
+            found[epoch] = merge(None, sources)
+    return found
+
+
+def by_folder(commits: Commits) -> dict[str, list[str]]:
+    """Paths of all files of attached metrics, by the folder that they lie in."""
+    found: dict[str, list[str]] = {}
     for path in commits.store.find(layout.METRICS_PREFIX):
-        epoch = wanted.get(path.partition("/")[0])
-        if epoch is not None:
-            found.setdefault(epoch, []).append(path)
-    merged = {e: merge(None, _read(commits, paths, commits.read_attempt, e)) for e, paths in found.items()}
-    return {epoch: metrics for epoch, metrics in merged.items() if metrics is not None}
+        found.setdefault(path.rpartition("/")[0], []).append(path)
+    return found
 
 
-def _read(
-    commits: Commits, paths: Iterable[str], attempt_of: Callable[[int], str | None], epoch: int
-) -> dict[str, Mapping[str, Any]]:
+def read(commits: Commits, paths: Iterable[str], epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
+    """The metrics of some files, by source; what is about another attempt, or cannot be used, is left out.
+
+    Args:
+        commits: the directory.
+        paths: the files.
+        epoch: the epoch that they lie beside.
+        attempt: its attempt.
+    """
     out: dict[str, Mapping[str, Any]] = {}
-    attempt: str | None = None
     for path in sorted(paths):
         source = layout.parse_metrics_file(path.rpartition("/")[2])
         if source is None:  # being written, or another's
@@ -162,14 +175,10 @@ def _read(
             file = _parse(path, commits.store.read(path, limit_bytes=MAX_BYTES))
         except FileNotFoundError:
             continue
-        except EpochCheckpointError as error:
-            logging.warning("%s: attached metrics are left out: %s", commits.store.root, error)
-            continue
-        except (ValueError, OSError) as error:
-            shown = unreadable(path, error) if isinstance(error, OSError) else error
+        except (EpochCheckpointError, ValueError, OSError) as error:
+            shown = unreadable(path, error) if type(error) is OSError else error
             logging.warning("%s: attached metrics are left out: %s", commits.store.root, shown)
             continue
-        attempt = attempt if attempt is not None else attempt_of(epoch)
         if (file.epoch, file.attempt, file.source) == (epoch, attempt, source):
             out[source] = file.metrics
     return out

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from epochckpt import keeping, layout, orbax_marks, orbax_steps, remains, surveying
+from epochckpt import attached, keeping, layout, orbax_marks, orbax_steps, remains, surveying
 from epochckpt.commit import Commits
 from epochckpt.errors import EpochCheckpointError, say
 from epochckpt.orbax_steps import OrbaxRecord
@@ -44,7 +44,7 @@ def read(commits: Commits, folder: str, epoch: int, *, brief: bool = False) -> E
 
 def of_record(record: EpochRecord, folder: str, *, brief: bool = False) -> EpochRow:
     """The row of an epoch of ours with a usable record."""
-    metrics, sources = metrics_of(record)
+    metrics = record.metrics
     custom, notes = split_notes(record.custom_metadata)
     return EpochRow(
         record.epoch,
@@ -56,18 +56,19 @@ def of_record(record: EpochRecord, folder: str, *, brief: bool = False) -> Epoch
         started_ns=record.started_ns,
         committed_ns=record.committed_ns,
         held_secs=record.timings.get("held_secs"),
-        metrics=metrics,
-        sources=sources,
+        metrics=metrics if isinstance(metrics, Mapping) else {} if metrics is None else {"metrics": metrics},
         custom_metadata=custom,
         notes=notes,
     )
 
 
-def metrics_of(record: EpochRecord) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """The metrics of an epoch, and by whom each was attached that was attached later."""
-    if record.metrics is None or isinstance(record.metrics, Mapping):
-        return record.metrics or {}, {}
-    return {"metrics": record.metrics}, {}  # Orbax takes any pytree
+def with_attached(row: EpochRow, sources: attached.Sources) -> EpochRow:
+    """The row with the metrics that were attached to the epoch, by source."""
+    if not sources:
+        return row
+    metrics = attached.merge(row.metrics, sources)
+    by = {name: source for source in sorted(sources, reverse=True) for name in sources[source]}
+    return dataclasses.replace(row, metrics=metrics, sources={n: s for n, s in by.items() if n not in row.metrics})
 
 
 def split_notes(custom: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -288,6 +289,8 @@ def _is_alone(store: Store, path: str) -> bool:
 def _check_directory(store: Store, create: bool) -> None:
     if not store.renames:
         return
+    with contextlib.suppress(FileNotFoundError):  # `exists` calls a directory missing that this user may not reach
+        os.lstat(store.root)
     if os.path.lexists(store.root) and not os.path.isdir(store.root):
         kind = "a broken link" if os.path.islink(store.root) and not os.path.exists(store.root) else "a file"
         raise NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")

@@ -13,7 +13,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import epoch_rows, layout, recognising, remains, worker
+from epochckpt import attached, epoch_rows, layout, recognising, remains, worker
 from epochckpt.commit import Commits
 from epochckpt.commit_put import PutCommits
 from epochckpt.errors import AccessError, EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError
@@ -132,12 +132,13 @@ class _Look:
                 rows[epoch] = row
             elif row is not None:
                 hidden.append(row)
+        self._attach(rows, hidden)
         best = self._best([*rows.values(), *hidden])
         for row in [r for r in hidden if r.epoch == best]:
             whole = epoch_rows.read(self._commits, row.folder, row.epoch)
             if isinstance(whole, EpochRow):
                 hidden.remove(row)
-                rows[row.epoch] = whole
+                rows[row.epoch] = dataclasses.replace(whole, metrics=row.metrics, sources=row.sources)
         if check:
             self._check(rows)
         latest = max((r.epoch for r in rows.values() if r.state == COMMITTED), default=None)
@@ -197,6 +198,20 @@ class _Look:
         else:
             worker.Pool(_THREADS).run([functools.partial(read, place) for place in range(len(order))])
         return found
+
+    def _attach(self, rows: dict[int, EpochRow], hidden: list[EpochRow]) -> None:
+        """Completes the rows with metrics that were attached to their epochs."""
+        files = attached.by_folder(self._commits)
+
+        def complete(row: EpochRow) -> EpochRow:
+            paths = files.get(row.folder)
+            if not paths or row.state != COMMITTED:
+                return row
+            return epoch_rows.with_attached(row, attached.read(self._commits, paths, row.epoch, row.attempt))
+
+        if files:
+            rows.update({epoch: complete(row) for epoch, row in rows.items()})
+            hidden[:] = [complete(row) for row in hidden]
 
     def _check(self, rows: dict[int, EpochRow]) -> None:
         """Looks at the files of the newest epochs, at least of one."""

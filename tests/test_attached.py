@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import epochckpt as ec
-from epochckpt import attached, errors, layout
+from epochckpt import attached, errors, layout, overview
 from epochckpt.opening import commits_of, step_names
 from epochckpt.storage import open_store
 from tests.processes import run_worker
@@ -271,3 +271,16 @@ def test_an_attachment_during_a_commit_waits_for_nobody(
         go.set()
         manager.wait_until_finished()
         assert list(manager.all_steps()) == [1, 2]
+
+
+def test_an_overview_has_attached_metrics_and_says_whose_they_are(directory: str) -> None:
+    """Also of epochs that it does not show, when it looks for the best one."""
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in range(4):
+            save(manager, epoch, {"loss": 1.0})
+            ec.attach_metrics(directory, epoch, {"accuracy": 1.0 - epoch / 10, "bleu": 3}, "evaluator")
+    found = overview.look(directory, metric="accuracy", limit=2)
+    assert [(row.epoch, row.best) for row in found.epochs] == [(0, True), (2, False), (3, False)]
+    assert found.epochs[0].metrics == {"loss": 1.0, "accuracy": 1.0, "bleu": 3}
+    assert found.epochs[0].sources == {"accuracy": "evaluator", "bleu": "evaluator"}
+    assert found.epochs[0].nodes

@@ -169,6 +169,7 @@ except errors.EpochCheckpointError as error:
         ("write", "run", 0o755),
         ("write", "run", 0o700),
         ("read", "run", 0o700),
+        ("read", ".", 0o700),
         ("read", "run/1", 0o700),
         ("read", "run/1/epoch.json", 0o600),
         ("restore", "run/1/process_0/node.json", 0o600),
