@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import orbax.checkpoint as ocp
 from absl import flags as absl_flags
 
 from epochckpt import setting_fields, setting_rules
@@ -68,8 +69,8 @@ class Flags:
         for name in sorted(values, key=lambda name: name not in _NEEDED):  # absl checks the rules after each
             self.flag_values.set_default(self.flag(name), values[name])
 
-    def options(self) -> Any:
-        """The `orbax.checkpoint.CheckpointManagerOptions`."""
+    def options(self) -> ocp.CheckpointManagerOptions:
+        """Orbax's options."""
         return self.settings().options()
 
     def storage(self) -> StorageOptions:
