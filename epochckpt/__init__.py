@@ -13,10 +13,11 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F4  conditions stop workspace tasks job session blobs boundary metrics preempting result keeping keep_epochs
         keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
         run_saves running runner upload_staging upload_nodes upload caffe2
-    F5  rows escaping surveying remains recognising epoch_rows overview gc
-        orbax_leaves details leaf_reading stats plain
+    F5  rows escaping remains surveying recognising epoch_rows overview lone_nodes orbax_leaves details leaf_reading
+        stats plain gc
         html_style html_parts html_overview html_sharding html_tree html_epoch html_compare html_views
         text_table text_tree text_leaves text_overview text_views
+        naming inspected inspection
         watching setting_kinds setting_rules setting_fields settings flags
         cli_output cli_options cli_places cli_look cli_work cli_watch cli __main__
 """
@@ -27,6 +28,7 @@ from epochckpt.errors import EpochCheckpointError, EpochDeleted
 from epochckpt.exporting import Exported, export
 from epochckpt.following import follow
 from epochckpt.importing import import_
+from epochckpt.inspection import inspect
 from epochckpt.job import Job, epoch_limiter
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
@@ -74,6 +76,7 @@ __all__ = [
     "flags",
     "follow",
     "import_",
+    "inspect",
     "metadata",
     "stop",
 ]

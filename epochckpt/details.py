@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from epochckpt import layout, orbax_marks, orbax_steps
+from epochckpt import layout, lone_nodes, orbax_marks, orbax_steps
 from epochckpt import tree as tree_lib
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, EpochNotFoundError, FormatError, say
@@ -61,6 +61,11 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
     try:
         record = commits.read_record(row.epoch)
     except EpochNotFoundError as error:
+        lone, problems = lone_nodes.readers(commits, row.epoch, Pool(_THREADS))
+        if lone or problems:
+            return EpochDetail(row, tuple(_lone_items(lone, problems)))
+        if row.state == DAMAGED:
+            return EpochDetail(row, ())
         raise EpochDeleted(row.epoch, commits.store.root, "it was there when the directory was looked at") from error
     except (DamagedError, FormatError) as error:
         return EpochDetail(dataclasses.replace(row, state=DAMAGED, detail=row.detail or str(error)), ())
@@ -83,6 +88,27 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
         return _node_item(reader, name, handler)
     files = [FileRow(f.name, n.name, f.size) for n in reader.record.nodes for f in n.files if f.item == name]
     return ItemRow(name, item.kind, handler, sum(f.nbytes for f in files), files=tuple(files))
+
+
+def _lone_items(lone: Mapping[str, EpochReader], problems: Mapping[str, str]) -> list[ItemRow]:
+    """What nodes saved that know nothing of each other: every item is each node's own."""
+    found: dict[str, dict[str, ItemRow]] = {}
+    for node, reader in lone.items():
+        for name, item in reader.record.items.items():
+            row = _item(reader, name, item)
+            found.setdefault(name, {})[node] = row.nodes.get(node, row)
+    said = "; ".join(f"node {node}: {problem}" for node, problem in problems.items())
+    return [
+        ItemRow(
+            name,
+            "node",
+            next((row.handler for row in nodes.values()), ""),
+            sum(row.nbytes for row in nodes.values()),
+            nodes=nodes,
+            problem="; ".join(filter(None, [said, *(row.problem for row in nodes.values())])),
+        )
+        for name, nodes in sorted(found.items())
+    ]
 
 
 def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str = "") -> ItemRow:

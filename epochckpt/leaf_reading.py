@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from epochckpt import layout, orbax_marks, orbax_steps, status
+from epochckpt import layout, lone_nodes, orbax_marks, orbax_steps, status
 from epochckpt import tree as tree_lib
 from epochckpt.commit import Commits
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     EpochDeleted,
+    EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
     say,
@@ -54,12 +55,20 @@ class Leaves:
     """
 
     def __init__(self, commits: Commits, epoch: int):
-        self._commits, self._store = commits, commits.store
-        self.record: EpochRecord = commits.read_record(epoch)
+        self._commits, self._store, pool = commits, commits.store, Pool(_THREADS)
+        self._lone: dict[str, EpochReader] = {}
+        self._unread: dict[str, str] = {}
+        try:
+            self.record: EpochRecord = commits.read_record(epoch)
+        except EpochNotFoundError:
+            self._lone, self._unread = lone_nodes.readers(commits, epoch, pool)
+            if not self._lone:
+                raise
+            self.record = next(iter(self._lone.values())).record
         self._folder = commits.folder(epoch)
-        self._reader: EpochReader | None = None
-        if not isinstance(self.record, OrbaxRecord):
-            self._reader = EpochReader(self._store, self._folder, self.record, Pool(_THREADS))
+        self._reader: EpochReader | None = next(iter(self._lone.values()), None)
+        if self._reader is None and not isinstance(self.record, OrbaxRecord):
+            self._reader = EpochReader(self._store, self._folder, self.record, pool)
         self._of_node: dict[tuple[str, str], EpochReader] = {}
         self._orbax_item = functools.cache(self._open_orbax)
 
@@ -130,8 +139,13 @@ class Leaves:
         for box in boxes(info.shape, max_elements):
             yield _read(reader, item, number, info, box).reshape(-1)
 
-    def file(self, item: str, name: str) -> bytes:
+    def file(self, item: str, name: str, node: str = "") -> bytes:
         """The content of a file that a handler wrote; verified if we wrote it.
+
+        Args:
+            item: the item.
+            name: of the file.
+            node: whose, for an item of each node's own; empty otherwise.
 
         Raises:
             InvalidArgumentError: there is no such file.
@@ -139,7 +153,7 @@ class Leaves:
             EpochDeleted: the epoch went away meanwhile.
         """
         if self._reader is not None:
-            return self._reader.read_file(item, name)
+            return self._owner(item, node).read_file(item, name)
         assert isinstance(self.record, OrbaxRecord)
         if item not in self.record.folders or not layout.is_file_path(name):
             raise InvalidArgumentError(f"item {item!r} has no file {name!r}")
@@ -162,6 +176,11 @@ class Leaves:
         Raises:
             EpochDeleted: the epoch went away meanwhile.
         """
+        if self._lone:
+            each = [status.verify(reader, progress) for reader in self._lone.values()]
+            wrong = [error for one in each for error in one.damage]
+            wrong += [DamagedError(layout.join(self._folder, node), said) for node, said in self._unread.items()]
+            return status.Verification(self.record.epoch, sum(one.nbytes for one in each), tuple(wrong))
         if self._reader is not None:
             return status.verify(self._reader, progress)
         assert isinstance(self.record, OrbaxRecord)
@@ -203,22 +222,28 @@ class Leaves:
     # -- finding -------------------------------------------------------------------------------------------------
 
     def _ours(self, item: str, leaf: str, node: str) -> tuple[EpochReader, int, Leaf]:
-        reader = self._reader
-        assert reader is not None, "callers look at it"
-        if node:
-            reader = self._node_reader(reader, item, node)
+        reader = self._owner(item, node)
         record = reader.record.items.get(item)
         if record is None or record.arrays is None or leaf not in record.arrays.by_name:
             raise _no_leaf(self.record.epoch, item, leaf, node)
         number = record.arrays.by_name[leaf]
         return reader, number, record.arrays.leaves[number]
 
-    def _node_reader(self, reader: EpochReader, item: str, node: str) -> EpochReader:
+    def _owner(self, item: str, node: str) -> EpochReader:
+        """Who reads an item: of each node's own, that node's."""
+        reader = self._lone.get(node) if self._lone else self._reader
+        if not node and reader is not None:
+            return reader
         if (item, node) not in self._of_node:
-            names = [n.name for n in reader.record.nodes]
-            if node not in names or not reader.has(names.index(node), item):
-                raise InvalidArgumentError(f"epoch {self.record.epoch}: node {node!r} has no item {item!r} of its own")
-            self._of_node[item, node] = reader.of_node(names.index(node), item)
+            record = reader.record if reader is not None else self.record
+            number = next((i for i, entry in enumerate(record.nodes) if entry.name == node), -1)
+            if reader is not None and self._lone and item in record.items and record.items[item].kind != "node":
+                self._of_node[item, node] = reader
+            elif reader is not None and number >= 0 and reader.has(number, item):
+                self._of_node[item, node] = reader.of_node(number, item)
+            else:
+                what = f"node {node!r} has no item {item!r} of its own" if node else f"item {item!r} is of each node's"
+                raise InvalidArgumentError(f"epoch {self.record.epoch}: {what}")
         return self._of_node[item, node]
 
     def _open_orbax(self, item: str) -> OrbaxItem:

@@ -1,0 +1,182 @@
+"""`inspect`: what a notebook shows of a directory of checkpoints, and what a program asks it for.
+
+Only looks: needs neither the code that trained nor its devices, starts no jax backend, and writes nothing. Every call
+looks at storage anew: others may be writing to it, and delete from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import orbax.checkpoint as ocp
+from rich.console import RenderableType
+
+from epochckpt import html_views, overview, text_views
+from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
+from epochckpt.inspected import EpochInspection, Shown, read_row
+from epochckpt.reading import epoch_number
+from epochckpt.rows import COMMITTED, DAMAGED, EpochRow, Overview
+
+_NEAR = 5
+_FURTHER = (1, 20, 400, None)  # how many of the newest epochs are looked at for one that is whole
+
+
+def inspect(
+    directory: str | os.PathLike[str],
+    *,
+    metric: str | None = None,
+    mode: str = "max",
+    options: ocp.CheckpointManagerOptions | None = None,
+) -> Inspection:
+    """Opens a directory of checkpoints to look at; a live one, a damaged one, or one of stock Orbax.
+
+    In a notebook the result shows itself, and so does everything that it is asked for::
+
+        run = inspect("/checkpoints/run", metric="loss", mode="min")
+        run                                         # epochs, nodes, sizes, durations, metrics, what is left over
+        run[12]                                     # one epoch: its nodes, its items, the tree of each
+        run[12]["default"]["params/dense/kernel"]   # a leaf, as a NumPy array
+        run[12].stats("params/*")                   # least, greatest, mean, NaN, histogram; reads only those leaves
+        run.diff(11, 12)                            # what changed
+        run.latest, run.best
+
+    Args:
+        directory: a path or a URL.
+        metric: by which the best epoch is found.
+        mode: `max` or `min`: which value of it is best.
+        options: the step name format and `todelete_subdir`, if they are not the defaults.
+
+    Raises:
+        NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
+        AccessError: it may not be read.
+        InvalidArgumentError: a mode that makes no sense.
+    """
+    if mode not in ("max", "min"):
+        raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
+    return Inspection(directory, metric=metric, mode=mode, options=options)
+
+
+class Inspection(Shown):
+    """A directory of checkpoints; see `inspect`. Iterates over the numbers of its epochs, ascending.
+
+    Args:
+        directory: a path or a URL.
+        metric: by which the best epoch is found.
+        mode: which value of it is best.
+        options: the step name format.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        metric: str | None = None,
+        mode: str = "max",
+        options: ocp.CheckpointManagerOptions | None = None,
+    ):
+        self._given, self._metric, self._mode, self._options = os.fspath(directory), metric, mode, options
+        self._commits = overview.open_commits(directory, options)
+
+    @property
+    def directory(self) -> str:
+        """Its path or URL, in full."""
+        return self._commits.store.root
+
+    def overview(self, limit: int | None = 100, *, check: bool = True) -> Overview:
+        """The rows of the directory.
+
+        Args:
+            limit: how many epochs, the newest; None: all.
+            check: see whether the files of the newest epochs are there.
+        """
+        return overview.look(
+            self._given, metric=self._metric, mode=self._mode, limit=limit, options=self._options, check=check
+        )
+
+    def epochs(self, *, check: bool = False) -> list[EpochRow]:
+        """The row of every committed epoch, damaged ones too, ascending."""
+        return [row for row in self.overview(None, check=check).epochs if row.state in (COMMITTED, DAMAGED)]
+
+    @property
+    def latest(self) -> EpochInspection | None:
+        """The newest epoch that is whole, as far as a look at its files tells; None if there is none."""
+        for limit in _FURTHER:
+            seen = self.overview(limit)
+            found = next((row.epoch for row in seen.epochs if row.latest), None)
+            if found is not None:
+                return self._epoch(found)
+            if not seen.hidden:
+                break
+        return None
+
+    @property
+    def best(self) -> EpochInspection | None:
+        """The best epoch by the metric that was asked for; None if no epoch has it.
+
+        Raises:
+            InvalidArgumentError: none was asked for.
+        """
+        if self._metric is None:
+            raise InvalidArgumentError("best by which metric? Pass it: inspect(directory, metric='loss', mode='min')")
+        found = next((row.epoch for row in self.overview(1, check=False).epochs if row.best), None)
+        return None if found is None else self._epoch(found)
+
+    def __len__(self) -> int:
+        return len(self._numbers())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers())
+
+    def __contains__(self, epoch: object) -> bool:
+        return epoch in self._numbers()
+
+    def __getitem__(self, epoch: int) -> EpochInspection:
+        """One epoch.
+
+        Raises:
+            EpochNotFoundError: there is none of this number; names those that are near.
+            InvalidArgumentError: it is no number of an epoch.
+        """
+        if isinstance(epoch, slice):
+            raise InvalidArgumentError("epochs are asked for one by one; .epochs() gives the rows of all of them")
+        if isinstance(epoch, int) and not isinstance(epoch, bool) and epoch < 0:
+            raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
+        number = epoch_number(epoch)
+        if read_row(self._commits, number) is None:
+            raise self._no_epoch(number)
+        return self._epoch(number)
+
+    def _numbers(self) -> list[int]:
+        return [row.epoch for row in self.epochs()]
+
+    def _epoch(self, number: int) -> EpochInspection:
+        return EpochInspection(self._commits, number, self._marks)
+
+    def _marks(self) -> tuple[int | None, int | None]:
+        """The latest and the best epoch."""
+        seen = self.overview(1, check=False)
+        latest = next((row.epoch for row in seen.epochs if row.latest), None)
+        return latest, next((row.epoch for row in seen.epochs if row.best), None)
+
+    def _no_epoch(self, epoch: int) -> EpochNotFoundError:
+        """The error for an epoch that is not there: names those that are near, and an attempt at it."""
+        seen = self.overview(None, check=False).epochs
+        known = [row.epoch for row in seen if row.state in (COMMITTED, DAMAGED)]
+        error = EpochNotFoundError(epoch, self.directory, known)
+        near = sorted(sorted(known, key=lambda number: abs(number - epoch))[:_NEAR])
+        said = f"near: {', '.join(map(str, near))}" if near else "it holds no committed epoch"
+        tried = [row for row in seen if row.epoch == epoch]
+        if tried:
+            said += f". An attempt at saving it is {tried[-1].state}"
+        error.args = (f"{self.directory}: no epoch {epoch}; {said}",)
+        return error
+
+    def _rows(self) -> Overview:
+        return self.overview()
+
+    def _html(self, rows: Overview) -> str:
+        return html_views.overview(rows)
+
+    def _text(self, rows: Overview) -> RenderableType:
+        return text_views.overview(rows, hint="; .epochs() has the rows of all")

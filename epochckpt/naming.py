@@ -1,0 +1,49 @@
+"""What to say where a name is not there: names that are near, what lies below a part of a tree, what takes patterns."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from epochckpt.escaping import shown
+
+_NEAR = 5
+_LIMIT = 200
+_MANY = 5000  # beyond that the distances to all names take too long
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """A hint: the names that are near, or some of those that there are.
+
+    Args:
+        name: what was asked for.
+        known: what there is.
+    """
+    listed = list(known)
+    if not listed:
+        return "there is none"
+    low = name.lower()
+    found = difflib.get_close_matches(name, listed, _NEAR, 0.5) if len(listed) <= _MANY else []
+    found = found or [other for other in listed if low and low in other.lower()][:_NEAR]
+    if not found and len(listed) > _MANY:  # those that end or begin alike
+        head, tail = name.rpartition("/")[0], name.rpartition("/")[2]
+        alike = [other for other in listed if other.rpartition("/")[2] == tail or other.startswith(f"{head}/")]
+        found = difflib.get_close_matches(name, alike[:_MANY], _NEAR, 0.5)
+    said = ", ".join(repr(shown(other, limit=_LIMIT)) for other in (found or listed)[:_NEAR])
+    more = f", … {len(listed) - _NEAR} more" if not found and len(listed) > _NEAR else ""
+    return f"{'near' if found else 'there are'}: {said}{more}"
+
+
+def no_leaf(name: str, known: Iterable[str]) -> str:
+    """What to say of a leaf that is not there."""
+    listed = list(known)
+    quoted = repr(shown(name, limit=_LIMIT))
+    below = [other for other in listed if other.startswith(f"{name.rstrip('/')}/")] if name else []
+    if below:
+        some = ", ".join(repr(shown(other, limit=_LIMIT)) for other in below[:_NEAR])
+        more = f", … {len(below) - _NEAR} more" if len(below) > _NEAR else ""
+        one = "1 leaf lies" if len(below) == 1 else f"{len(below)} leaves lie"
+        return f"{quoted} is no leaf, {one} below it: {some}{more}"
+    if any(mark in name for mark in "*?["):
+        return f"{quoted} looks like a pattern, which names no single leaf: .stats({quoted}) takes patterns"
+    return f"there is no leaf {quoted}; {near(name, listed)}"
