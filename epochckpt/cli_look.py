@@ -1,4 +1,4 @@
-"""The commands that look at epochs: `ls`, `show`, `tree`, `stat`, `diff`."""
+"""The commands that look at epochs: `ls`, `show`, `tree`, `stat`."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def stat(args: argparse.Namespace, output: Output) -> int:
     wanted = [one for one in chosen(narrowed(place.detail(row), args)) if one[2].kind in stats.ARRAYS]
     found = []
     leaves = place.leaves(row)
-    with output.progress(f"epoch {row.epoch}", sum(leaf.nbytes for _, _, leaf in wanted)) as more:
+    with output.progress(f"epoch {row.epoch}", sum(leaf.nbytes for _, _, leaf in wanted)) as bar:
         for item, node, leaf in wanted:
             found.append(stats.of_leaf(leaves, item, leaf, node))
-            more(leaf.nbytes)
+            bar.more(leaf.nbytes)
     output.rows(found, lambda: text_views.stats(found))
     return OK
 

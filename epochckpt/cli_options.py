@@ -220,7 +220,9 @@ def _gc(commands: _Commands) -> None:
         default=86400.0,
         help="leave alone what something was written to within this time (30s, 15m, 2h, 1d); default: 1d",
     )
-    added.add_argument("--rolled-back", action="store_true", help="also epochs that were set aside on purpose")
+    added.add_argument("--rolled-back", action="store_true", help="also epochs that were rolled back or set aside")
+    added.add_argument("--save-timeout", metavar="TIME", type=span, help="of the job, if longer than the default 10m")
+    added.add_argument("--todelete-subdir", metavar="NAME", help="the folder that this option of the manager names")
 
 
 def _export(commands: _Commands) -> None:

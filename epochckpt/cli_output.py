@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Generator
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
 from epochckpt import plain
@@ -64,21 +64,44 @@ class Output:
         self.err.print(Text(f"epochckpt: {shown(message, limit=2000)}", WARN))
 
     @contextlib.contextmanager
-    def progress(self, what: str, total: float | None, *, in_bytes: bool = True) -> Generator[Callable[[float], None]]:
-        """Shows how far long work is, on a terminal; gives a call that says how much more was done.
+    def progress(self, what: str, total: float) -> Generator[Bar]:
+        """Shows how far long work is, on a terminal and nowhere else.
 
         Args:
             what: is being done.
-            total: of bytes or steps; None: not known.
-            in_bytes: whether it is bytes that are counted.
+            total: bytes.
         """
         if not self.err.is_terminal or self.err.is_dumb_terminal:
-            yield lambda more: None
+            yield Bar(None, total)
             return
-        sizes = (
-            (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (TextColumn("{task.completed}/{task.total}"),)
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            DownloadColumn(),
+            TransferSpeedColumn(),
         )
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), *sizes)
-        with Progress(*columns, console=self.err, transient=True) as progress:
-            task = progress.add_task(shown(what), total=total)
-            yield lambda more: progress.advance(task, more)
+        with Progress(*columns, console=self.err, transient=True) as drawn:
+            yield Bar((drawn, drawn.add_task(shown(what), total=total)), total)
+
+
+class Bar:
+    """How far work is.
+
+    Args:
+        drawn: where it is drawn, and as which task; None: nowhere.
+        total: bytes.
+    """
+
+    def __init__(self, drawn: tuple[Progress, TaskID] | None, total: float):
+        self._drawn, self.total = drawn, total
+
+    def more(self, nbytes: float) -> None:
+        """So many bytes more are done. Any thread."""
+        if self._drawn is not None:
+            self._drawn[0].advance(self._drawn[1], nbytes)
+
+    def at(self, done: float, total: float) -> None:
+        """So many bytes are done, of so many. Any thread."""
+        if self._drawn is not None:
+            self._drawn[0].update(self._drawn[1], completed=done, total=total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,7 +18,7 @@ from epochckpt.commit import Commits
 from epochckpt.opening import commits_of, step_names
 from epochckpt.rows import DAMAGED, EpochRow
 from epochckpt.storage import open_store
-from epochckpt.text_table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Column, Fitted, Line, Table, text
+from epochckpt.text_table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Column, Fitted, Parts, Table, text
 from epochckpt.watching import DELETED, FAILED, PRESENT, SAVED, SAVING, Event
 
 _HISTORY = 5
@@ -74,37 +74,36 @@ def _best_of(args: argparse.Namespace) -> Callable[[Event], bool]:
     return best
 
 
-def line(event: Event, best: bool = False) -> Text:
+def line(event: Event, best: bool = False) -> Parts:
     """An event as one line."""
     row = event.row
     at = time.strftime("%H:%M:%S", time.localtime(event.time_ns / 1e9))
-    kind = "damaged" if row.state == DAMAGED and event.kind in (PRESENT, SAVED) else event.kind
-    style = BAD if kind == "damaged" else _STYLES[event.kind]
-    said = Text.assemble((at, FAINT), "  epoch ", (str(row.epoch), HEAD), " ", (kind, style), "  ")
+    damaged = row.state == DAMAGED and event.kind in (PRESENT, SAVED)
+    kind, style = ("damaged", BAD) if damaged else (event.kind, _STYLES[event.kind])
+    said = [(0, Text(at, FAINT)), (0, Text.assemble("epoch ", (str(row.epoch), HEAD), " ", (kind, style)))]
     if event.kind in (SAVING, FAILED):
-        said.append_text(_progress(event))
-    elif event.kind != DELETED:
-        said.append_text(_facts(row))
-    said.append(f"  {text_overview.BEST} best so far" if best else "", GOOD)
-    detail = row.detail if kind == "damaged" else event.detail
-    return said.append_text(text(f"  {detail}" if detail else "", FAINT if event.kind == SAVING else WARN, limit=300))
+        said.append((1, _progress(event)))
+    elif event.kind != DELETED and not damaged:
+        said += _facts(row)
+    said.append((2, Text(f"{text_overview.BEST} best" if best else "", GOOD)))
+    detail = row.detail if damaged else event.detail
+    said.append((9 if event.kind == SAVING else 2, text(detail, FAINT if event.kind == SAVING else WARN, limit=300)))
+    return Parts(said)
 
 
 def _progress(event: Event) -> Text:
     of = f" of {units.nbytes(event.before.nbytes)}" if event.before is not None else ""
-    share = f"{event.done:.0%}  " if event.done is not None else ""
+    share = f"{event.done:4.0%}  " if event.done is not None else ""
     return Text(f"{share}{units.nbytes(event.row.nbytes)}{of}")
 
 
-def _facts(row: EpochRow) -> Text:
+def _facts(row: EpochRow) -> Iterator[tuple[int, Text]]:
     took = f" in {units.secs(row.secs)}" if row.secs is not None else ""
-    held = f", held {units.secs(row.held_secs)}" if row.held_secs is not None else ""
-    said = Text(f"{units.nbytes(row.nbytes)}{took}{held}")
-    if row.slowest_node is not None:
-        said.append_text(text(f", slowest {row.slowest_node}", limit=60))
-    for name, value in list(row.metrics.items())[:3]:
-        said.append_text(text(f"  {name} ", FAINT, limit=30)).append_text(text_overview.metric(value))
-    return said
+    yield 1, Text(f"{units.nbytes(row.nbytes)}{took}")
+    yield 7, Text(f"held {units.secs(row.held_secs)}" if row.held_secs is not None else "", FAINT)
+    yield 8, text(f"slowest {row.slowest_node}" if row.slowest_node is not None else "", FAINT, limit=60)
+    for rank, (name, value) in enumerate(list(text_overview.flat(row.metrics).items())[:3]):
+        yield 4 + rank, text(f"{name} ", FAINT, limit=30).append_text(text_overview.metric(value))
 
 
 class _Lines:
@@ -127,7 +126,7 @@ class _Lines:
             self._told[event.row.attempt] = done
         else:
             self._told.pop(event.row.attempt, None)
-        self._output.out.print(line(event, best), soft_wrap=True)
+        self._output.out.print(line(event, best).whole(), soft_wrap=True)
         self._output.out.file.flush()
 
 
@@ -147,7 +146,7 @@ class _Drawn:
             self._saving[event.row.attempt] = event
         else:
             self._saving.pop(event.row.attempt, None)
-            self._live.console.print(Line(line(event, best)))
+            self._live.console.print(line(event, best))
         self._live.update(Group(*(under_way(saving) for saving in self._saving.values())), refresh=True)
 
 
@@ -155,7 +154,7 @@ def under_way(event: Event) -> RenderableType:
     """A save that is under way: how much of it is written, and by which node how much."""
     row, before = event.row, event.before
     had = {node.name: node.nbytes for node in before.nodes} if before is not None else {}
-    head = Text.assemble("epoch ", (str(row.epoch), HEAD), " ", ("saving", LIVE), "  ").append_text(_progress(event))
+    head = Text.assemble("epoch ", (str(row.epoch), HEAD), " ", ("saving", LIVE))
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
     bars = text_overview.node_strip(row, names, had)
     share = event.done or 0.0
@@ -170,7 +169,7 @@ def under_way(event: Event) -> RenderableType:
         indent=2,
         heads=len(names) > 1,
     )
-    return Group(Line(head.append_text(text(f"  {event.detail}", FAINT))), table)
+    return Group(Parts([(0, head), (1, _progress(event)), (2, text(event.detail, FAINT))]), table)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -25,10 +25,10 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     place = Place(args, output)
     rows = place.rows(args.epochs)
     found: list[Verification] = []
-    with output.progress("verifying", sum(row.nbytes for row in rows)) as more:
+    with output.progress("verifying", sum(row.nbytes for row in rows)) as bar:
         for row in rows:
             try:
-                found.append(_verified(place, row, more))
+                found.append(_verified(place, row, bar.more))
             except EpochNotFoundError as error:  # a live run deletes epochs
                 if not isinstance(error, EpochDeleted) and row.epoch in args.epochs:
                     raise
@@ -38,9 +38,9 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     return FOUND if any(not one.ok for one in found) else OK
 
 
-def _verified(place: Place, row: EpochRow, more: Any) -> Verification:
+def _verified(place: Place, row: EpochRow, progress: Callable[[int], None]) -> Verification:
     try:
-        return place.leaves(row).verify(more)
+        return place.leaves(row).verify(progress)
     except EpochNotFoundError:
         raise
     except EpochCheckpointError as error:  # its record cannot be read
@@ -80,7 +80,7 @@ def export(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt export`."""
     place = Place(args, output)
     row = place.row(args.epoch, check=False)
-    with output.progress(f"exporting epoch {row.epoch}", row.nbytes) as more:
+    with output.progress(f"exporting epoch {row.epoch}", row.nbytes) as bar:
         done = exporting.export(
             args.directory,
             row.epoch,
@@ -90,7 +90,7 @@ def export(args: argparse.Namespace, output: Output) -> int:
             separator=args.separator,
             allow_left_out=args.allow_left_out,
             options=place.options,
-            progress=more,
+            progress=bar.more,
         )
 
     def view() -> RenderableType:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from epochckpt import rows, units
-from epochckpt.rows import EpochRow, Overview
+from epochckpt.rows import EpochRow, Overview, RemainRow
 from epochckpt.text_table import (
     BAD,
     FAINT,
@@ -51,7 +51,7 @@ def overview(seen: Overview, *, hint: str = "") -> RenderableType:
         parts.append(_epochs(seen))
     parts += _notes(seen)
     if seen.remains:
-        parts += [Text(), Text("Also here, and read by nobody:", HEAD), _remains(seen)]
+        parts += [Text(), Text("Also here, and read by nobody:", HEAD), remains(seen.remains)]
     if seen.problems:
         parts.append(Text())
         for path, why in seen.problems.items():  # of the directory as a whole: without a path
@@ -225,7 +225,8 @@ def _notes(seen: Overview) -> Iterator[RenderableType]:
         yield Text(f"… and {len(told) - _NOTES} more", FAINT)
 
 
-def _remains(seen: Overview) -> Table:
+def remains(found: Iterable[RemainRow]) -> Table:
+    """What lies in a directory and is no epoch."""
     columns = [
         Column(Text("what")),
         Column(Text("bytes"), 1, right=True),
@@ -245,7 +246,7 @@ def _remains(seen: Overview) -> Table:
                 text(", ".join(map(str, left.epochs[:20])), limit=40),
                 text(left.detail, FAINT),
             ]
-            for left in seen.remains
+            for left in found
         ],
         indent=2,
     )

@@ -188,6 +188,31 @@ class Line:
         yield _whole(shortened(self._line, options.max_width))
 
 
+class Parts:
+    """One line of parts, of which those of the greatest rank are left out where there is no room.
+
+    Args:
+        parts: (rank, part) in their order; empty ones are left out.
+    """
+
+    def __init__(self, parts: Iterable[tuple[int, Text]]):
+        self._parts = [(rank, part) for rank, part in parts if part]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kept = list(self._parts)
+        while len(kept) > 1 and self._joined(kept).cell_len > options.max_width:
+            kept.remove(max(kept, key=lambda one: one[0]))
+        yield _whole(shortened(self._joined(kept), options.max_width))
+
+    def whole(self) -> Text:
+        """All of it, however long."""
+        return self._joined(self._parts)
+
+    @staticmethod
+    def _joined(parts: Iterable[tuple[int, Text]]) -> Text:
+        return Text("  ").join(part for _, part in parts)
+
+
 @dataclasses.dataclass(frozen=True)
 class Mark:
     """One character of a strip.
