@@ -27,6 +27,7 @@ import launch
 import numpy as np
 import optax
 from absl import app, flags
+from digits import CLASSES, HIDDEN, PIXELS, accuracy, load_digits, logits
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,10 +46,7 @@ flags.DEFINE_float("learning_rate", 1e-3, "Adam's step size.")
 flags.DEFINE_integer("seed", 0, "Decides initial parameters, shuffling and dropout.", lower_bound=0)
 CKPT = ec.flags.define(max_to_keep=3)  # --ckpt_directory, --ckpt_resume, …; or --flagfile=configs/one_host.flags
 
-# The hidden layer is cut over all devices: each computes its own hidden units and a partial sum of the
-# logits, and one all-reduce per step adds these up. JAX cuts only evenly, and 840 is the least number that
-# every device count from 1 to 8 divides. The output bias, ten numbers, stays whole on every device.
-PIXELS, HIDDEN, CLASSES = 64, 840, 10
+# How each parameter is cut over the devices, see `digits.py`.
 SPECS = {"w1": P(None, "model"), "b1": P("model"), "w2": P("model", None), "b2": P()}
 KEEP = 0.8  # dropout keeps this share of the hidden units
 
@@ -61,11 +59,6 @@ def make_state():
     params = weights | {"b1": jnp.zeros(HIDDEN), "b2": jnp.zeros(CLASSES)}
     adam = optax.adam(FLAGS.learning_rate).init(params)
     return {"params": params, "adam": adam, "key": dropout_key}
-
-
-def logits(params, images, mask=1.0):
-    hidden = jax.nn.relu(images @ params["w1"] + params["b1"]) * mask
-    return hidden @ params["w2"] + params["b2"]
 
 
 def loss_fn(params, images, labels, key):
@@ -85,20 +78,6 @@ def train_epoch(state, images, labels):
 
     state, losses = jax.lax.scan(step, state, (images, labels))
     return state, losses.mean()
-
-
-def accuracy(params, images, labels):
-    return (logits(params, images).argmax(axis=-1) == labels).mean()
-
-
-def load_digits():
-    """Returns 1437 images of 8x8 pixels to train on, and 360 held out, with labels; always split the same way."""
-    from sklearn import datasets  # here, because the launcher does without it
-
-    digits = datasets.load_digits()
-    images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
-    order = np.random.default_rng(0).permutation(len(images))
-    return tuple((images[part], labels[part]) for part in (order[360:], order[:360]))
 
 
 def make_job():

@@ -29,9 +29,15 @@ TIMEOUT = 110.0
 
 
 def start(
-    workdir: pathlib.Path, epochs: int = EPOCHS, processes: int = 2, devices: int = 2, *, patience: int = 0
+    workdir: pathlib.Path,
+    epochs: int = EPOCHS,
+    processes: int = 2,
+    devices: int = 2,
+    *,
+    patience: int = 0,
+    more: Sequence[str] = (),
 ) -> Processes:
-    flags = [f"--workdir={workdir}", f"--epochs={epochs}", f"--patience={patience}"]
+    flags = [f"--workdir={workdir}", f"--epochs={epochs}", f"--patience={patience}", *more]
     topology = [f"--num_processes={processes}", f"--devices_per_process={devices}"]
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     return start_processes([str(EXAMPLE), *flags, *topology], 1, env={"PYTHONPATH": path})

@@ -1,0 +1,57 @@
+"""Score every epoch of `train_digits.py` while it trains, and let the scores decide which epochs are kept.
+
+    python examples/train_digits.py --workdir=/tmp/digits --ckpt_best_metric=robust_accuracy --ckpt_max_to_keep=2
+    python examples/evaluate_digits.py --workdir=/tmp/digits --flagfile=configs/evaluator.flags
+
+in two terminals, or on two machines that share the directory. This program waits for no process of the other one and
+needs none of its code but the network itself. It scores what training does not look at: held-out images that are
+moved by a pixel in every direction. An epoch that is deleted under it is passed over. The trainer keeps an epoch until
+it has a score, and then the best ones. Started again, it goes on with the epochs that have none.
+"""
+
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+from absl import app, flags
+from digits import accuracy, load_digits
+
+import epochckpt as ec
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("workdir", f"{tempfile.gettempdir()}/epochckpt_digits", "Where the trainer's results go.")
+CKPT = ec.flags.define(read_only=True, follow_timeout_secs=600)  # ends when no epoch came for so long
+
+METRIC = "robust_accuracy"
+
+
+def moved(images):
+    """The images, moved by up to one pixel in each direction: (9 * count, 64)."""
+    square = np.pad(images.reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)))
+    places = [(y, x) for y in range(3) for x in range(3)]
+    return np.concatenate([square[:, y : y + 8, x : x + 8].reshape(-1, 64) for y, x in places])
+
+
+def main(_):
+    CKPT.set_defaults(directory=pathlib.Path(FLAGS.workdir).absolute() / "checkpoints")
+    images, labels = load_digits()[1]
+    images, labels, score = moved(images), np.tile(labels, 9), jax.jit(accuracy)
+    manager = None
+    for epoch in CKPT.follow():  # also waits for the directory itself
+        manager = manager or CKPT.manager()
+        try:
+            if METRIC in (manager.metrics(epoch) or {}):
+                continue
+            leaves = manager.restore_leaves(epoch, "params/*", item="state")  # not the optimizer's state
+            params = {name.removeprefix("params/"): leaf for name, leaf in leaves.items()}
+            found = float(score(params, images, labels))
+            ec.attach_metrics(manager.directory, epoch, {METRIC: found}, source="evaluator")
+        except ec.errors.EpochNotFoundError:  # with EpochDeleted: the trainer needs its place
+            print(f"epoch {epoch:3d}  was deleted meanwhile", flush=True)
+            continue
+        print(f"epoch {epoch:3d}  {METRIC} {found:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)
