@@ -80,11 +80,11 @@ def split_notes(custom: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[s
 
 
 def checked(commits: Commits, row: EpochRow) -> EpochRow:
-    """The row after a look at the epoch's files: whether they are there, with the sizes that were recorded.
+    """The row of an epoch that can be read, after a look at its files: are they there, with the sizes recorded?
 
     An epoch that is deleted or replaced meanwhile keeps the row that it had.
     """
-    if row.state == DAMAGED:
+    if row.state == DAMAGED and not row.nodes:
         return row
     try:
         if row.writer == "orbax":

@@ -168,7 +168,7 @@ def _without_items(data: bytes) -> bytes:
     if len(braces) > _MAX_BRACES:
         return data
     depth = list(itertools.accumulate(1 if brace == _OPENING else -1 for brace in braces))
-    whole = depth[-1:] == [0] and 0 not in depth[:-1]
+    whole = data[end - 1 : end] == b"}" and depth[-1:] == [0] and 0 not in depth[:-1]
     return data[:start] + data[end:] if whole else data
 
 

@@ -17,7 +17,9 @@ place that reads all of them:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Sequence
 
@@ -62,6 +64,7 @@ _STAGING = {
     "export-": (ATTEMPT, "staging of an export"),
     GC_PREFIX: (DELETED, "being removed, or left by a removal that was interrupted"),
 }
+_NO_NODES = frozenset({"metrics", "descriptor"})  # folders of the Orbax view; no node may be called so
 _VIEW = frozenset({"manifest.ocdbt", "_METADATA", "array_metadatas"})
 
 
@@ -250,7 +253,7 @@ def _node(store: Store, path: str, name: str) -> NodeRow | None:
     inner = surveying.names(store, path)
     files = {n for n, is_folder in inner if not is_folder}
     written = layout.NODE_RECORD in files
-    if not written and {n for n, _ in inner} & _VIEW:
+    if not written and (name in _NO_NODES or {n for n, _ in inner} & _VIEW or _links_up(store, path, files)):
         return None  # an item of the Orbax view
     size = surveying.extent(store, path)
     if size is None:
@@ -264,6 +267,15 @@ def _node(store: Store, path: str, name: str) -> NodeRow | None:
         except (EpochCheckpointError, OSError, ValueError):  # being written just now, or gone
             written = False
     return NodeRow(name, size.nbytes, secs, "written" if written else "writing")
+
+
+def _links_up(store: Store, path: str, names: Collection[str]) -> bool:
+    """Whether a folder holds links into folders of nodes, as items of the Orbax view do."""
+    for name in names if store.renames else ():
+        with contextlib.suppress(OSError):  # no link, or gone
+            if os.readlink(os.path.join(store.root, path, name)).startswith("../"):
+                return True
+    return False
 
 
 def _epochs_in(commits: Commits, folder: str) -> tuple[int, ...]:
