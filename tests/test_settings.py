@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ml_collections import config_dict
 
@@ -195,18 +195,21 @@ def test_what_is_written_reads_back_equal(name: str) -> None:
     assert Settings.from_mapping(json.loads(json.dumps(dataclasses.asdict(settings)))) == settings
 
 
+@settings(deadline=None)
 @given(st.integers(1, kinds.MAX_BYTES))
 def test_any_number_of_bytes_is_written_exactly(value: int) -> None:
     kind = kinds.number_of_bytes()
     assert kind.read(kind.write(value)) == value
 
 
+@settings(deadline=None)
 @given(st.floats(0, kinds.MAX_SECS))
 def test_any_duration_is_written_exactly(value: float) -> None:
     kind = kinds.seconds(0)
     assert kind.read(kind.write(value)) == value
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(min_size=1).filter(lambda t: t == t.strip() and not set(t) & set("\r\n\0"))))
 def test_any_list_of_texts_is_written_exactly(value: list[str]) -> None:
     """With commas and quotes in them, too."""
