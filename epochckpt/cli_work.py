@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -78,6 +79,9 @@ def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
 
 def export(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt export`."""
+    # Orbax names a single device as jax does, so that jax is asked for its devices. It is to start the CPU's only: a
+    # second process that starts an accelerator's backend breaks the training beside it.
+    jax.config.update("jax_platforms", "cpu")
     place = Place(args, output)
     row = place.row(args.epoch, check=False)
     with output.progress(f"exporting epoch {row.epoch}", row.nbytes) as bar:
