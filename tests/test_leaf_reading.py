@@ -26,8 +26,7 @@ from epochckpt.leaf_reading import Leaves, boxes
 from epochckpt.opening import commits_of, step_names
 from epochckpt.storage import open_store
 from epochckpt.tree import DTYPES
-from tests import stock_states, topology_jobs
-from tests.processes import run_worker
+from tests import stock_states
 from tests.test_bad_input import unchanged
 from tests.test_orbax_steps import CONFIG, LAYOUTS, full, write
 
@@ -96,14 +95,6 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
     for layout in LAYOUTS:
         write(root / layout, layout, {3: full()})
     return {layout: root / layout for layout in LAYOUTS}
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """What a job of two processes with two devices each saved."""
-    path = tmp_path_factory.mktemp("job") / "run"
-    run_worker("tests.topology_jobs:save", {"directory": str(path)}, 2, 2)
-    return path
 
 
 def flat(tree: Any) -> dict[str, Any]:
@@ -185,17 +176,6 @@ def test_what_is_not_there_is_said(ours: pathlib.Path, stock: dict[str, pathlib.
         leaves.file("config", "nothing")
     with pytest.raises(DamagedError, match="nothing"):
         theirs.file("config", "nothing")
-
-
-def test_arrays_that_lie_over_nodes_are_put_together(job: pathlib.Path) -> None:
-    """Cut in every direction, replicated, split among holders: the same bits, in pieces as well."""
-    leaves = Leaves(commits(job), 8)
-    assert [n.name for n in leaves.record.nodes] == ["worker-0", "worker-1"]
-    expected: dict[str, Any] = {f"arrays/{name}": data for name, data in topology_jobs.values().items()}
-    for name, impl in (("sharded", "threefry2x32"), ("both", "rbg"), ("replicated", "threefry2x32")):
-        expected[f"keys/{name}"] = topology_jobs.key_data(impl)
-    assert_reads(leaves, "default", {**expected, **flat({"plain": topology_jobs.plain()})})
-    assert leaves.verify().ok
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
