@@ -49,6 +49,8 @@ def histogram(found: LeafStats) -> Html:
     if not found.histogram or len(found.edges) != len(found.histogram) + 1:
         return el("span", "muted", "–")
     low, high = found.edges[0], found.edges[-1]
+    if found.min is not None and found.min == found.max:
+        return el("span", "muted", f"all are {units.number(found.min)}")
     most, bins = max(found.histogram), len(found.histogram)
     width, height = 180, 34
     bars = "".join(

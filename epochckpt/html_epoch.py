@@ -194,6 +194,8 @@ def _bar(part: float, whole: float) -> Html:
 
 
 def _left_out(found: EpochDetail) -> list[Html]:
+    if found.row.state != rows.COMMITTED:
+        return []
     if found.left_out is None:
         return (
             []

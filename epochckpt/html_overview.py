@@ -121,12 +121,13 @@ class _Table:
             *(("num cut", escaping.shown(name, 24), escaping.shown(name)) for name in self._names),
             ("", "Nodes", "as high as they were slow; the slowest is dark"),
         ]
-        widths = ["7.2em", "8.3em", "6em", "5.3em", "5em", "10.4em", *(["6.2em"] * len(self._names)), "13.5em"]
-        # The last column takes what is left of the page's width.
-        columns = el("colgroup", "", *(el("col", "", style=f"width:{width}") for width in widths[:-1]), el("col"))
+        strips = any(len(row.nodes) > 1 for row in epochs)
+        # In em; the last column takes what is left of the page's width.
+        widths = [6.8, 8.5, 5.8, 5.0, 4.8, 9.9, *([5.8] * len(self._names)), 11.5 if strips else 7.0]
+        columns = el("colgroup", "", *(el("col", "", style=f"width:{width}em") for width in widths[:-1]), el("col"))
         head = el("thead", "", el("tr", "", *(el("th", classes, word, title=why) for classes, word, why in heads)))
         body = el("tbody", "", *(part for row in epochs for part in self._row(row, words)))
-        least = f"min-width:{sum(float(width.removesuffix('em')) for width in widths):g}em"
+        least = f"min-width:{sum(widths):.4g}em"
         return el("div", "scroll", el("table", "fixed", columns, head, body, style=least))
 
     def _row(self, row: EpochRow, words: int) -> list[Html]:

@@ -95,7 +95,7 @@ class Thumbs:
             f"<path fill='{self._nodes.colour(owner) or '#888'}' d='{path}'/>"
             for owner, path in _paths(owners, len(ys), len(xs), 44, 28)
         )
-        drawn = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 44 28'>{fields}</svg>"
+        drawn = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 44 28' stroke='#14171c' stroke-opacity='.5'>{fields}</svg>"
         name = f"thumb-{hashlib.blake2s(drawn.encode(), digest_size=6).hexdigest()}"
         if name not in self._rules and len(self._rules) >= _MAX_THUMBS:
             return Html("")

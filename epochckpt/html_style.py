@@ -102,14 +102,14 @@ _RULES = """
 & table.fixed { table-layout:fixed }
 & tr, & tbody tr:nth-child(n), & tbody tr:nth-child(n):hover { background:transparent; color:$fg; border:0 }
 & tbody tr.row:nth-child(n):hover { background:$soft }
-& tr td, & tr th { padding:.25em .6em; border:0; border-top:1px solid $line; text-align:left; vertical-align:top;
+& tr td, & tr th { padding:.25em .45em; border:0; border-top:1px solid $line; text-align:left; vertical-align:top;
   white-space:normal; max-width:none; line-height:1.45; font-weight:400; color:inherit; background:transparent }
 & tr th { border-top:0; color:$muted; white-space:nowrap; vertical-align:bottom }
 & tr td.num, & tr th.num { text-align:right; white-space:nowrap }
 & tr td.num.cut { padding-left:.2em }
 & tr.why td { border-top:0; padding:0 }
-& tr.why div { position:sticky; left:0; width:fit-content; max-width:min(100%,100cqi); padding:0 .6em .35em 7.8em }
-& tr.why div.small { padding-left:8.8em }
+& tr.why div { position:sticky; left:0; width:fit-content; max-width:min(100%,100cqi); padding:0 .45em .35em 7.25em }
+& tr.why div.small { padding-left:8.2em }
 & table.fixed td { overflow-wrap:anywhere }
 & td.cut, & th.cut { overflow:hidden; text-overflow:ellipsis; white-space:nowrap }
 & b.epoch { font-size:1.05em }
@@ -134,6 +134,7 @@ _RULES = """
 & summary:hover { background:$soft }
 & summary:focus-visible { outline:2px solid $busy; outline-offset:-1px }
 & .item { margin:.8em 0 0; border-top:1px solid $line; padding-top:.5em }
+& > .item:nth-child(2) { margin-top:0; border-top:0; padding-top:0 }
 & .item > summary { font-size:1em }
 & .tree { min-width:44em }
 & .tree details { margin:0 }
