@@ -14,6 +14,7 @@ from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.records import EpochRecord
 from epochckpt.rows import COMMITTED, DAMAGED, EpochRow, NodeRow, RemainRow
 
+_TRIES = 5  # to look at an epoch that others keep replacing
 _ALONE_NOTES = "notes"  # where the managers of `ec.caffe2` keep the runner's notes
 
 
@@ -39,6 +40,8 @@ def read(commits: Commits, folder: str, epoch: int, *, brief: bool = False) -> E
             _of_orbax(commits, folder, epoch, brief) or _of_nodes(commits, folder, epoch) or _of_none(commits, folder)
         )
     except (EpochCheckpointError, OSError) as error:
+        if not _is_there(commits, folder):
+            return None
         return EpochRow(epoch, DAMAGED, detail=say(error), folder=folder)
 
 
@@ -82,10 +85,28 @@ def split_notes(custom: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[s
 def checked(commits: Commits, row: EpochRow) -> EpochRow:
     """The row of an epoch that can be read, after a look at its files: are they there, with the sizes recorded?
 
-    An epoch that is deleted or replaced meanwhile keeps the row that it had.
+    One that is replaced meanwhile is looked at again; one that is deleted keeps the row that it had.
     """
-    if row.state == DAMAGED and not row.nodes:
-        return row
+    for _ in range(_TRIES):
+        if row.state == DAMAGED and not row.nodes:
+            return row
+        found = _checked(commits, row)
+        if found.state == COMMITTED:
+            return found
+        fresh = read(commits, row.folder, row.epoch)
+        if not isinstance(fresh, EpochRow):
+            return row
+        if _identity(fresh) == _identity(row):
+            return found
+        row = fresh
+    return row
+
+
+def _identity(row: EpochRow) -> tuple[Any, ...]:
+    return row.state, row.attempt, row.committed_ns, row.nodes
+
+
+def _checked(commits: Commits, row: EpochRow) -> EpochRow:
     try:
         if row.writer == "orbax":
             record = orbax_steps.read(commits.store, row.folder, row.epoch)
@@ -100,12 +121,15 @@ def checked(commits: Commits, row: EpochRow) -> EpochRow:
             own = commits.read_in(at, row.epoch) if node.state == COMMITTED else None
             nodes.append(node if own is None else _checked_node(commits, at, own, 0))
         return _with_nodes(row, nodes)
-    except FileNotFoundError:
-        return row
     except (EpochCheckpointError, OSError) as error:
-        if not commits.store.exists(row.folder):
-            return row
         return dataclasses.replace(row, state=DAMAGED, detail=say(error), checked=True)
+
+
+def _is_there(commits: Commits, folder: str) -> bool:
+    try:
+        return commits.store.exists(folder)
+    except OSError:
+        return True
 
 
 def files_of(row: EpochRow, files_per_node: int = 2) -> int:

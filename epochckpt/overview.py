@@ -133,14 +133,10 @@ class _Look:
             elif row is not None:
                 hidden.append(row)
         self._attach(rows, hidden)
-        best = self._best([*rows.values(), *hidden])
-        for row in [r for r in hidden if r.epoch == best]:
-            whole = epoch_rows.read(self._commits, row.folder, row.epoch)
-            if isinstance(whole, EpochRow):
-                hidden.remove(row)
-                rows[row.epoch] = dataclasses.replace(whole, metrics=row.metrics, sources=row.sources)
         if check:
             self._check(rows)
+        while (best := self._best([*rows.values(), *hidden])) is not None and best not in rows:
+            self._show(best, rows, hidden, check)
         latest = max((r.epoch for r in rows.values() if r.state == COMMITTED), default=None)
         marked = [dataclasses.replace(row, latest=epoch == latest, best=epoch == best) for epoch, row in rows.items()]
         committed = {row.attempt for row in marked}
@@ -159,6 +155,15 @@ class _Look:
             mode=self._mode,
             problems={**found.problems, **self._said, **self._problems([*marked, *hidden])},
         )
+
+    def _show(self, epoch: int, rows: dict[int, EpochRow], hidden: list[EpochRow], check: bool) -> None:
+        """Makes a whole row of one that was not to be shown, as it is the best, unless a check says otherwise."""
+        (brief,) = [row for row in hidden if row.epoch == epoch]
+        hidden.remove(brief)
+        whole = epoch_rows.read(self._commits, brief.folder, epoch)
+        if isinstance(whole, EpochRow):  # else it was deleted meanwhile
+            row = dataclasses.replace(whole, metrics=brief.metrics, sources=brief.sources)
+            rows[epoch] = epoch_rows.checked(self._commits, row) if check else row
 
     def _folders(self) -> dict[int, str]:
         """The folder of each epoch, as far as names say."""
@@ -201,7 +206,8 @@ class _Look:
 
     def _attach(self, rows: dict[int, EpochRow], hidden: list[EpochRow]) -> None:
         """Completes the rows with metrics that were attached to their epochs."""
-        files = attached.by_folder(self._commits)
+        wanted = [*rows.values(), *(hidden if self._metric is not None else ())]
+        files = self._attached_files([row.folder for row in wanted if row.state == COMMITTED])
 
         def complete(row: EpochRow) -> EpochRow:
             paths = files.get(row.folder)
@@ -212,6 +218,19 @@ class _Look:
         if files:
             rows.update({epoch: complete(row) for epoch, row in rows.items()})
             hidden[:] = [complete(row) for row in hidden]
+
+    def _attached_files(self, folders: Sequence[str]) -> Mapping[str, list[str]]:
+        store = self._commits.store
+        if not store.renames:
+            return attached.by_folder(self._commits)  # one listing; here it is one for each folder
+        found: dict[str, list[str]] = {}
+        for folder in folders:
+            try:
+                if paths := store.find(layout.METRICS_PREFIX, folder):
+                    found[folder] = paths
+            except OSError as error:
+                self._said[folder] = str(error)
+        return found
 
     def _check(self, rows: dict[int, EpochRow]) -> None:
         """Looks at the files of the newest epochs, at least of one."""

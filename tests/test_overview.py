@@ -190,6 +190,18 @@ def test_a_damaged_newest_epoch_is_not_the_latest(run: pathlib.Path) -> None:
     assert [row.epoch for row in overview.look(run).epochs if row.latest] == [3]
 
 
+def test_a_damaged_epoch_is_not_the_best(run: pathlib.Path) -> None:
+    """The next best is, wherever it lies."""
+    cut(run / "1" / "a" / "default.safetensors")
+    found = overview.look(run, metric="loss", limit=1)
+    assert [(r.epoch, r.state, r.best) for r in found.epochs] == [
+        (1, "damaged", False),
+        (2, "committed", True),
+        (4, "committed", False),
+    ]
+    assert found.hidden == 1
+
+
 def test_unchecked_rows_say_so(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only so many files are looked at, of the newest epochs first; without a check none is."""
     cut(run / "1" / "a" / "default.safetensors")
