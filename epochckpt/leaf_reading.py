@@ -166,6 +166,15 @@ class Leaves:
             except ValueError as error:
                 raise FormatError(path, str(error)) from None
 
+    def reader(self, item: str, node: str = "") -> EpochReader | None:
+        """What reads an item of an epoch of ours, for who looks at its checksums; None for steps of stock Orbax.
+
+        Raises:
+            InvalidArgumentError: the node has no such item.
+            DamagedError: the node's record cannot be used.
+        """
+        return self._node_reader(self._reader, item, node) if self._reader is not None and node else self._reader
+
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> status.Verification:
         """Reads every byte, of all nodes; of steps of stock Orbax every array.
 

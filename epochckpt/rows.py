@@ -328,6 +328,7 @@ class Diff:
         after: the second epoch.
         rows: one per leaf, in order of the trees.
         other_directory: where the second one lies, if elsewhere; empty otherwise.
+        problems: what could not be compared and is in no row, and why, by `item`, `item:leaf` or `item:node:leaf`.
     """
 
     directory: str
@@ -335,3 +336,4 @@ class Diff:
     after: int
     rows: tuple[DiffRow, ...]
     other_directory: str = ""
+    problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
