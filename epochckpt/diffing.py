@@ -36,7 +36,7 @@ class Leaves(Protocol):
         """A whole leaf as consecutive pieces of one dimension; arrays of one shape are cut alike."""
         ...
 
-    def file(self, item: str, name: str) -> bytes:
+    def file(self, item: str, name: str, node: str = "") -> bytes:
         """The content of a file that a handler wrote."""
         ...
 
@@ -125,7 +125,13 @@ def _pairs(before: EpochDetail, after: EpochDetail) -> tuple[list[_Pair], dict[s
     pairs: list[_Pair] = []
     problems: dict[str, str] = {}
     for name in sorted(ones.keys() | others.keys()):
+        broken = [side for side in (ones.get(name), others.get(name)) if side and side.kind == "node" and side.problem]
+        # A node that is not listed in such an item may have one, in a record that cannot be read.
+        unlisted = [side.problem for side in broken if not any(n.problem for n in side.nodes.values())]
+        problems |= {name: unlisted[0]} if unlisted else {}
         for node, one, other in _parts(ones.get(name), others.get(name)):
+            if node and any(node not in side.nodes for side in broken):
+                continue
             sides = [side for side in (one, other) if side is not None]
             said = [side.problem for side in sides if side.problem]
             if said:
@@ -230,7 +236,7 @@ class _Comparison:
         if isinstance(one, FileRow) or isinstance(other, FileRow):
             if one.nbytes != other.nbytes:
                 return pair.row(rows.CHANGED, detail=f"{one.nbytes} → {other.nbytes} bytes")
-            same = self._same_files(pair.item).get(pair.name)
+            same = self._same_files(pair.item, pair.node).get(pair.name)
             return None if same is None else pair.row(rows.UNCHANGED if same else rows.CHANGED)
         arrays = one.kind in stats.ARRAYS and other.kind in stats.ARRAYS
         if arrays and one.shape != other.shape:
@@ -248,7 +254,7 @@ class _Comparison:
         one, other = pair.before, pair.after
         if isinstance(one, LeafRow) and isinstance(other, LeafRow):
             return self._arrays(pair, one, other) if one.kind in stats.ARRAYS else self._values(pair, one, other)
-        before, after = self._before.file(pair.item, pair.name), self._after.file(pair.item, pair.name)
+        before, after = (leaves.file(pair.item, pair.name, pair.node) for leaves in (self._before, self._after))
         detail = "" if before == after else _first_difference(before, after)
         return pair.row(rows.UNCHANGED if before == after else rows.CHANGED, detail=detail)
 
@@ -279,7 +285,7 @@ class _Comparison:
             return pair.row(rows.CHANGED, detail=_first_difference(before, after))
         return pair.row(rows.CHANGED, detail=f"{one.value} → {other.value}")
 
-    def _readers(self, item: str, node: str = "") -> tuple[EpochReader, EpochReader] | None:
+    def _readers(self, item: str, node: str) -> tuple[EpochReader, EpochReader] | None:
         one, other = self._before.reader(item, node), self._after.reader(item, node)
         return (one, other) if one is not None and other is not None else None
 
@@ -287,8 +293,8 @@ class _Comparison:
         readers = self._readers(item, node)
         return same_bytes.leaves(*readers, item) if readers else frozenset()
 
-    def _look_for_same_files(self, item: str) -> Mapping[str, bool]:
-        readers = self._readers(item)
+    def _look_for_same_files(self, item: str, node: str) -> Mapping[str, bool]:
+        readers = self._readers(item, node)
         return same_bytes.files(*readers, item) if readers else {}
 
 

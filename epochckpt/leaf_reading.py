@@ -173,7 +173,7 @@ class Leaves:
             InvalidArgumentError: the node has no such item.
             DamagedError: the node's record cannot be used.
         """
-        return self._node_reader(self._reader, item, node) if self._reader is not None and node else self._reader
+        return None if self._reader is None else self._owner(item, node)
 
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> status.Verification:
         """Reads every byte, of all nodes; of steps of stock Orbax every array.
