@@ -24,7 +24,7 @@ def near(name: str, known: Iterable[str]) -> str:
         return "there is none"
     low = name.lower()
     found = difflib.get_close_matches(name, listed, _NEAR, 0.5) if len(listed) <= _MANY else []
-    found = found or [other for other in listed if low and low in other.lower()][:_NEAR]
+    found += [other for other in listed if low and low in other.lower() and other not in found]
     if not found and len(listed) > _MANY:  # those that end or begin alike
         head, tail = name.rpartition("/")[0], name.rpartition("/")[2]
         alike = [other for other in listed if other.rpartition("/")[2] == tail or other.startswith(f"{head}/")]
