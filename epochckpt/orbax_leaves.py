@@ -38,6 +38,7 @@ _EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}
 _PLACEHOLDER = "PLACEHOLDER://"
 _BARE = ((("k", "checkpoint"),), "ArrayCheckpointHandler")  # what that handler calls its only leaf
 _CACHE_BYTES = 2**32  # bound on decoded chunks that are kept while an array is read through
+_INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database, which is read once then
 _TOLERATED = (ValueError, IndexError, NotImplementedError, RuntimeError, OSError)  # what tensorstore raises
 
 
@@ -82,6 +83,7 @@ class OrbaxItem:
         self._folder = os.path.join(store.root, at)
         self.custom_metadata: Any = None
         self._fill = self._zarr3 = False
+        self._context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}})
         self._ocdbt = store.exists(layout.join(at, orbax_marks.OCDBT))
         try:
             if store.exists(layout.join(at, orbax_marks.TREE_RECORD)):
@@ -164,7 +166,7 @@ class OrbaxItem:
         file = "zarr.json" if self._zarr3 else ".zarray"
         out: dict[str, tuple[tuple[int, ...], np.dtype[Any]] | str] = {}
         with self._tensorstore(""):
-            kv = ts.KvStore.open(self._kvstore()).result()
+            kv = ts.KvStore.open(self._kvstore(), context=self._context).result()
             reads = [kv.read(f"{param}/{file}") for param in params]
         for param, read in zip(params, reads, strict=True):
             try:
@@ -257,7 +259,7 @@ class OrbaxItem:
             chunks: Sequence[Any] = self._open(row).chunk_layout.read_chunk.shape or ()
             deep = math.prod(row.leaf.shape[1:]) * (chunks[0] or 1 if chunks else 1)
             kept = min(deep * np.dtype(row.leaf.dtype).itemsize, _CACHE_BYTES)
-            array = self._open(row, ts.Context({"cache_pool": {"total_bytes_limit": kept}}))
+            array = self._open(row, kept)
         for box in boxes:
             with self._tensorstore(row.leaf.name):
                 data = array[tuple(slice(a, b) for a, b in box)].read().result()
@@ -293,17 +295,18 @@ class OrbaxItem:
     def _kvstore(self, param: str = "") -> dict[str, Any]:
         files = {"driver": "file", "path": f"{self._folder}/"}
         if self._ocdbt:
-            return {"driver": "ocdbt", "base": files, "path": param}
+            return {"driver": "ocdbt", "base": files, "path": param, "cache_pool": "cache_pool#ocdbt"}
         return {**files, "path": f"{self._folder}/{param}"}
 
-    def _open(self, row: StoredLeaf, context: ts.Context | None = None) -> ts.TensorStore:
+    def _open(self, row: StoredLeaf, kept: int = 0) -> ts.TensorStore:
         spec = {
             "driver": "zarr3" if self._zarr3 else "zarr",
             "kvstore": self._kvstore(f"{row.param}/"),
             "fill_missing_data_reads": self._fill,  # Orbax once left out what equals the fill value
             "recheck_cached_data": False,
+            "cache_pool": {"total_bytes_limit": kept},  # of decoded chunks
         }
-        found = ts.open(spec, open=True, read=True, context=context or ts.Context()).result()
+        found = ts.open(spec, open=True, read=True, context=self._context).result()
         if row.leaf.dtype is not None and (tuple(found.shape), found.dtype.numpy_dtype) != (
             row.leaf.shape,
             row.leaf.dtype,
