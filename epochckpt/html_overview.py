@@ -123,7 +123,7 @@ class _Table:
         ]
         strips = any(len(row.nodes) > 1 for row in epochs)
         # In em; the last column takes what is left of the page's width.
-        widths = [6.8, 8.5, 5.8, 5.0, 4.8, 9.9, *([5.8] * len(self._names)), 11.5 if strips else 7.0]
+        widths = [6.8, 8.3, 5.8, 5.0, 4.8, 10.4, *([5.4] * len(self._names)), 10.6 if strips else 7.0]
         columns = el("colgroup", "", *(el("col", "", style=f"width:{width}em") for width in widths[:-1]), el("col"))
         head = el("thead", "", el("tr", "", *(el("th", classes, word, title=why) for classes, word, why in heads)))
         body = el("tbody", "", *(part for row in epochs for part in self._row(row, words)))

@@ -6,6 +6,7 @@ every tag is closed.
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -153,8 +154,8 @@ def _cell(group: Sequence[rows.NodeRow], longest: float, slowest: str | None) ->
     states = {n.state for n in group}
     mark = "bad" if rows.DAMAGED in states else "writing" if "writing" in states else ""
     mark = mark or ("written" if "written" in states else "slow" if any(n.name == slowest for n in group) else "")
-    flat = mark in ("bad", "writing", "written") or longest <= 0 or not secs <= longest
-    height = 100 if flat else max(round(100 * secs / longest), 15)
+    flat = mark in ("bad", "writing", "written") or not 0 < longest < math.inf or not secs <= longest
+    height = 100 if flat else round(100 * max(secs / longest, 0.15))
     if len(group) == 1:
         said = node_words(group[0])
     else:

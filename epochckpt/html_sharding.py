@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from epochckpt import escaping, units
 from epochckpt.html_parts import Html, el, fold, joined, plural, text
-from epochckpt.html_style import PREFIX, node_colour
+from epochckpt.html_style import LIGHT, PREFIX, node_colour
 from epochckpt.rows import LeafRow, ShardingRow
 
 MAX_FIELDS = 1024
@@ -95,7 +95,8 @@ class Thumbs:
             f"<path fill='{self._nodes.colour(owner) or '#888'}' d='{path}'/>"
             for owner, path in _paths(owners, len(ys), len(xs), 44, 28)
         )
-        drawn = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 44 28' stroke='#14171c' stroke-opacity='.5'>{fields}</svg>"
+        edges = f"stroke='{LIGHT['ink']}' stroke-opacity='.5'"
+        drawn = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 44 28' {edges}>{fields}</svg>"
         name = f"thumb-{hashlib.blake2s(drawn.encode(), digest_size=6).hexdigest()}"
         if name not in self._rules and len(self._rules) >= _MAX_THUMBS:
             return Html("")

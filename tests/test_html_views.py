@@ -4,14 +4,18 @@ import dataclasses
 import html.parser
 import itertools
 import math
+import pathlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+import epochckpt
 from epochckpt import html_sharding, html_style, html_views, rows, units
 from epochckpt.rows import (
     Diff,
@@ -574,6 +578,25 @@ def test_large_statistics_and_differences_are_bounded() -> None:
     assert (
         f"and {units.count(20_000 // 6 - 200 + 1)} leaves more" in Page(diff).words or "leaves more" in Page(diff).words
     )
+
+
+def test_views_of_a_real_directory(tmp_path: pathlib.Path) -> None:
+    """What a manager wrote, and what became of it, is what a notebook shows."""
+    with epochckpt.CheckpointManager(tmp_path) as manager:
+        for number in (1, 2):
+            tree = {"params": {"kernel": np.full((4, 2), number, np.float32)}, "name": "<b>bold</b>"}
+            manager.save(number, args=ocp.args.StandardSave(tree), metrics={"loss": 1 / number})
+    (data,) = (tmp_path / "1").glob("*/default.safetensors")
+    data.write_bytes(data.read_bytes()[:-1])
+    found = epochckpt.inspect(tmp_path, metric="loss", mode="min")
+    words = Page(found._repr_html_()).words
+    assert "best 2 by loss (min): 0.5" in words
+    assert "✗ 1 damaged" in words
+    assert "default.safetensors" in words
+    shown = Page(found[2]._repr_html_()).words
+    assert "params/kernel float32 4×2" in shown
+    assert "'<b>bold</b>'" in shown
+    assert "all are 2" in Page(found[2].stats("params/*")._repr_html_()).words
 
 
 # The style.
