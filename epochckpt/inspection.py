@@ -7,14 +7,14 @@ looks at storage anew: others may be writing to it, and delete from it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import orbax.checkpoint as ocp
 from rich.console import RenderableType
 
-from epochckpt import html_views, overview, text_views
+from epochckpt import diffing, html_views, overview, text_views
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
-from epochckpt.inspected import EpochInspection, Shown, read_row
+from epochckpt.inspected import DiffView, EpochInspection, Shown, read_row
 from epochckpt.reading import epoch_number
 from epochckpt.rows import COMMITTED, DAMAGED, EpochRow, Overview
 
@@ -146,6 +146,40 @@ class Inspection(Shown):
         if read_row(self._commits, number) is None:
             raise self._no_epoch(number)
         return self._epoch(number)
+
+    def diff(
+        self,
+        before: int,
+        after: int,
+        patterns: str | Sequence[str] = "*",
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> DiffView:
+        """What changed between two epochs: leaves added, removed, reshaped, retyped, changed, unchanged.
+
+        Reads every leaf that matches, in pieces, except where checksums show that nothing changed.
+
+        Args:
+            before: the first epoch.
+            after: the second epoch.
+            patterns: shell patterns of `leaf` or `item:leaf`.
+            directory: where the second epoch lies, if elsewhere.
+            progress: is told how many bytes of both have been read, and how many there are to read.
+
+        Returns:
+            One row per leaf. What could not be compared is among its problems.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch; names those that are near.
+            InvalidArgumentError: no leaf of either epoch matches.
+        """
+        other = self if directory is None else Inspection(directory, options=self._options)
+        a, b = self[before], other[after]
+        elsewhere = "" if directory is None else other.directory
+        sides = (a.detail(), a.leaves()), (b.detail(), b.leaves())
+        found = diffing.compare(*sides, patterns, progress, directory=self.directory, other_directory=elsewhere)
+        return DiffView(found)
 
     def _numbers(self) -> list[int]:
         return [row.epoch for row in self.epochs()]

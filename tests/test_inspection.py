@@ -119,6 +119,30 @@ def test_items_leaves_and_files_of_an_epoch(saved: pathlib.Path) -> None:
         assert {leaf.name for item in epoch.detail().items for leaf in item.leaves} == set(names)
 
 
+def test_the_difference_of_two_epochs(saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Of one directory, and of two; of what matches; what is asked for in vain is said."""
+    found = open_run(saved)
+    with unchanged(saved):
+        changed = found.diff(2, 4)
+    rows = {row.name: row for row in changed if row.item == "state"}
+    assert rows["params/dense/bias"].change == "unchanged"
+    assert rows["params/dense/kernel"].change == "changed"
+    assert rows["params/dense/kernel"].largest == 22.0
+    assert [row.name for row in found.diff(2, 4, "*/bias")] == ["params/dense/bias"]
+    assert len(changed) == len(changed.rows) == len(changed.diff.rows)
+    assert "kernel" in repr(changed)
+    assert "kernel" in changed.to_html()
+    with ec.CheckpointManager(tmp_path / "other") as manager:
+        manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave({"params": {"more": np.ones(2)}})))
+    elsewhere = found.diff(2, 1, "params/*", directory=tmp_path / "other")
+    assert {row.change for row in elsewhere} == {"added", "removed"}
+    assert (elsewhere.diff.directory, elsewhere.diff.other_directory) == (str(saved), str(tmp_path / "other"))
+    with pytest.raises(EpochNotFoundError, match="near"):
+        found.diff(2, 5)
+    with pytest.raises(InvalidArgumentError, match="nothing"):
+        found.diff(2, 4, "nothing")
+
+
 def test_everything_shows_itself_in_three_ways(saved: pathlib.Path) -> None:
     """The same rows as HTML, text and JSON: each names what it is about."""
     found = open_run(saved)
@@ -381,7 +405,8 @@ for path, item, leaf in ((ours, "state", "params/out/kernel"), (stock, "default"
     assert epoch.stats() and epoch.verify().ok and epoch.detail().items
     for thing in (run, epoch, epoch[item], epoch.stats()):
         assert thing.to_html() and repr(thing) and thing.to_json()
-    #DIFF
+    changed = run.diff(1 if item == "default" else 4, 2)
+    assert changed.rows and changed.to_html() and repr(changed) and changed.to_json()
 assert ec.inspect(ours)[2]["own"].node("process_0")["seed"] == 2
 assert ec.inspect(ours)[2]["config"].read("metadata")
 assert not xla_bridge.backends_are_initialized()
