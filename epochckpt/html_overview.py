@@ -119,11 +119,11 @@ class _Table:
             ("num", "Held", "how long the training thread was kept from going on"),
             ("cut", "Committed", "local time; of a save that is not: when something was last written"),
             *(("num cut", escaping.shown(name, 24), escaping.shown(name)) for name in self._names),
-            ("", "Nodes", "as high as they were slow; the slowest is dark"),
+            ("", "Nodes", "a bar each, as high as it was slow; the slowest stands out"),
         ]
         strips = any(len(row.nodes) > 1 for row in epochs)
         # In em; the last column takes what is left of the page's width.
-        widths = [6.8, 8.3, 5.8, 5.0, 4.8, 10.4, *([5.4] * len(self._names)), 10.6 if strips else 7.0]
+        widths = [6.6, 8.3, 5.6, 5.0, 4.8, 10.4, *([6.2] * len(self._names)), 9.6 if strips else 7.0]
         columns = el("colgroup", "", *(el("col", "", style=f"width:{width}em") for width in widths[:-1]), el("col"))
         head = el("thead", "", el("tr", "", *(el("th", classes, word, title=why) for classes, word, why in heads)))
         body = el("tbody", "", *(part for row in epochs for part in self._row(row, words)))
@@ -232,9 +232,7 @@ def _about(row: RemainRow) -> Html:
 
 def _help() -> Html:
     lines = [part for word, why in _HELP for part in (el("dt", "", state(word)), el("dd", "", why))]
-    nodes = (
-        "a bar per node, as high as it was slow; the slowest is dark, a damaged one hatched; point at it for its name"
-    )
+    nodes = "a bar per node, as high as it was slow; the slowest stands out, a damaged one is hatched; point at it for its name"
     lines += [el("dt", "", "Nodes"), el("dd", "", nodes)]
     lines += [el("dt", "", "Held"), el("dd", "", "how long the training thread waited for the save")]
     return fold("What this means", el("dl", "small", *lines), classes="muted")
