@@ -158,9 +158,9 @@ def typed(leaf: LeafRow | None) -> str:
 
 def _changed(changed: Sequence[DiffRow]) -> Html:
     def weight(row: DiffRow) -> float:
-        # A change from zero has no relative norm and is as much as there can be; NaN is no less.
+        # A change from zero has no relative norm and is as much as there can be; one to or from NaN is no less.
         if row.relative is None:
-            return math.inf if row.norm else -1.0
+            return math.inf if row.norm or row.elements else -1.0
         return math.inf if math.isnan(row.relative) else row.relative
 
     most = sorted(changed, key=weight, reverse=True)
@@ -184,7 +184,7 @@ def _changed(changed: Sequence[DiffRow]) -> Html:
             el("td", "num", optional(row.norm, units.number)),
             el("td", "num", optional(row.largest, units.number)),
             el("td", "num", optional(row.elements, lambda n: units.count(int(n))), el("div", "small muted", of)),
-            el("td", "small", text(row.detail, 200)),
+            el("td", "small", el("span", "bad" if row.elements and not row.norm else "", text(row.detail, 200))),
         ]
         body.append(el("tr", "row", *cells))
     more = len(most) - _MAX_CHANGED

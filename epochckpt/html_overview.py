@@ -123,7 +123,7 @@ class _Table:
         ]
         strips = any(len(row.nodes) > 1 for row in epochs)
         # In em; the last column takes what is left of the page's width.
-        widths = [6.6, 8.3, 5.6, 5.0, 4.8, 10.4, *([6.2] * len(self._names)), 9.6 if strips else 7.0]
+        widths = [7.4, 8.3, 5.6, 5.0, 4.8, 10.4, *([6.2] * len(self._names)), 8.8 if strips else 7.0]
         columns = el("colgroup", "", *(el("col", "", style=f"width:{width}em") for width in widths[:-1]), el("col"))
         head = el("thead", "", el("tr", "", *(el("th", classes, word, title=why) for classes, word, why in heads)))
         body = el("tbody", "", *(part for row in epochs for part in self._row(row, words)))
@@ -232,7 +232,7 @@ def _about(row: RemainRow) -> Html:
 
 def _help() -> Html:
     lines = [part for word, why in _HELP for part in (el("dt", "", state(word)), el("dd", "", why))]
-    nodes = "a bar per node, as high as it was slow; the slowest stands out, a damaged one is hatched; point at it for its name"
+    nodes = "a bar each, as high as it was slow; the slowest stands out, a damaged one is hatched; point at it for more"
     lines += [el("dt", "", "Nodes"), el("dd", "", nodes)]
     lines += [el("dt", "", "Held"), el("dd", "", "how long the training thread waited for the save")]
     return fold("What this means", el("dl", "small", *lines), classes="muted")

@@ -109,8 +109,8 @@ _RULES = """
 & tr td.num.cut { padding-left:.2em }
 & tr.why td { border-top:0; padding:0 }
 & tr.why div { overflow-wrap:anywhere; position:sticky; left:0; width:fit-content; max-width:min(100%,100cqi);
-  padding:0 .45em .35em 7.25em }
-& tr.why div.small { padding-left:8.2em }
+  padding:0 .45em .35em 7.85em }
+& tr.why div.small { padding-left:8.9em }
 & table.fixed td { overflow-wrap:anywhere }
 & td.cut, & th.cut { overflow:hidden; text-overflow:ellipsis; white-space:nowrap }
 & b.epoch { font-size:1.05em }

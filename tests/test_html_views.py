@@ -545,7 +545,13 @@ def test_a_histogram_has_a_bar_for_each_bin_that_holds_something() -> None:
 def test_a_difference_shows_what_changed_most_first_and_folds_what_did_not() -> None:
     """Counts of each kind, then the changed ones by relative norm; what was 0 before counts as most."""
     leaf = array(("w",))
-    norms = {"small": (0.1, 0.001), "large": (9.0, 0.5), "from zero": (1.0, None), "nan": (2.0, math.nan)}
+    norms = {
+        "small": (0.1, 0.001),
+        "large": (9.0, 0.5),
+        "from zero": (1.0, None),
+        "nan": (2.0, math.nan),
+        "to nan": (0.0, None),
+    }
     found = [DiffRow("default", "", k, rows.CHANGED, leaf, leaf, n, r, 0.1, 5) for k, (n, r) in norms.items()]
     found += [
         DiffRow("default", "", "same", rows.UNCHANGED, leaf, leaf),
@@ -555,13 +561,13 @@ def test_a_difference_shows_what_changed_most_first_and_folds_what_did_not() -> 
     view = html_views.diff(Diff("/d", 3, 7, tuple(found), "/e"))
     page = Page(view)
     order = [at["title"] for _, at in page.of_class("name")]
-    assert order == ["new", "h", "from zero", "nan", "large", "small", "same"]
-    for words in ("≠ 4 changed", "+ 1 added", "= 1 unchanged", "3 of /d → 7 of /e", "it was all 0"):
+    assert order == ["new", "h", "from zero", "nan", "to nan", "large", "small", "same"]
+    for words in ("≠ 5 changed", "+ 1 added", "= 1 unchanged", "3 of /d → 7 of /e", "it was all 0"):
         assert words in page.words
     assert "float32 1024 → bfloat16 1024" in page.words
     assert view.index("= 1 leaf unchanged") > view.rindex("<details")
     assert "open" not in view[view.rindex("<details") :].split(">", 1)[0]
-    nothing = Diff("/d", 3, 7, (found[4],))
+    nothing = Diff("/d", 3, 7, (found[5],))
     assert "Nothing changed" in Page(html_views.diff(nothing)).words
 
 
