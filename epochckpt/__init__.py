@@ -19,7 +19,7 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
         text_table text_tree text_leaves text_overview text_views plots
         naming inspected inspection
         watching setting_kinds setting_rules setting_fields settings flags
-        cli_output cli_options cli_places cli_look cli_work cli_gc cli_watch cli __main__
+        cli_output cli_options cli_places cli_look cli_diff cli_work cli_gc cli_watch cli __main__
 """
 
 from epochckpt import args, caffe2, errors, flags, metadata, stop

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 from absl import logging
 
-from epochckpt import cli_gc, cli_look, cli_options, cli_watch, cli_work
+from epochckpt import cli_diff, cli_gc, cli_look, cli_options, cli_watch, cli_work
 from epochckpt.cli_output import (
     BROKEN_PIPE,
     FAULT,
@@ -40,6 +40,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace, Output], int]] = {
     "show": cli_look.show,
     "tree": cli_look.tree,
     "stat": cli_look.stat,
+    "diff": cli_diff.diff,
     "verify": cli_work.verify,
     "gc": cli_gc.collect,
     "export": cli_work.export,

@@ -18,6 +18,9 @@ from epochckpt.text_table import WARN
 OK, FOUND, USAGE, MISSING, UNREACHABLE, FAULT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 70, 130, 141
 
 
+_PIECE = 2**14  # characters
+
+
 class Stop(Exception):
     """Ends a command with a message of its own.
 
@@ -29,6 +32,12 @@ class Stop(Exception):
     def __init__(self, code: int, message: str):
         super().__init__(message)
         self.code, self.message = code, message
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Left to `cli.main`, which gives the exit code."""
+        raise BrokenPipeError
 
 
 class Output:
@@ -44,20 +53,27 @@ class Output:
             # A terminal that is not of Unicode gets question marks, not a traceback.
             with contextlib.suppress(AttributeError, OSError):
                 stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
-        self.out = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
-        self.err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.out = _Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
+        self.err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 
     def rows(self, rows: object, view: Callable[[], RenderableType]) -> None:
         """The answer of a command: rows as JSON, or their view."""
         if self.as_json:
             self.line(rows)
         else:
-            self.out.print(view())
+            with self.out.capture() as captured:
+                self.out.print(view())
+            self._write(captured.get())
 
     def line(self, rows: object) -> None:
         """Rows as one line of JSON."""
-        sys.stdout.write(json.dumps(plain.to_json(rows), allow_nan=False) + "\n")
-        sys.stdout.flush()
+        self._write(json.dumps(plain.to_json(rows), allow_nan=False) + "\n")
+
+    def _write(self, written: str) -> None:
+        # In pieces: one large write to a pipe whose reader goes away meanwhile ends without an error.
+        for first in range(0, len(written), _PIECE):
+            sys.stdout.write(written[first : first + _PIECE])
+            sys.stdout.flush()
 
     def note(self, message: str) -> None:
         """A remark beside the answer."""

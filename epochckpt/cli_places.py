@@ -199,4 +199,4 @@ def _missing(detail: EpochDetail, what: str, name: str, known: Iterable[str]) ->
     said = [shown(n, limit=100) for n in (near or listed)[:_NEAR]]
     hint = f"{'near' if near else 'there are'}: {', '.join(said)}" if said else "there is none"
     more = f", … {len(listed) - len(said)} more" if not near and len(listed) > len(said) else ""
-    return Stop(MISSING, f"epoch {detail.row.epoch} has no {what} {shown(name, limit=200)!r}; {hint}{more}")
+    return Stop(MISSING, f"epoch {detail.row.epoch} has no {what} '{shown(name, limit=200)}'; {hint}{more}")

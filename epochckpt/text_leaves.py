@@ -10,7 +10,7 @@ from rich.text import Text
 
 from epochckpt import rows, units
 from epochckpt.rows import Diff, DiffRow, LeafRow, LeafStats
-from epochckpt.text_table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Cell, Column, Fitted, Line, Table, bar, text
+from epochckpt.text_table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Cell, Column, Fact, Fitted, Line, Table, bar, text
 from epochckpt.text_tree import shape
 
 _CHANGES = {
@@ -112,6 +112,8 @@ def diff(found: Diff, *, listed: int | None = LISTED, unchanged: bool = False, h
         parts += [Text(), _diff_table(cut)]
     if len(cut) < len(shown):
         parts.append(Text(f"… {units.count(len(shown) - len(cut))} more leaves{hint}", FAINT))
+    for where, why in found.problems.items():
+        parts.append(Fact(Text("!", BAD), text(f"{where}: ", HEAD, limit=100).append_text(text(why, limit=600)), 1))
     return Group(*parts)
 
 
