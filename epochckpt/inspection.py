@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import orbax.checkpoint as ocp
 from rich.console import RenderableType
 
-from epochckpt import diffing, html_views, overview, text_views
+from epochckpt import diffing, html_views, overview, plots, text_views
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspected import DiffView, EpochInspection, Shown, read_row
 from epochckpt.reading import epoch_number
 from epochckpt.rows import COMMITTED, DAMAGED, EpochRow, Overview
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _NEAR = 5
 _FURTHER = (1, 20, 400, None)  # how many of the newest epochs are looked at for one that is whole
@@ -55,6 +59,51 @@ def inspect(
     if mode not in ("max", "min"):
         raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
     return Inspection(directory, metric=metric, mode=mode, options=options)
+
+
+class Plots:
+    """Plots of the epochs of a directory, by matplotlib; each draws on axes of its own unless it is given some.
+
+    Args:
+        inspection: the directory; it is looked at for every plot.
+    """
+
+    def __init__(self, inspection: Inspection):
+        self._inspection = inspection
+
+    def nbytes(self, ax: Axes | None = None) -> Axes:
+        """Bytes of each epoch."""
+        return plots.nbytes(self._seen(), ax)
+
+    def save_secs(self, ax: Axes | None = None) -> Axes:
+        """Seconds from the call of `save` to the commit of each epoch."""
+        return plots.save_secs(self._seen(), ax)
+
+    def held_secs(self, ax: Axes | None = None) -> Axes:
+        """Seconds that the training thread was held by each save."""
+        return plots.held_secs(self._seen(), ax)
+
+    def node_secs(self, ax: Axes | None = None) -> Axes:
+        """Seconds that each node wrote."""
+        return plots.node_secs(self._seen(), ax)
+
+    def metric(self, name: str | None = None, ax: Axes | None = None) -> Axes:
+        """A metric of each epoch, the best and the latest marked.
+
+        Args:
+            name: of the metric; None: the one that `inspect` was given.
+            ax: where to draw.
+
+        Raises:
+            InvalidArgumentError: there is no such metric.
+        """
+        seen = self._seen()
+        if name is None and not seen.metric:
+            raise InvalidArgumentError("which metric? Name it, or pass it: inspect(directory, metric='loss')")
+        return plots.metric(seen, seen.metric if name is None else name, ax)
+
+    def _seen(self) -> Overview:
+        return self._inspection.overview(None, check=False)
 
 
 class Inspection(Shown):
@@ -180,6 +229,11 @@ class Inspection(Shown):
         sides = (a.detail(), a.leaves()), (b.detail(), b.leaves())
         found = diffing.compare(*sides, patterns, progress, directory=self.directory, other_directory=elsewhere)
         return DiffView(found)
+
+    @property
+    def plots(self) -> Plots:
+        """Plots of all its epochs."""
+        return Plots(self)
 
     def _numbers(self) -> list[int]:
         return [row.epoch for row in self.epochs()]

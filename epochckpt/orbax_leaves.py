@@ -39,6 +39,7 @@ _PLACEHOLDER = "PLACEHOLDER://"
 _BARE = ((("k", "checkpoint"),), "ArrayCheckpointHandler")  # what that handler calls its only leaf
 _CACHE_BYTES = 2**32  # bound on decoded chunks that are kept while an array is read through
 _INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database, which is read once then
+_SLACK_BYTES = 2**24  # of the cache: entries take a little more than their chunks
 _TOLERATED = (ValueError, IndexError, NotImplementedError, RuntimeError, OSError)  # what tensorstore raises
 
 
@@ -258,7 +259,7 @@ class OrbaxItem:
         with self._tensorstore(row.leaf.name):
             chunks: Sequence[Any] = self._open(row).chunk_layout.read_chunk.shape or ()
             deep = math.prod(row.leaf.shape[1:]) * (chunks[0] or 1 if chunks else 1)
-            kept = min(deep * np.dtype(row.leaf.dtype).itemsize, _CACHE_BYTES)
+            kept = min(deep * np.dtype(row.leaf.dtype).itemsize + _SLACK_BYTES, _CACHE_BYTES)
             array = self._open(row, kept)
         for box in boxes:
             with self._tensorstore(row.leaf.name):

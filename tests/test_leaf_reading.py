@@ -371,6 +371,23 @@ def test_pieces_of_a_large_array_are_bounded_in_memory(tmp_path: pathlib.Path) -
     assert peak < 24 * 2**20
 
 
+def test_a_chunk_of_stock_orbax_is_decoded_once(tmp_path: pathlib.Path) -> None:
+    """An array in one chunk, in many pieces: its bytes are read about once, not once for each piece."""
+    data = np.random.default_rng(5).normal(size=(64, 8192)).astype(np.float32)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": data}))
+    leaves = Leaves(commits(tmp_path / "run"), 1)
+    before = _bytes_read()
+    assert sum(_sums(leaves.pieces("default", "w", max_elements=8192))) == pytest.approx(data.sum(dtype=np.float64))
+    stored = sum(path.stat().st_size for path in (tmp_path / "run" / "1").rglob("*") if path.is_file())
+    assert _bytes_read() - before < 2 * stored
+
+
+def _bytes_read() -> int:
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in found for value in metric["values"])
+
+
 def _sums(parts: Iterator[np.ndarray]) -> Iterator[float]:
     for part in parts:
         yield part.sum(dtype=np.float64)
