@@ -143,6 +143,25 @@ def test_the_difference_of_two_epochs(saved: pathlib.Path, tmp_path: pathlib.Pat
         found.diff(2, 4, "nothing")
 
 
+def test_plots_are_of_all_epochs(saved: pathlib.Path) -> None:
+    """Each of the five has a point for every epoch, on axes of its own or on those that it is given."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    given = open_run(saved).plots
+    for draw in (given.nbytes, given.save_secs, given.held_secs, given.node_secs, given.metric):
+        ax = Figure().subplots()
+        assert draw(ax=ax) is ax
+        assert any(list(line.get_xdata()) == [2, 4, 6, 8] for line in ax.get_lines()), draw.__name__
+    ax = ec.inspect(saved).plots.metric("loss", Figure().subplots())
+    assert [3.0, 1.0, 2.0, 5.0] in [list(line.get_ydata()) for line in ax.get_lines()]
+    with pytest.raises(InvalidArgumentError, match="which metric"):
+        ec.inspect(saved).plots.metric()
+    with pytest.raises(InvalidArgumentError, match="loss"):
+        given.metric("acc", Figure().subplots())
+
+
 def test_everything_shows_itself_in_three_ways(saved: pathlib.Path) -> None:
     """The same rows as HTML, text and JSON: each names what it is about."""
     found = open_run(saved)
