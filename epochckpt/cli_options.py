@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from typing import Any
 
 DIRECTORY_HELP = "checkpoint directory: a path, or a URL such as gs://bucket/run or s3://bucket/run"
@@ -56,8 +57,8 @@ def parser(version: str) -> argparse.ArgumentParser:
     """The parser of the command line; what it parses has the command's name as `command`."""
     top = argparse.ArgumentParser(
         "epochckpt",
-        description="Looks at checkpoints: reads only (but gc --delete and export), starts no JAX backend, and needs "
-        "nothing of the training code. Works beside a run that is saving.",
+        description="Looks at checkpoints: reads only (but gc --delete and export), starts no JAX\n"
+        "backend, and needs nothing of the training code. Works beside a run that is saving.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,7 +80,7 @@ def _command(commands: _Commands, name: str, summary: str, example: str, more: s
     added = commands.add_parser(
         name,
         help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}. {more}".strip(),
+        description=textwrap.fill(f"{summary[0].upper()}{summary[1:]}. {more}".strip(), 79),
         epilog=f"{example}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -87,7 +87,7 @@ class Output:
             what: is being done.
             total: bytes.
         """
-        if not self.err.is_terminal or self.err.is_dumb_terminal:
+        if not sys.stderr.isatty() or self.err.is_dumb_terminal:  # FORCE_COLOR makes no terminal of a file
             yield Bar(None, total)
             return
         columns = (

@@ -161,7 +161,7 @@ def under_way(event: Event) -> RenderableType:
 
     def whole(width: int) -> Text:
         done = round(share * width)
-        return Text("━" * done, LIVE).append("━" * (width - done), FAINT)
+        return Text.assemble(("━" * done, LIVE), ("━" * (width - done), FAINT))
 
     table = Table(
         [Column(Text("all"), least=10), Column(text_overview.strip_title(len(names)), least=8)],

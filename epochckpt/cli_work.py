@@ -64,7 +64,7 @@ def _plain(one: Verification) -> dict[str, Any]:
 def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
     width = max((len(str(one.epoch)) for one in found), default=1) + len("epoch ")
     for one in found:
-        said = Text("ok", GOOD) if one.ok else Text("damaged", BAD)
+        said = Text.assemble(("ok", GOOD) if one.ok else ("damaged", BAD))
         value = said.append(f"  {units.nbytes(one.nbytes)}", "").append("  *" if one.note else "", FAINT)
         yield Fact(Text(f"epoch {one.epoch}", HEAD), value, width)
         for error in one.damage[:_DAMAGE]:

@@ -119,7 +119,7 @@ def diff(found: Diff, *, listed: int | None = LISTED, unchanged: bool = False, h
 
 def _counted(counts: Mapping[str, int]) -> Line:
     said = [Text(f"{units.count(counts[name])} {name}", _CHANGES[name][1]) for name in _CHANGES if counts.get(name)]
-    return Line(Text(" · ", FAINT).join(said) if said else Text("no leaves", FAINT))
+    return Line(Text.assemble((" · ", FAINT)).join(said) if said else Text("no leaves", FAINT))
 
 
 def _diff_table(found: Sequence[DiffRow]) -> Table:

@@ -76,7 +76,7 @@ def _summary(seen: Overview) -> Text:
         best = [row for row in seen.epochs if row.best]
         said += [Text(f"{BEST} best {row.epoch} {how}", GOOD) for row in best]
         said += [] if best else [Text(f"no epoch has the metric {text(seen.metric, limit=30).plain}", WARN)]
-    return Text(" · ", FAINT).join(said)
+    return Text.assemble((" · ", FAINT)).join(said)
 
 
 def _epochs(seen: Overview) -> Table:

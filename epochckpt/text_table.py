@@ -57,7 +57,7 @@ class Column:
 
 def text(value: str, style: str = "", limit: int = 200) -> Text:
     """What came from storage, as text without markup, control characters escaped."""
-    return Text(shown(value, limit=limit), style=style)
+    return Text.assemble((shown(value, limit=limit), style))  # a style of its own, which nothing appended takes on
 
 
 def shortened(cell: Text, width: int, keep: int = 0) -> Text:

@@ -117,7 +117,7 @@ def tree(
         rows.append(_row(prefix, child, total_nbytes, isinstance(child, Group) and child in opened))
         leaf = child[1] if isinstance(child, tuple) else child.leaf if isinstance(child, Group) else None
         if owners and leaf is not None and leaf.sharding is not None:
-            rows += [Text(" " * indent + below, FAINT).append_text(line) for line in drawn(leaf.sharding)]
+            rows += [Text.assemble((" " * indent + below, FAINT)).append_text(line) for line in drawn(leaf.sharding)]
     columns = [
         Column(Text("leaf"), 0, least=30),
         Column(Text("type"), 1),
@@ -195,7 +195,7 @@ def _lines(group: Group, opened: set[Group], folding: Folding, prefix: str) -> I
 
 
 def _row(prefix: str, child: _Child, total: int, opened: bool) -> list[Cell]:
-    name = Text(prefix, FAINT)
+    name = Text.assemble((prefix, FAINT))
     if isinstance(child, Rest):
         count = sum(c.count if isinstance(c, Group) else 1 for c in child.children)
         nbytes = sum(c.nbytes if isinstance(c, Group) else c[1].nbytes for c in child.children)

@@ -368,3 +368,12 @@ def test_500_epochs_are_a_line_each() -> None:
     seen = Overview("/data/run", tuple(epoch_row(i, 64) for i in range(500)), metric="loss", mode="min")
     lines = lines_of(text_views.overview(seen))
     assert sum("committed" in line for line in lines) == 500
+
+
+def test_what_is_faint_is_not_what_matters() -> None:
+    """Styles end where they are meant to: names of leaves, and words about damage, are as bright as the rest."""
+    rows = (epoch_row(1), epoch_row(2, state=DAMAGED))
+    shown = text_views.to_text(text_views.overview(Overview("/data/run", rows)), 80, colour=True)
+    assert "\x1b[2m · \x1b[0m\x1b[1;38;5;160m1 damaged" in shown
+    shown = text_views.to_text(text_views.item(item([leaf("a"), leaf("b")]), 1), 80, colour=True)
+    assert "\x1b[2m├─ \x1b[0ma" in shown
