@@ -13,6 +13,7 @@ from epochckpt.rows import Diff, DiffRow, LeafRow, LeafStats
 _MAX_STATS = 200
 _MAX_CHANGED = 200
 _MAX_OTHERS = 100
+_MAX_PROBLEMS = 20
 
 _KINDS = (
     (rows.CHANGED, "≠", "busy"),
@@ -89,9 +90,14 @@ def diff(found: Diff) -> Html:
     said = [(f"{sign} {units.count(counts[kind])} {kind}", colour) for kind, sign, colour in _KINDS if counts[kind]]
     parts.append(el("div", "facts", *(el("span", f"chip {colour}", words) for words, colour in said)))
     by_kind = {kind: [row for row in found.rows if row.change == kind] for kind, _, _ in _KINDS}
-    if not found.rows:
+    for place, why in list(found.problems.items())[:_MAX_PROBLEMS]:
+        cannot = [el("span", "mono", text(place, 120)), " cannot be compared: ", text(why, 400)]
+        parts.append(el("div", "note bad", *cannot))
+    if len(found.problems) > _MAX_PROBLEMS:
+        parts.append(el("div", "note bad", f"and {plural(len(found.problems) - _MAX_PROBLEMS, 'more problem')}"))
+    if not found.rows and not found.problems:
         parts.append(el("div", "note", "There is nothing to compare."))
-    elif len(by_kind[rows.UNCHANGED]) == len(found.rows):
+    elif len(by_kind[rows.UNCHANGED]) == len(found.rows) and not found.problems:
         parts.append(el("div", "note", "✓ Nothing changed: every leaf is the same in both."))
     for kind, sign, _ in _KINDS[1:5]:
         if by_kind[kind]:

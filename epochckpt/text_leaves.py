@@ -112,8 +112,10 @@ def diff(found: Diff, *, listed: int | None = LISTED, unchanged: bool = False, h
         parts += [Text(), _diff_table(cut)]
     if len(cut) < len(shown):
         parts.append(Text(f"… {units.count(len(shown) - len(cut))} more leaves{hint}", FAINT))
-    for where, why in found.problems.items():
+    for where, why in list(found.problems.items())[:listed]:
         parts.append(Fact(Text("!", BAD), text(f"{where}: ", HEAD, limit=100).append_text(text(why, limit=600)), 1))
+    if listed is not None and len(found.problems) > listed:
+        parts.append(Text(f"… {units.count(len(found.problems) - listed)} more cannot be compared", BAD))
     return Group(*parts)
 
 

@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 from orbax.checkpoint.args import Composite, JsonSave, StandardSave
 
 import epochckpt as ec
-from epochckpt import details, diffing, overview
+from epochckpt import details, diffing, html_views, overview, text_views
 from epochckpt.args import NodeSave
 from epochckpt.changes import Change
 from epochckpt.errors import EpochDeleted, InvalidArgumentError
@@ -400,3 +400,15 @@ def test_the_same_values_in_another_dtype(other: Any) -> None:
         found = change_of(before, values.astype(other))
         assert (found.elements, found.norm, found.relative) == (0, 0.0, 0.0)
         assert change_of(before, (1 - values).astype(other)).elements == 4
+
+
+def test_both_views_tell_what_could_not_be_compared() -> None:
+    """A leaf that cannot be read is named in text and HTML, escaped, and nobody says that nothing changed."""
+    found = Diff("/run", 1, 2, (), problems={"state:w\x1b<b>": "bytes 0-8 differ"} | {f"p{i}": "x" for i in range(200)})
+    text, html = text_views.to_text(text_views.diff(found), 100), html_views.diff(found)
+    for view in (text, html):
+        assert "bytes 0-8 differ" in view
+        assert "\x1b" not in view
+        assert "more" in view
+    assert "<b>" not in html
+    assert "othing" not in html
