@@ -53,6 +53,22 @@ def _number(value: str) -> int:
     return int(value)
 
 
+class _Intermixed(argparse.ArgumentParser):
+    """Takes options between positional arguments, too: `show DIR --metric loss best`."""
+
+    _inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See ArgumentParser."""
+        if self._inside:
+            return super().parse_known_args(args, namespace)
+        self._inside = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._inside = False
+
+
 def parser(version: str) -> argparse.ArgumentParser:
     """The parser of the command line; what it parses has the command's name as `command`."""
     top = argparse.ArgumentParser(
@@ -63,7 +79,7 @@ def parser(version: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"epochckpt {version}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Intermixed)
     _ls(commands)
     _show(commands)
     _tree(commands)

@@ -204,6 +204,21 @@ def test_tree_shows_what_is_asked_for(
     assert ("config" in items) == (not patterns)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["tree", "{run}", "1", "params/scale", "step", "--item", "model", "--json"],
+        ["tree", "{run}", "--item", "model", "1", "--json", "params/scale", "step"],
+        ["tree", "--json", "{run}", "1", "params/scale", "--item", "model", "step"],
+    ],
+)
+def test_options_may_stand_anywhere(run_cli: Any, saved: pathlib.Path, argv: list[str]) -> None:
+    """Before, between and behind what they are options of."""
+    found = run_cli(*(arg.replace("{run}", str(saved)) for arg in argv)).json
+    assert found["row"]["epoch"] == 1
+    assert [leaf["name"] for leaf in found["items"][0]["leaves"]] == ["params/scale", "step"]
+
+
 def test_items_and_nodes_are_chosen(run_cli: Any, nodes: pathlib.Path) -> None:
     """One item; of what each node has of its own, one node's."""
     (item,) = run_cli("tree", nodes, "0", "--item", "data", "--node", "west", "--json").json["items"]
