@@ -536,3 +536,10 @@ assert set(xla_bridge.backends()) <= {{"cpu"}}
         [sys.executable, "-c", script], env=env, cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_documentation_has_every_command_and_exit_code() -> None:
+    """docs/inspect.md."""
+    page = (ROOT / "docs" / "inspect.md").read_text()
+    assert cli_options.EXIT_CODES.strip() in page
+    assert [command for command in COMMANDS if f"### `{command}`" not in page] == []
