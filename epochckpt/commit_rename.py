@@ -78,17 +78,26 @@ class RenameCommits(Commits):
                 self.store.rename(entry.name, away)
             except FileNotFoundError:
                 continue  # its own process released it just now
-            for kept in self.store.list(away):
-                if kept.name.startswith("damaged-"):  # killed while it was being set aside
-                    self.store.rename(layout.join(away, kept.name), kept.name)
-                elif kept.name.startswith("replaced-"):
-                    self._put_back(layout.join(away, kept.name))
-            swept.append(away)
+            self._rescue(away)
+            gone = layout.join(self._home, f"gone-{older}")  # what is half removed must not be put back by the next run
+            self.store.rename(away, gone)
+            swept.append(gone)
         self.store.sync_folder("")
         self.finish_rollback()
         if swept:
             logging.info("%s: removing what %d earlier runs left unfinished", self.store.root, len(swept))
             worker.start(lambda: [self.store.remove_tree(path) for path in swept])
+
+    def _rescue(self, swept: str) -> None:
+        """Takes out of the staging of an earlier run what it was killed on the way to move, or to rescue itself."""
+        for kept in self.store.list(swept):
+            path = layout.join(swept, kept.name)
+            if kept.name.startswith("damaged-"):  # killed while it was being set aside
+                self.store.rename(path, kept.name)
+            elif kept.name.startswith("replaced-"):
+                self._put_back(path)
+            elif kept.name.startswith("swept-"):
+                self._rescue(path)
 
     def join_incarnation(self, incarnation: str) -> None:
         """See Commits."""

@@ -8,7 +8,7 @@ place that reads all of them:
 | `incarnation-<id>.orbax-checkpoint-tmp/` | a run's staging; it stays while the run lives, empty between saves |
 | `node-<node>-<id>.orbax-checkpoint-tmp/` | the same of a job that saves epochs of one node |
 | in them `<epoch>-<ordinal>/` | an attempt |
-| in them `swept-*`, `discarded-*`, `deleted-*`, `removed-*`, `uncertain-*` | out of sight, on its way out |
+| in them `swept-*`, `gone-*`, `discarded-*`, `deleted-*`, `removed-*`, `uncertain-*` | out of sight, on its way out |
 | in them `replaced-*`, `damaged-*` | epochs on the move: the next run puts them where they belong |
 | `rolled-back-<id>/`, `damaged-<id>/`, the folder that `todelete_subdir` named | epochs that are kept out of sight |
 | `<step>.orbax-checkpoint-tmp*/` | staging of stock Orbax |
@@ -50,6 +50,7 @@ _TOKEN = re.compile(r"-([0-9a-f]{8,16})" + re.escape(layout.TMP_SUFFIX) + r"\Z")
 _MOVING = re.compile(r"(?:damaged|replaced)-")
 _GONE = {
     "swept-": "what an earlier run left, out of sight",
+    "gone-": "what an earlier run left, being removed",
     "discarded-": "a failed save, out of sight",
     "deleted-": "a deleted or replaced epoch, out of sight",
     "removed-": "a replaced epoch, out of sight",

@@ -64,6 +64,12 @@ def replace_and_die(directory: str, place: str) -> None:
         manager.wait_until_finished()
 
 
+def open_and_die(directory: str) -> None:
+    """A run that is killed as soon as it has moved the staging of the one before it."""
+    kill_at("after rename 1")
+    ec.CheckpointManager(directory)
+
+
 def replace_in_a_job(directory: str) -> list[Any]:
     """Two processes replace an epoch."""
     sharding = jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), ("x",)), jax.P("x"))

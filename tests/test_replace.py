@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import pathlib
 import shutil
@@ -237,6 +238,31 @@ def test_a_kill_leaves_the_old_or_the_new_one(tmp_path: pathlib.Path, place: str
         replace(manager, 1, 1000)
         assert value_of(manager, 1) == 1000
     assert sorted(os.listdir(tmp_path / "run")) == ["1", "2"]
+
+
+def test_runs_that_are_killed_before_they_put_it_back_do_not_lose_it(tmp_path: pathlib.Path) -> None:
+    """Each moves the staging of the one before into its own; the first that lives finds what is to be put back."""
+    directory = str(tmp_path / "run")
+    kill(tmp_path / "run", "after rename 1")
+    for _ in range(2):
+        program = ["-m", "tests.worker", "tests.replace_jobs:open_and_die", json.dumps({"directory": directory})]
+        with start_processes(program, 1) as job:
+            (outcome,) = job.wait(60)
+        assert outcome.returncode == -signal.SIGKILL, outcome.stdout
+    with ec.CheckpointManager(directory) as manager:
+        assert [value_of(manager, epoch) for epoch in manager.all_steps()] == [1, 2]
+
+
+def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new epoch came, the old one's removal was interrupted, the new one was deleted: it stays so."""
+    kill(tmp_path / "run", "after rename 2")
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "remove_tree", lambda self, path: None)  # killed before it removes anything
+        interrupted = ec.CheckpointManager(tmp_path / "run")
+        interrupted.delete(1)
+        interrupted._attempts.drain_removals()
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.all_steps() == [2]
 
 
 def test_without_putting_back_the_kill_is_found_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
