@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import sys
@@ -19,6 +20,19 @@ OK, FOUND, USAGE, MISSING, UNREACHABLE, FAULT, INTERRUPTED, BROKEN_PIPE = 0, 1, 
 
 
 _PIECE = 2**14  # characters
+_NEAREST = "epochckpt.nearest"  # the name of an error handler of Python's codecs
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█·×▸★…─━├└│→−–≠■", "12345678.x>*~--|||>--!#")
+
+
+def _nearest(error: UnicodeError) -> tuple[str, int]:
+    """Stands in for characters that an encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    near = error.object[error.start : error.end].translate(_ASCII)
+    return "".join(char if char.isascii() else "?" for char in near), error.end
+
+
+codecs.register_error(_NEAREST, _nearest)
 
 
 class Stop(Exception):
@@ -49,10 +63,12 @@ class Output:
 
     def __init__(self, as_json: bool):
         self.as_json = as_json
+        if sys.stdout is None:
+            raise Stop(UNREACHABLE, "stdout is closed")
         for stream in (sys.stdout, sys.stderr):
-            # A terminal that is not of Unicode gets question marks, not a traceback.
+            # What is not of Unicode gets the nearest character that it has, not a traceback.
             with contextlib.suppress(AttributeError, OSError):
-                stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+                stream.reconfigure(errors=_NEAREST)  # pyright: ignore[reportAttributeAccessIssue]
         self.out = _Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
         self.err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 

@@ -7,9 +7,10 @@ read, and names of leaves differ at their ends.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.text import Text
 
 from epochckpt.escaping import shown
@@ -95,12 +96,10 @@ class Table:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self._widths(options.max_width - self._indent)
         if self._heads:
-            yield self._line([column.title for column in self._columns], widths, HEAD)
+            yield from _drawn(self._line([column.title for column in self._columns], widths, HEAD), console, options)
         for row in self._rows:
-            if isinstance(row, Text):
-                yield _whole(row)
-            else:
-                yield self._line(row, widths)
+            line = _whole(row) if isinstance(row, Text) else self._line(row, widths)
+            yield from _drawn(line, console, options)
 
     def _widths(self, width: int) -> dict[int, int]:
         """How wide each column is that is shown, by number."""
@@ -140,6 +139,14 @@ class Table:
                 line.append("" if self._columns[number].right else pad)
                 line.append(" " * _GAP)
         return _whole(line)
+
+
+def _drawn(line: Text, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+    """A line as it is, which rich would look for places to wrap at: that is most of the time of a long table."""
+    if line.cell_len > options.max_width:
+        line.truncate(options.max_width)
+    yield from line.render(console)
+    yield Segment.line()
 
 
 def _whole(line: Text) -> Text:

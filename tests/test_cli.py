@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import json
 import os
 import pathlib
@@ -479,6 +480,14 @@ def test_colours_can_be_forced(run_cli: Any, saved: pathlib.Path, monkeypatch: p
     monkeypatch.setenv("TERM", "xterm-256color")
     assert "\x1b[" in run_cli("ls", saved).out
     assert "\x1b" not in run_cli("ls", saved, "--json").out
+
+
+def test_a_terminal_without_unicode_gets_what_it_has(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest characters instead of a traceback."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["ls", str(saved)]) == 0
+    assert b"> latest 3" in written.getvalue()
 
 
 def test_long_work_shows_its_progress_on_a_terminal(terminal: Any, saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
