@@ -32,6 +32,7 @@ from epochckpt.errors import (
     FormatVersionError,
     InvalidArgumentError,
     NotACheckpointDirectoryError,
+    UnknownNameError,
 )
 from epochckpt.escaping import shown
 
@@ -47,6 +48,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace, Output], int]] = {
     "watch": cli_watch.watch,
 }
 _CODES: tuple[tuple[type[BaseException], int], ...] = (  # the first that fits
+    (UnknownNameError, MISSING),
     (InvalidArgumentError, USAGE),
     (EpochNotFoundError, MISSING),
     (NotACheckpointDirectoryError, MISSING),

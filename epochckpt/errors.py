@@ -3,7 +3,8 @@
 ```
 EpochCheckpointError
 ├── InvalidArgumentError (ValueError)        the call itself is wrong; nothing was done
-│   └── UnsupportedError                     understood, but not supported: says the modern or supported form
+│   ├── UnsupportedError                     understood, but not supported: says the modern or supported form
+│   └── UnknownNameError (KeyError)          no item, leaf, node or file of this name; offers near ones
 ├── EpochNotFoundError (FileNotFoundError)   no such committed epoch; lists those that exist
 │   └── EpochDeleted                         it was there when we began, and was deleted or replaced meanwhile
 ├── EpochExistsError (StepAlreadyExistsError, a ValueError)
@@ -58,6 +59,12 @@ class InvalidArgumentError(EpochCheckpointError, ValueError):
 
 class UnsupportedError(InvalidArgumentError):
     """Something Orbax knows that epochckpt refuses by name; the message gives the form to use instead."""
+
+
+class UnknownNameError(InvalidArgumentError, KeyError):
+    """There is no item, leaf, node or file of this name; the message offers near ones."""
+
+    __str__ = Exception.__str__  # KeyError's own would put quotes around it
 
 
 class EpochNotFoundError(EpochCheckpointError, FileNotFoundError):

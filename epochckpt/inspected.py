@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from epochckpt import details, epoch_rows, html_views, layout, naming, plain, stats, status, text_views
 from epochckpt.commit import Commits
-from epochckpt.errors import DamagedError, EpochDeleted, EpochNotFoundError, InvalidArgumentError
+from epochckpt.errors import DamagedError, EpochDeleted, EpochNotFoundError, InvalidArgumentError, UnknownNameError
 from epochckpt.escaping import shown
 from epochckpt.leaf_reading import Leaves
 from epochckpt.rows import COMMITTED, DAMAGED, Diff, DiffRow, EpochDetail, EpochRow, ItemRow, LeafRow, LeafStats
@@ -190,7 +190,7 @@ class EpochInspection(Shown):
             hint = naming.near(str(item), items)
             if len(items) == 1 and any(leaf.name == item for leaf in next(iter(items.values())).leaves):
                 hint += f"; {item!r} is a leaf of item {next(iter(items))!r}"
-            raise InvalidArgumentError(f"epoch {self.epoch} has no item {_quoted(item)}; {hint}")
+            raise UnknownNameError(f"epoch {self.epoch} has no item {_quoted(item)}; {hint}")
         return ItemInspection(self, items[item])
 
     def stats(
@@ -220,7 +220,7 @@ class EpochInspection(Shown):
         if not matching and wanted != ["*"]:
             known = dict.fromkeys(leaf.name for _, _, leaf in arrays)
             said = ", ".join(_quoted(pattern) for pattern in wanted)
-            raise InvalidArgumentError(f"epoch {self.epoch}: no array matches {said}; {naming.near(wanted[0], known)}")
+            raise UnknownNameError(f"epoch {self.epoch}: no array matches {said}; {naming.near(wanted[0], known)}")
         leaves, found = self.leaves(), []
         for name, of, leaf in matching:
             found.append(stats.of_leaf(leaves, name, leaf, of))
@@ -300,7 +300,7 @@ class ItemInspection(Shown):
         if leaf not in self._by_name:
             if row.problem and not row.leaves:
                 raise DamagedError(self._where, row.problem)
-            raise InvalidArgumentError(f"{self._where}: {naming.no_leaf(str(leaf), self._by_name)}")
+            raise UnknownNameError(f"{self._where}: {naming.no_leaf(str(leaf), self._by_name)}")
         return self._leaves.value(row.name, leaf, self._node)
 
     def node(self, name: str) -> ItemInspection:
@@ -313,7 +313,7 @@ class ItemInspection(Shown):
             raise InvalidArgumentError(f"{self._where}: it is one for all nodes, not each node's own")
         if name not in self.row.nodes:
             hint = naming.near(name, self.row.nodes)
-            raise InvalidArgumentError(f"{self._where}: node {_quoted(name)} has none; {hint}")
+            raise UnknownNameError(f"{self._where}: node {_quoted(name)} has none; {hint}")
         return ItemInspection(self._epoch, self.row.nodes[name], name)
 
     def read(self, file: str) -> bytes:
@@ -326,7 +326,7 @@ class ItemInspection(Shown):
         """
         names = [known.name for known in self.row.files]
         if file not in names:
-            raise InvalidArgumentError(f"{self._where}: there is no file {_quoted(file)}; {naming.near(file, names)}")
+            raise UnknownNameError(f"{self._where}: there is no file {_quoted(file)}; {naming.near(file, names)}")
         return self._leaves.file(self.row.name, file, self._node)
 
     def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> StatsView:

@@ -25,6 +25,7 @@ from epochckpt.errors import (
     EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
+    UnknownNameError,
     say,
     unreadable,
 )
@@ -156,7 +157,7 @@ class Leaves:
             return self._owner(item, node).read_file(item, name)
         assert isinstance(self.record, OrbaxRecord)
         if item not in self.record.folders or not layout.is_file_path(name):
-            raise InvalidArgumentError(f"item {item!r} has no file {name!r}")
+            raise UnknownNameError(f"item {item!r} has no file {name!r}")
         path = layout.join(self._folder, self.record.folders[item], name)
         with self._still_there():
             try:
@@ -322,6 +323,6 @@ def _check_array(leaf: Leaf) -> None:
         raise InvalidArgumentError(f"leaf {leaf.name!r} is no array but a value of kind {leaf.kind!r}")
 
 
-def _no_leaf(epoch: int, item: str, leaf: str, node: str) -> InvalidArgumentError:
+def _no_leaf(epoch: int, item: str, leaf: str, node: str) -> UnknownNameError:
     of = f" of node {node!r}" if node else ""
-    return InvalidArgumentError(f"epoch {epoch}: item {item!r}{of} has no leaf {leaf!r}")
+    return UnknownNameError(f"epoch {epoch}: item {item!r}{of} has no leaf {leaf!r}")

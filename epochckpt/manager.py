@@ -256,6 +256,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._multi = multi
         self._history.request(EpochInfo(step, metrics=attempt.metrics, time_ns=attempt.started_ns))
         attempt.held_secs = time.monotonic() - began
+        attempt.started_ns = time.time_ns() - round(attempt.held_secs * 1e9)
         self._attempts.submit(attempt)
         if not self._async:
             self.wait_until_finished()

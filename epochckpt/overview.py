@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -43,6 +44,9 @@ def open_commits(directory: str | os.PathLike[str], options: ocp.CheckpointManag
     store = open_store(directory)
     commits = commits_of(store, step_names(options or ocp.CheckpointManagerOptions()))
     try:
+        if store.renames:
+            with contextlib.suppress(FileNotFoundError):  # `isdir` says no where this user may not look
+                os.lstat(store.root)
         if store.renames and not os.path.isdir(store.root):
             problem = recognising.file if os.path.exists(store.root) else recognising.missing
             raise NotACheckpointDirectoryError(f"{store.root} {problem(store.root)}")

@@ -227,6 +227,9 @@ def test_unknown_names_get_near_ones(saved: pathlib.Path) -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=said):
             call()
+    with pytest.raises(KeyError) as caught:  # as of a mapping, and readable
+        epoch["state"]["params/dense/kernl"]
+    assert str(caught.value).startswith("epoch 8, item 'state': there is no leaf 'params/dense/kernl'; near: ")
 
 
 def test_hostile_names_reach_no_terminal_raw(tmp_path: pathlib.Path) -> None:

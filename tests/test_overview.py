@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import types
 import uuid
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ import pytest
 from hypothesis import strategies as st
 
 import epochckpt as ec
-from epochckpt import checksum, commit_rename, overview, parsing, remains, rows
+from epochckpt import checksum, commit_rename, overview, parsing, remains, rows, saving
 from epochckpt.aside import Rollback
 from epochckpt.errors import (
     EpochCheckpointError,
@@ -632,10 +633,11 @@ os.setgroups([]); os.setgid(65534); os.setuid(65534)
 run, closed = sys.argv[1:]
 for row in overview.look(run, limit=None).epochs:
     print(f"{row.epoch}|{row.state}|{row.detail}")
-try:
-    overview.look(closed)
-except errors.AccessError as error:
-    print(f"AccessError|{error}")
+for place in (closed, f"{closed}/1"):
+    try:
+        overview.look(place)
+    except errors.AccessError as error:
+        print(f"AccessError|{error}")
 print("backends", xla_bridge.backends_are_initialized())
 """
 
@@ -663,5 +665,23 @@ def test_without_permission_and_without_a_backend(run: pathlib.Path, tmp_path: p
         ["4", "committed"],
     ]
     assert all("ermission denied" in line for line in lines[1:3])
-    assert lines[4].startswith(f"AccessError|{closed}")
-    assert lines[5] == "backends False"
+    assert lines[4].startswith(f"AccessError|{closed}:")
+    assert lines[5].startswith(f"AccessError|{closed}/1:")
+    assert lines[6] == "backends False"
+
+
+def test_a_save_begins_when_it_is_called(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its duration has the time in it that it held the training thread."""
+    planned: list[int] = []
+    prepare = saving.Planner.prepare
+
+    def prepared(*args: Any) -> Any:
+        planned.append(time.time_ns())
+        return prepare(*args)
+
+    monkeypatch.setattr(saving.Planner, "prepare", prepared)
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": np.zeros(3)}))
+    (row,) = overview.look(tmp_path).epochs
+    assert row.started_ns is not None
+    assert row.started_ns <= planned[0]
