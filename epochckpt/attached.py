@@ -7,19 +7,22 @@ replaced, or set aside and saved anew, are not taken for those of the new one. I
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from absl import logging
 
-from epochckpt import checksum, layout
+from epochckpt import checksum, layout, worker
 from epochckpt.commit import Commits
 from epochckpt.errors import (
     AccessError,
+    DamagedError,
     EpochCheckpointError,
     EpochDeleted,
+    EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
     UnsupportedError,
@@ -28,6 +31,7 @@ from epochckpt.errors import (
 from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.records import EpochRecord
 
+_THREADS = 16  # of object stores, where every answer takes long and costs nothing here
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
 
 Sources = Mapping[str, Mapping[str, Any]]  # metrics by source
@@ -74,11 +78,19 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
         raise EpochDeleted(epoch, commits.store.root, str(error)) from error
     except PermissionError as error:
         raise AccessError(f"{path}: {error}; attaching metrics needs write access to the epoch's folder") from error
-    if commits.read_attempt(epoch) != record.attempt:  # what was written is of no use to anybody
+    if not _is_still(commits, record):  # what was written is of no use to anybody
         with suppress(OSError, EpochCheckpointError):
             if _parse(path, commits.store.read(path, limit_bytes=MAX_BYTES)).attempt == record.attempt:
                 commits.store.remove(path)
         raise EpochDeleted(epoch, commits.store.root, "while metrics were being attached to it")
+
+
+def _is_still(commits: Commits, record: EpochRecord) -> bool:
+    """Whether an epoch is still the one that was looked at; that it cannot be said just now is an error."""
+    try:
+        return commits.read_head(record.epoch).attempt == record.attempt
+    except (EpochNotFoundError, DamagedError, FormatError):
+        return False
 
 
 def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, Any], source: str) -> None:
@@ -134,18 +146,26 @@ def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, An
     return read(commits, paths, record.epoch, record.attempt)
 
 
-def of_epochs(commits: Commits, epochs: Iterable[int]) -> dict[int, Any]:
+def of_epochs(commits: Commits, attempts: Mapping[int, Callable[[], str | None]]) -> dict[int, Any]:
     """The metrics that were attached to some epochs, merged, by epoch; an epoch without any is left out.
 
     One listing: cheap where nothing is attached.
+
+    Args:
+        commits: the directory.
+        attempts: by epoch, what gives its attempt; called only where something is attached.
     """
     files = by_folder(commits)
     found: dict[int, Any] = {}
-    for epoch in epochs:
-        paths = files.get(commits.folder(epoch))
-        attempt = commits.read_attempt(epoch) if paths else None
-        if paths and attempt is not None and (sources := read(commits, paths, epoch, attempt)):
+
+    def look(epoch: int, paths: Sequence[str]) -> None:
+        attempt = attempts[epoch]()
+        if attempt and (sources := read(commits, paths, epoch, attempt)):
             found[epoch] = merge(None, sources)
+
+    wanted = [(epoch, paths) for epoch in attempts if (paths := files.get(commits.folder(epoch)))]
+    threads = 1 if commits.store.renames else _THREADS
+    worker.Pool(threads).run([functools.partial(look, *pair) for pair in wanted])
     return found
 
 
@@ -196,9 +216,15 @@ def _parse(path: str, data: bytes) -> _File:
     if not isinstance(metrics, dict):
         raise FormatError(path, "metrics: expected an object")
     try:
-        return _File(epoch, attempt, source, checksum.unpack_json(metrics))
+        found = checksum.unpack_json(metrics)
+        checksum.pack_json(found, "metrics")  # else it could not be told to the other processes
     except RecursionError:
         raise FormatError(path, "metrics are nested too deeply") from None
+    except InvalidArgumentError as error:
+        raise FormatError(path, str(error)) from None
+    if not isinstance(found, dict):
+        raise FormatError(path, "metrics: expected an object")
+    return _File(epoch, attempt, source, found)
 
 
 def merge(own: Any, attached: Sources) -> Any:

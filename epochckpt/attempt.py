@@ -206,6 +206,7 @@ class Committed:
         committed_ns: when, wall clock.
         deleted: epochs that are deleted now.
         attached: metrics that were attached to other epochs, by epoch; None: nobody looked.
+        attempt: its attempt, on the primary.
     """
 
     epoch: int
@@ -213,19 +214,21 @@ class Committed:
     committed_ns: int
     deleted: tuple[int, ...]
     attached: Mapping[int, Mapping[str, Any]] | None = None
+    attempt: str = ""
 
     def to_wire(self) -> dict[str, Any]:
         """Its form as JSON."""
-        attached = None if self.attached is None else sorted(self.attached.items())
-        metrics = checksum.pack_json({"own": self.metrics, "attached": attached}, "metrics")
-        return {"metrics": metrics, "committed_ns": self.committed_ns, "deleted": list(self.deleted)}
+        attached = None if self.attached is None else checksum.pack_by_number(self.attached, "metrics")
+        metrics = checksum.pack_json(self.metrics, "metrics")
+        rest = {"committed_ns": self.committed_ns, "deleted": list(self.deleted)}
+        return {"metrics": metrics, "attached": attached, **rest}
 
     @classmethod
     def from_wire(cls, epoch: int, wire: Mapping[str, Any]) -> Committed:
         """The inverse of `to_wire`."""
         metrics = checksum.unpack_json(wire["metrics"])
-        attached = None if metrics["attached"] is None else dict(metrics["attached"])
-        return cls(epoch, metrics["own"], wire["committed_ns"], tuple(wire["deleted"]), attached)
+        attached = None if wire["attached"] is None else checksum.unpack_by_number(wire["attached"])
+        return cls(epoch, metrics, wire["committed_ns"], tuple(wire["deleted"]), attached)
 
 
 def snapshot(

@@ -334,7 +334,7 @@ class Attempts:
         if remove is not None:
             self.remove(remove)
         logging.info("epoch %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
-        return Committed(attempt.epoch, attempt.metrics, record.committed_ns, ())
+        return Committed(attempt.epoch, attempt.metrics, record.committed_ns, (), attempt=record.attempt)
 
     def _tell(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of attempts that have ended before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import xxhash
@@ -115,3 +116,13 @@ def unpack_json(value: Any) -> Any:
             return float(value["$float"])
         return {k: unpack_json(v) for k, v in value.items()}
     return [unpack_json(v) for v in value] if isinstance(value, list) else value
+
+
+def pack_by_number(values: Mapping[int, Any], where: str) -> list[Any]:
+    """User data of several epochs as plain JSON; each of them may be as deep as `pack_json` takes it."""
+    return [[number, pack_json(value, where)] for number, value in sorted(values.items())]
+
+
+def unpack_by_number(values: list[Any]) -> dict[int, Any]:
+    """The inverse of `pack_by_number`."""
+    return {number: unpack_json(value) for number, value in values}

@@ -54,10 +54,13 @@ class PutCommits(Commits):
 
     def sweep(self, path: str) -> None:
         """Removes an attempt's data, and the record that an older run may have put for it meanwhile."""
-        self.store.remove_tree(path)
         folder, attempt = path.partition("/")[0], path.rpartition("/")[2]
-        if self.names.parse(folder) is not None and attempt in self._attempt_in(folder):
-            self.store.remove(layout.join(folder, layout.EPOCH_RECORD))
+        record = layout.join(folder, layout.EPOCH_RECORD)
+        if attempt.startswith(layout.METRICS_PREFIX) and self.store.exists(record):
+            return  # saved anew by now, and these may be its metrics
+        self.store.remove_tree(path)
+        if self.names.parse(folder) is not None and attempt in (self._attempt_in(folder) or ()):
+            self.store.remove(record)
 
     def _claim_path(self, number: int) -> str:
         return layout.join(layout.incarnation_folder(f"{number:08d}"), _CLAIM)
@@ -79,25 +82,19 @@ class PutCommits(Commits):
     def unrecorded(self, folders: Collection[str] | None = None) -> Iterator[str]:
         """Attempts, as `<epoch>/<node>/<attempt>`, that no commit record names, nor one that was set aside.
 
+        Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more.
+
         Args:
             folders: look only into these folders of epochs.
         """
-        kept: set[str] = set()
-        found = []
-        for entry in self.store.list(""):
-            if not entry.is_folder:
-                continue
-            if self.names.parse(entry.name) is not None:
-                found += [entry.name] if folders is None or entry.name in folders else []
-            elif layout.parse_incarnation(entry.name) is None:  # rolled back, damaged, or where `hide` keeps them
-                for epoch in self.store.list(entry.name):
-                    kept |= self._attempt_in(layout.join(entry.name, epoch.name))
-        for folder in found:
-            if self._is_foreign(folder):
-                continue
-            record = self._attempt_in(folder)
-            if not record and self.store.exists(layout.join(folder, layout.EPOCH_RECORD)):
-                continue  # damaged: a person may still want to look at it
+        names = [e.name for e in self.store.list("") if e.is_folder and self.names.parse(e.name) is not None]
+        chosen = [name for name in names if folders is None or name in folders]
+        found = {name: self._attempt_in(name) for name in chosen if not self._is_foreign(name)}
+        aside = self._set_aside()  # only now: an epoch's record is copied there before its own goes
+        for folder, record in found.items():
+            kept = aside.get(folder, set())
+            if record is None or kept is None:
+                continue  # not readable, now or ever: a person may still want to look at it
             if not record:
                 yield from self.store.find(layout.METRICS_PREFIX, folder)
             for node in self.store.list(folder):
@@ -105,12 +102,27 @@ class PutCommits(Commits):
                     if attempt.name not in kept | record:
                         yield layout.join(folder, node.name, attempt.name)
 
-    def _attempt_in(self, folder: str) -> set[str]:
+    def _set_aside(self) -> dict[str, set[str] | None]:
+        """What `_attempt_in` says of the records that were set aside, by the epoch's folder."""
+        found: dict[str, set[str] | None] = {}
+        for entry in self.store.list(""):
+            if not entry.is_folder or self.names.parse(entry.name) is not None or layout.parse_incarnation(entry.name):
+                continue
+            # rolled back, damaged, or where `hide` keeps them; or somebody else's
+            for epoch in (e.name for e in self.store.list(entry.name) if e.is_folder and e.name[-1].isdigit()):
+                one, other = self._attempt_in(layout.join(entry.name, epoch)), found.get(epoch, set())
+                found[epoch] = None if one is None or other is None else one | other
+        return found
+
+    def _attempt_in(self, folder: str) -> set[str] | None:
+        """The attempt that the record in a folder names, if there is one; None if it cannot be read."""
         path = layout.join(folder, layout.EPOCH_RECORD)
         try:
             return {parsing.parse_head(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).attempt}
-        except (EpochCheckpointError, OSError, ValueError):
+        except FileNotFoundError:
             return set()
+        except (EpochCheckpointError, OSError, ValueError):
+            return None
 
     def join_incarnation(self, incarnation: str) -> None:
         """See Commits."""
@@ -217,7 +229,7 @@ class PutCommits(Commits):
             return lambda: None
 
         def remove() -> None:
-            for attempt in record:
+            for attempt in record or ():
                 self.discard(epoch, attempt)
 
         return remove

@@ -169,6 +169,7 @@ class _Search:
         self._older_than_secs, self._clock = older_than_secs, clock
         self._kinds = DEAD | KEPT if epochs_too else DEAD
         self._folder = options.todelete_subdir if options else None
+        self._newest = self.commits.newest if isinstance(self.commits, PutCommits) else ""
         self.ahead_secs = 0.0
 
     def garbage(self) -> Garbage:
@@ -211,7 +212,7 @@ class _Search:
             return "a rollback is under way"
         if isinstance(self.commits, PutCommits):
             if row.kind == ATTEMPT:
-                return "" if remains.is_fenced_off(row.path.rpartition("/")[2], self.commits.newest) else row.detail
+                return "" if remains.is_fenced_off(row.path.rpartition("/")[2], self._newest) else row.detail
             return "" if row.kind in KEPT else "not known on an object store"
         if row.age_secs is None or row.age_secs < self._older_than_secs:
             age = "at an unknown time" if row.age_secs is None else f"{units.secs(row.age_secs)} ago"

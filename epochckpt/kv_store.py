@@ -130,7 +130,7 @@ class KvStore(Store):
         found: dict[str, bool] = {}
         for key in self._below(path):
             name, slash, _ = key.decode("utf-8", "surrogateescape").partition("/")
-            if name:
+            if name not in ("", ".", ".."):  # what lies below those has no path
                 found[name] = found.get(name, False) or bool(slash)
         return [Entry(name, found[name]) for name in sorted(found)]
 

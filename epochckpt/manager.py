@@ -104,7 +104,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self._prefix, self._damaged = opened.prefix, opened.commits.damaged(opened.damaged)
         self._pool = worker.Pool(self._storage.io_threads)
-        self._history = History(self._commits.read_record)
+        self._history = History(self._commits.read_head)
         self._history.reset(opened.history, opened.attached)
         self._policy = retention.save_policy(self._options)
         self._attempts = Attempts(
@@ -331,7 +331,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
 
     def _committed(self, done: Committed) -> None:
         """On every node, for every commit."""
-        self._history.commit(EpochInfo(done.epoch, metrics=done.metrics, time_ns=done.committed_ns))
+        info = EpochInfo(done.epoch, metrics=done.metrics, time_ns=done.committed_ns, attempt=done.attempt)
+        self._history.commit(info)
         if done.attached is not None:
             self._history.attach(done.attached)
         self._history.drop(done.deleted)

@@ -100,13 +100,16 @@ def survey(commits: Commits, options: ocp.CheckpointManagerOptions) -> tuple[lis
         except (DamagedError, FormatError, EpochNotFoundError) as error:
             logging.error("%s: epoch %d is damaged and will not be used: %s", commits.store.root, epochs[-1], error)
             damaged.append(epochs.pop())
-    found = attached.of_epochs(commits, epochs) if retention.reads_metrics(options) else {}
-    return epochs, damaged, checksum.pack_json(sorted(found.items()), "metrics")
+    found: dict[int, Any] = {}
+    if retention.reads_metrics(options):
+        attempts = {epoch: lambda epoch=epoch: commits.read_attempt(epoch) for epoch in epochs}
+        found = attached.of_epochs(commits, attempts)
+    return epochs, damaged, checksum.pack_by_number(found, "metrics")
 
 
 def attached_from_wire(wire: list[Any]) -> dict[int, Any]:
     """Attached metrics by epoch, as the primary found them."""
-    return dict(checksum.unpack_json(wire))
+    return checksum.unpack_by_number(wire)
 
 
 def _look_at(commits: Commits, epoch: int) -> None:

@@ -88,7 +88,8 @@ def look(
         directory: a path or a URL.
         metric: by which the best epoch is to be found; `a/b` finds `{"a": {"b": …}}`, too.
         mode: `max` or `min`: which value of it is best. NaN is worst.
-        limit: how many epochs are to be rows, the newest; None: all. The best is one in any case, and so are attempts.
+        limit: how many epochs are to be rows, the newest; None: all. The best is one in any case, and so are attempts
+            and, unless it is 0, the latest that can be read.
         options: the step name format and `todelete_subdir`, if they are not the defaults.
         check: see whether the files of the newest epochs are there, with the sizes that were recorded. At most about
             `CHECKED_FILES` files are looked at; `checked` of a row says whether its were.
@@ -141,7 +142,8 @@ class _Look:
             self._check(rows)
         while (best := self._best([*rows.values(), *hidden])) is not None and best not in rows:
             self._show(best, rows, hidden, check)
-        latest = max((r.epoch for r in rows.values() if r.state == COMMITTED), default=None)
+        while (latest := _latest([*rows.values(), *hidden])) is not None and latest not in rows and limit != 0:
+            self._show(latest, rows, hidden, check)  # what is newer is damaged
         marked = [dataclasses.replace(row, latest=epoch == latest, best=epoch == best) for epoch, row in rows.items()]
         committed = {row.attempt for row in marked}
         attempts = [row for row in found.attempts if row.attempt not in committed]
@@ -161,7 +163,7 @@ class _Look:
         )
 
     def _show(self, epoch: int, rows: dict[int, EpochRow], hidden: list[EpochRow], check: bool) -> None:
-        """Makes a whole row of one that was not to be shown, as it is the best, unless a check says otherwise."""
+        """Makes a whole row of one that was not to be shown: the best or the latest, unless a check says otherwise."""
         (brief,) = [row for row in hidden if row.epoch == epoch]
         hidden.remove(brief)
         whole = epoch_rows.read(self._commits, brief.folder, epoch)
@@ -186,7 +188,7 @@ class _Look:
         """The epochs that a rollback is setting aside."""
         try:
             hidden = self._commits.hidden()
-        except (EpochCheckpointError, ValueError) as error:
+        except (EpochCheckpointError, ValueError, OSError) as error:
             self._said[layout.ROLLBACK_RECORD] = f"{error}; no manager can open the directory as long as it is there"
             return frozenset()
         if hidden:
@@ -265,6 +267,10 @@ class _Look:
             return {"": f"no epoch has metrics, so none is best by {self._metric!r}"}
         near = difflib.get_close_matches(self._metric, known, n=3) or known[:10]
         return {"": f"no epoch has the metric {self._metric!r}; there are {', '.join(near)}"}
+
+
+def _latest(rows: Sequence[EpochRow]) -> int | None:
+    return max((row.epoch for row in rows if row.state == COMMITTED), default=None)
 
 
 def _order(row: EpochRow) -> tuple[int, bool, str]:

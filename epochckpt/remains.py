@@ -47,6 +47,7 @@ GC_PREFIX = "gc-"
 
 _ATTEMPT = re.compile(r"(\d+)-(\d+)\Z")
 _TOKEN = re.compile(r"-([0-9a-f]{8,16})" + re.escape(layout.TMP_SUFFIX) + r"\Z")
+_ID = re.compile(r"[0-9a-f]{16}\Z")
 _MOVING = re.compile(r"(?:damaged|replaced)-")
 _GONE = {
     "swept-": "what an earlier run left, out of sight",
@@ -124,7 +125,7 @@ def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: 
             _look_into_staging(store, name, now_ns, found)
         return
     for prefix, (kind, detail) in _KEPT.items():
-        if name.startswith(prefix) and layout.is_name(name.removeprefix(prefix)):
+        if name.startswith(prefix) and _ID.match(name.removeprefix(prefix)):  # else somebody else's
             _add(found, store, name, kind, now_ns, _epochs_in(commits, name), detail)
             return
     if name == kept:
@@ -150,6 +151,8 @@ def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list
     newest = commits.newest
     nodes: dict[tuple[str, str], list[NodeRow]] = {}
     for path in commits.unrecorded(folders):
+        if path.count("/") != 2:
+            continue  # attached metrics: the next run removes them
         folder, node, attempt = path.split("/")
         if layout.parse_incarnation(layout.incarnation_folder(attempt.partition("-")[0])) is None:
             continue  # not named as attempts are

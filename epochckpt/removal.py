@@ -35,7 +35,8 @@ def retire(
     infos = [i for i in history.committed() if i.step != fresh.epoch]
     if retention.reads_metrics(options):
         found = worker.logged(
-            "attached metrics could not be read", lambda: attached.of_epochs(commits, [i.step for i in infos])
+            "attached metrics could not be read",
+            lambda: attached.of_epochs(commits, {i.step: lambda i=i: i.attempt for i in infos}),
         )
         if found is not None:
             history.attach(found)

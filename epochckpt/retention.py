@@ -34,16 +34,18 @@ class EpochInfo:
         *,
         metrics: Any = None,
         time_ns: int = 0,
+        attempt: str = "",
     ):
-        self.step, self._load, self._metrics, self._time_ns = step, load, metrics, time_ns
+        self.step, self._load, self._metrics, self._time_ns, self._attempt = step, load, metrics, time_ns, attempt
         self.attached: Mapping[str, Any] = {}
 
     def _read(self) -> None:
         """Reads the record, once. A passing error is raised, and the next look tries again."""
-        if self._load is not None:
+        load = self._load  # other threads look, too
+        if load is not None:
             try:
-                record = self._load(self.step)
-                self._metrics, self._time_ns = record.metrics, record.committed_ns
+                record = load(self.step)
+                self._metrics, self._time_ns, self._attempt = record.metrics, record.committed_ns, record.attempt
             except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
                 logging.warning("epoch %d has no readable record: it counts as one without metrics", self.step)
             self._load = None
@@ -53,6 +55,12 @@ class EpochInfo:
         """The metrics it was saved with, and those that were attached to it; None without any."""
         self._read()
         return attached.merge(self._metrics, {"": self.attached} if self.attached else {})
+
+    @property
+    def attempt(self) -> str:
+        """Its attempt, on the primary; empty without a readable record."""
+        self._read()
+        return self._attempt
 
     @property
     def time(self) -> datetime.datetime:
@@ -76,8 +84,7 @@ class History:
     def reset(self, epochs: Iterable[int], attached: Mapping[int, Mapping[str, Any]]) -> None:
         """Takes storage's word for what is committed, and what is attached to it; nothing else was asked for."""
         with self._lock:
-            known = self._committed
-            self._committed = {e: known.get(e) or EpochInfo(e, self._load) for e in sorted(epochs)}
+            self._committed = {e: EpochInfo(e, self._load) for e in sorted(epochs)}  # any may have been replaced
             self._requested = dict(self._committed)
         self.attach(attached)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import epochckpt as ec
-from epochckpt import attached, errors, layout, overview
+from epochckpt import attached, checksum, errors, gc, layout, overview
 from epochckpt.opening import commits_of, step_names
 from epochckpt.storage import open_store
 from tests.processes import run_worker
@@ -284,3 +284,95 @@ def test_an_overview_has_attached_metrics_and_says_whose_they_are(directory: str
     assert found.epochs[0].metrics == {"loss": 1.0, "accuracy": 1.0, "bleu": 3}
     assert found.epochs[0].sources == {"accuracy": "evaluator", "bleu": "evaluator"}
     assert found.epochs[0].nodes
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1.0
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def test_metrics_as_deep_as_they_may_be_are_told_to_everybody(directory: str) -> None:
+    """Whatever may be saved and attached can be told: the commit is no failure, and the directory opens again."""
+    with ec.CheckpointManager(directory, options=best_by_accuracy()) as manager:
+        save(manager, 0, nested(100))
+        ec.attach_metrics(directory, 0, {"accuracy": 0.5, "b": nested(99)}, "evaluator")
+        save(manager, 1)
+        assert manager.best_step() == 0
+    with ec.CheckpointManager(directory, options=best_by_accuracy()) as manager:
+        assert manager.best_step() == 0
+        assert manager.metrics(0) == {**nested(100), "accuracy": 0.5, "b": nested(99)}
+
+
+@pytest.mark.parametrize("metrics", [{"a": {"$float": "foo"}}, {"$float": "nan"}, nested(101)])
+def test_what_could_not_be_told_to_other_processes_is_left_out(tmp_path: pathlib.Path, metrics: Any) -> None:
+    """A file of somebody else's making, with a good checksum: no manager fails to open or to commit for it."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        save(manager, 1)
+        attempt = manager._commits.read_attempt(1)
+    head = {"format": layout.FORMAT, "version": layout.VERSION, "record": "metrics"}
+    data = checksum.seal({**head, "epoch": 1, "attempt": attempt, "source": "evil", "metrics": metrics})
+    (tmp_path / "1" / "_metrics-evil.json").write_bytes(data)
+    with ec.CheckpointManager(tmp_path, options=best_by_accuracy()) as manager:
+        save(manager, 2, {"accuracy": 1.0})
+        assert manager.best_step() == 2
+        assert manager.metrics(1) is None
+
+
+def test_a_reader_that_looks_again_has_the_metrics_of_what_replaced_an_epoch(directory: str) -> None:
+    """Not those of the attempt that it knew before, nor a mixture of both."""
+    with ec.CheckpointManager(directory) as manager:
+        save(manager, 1, {"accuracy": 0.75})
+        save(manager, 2, {"accuracy": 0.5})
+        read_only = best_by_accuracy(read_only=True)
+        with ec.CheckpointManager(directory, options=read_only) as reader:
+            assert reader.best_step() == 1
+            manager.let_replace(1)
+            save(manager, 1, {"accuracy": 0.25})
+            reader.reload()
+            assert reader.best_step() == 2
+
+
+def test_an_attachment_stays_where_nobody_can_say_whether_its_epoch_does(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage that fails for a moment after the write: that is the error, not that the epoch was deleted."""
+    with ec.CheckpointManager(directory) as manager:
+        save(manager, 1)
+        write = attached._write
+
+        def then_fail(given: Any, *rest: Any) -> None:
+            write(given, *rest)
+            patch.setattr(type(given.store), "read", fail)
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise OSError(110, "Connection timed out")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(attached, "_write", then_fail)
+            with pytest.raises(OSError, match="Connection timed out") as raised:
+                ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
+        assert not isinstance(raised.value, errors.EpochCheckpointError)
+        assert manager.metrics(1) == {"accuracy": 0.5}
+
+
+def test_metrics_of_an_epoch_that_is_gone_are_no_attempt() -> None:
+    """On an object store an evaluator may be killed just when its epoch is deleted: the next run removes its file."""
+    directory = f"memory://attached/{uuid.uuid4()}"
+    with ec.CheckpointManager(directory) as manager:
+        save(manager, 1)
+        save(manager, 2)
+        ec.attach_metrics(directory, 2, {"accuracy": 0.5}, "evaluator")
+        data = open_store(directory).read("2/_metrics-evaluator.json", limit_bytes=2**20)
+        manager.delete(2)
+        manager.wait_until_finished()
+    store = open_store(directory)
+    store.create("2/_metrics-evaluator.json", data)
+    assert [row.epoch for row in overview.look(directory).epochs] == [1]
+    assert gc.find(directory).rows == ()
+    with ec.CheckpointManager(directory) as manager:
+        save(manager, 2)
+        ec.attach_metrics(directory, 2, {"accuracy": 0.75}, "evaluator")
+        manager._commits.sweep("2/_metrics-evaluator.json")  # type: ignore[attr-defined]  # that was late
+        assert manager.metrics(2) == {"accuracy": 0.75}

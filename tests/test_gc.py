@@ -23,6 +23,7 @@ from epochckpt.aside import Rollback
 from epochckpt.commit_put import PutCommits
 from epochckpt.commit_rename import RenameCommits
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
+from epochckpt.kv_store import KvStore
 from epochckpt.posix_store import PosixStore
 from epochckpt.rows import RemainRow
 from epochckpt.storage import open_store
@@ -127,6 +128,16 @@ def test_epochs_that_were_set_aside_go_when_asked_for(run: pathlib.Path) -> None
     removed = gc.remove(run, epochs_too=True, clock=next_week, options=options)
     assert sorted(row.epochs for row in removed.rows) == [(1,), (3,), (4,)]
     assert {path.name for path in run.iterdir()} == {"2", "3"}
+
+
+def test_folders_that_are_only_called_alike_are_somebody_elses(run: pathlib.Path) -> None:
+    """Ours carry an id of 16 hexadecimal digits."""
+    for name in ("damaged-plots", "rolled-back-notes", "damaged-2024", f"damaged-{'AB' * 8}"):
+        (run / name).mkdir()
+        (run / name / "file").write_text("mine")
+    found = gc.remove(run, epochs_too=True, clock=next_week)
+    assert [row.epochs for row in found.rows] == [(3,), (4,)]
+    assert all((run / name / "file").exists() for name in ("damaged-plots", "rolled-back-notes", "damaged-2024"))
 
 
 def test_a_rollback_under_way_keeps_what_it_moved(run: pathlib.Path) -> None:
@@ -415,3 +426,72 @@ def test_the_names_are_those_that_commits_give(tmp_path: pathlib.Path, monkeypat
     manager.save(4, args=Save({"x": np.zeros(1)}))
     manager.close()
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"2", "4"}
+
+
+@pytest.mark.parametrize("kind", ["fails for a moment", "is damaged"])
+def test_on_an_object_store_data_stays_whose_record_cannot_be_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record of an epoch that was rolled back says what its data is: without it nobody knows, so nothing goes."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save({"x": np.arange(4)}))
+        manager.wait_until_finished()
+        manager.rollback_to(1)
+    store = open_store(directory)
+    (aside,) = [e.name for e in store.list("") if e.name.startswith("rolled-back-")]
+    read = KvStore.read
+
+    def fail(self: KvStore, path: str, **kwargs: Any) -> bytes:
+        if path == f"{aside}/2/epoch.json":
+            raise OSError(110, "Connection timed out")
+        return read(self, path, **kwargs)
+
+    if kind == "is damaged":
+        store.remove(f"{aside}/2/epoch.json")
+        store.create(f"{aside}/2/epoch.json", b"{")
+    else:
+        monkeypatch.setattr(KvStore, "read", fail)
+    swept: list[str] = []
+    monkeypatch.setattr(PutCommits, "sweep", lambda self, path: swept.append(path))
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.all_steps() == [1]
+    assert not [path for path in swept if path.startswith("2/")]
+    assert gc.find(directory).rows == ()
+
+
+def test_on_an_object_store_the_record_that_moves_meanwhile_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback between the looks: it copies a record before it takes it away, and is looked for in that order."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save({"x": np.arange(4)}))
+        manager.wait_until_finished()
+        exists = KvStore.exists
+        done: list[int] = []
+
+        def rolled_back_meanwhile(self: KvStore, path: str) -> bool:
+            if path.startswith("1/") and not done:
+                done.append(1)
+                manager.rollback_to(1)
+            return exists(self, path)
+
+        commits = overview.open_commits(directory)
+        assert isinstance(commits, PutCommits)
+        monkeypatch.setattr(KvStore, "exists", rolled_back_meanwhile)
+        assert list(commits.unrecorded()) == []
+        assert done
+
+
+def test_names_that_no_path_can_have_are_passed_over() -> None:
+    """Whoever else writes to a bucket: it is opened, looked at and cleared up all the same."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    with ec.CheckpointManager(directory) as manager:
+        manager.save(1, args=Save({"x": np.arange(4)}))
+    store = open_store(directory)
+    assert isinstance(store, KvStore)
+    for key in ("../x/y", "./x", "1/../x", "trash//x", "notes/7"):
+        store._kv.write(key, b"x").result()
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.all_steps() == [1]
+    assert [row.epoch for row in overview.look(directory).epochs] == [1]
+    assert gc.find(directory).rows == ()

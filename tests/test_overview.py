@@ -191,6 +191,30 @@ def test_a_damaged_newest_epoch_is_not_the_latest(run: pathlib.Path) -> None:
     assert [row.epoch for row in overview.look(run).epochs if row.latest] == [3]
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_latest_is_a_row_though_only_damaged_ones_are_newer(run: pathlib.Path, limit: int) -> None:
+    """As many as are shown may be damaged: the one that a job would resume from is shown, too."""
+    for epoch in (3, 4):
+        (run / str(epoch) / "a" / "default.safetensors").unlink()
+    found = overview.look(run, limit=limit)
+    assert [(row.epoch, row.state) for row in found.epochs if row.latest] == [(2, "committed")]
+    assert found.hidden + len(found.epochs) == 4
+    with ec.CheckpointManager(run) as manager:
+        assert manager.latest_step() == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_what_is_no_record_of_a_rollback_is_said(run: pathlib.Path, kind: str) -> None:
+    """Its epochs are shown all the same; a manager refuses with one of our errors."""
+    path = run / "rollback.json"
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("/etc/hostname")}[kind]()
+    found = overview.look(run)
+    assert [row.epoch for row in found.epochs] == [1, 2, 3, 4]
+    assert "no manager can open the directory" in found.problems["rollback.json"]
+    with pytest.raises(EpochCheckpointError, match=r"rollback\.json"):
+        ec.CheckpointManager(run)
+
+
 def test_a_damaged_epoch_is_not_the_best(run: pathlib.Path) -> None:
     """The next best is, wherever it lies."""
     cut(run / "1" / "a" / "default.safetensors")
