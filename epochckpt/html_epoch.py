@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from epochckpt import escaping, rows, units
+from epochckpt import escaping, rows, run_notes, units
 from epochckpt.html_parts import (
     Html,
     el,
@@ -31,6 +31,7 @@ _MAX_FILES = 200
 _MAX_ITEMS = 40
 _MAX_ITEM_NODES = 16
 _MAX_LEFT_OUT = 40
+_MAX_NOTES = 20
 
 
 def epoch(found: EpochDetail, thumbs: Thumbs, nodes: Nodes) -> Html:
@@ -46,8 +47,12 @@ def epoch(found: EpochDetail, thumbs: Thumbs, nodes: Nodes) -> Html:
     parts += _nodes(row, nodes)
     if row.custom_metadata:
         parts.append(fold("Custom metadata", listed(row.custom_metadata), open=len(row.custom_metadata) <= 6))
-    if row.notes:
-        parts.append(fold("Noted by the runner", listed(row.notes)))
+    noted = run_notes.told(row.notes)
+    if noted:
+        lines = [
+            part for title, said in noted[:_MAX_NOTES] for part in (el("dt", "", title), el("dd", "", text(said, 400)))
+        ]
+        parts.append(fold("Noted by the runner", el("dl", "", *lines), open=len(noted) <= 6))
     parts += _left_out(found)
     shown = found.items[:_MAX_ITEMS]
     per_leaf = chars_per_leaf(shown)

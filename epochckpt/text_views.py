@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from epochckpt import rows, text_tree, units
+from epochckpt import rows, run_notes, text_tree, units
 from epochckpt.rows import EpochDetail, EpochRow, ItemRow, NodeRow
 from epochckpt.text_leaves import diff, stats
 from epochckpt.text_overview import BEST, LATEST, STYLES, flat, metric, node_strip, overview, strip_title
@@ -38,6 +38,7 @@ _NODES = 12  # of an epoch that are listed; of more than that only some
 _SLOWEST = 5
 _FILES = 12
 _FACT = 12
+_NOTES = 20  # of the runner
 
 
 def to_text(renderable: RenderableType, width: int | None = None, colour: bool = False) -> str:
@@ -99,9 +100,10 @@ def _facts(detail: EpochDetail) -> Iterator[tuple[str, Text]]:
     for name, value in flat(row.metrics).items():
         source = f"  (attached by {row.sources[name]})" if name in row.sources else ""
         yield "metric", text(f"{name} ").append_text(metric(value, HEAD)).append_text(text(source, FAINT))
-    for title, values in (("metadata", row.custom_metadata), ("run", row.notes)):
-        for name, value in values.items():
-            yield title, text(f"{name}: {value}", limit=400)
+    for name, value in row.custom_metadata.items():
+        yield "metadata", text(f"{name}: {value}", limit=400)
+    for title, said in run_notes.told(row.notes)[:_NOTES]:
+        yield title, text(said, limit=400)
     for name, left in (detail.left_out or {}).items():
         why = "; ".join(f"{leaf}: {reason}" for leaf, reason in list(left.items())[:5])
         more = f"; … {len(left) - 5} more" if len(left) > 5 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import RenderableType
 
-from epochckpt import text_tree, text_views
+from epochckpt import html_views, text_tree, text_views
 from epochckpt.rows import (
     ADDED,
     CHANGED,
@@ -377,3 +378,18 @@ def test_what_is_faint_is_not_what_matters() -> None:
     assert "\x1b[2m · \x1b[0m\x1b[1;38;5;160m1 damaged" in shown
     shown = text_views.to_text(text_views.item(item([leaf("a"), leaf("b")]), 1), 80, colour=True)
     assert "\x1b[2m├─ \x1b[0ma" in shown
+
+
+def test_the_runners_notes_are_what_a_person_wants_to_know() -> None:
+    """Why the run ended, whether it was left in the middle, how long it trained, the state of what stops it."""
+    notes = {
+        "version": 1, "nodes": ["process_0"], "partial": True, "finished": ["max_epochs(6)"], "metrics": {"loss": 0.5},
+        "stop": {"no_improvement('loss', 5)": {"best": 1 / 3, "count": 2}}, "total_secs": 7200.0, "blobs": {},
+    }  # fmt: skip
+    detail = EpochDetail(dataclasses.replace(epoch_row(6), notes=notes), ())
+    views = text_views.to_text(text_views.epoch(detail), 100), html.unescape(html_views.epoch(detail))
+    for view in views:
+        for said in ("max_epochs(6)", "in the middle", "2 h in all", "no_improvement('loss', 5): best 0.3333, count 2"):
+            assert said in view, said
+        for noise in ("version", "blobs", "total_secs", "{"):
+            assert noise not in re.sub(r"(?s)<style>.*?</style>", "", view), noise
