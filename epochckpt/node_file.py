@@ -68,6 +68,7 @@ class NodeFile:
         self.positions: dict[tuple[int, int], int] | None = None
         self._reader: Reader | None = None
         self._ends = np.zeros(0, dtype=np.int64)
+        self._cut_at = 0
         self._sums: tuple[str, ...] = ()
 
     def open(self, epoch: Epoch) -> None:
@@ -81,7 +82,9 @@ class NodeFile:
             self.cells,
         ):
             raise FormatError(where, f"does not describe {self.path} as the epoch's record does")
-        self._ends = grid.blocks(np.diff(self.part.offsets), self.data_start, mine.block_bytes)
+        if self._cut_at != mine.block_bytes:  # leaves are also read one by one, and a file may hold thousands
+            self._ends = grid.blocks(np.diff(self.part.offsets), self.data_start, mine.block_bytes)
+            self._cut_at = mine.block_bytes
         if len(self._ends) != len(mine.xxh3):
             raise FormatError(where, f"has {len(mine.xxh3)} checksums for the {len(self._ends)} blocks of {self.path}")
         self._sums = mine.xxh3

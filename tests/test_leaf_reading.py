@@ -20,6 +20,7 @@ import pytest
 import tensorstore as ts
 
 import epochckpt as ec
+from epochckpt import grid
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochDeleted, FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.leaf_reading import Leaves, boxes
@@ -391,3 +392,21 @@ def _bytes_read() -> int:
 def _sums(parts: Iterator[np.ndarray]) -> Iterator[float]:
     for part in parts:
         yield part.sum(dtype=np.float64)
+
+
+def test_where_blocks_lie_is_worked_out_once_per_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading thousands of small leaves one by one costs that many reads, not the square of it."""
+    tree = {f"leaf_{i}": np.full(3, i) for i in range(40)}
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(0, args=ocp.args.StandardSave(tree))
+    calls: list[int] = []
+    cut = grid.blocks
+
+    def counted(*args: Any) -> np.ndarray:
+        calls.append(1)
+        return cut(*args)
+
+    monkeypatch.setattr(grid, "blocks", counted)
+    leaves = Leaves(commits(tmp_path / "run"), 0)
+    assert [leaves.value("default", name).tolist() for name in tree] == [value.tolist() for value in tree.values()]
+    assert len(calls) == 1
