@@ -26,6 +26,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from epochckpt.errors import InvalidArgumentError
 from epochckpt.store import Entry, Reader, Store, Writer, check_path, check_piece, too_large
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class KvStore(Store):
             final `/` may be missing. On S3 conditional writes are switched on unless it says otherwise.
 
     Raises:
-        ValueError: TensorStore does not know such a store.
+        InvalidArgumentError: TensorStore does not know such a store.
         OSError: it cannot be opened.
     """
 
@@ -76,7 +77,10 @@ class KvStore(Store):
     def __init__(self, directory: str | Mapping[str, Any]):
         import tensorstore as ts
 
-        spec = dict(ts.KvStore.Spec(directory if isinstance(directory, str) else dict(directory)).to_json())
+        try:
+            spec = dict(ts.KvStore.Spec(directory if isinstance(directory, str) else dict(directory)).to_json())
+        except ValueError as error:
+            raise InvalidArgumentError(f"{directory!r} names no store: {error}") from error
         if spec["driver"] == "s3":
             spec.setdefault("use_conditional_write", True)
         path = spec.get("path", "")

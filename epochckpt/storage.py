@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 
+from epochckpt.errors import InvalidArgumentError
 from epochckpt.kv_store import KvStore
 from epochckpt.posix_store import PosixStore
 from epochckpt.store import Store
@@ -27,11 +28,13 @@ def open_store(
         folder_mode: POSIX: permission bits of the folders that are created here; None leaves that to the umask.
 
     Raises:
-        ValueError: no such scheme, or a URL that `pathlib.Path` has damaged.
+        InvalidArgumentError: no such scheme, or a URL that `pathlib.Path` has damaged.
     """
     name = os.fspath(directory)
     if _URL.match(name):
         return KvStore(name)
     if isinstance(directory, pathlib.PurePath) and _COLLAPSED_URL.match(name):
-        raise ValueError(f"{name!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path")
+        raise InvalidArgumentError(
+            f"{name!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path"
+        )
     return PosixStore(name, early_write_back=early_write_back, folder_mode=folder_mode)

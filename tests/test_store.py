@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt.errors import InvalidArgumentError
 from epochckpt.kv_store import KvReader, KvStore
 from epochckpt.posix_store import Handle, PosixWriter
 from epochckpt.storage import open_store
@@ -146,9 +147,9 @@ def test_a_directory_is_opened_by_its_form(tmp_path: pathlib.Path, monkeypatch: 
 
 def test_a_url_that_cannot_be_opened_is_refused() -> None:
     """An unknown scheme, and a URL whose slash pathlib has removed."""
-    with pytest.raises(ValueError, match="bogus"):
+    with pytest.raises(InvalidArgumentError, match="bogus"):
         open_store("bogus://bucket/run")
-    with pytest.raises(ValueError, match="removed a slash"):
+    with pytest.raises(InvalidArgumentError, match="removed a slash"):
         open_store(pathlib.Path("s3://bucket/run"))
 
 
