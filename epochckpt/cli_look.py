@@ -11,6 +11,7 @@ from epochckpt import overview, stats, text_tree, text_views
 from epochckpt.cli_output import FOUND, OK, Output
 from epochckpt.cli_places import Place, chosen, narrowed, options_of
 from epochckpt.rows import DAMAGED, EpochDetail
+from epochckpt.text_table import BAD, Fact, text
 
 
 def ls(args: argparse.Namespace, output: Output) -> int:
@@ -46,7 +47,8 @@ def tree(args: argparse.Namespace, output: Output) -> int:
         total = detail.row.nbytes
         items = [text_views.item(item, total, folding=folding, owners=args.owners) for item in less.items]
         between = [part for item in items for part in (Text(), item)][1:]
-        return Group(*([Text(detail.row.detail)] if _code(detail) else []), *between)
+        wrong = [Fact(Text("wrong", BAD), text(detail.row.detail, BAD, limit=2000), 5)] if _code(detail) else []
+        return Group(*wrong, *between)
 
     output.rows(less, view)
     return _code(detail)

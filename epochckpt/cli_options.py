@@ -126,7 +126,8 @@ def _leaves(added: argparse.ArgumentParser) -> None:
         "patterns",
         metavar="PATTERN",
         nargs="*",
-        help="leaves by name, parts of the tree, shell patterns (params/dense/kernel, params, '*/bias'); default: all",
+        help="leaves, parts of the tree, items or ITEM:LEAF, by name or shell pattern (params, '*/bias', model:*); "
+        "default: all",
     )
     added.add_argument("--item", metavar="NAME", help="of this item only")
     added.add_argument("--node", metavar="NAME", help="of an item that every node has its own of: this node's only")

@@ -15,8 +15,9 @@ import orbax.checkpoint as ocp
 from epochckpt import details, epoch_rows, overview
 from epochckpt.cli_output import MISSING, USAGE, Output, Stop
 from epochckpt.escaping import shown
+from epochckpt.inspected import read_row
 from epochckpt.leaf_reading import Leaves
-from epochckpt.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, ItemRow, LeafRow
+from epochckpt.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, ItemRow, LeafRow, Overview
 
 _NEAR = 5
 _FURTHER = (1, 20, 400, None)  # how many of the newest epochs are looked at for one that is whole
@@ -58,8 +59,10 @@ class Place:
         """
         if epoch == "best" and not self._args.metric:
             raise Stop(USAGE, "`best` needs --metric NAME: by which metric?")
-        row = self._marked(epoch) if isinstance(epoch, str) else self._numbered(epoch)
-        return epoch_rows.checked(self.commits, row) if check and not row.checked else row
+        if isinstance(epoch, str):
+            return self._marked(epoch)
+        row = self._numbered(epoch)
+        return self._with_marks(epoch_rows.checked(self.commits, row)) if check else row
 
     def rows(self, epochs: Sequence[int | str]) -> list[EpochRow]:
         """Rows of several epochs, each once; of all if none is named."""
@@ -69,8 +72,8 @@ class Place:
         return [row for row in seen.epochs if row.state in (COMMITTED, DAMAGED)]
 
     def _numbered(self, epoch: int) -> EpochRow:
-        row = epoch_rows.read(self.commits, self.commits.folder(epoch), epoch)
-        if isinstance(row, EpochRow):
+        row = read_row(self.commits, epoch)
+        if row is not None:
             return row
         listed = self.commits.list_epochs()
         near = sorted(sorted(listed, key=lambda n: abs(n - epoch))[:_NEAR])
@@ -80,13 +83,7 @@ class Place:
     def _marked(self, which: str) -> EpochRow:
         """The latest epoch that is whole, or the best."""
         for limit in _FURTHER:
-            seen = overview.look(
-                self.directory,
-                metric=self._args.metric or None,
-                mode=self._args.mode,
-                limit=limit,
-                options=self.options,
-            )
+            seen = self._look(limit)
             row = next((row for row in seen.epochs if (row.best if which == "best" else row.latest)), None)
             newer = [r.epoch for r in seen.epochs if r.state == DAMAGED and row is not None and r.epoch > row.epoch]
             if which == "latest" and newer:
@@ -98,6 +95,16 @@ class Place:
         why = seen.problems.get("") or "no epoch can be used"
         raise Stop(MISSING, f"{self.commits.store.root}: no {which} epoch: {why}")
 
+    def _look(self, limit: int | None) -> Overview:
+        metric = self._args.metric or None
+        return overview.look(self.directory, metric=metric, mode=self._args.mode, limit=limit, options=self.options)
+
+    def _with_marks(self, row: EpochRow) -> EpochRow:
+        """The row that says whether its epoch is the latest or the best one."""
+        seen = {one.epoch: one for one in self._look(1).epochs if one.state == COMMITTED}
+        found = seen.get(row.epoch) if row.state == COMMITTED else None
+        return row if found is None else dataclasses.replace(row, latest=found.latest, best=found.best)
+
     def detail(self, row: EpochRow) -> EpochDetail:
         """Everything about an epoch."""
         return details.describe(self.commits, row)
@@ -108,7 +115,7 @@ class Place:
 
 
 def patterns(typed: Sequence[str]) -> list[str]:
-    """Shell patterns for what was typed: patterns, names of leaves, parts of the tree."""
+    """Shell patterns for what was typed: patterns, names of leaves, parts of the tree, names of items."""
     found = []
     for name in typed or ["*"]:
         found += [name, glob.escape(name), f"{glob.escape(name.rstrip('/'))}/*"]
@@ -147,9 +154,11 @@ def all_narrowed(sides: Sequence[EpochDetail], args: argparse.Namespace) -> list
             for side in items
         ]
     for typed in args.patterns:
-        known = _names(item for side in items for item in side)
-        if not any(_matches(name, patterns([typed])) for name in known):
-            raise _missing(newest, "leaf", typed, known)
+        here = [item for side in items for item in side]
+        if not any(_names([_matching(item, patterns([typed]))]) for item in here):
+            known = _names(here)
+            several = dict.fromkeys(item.name for item in here)
+            raise _missing(newest, "leaf", typed, [*(several if len(several) > 1 else ()), *known])
     if args.patterns:
         kept = [[_matching(item, patterns(args.patterns)) for item in side] for side in items]
         items = [[item for item in side if _names([item])] for side in kept]
@@ -166,14 +175,18 @@ def chosen(detail: EpochDetail) -> list[tuple[str, str, LeafRow]]:
 
 
 def _matching(item: ItemRow, wanted: Sequence[str]) -> ItemRow:
-    leaves = tuple(leaf for leaf in item.leaves if _matches(leaf.name, wanted))
+    """An item with what matches a pattern of `leaf` or `item:leaf`; all of it if a pattern is its name."""
+    if item.name in wanted:
+        return item
+
+    def matches(name: str) -> bool:
+        full = f"{item.name}:{name}"
+        return any(fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(full, pattern) for pattern in wanted)
+
+    leaves = tuple(leaf for leaf in item.leaves if matches(leaf.name))
     nodes = {node: _matching(own, wanted) for node, own in item.nodes.items()}
-    files = tuple(file for file in item.files if _matches(file.name, wanted))
+    files = tuple(file for file in item.files if matches(file.name))
     return _of(item, leaves=leaves, nodes={n: own for n, own in nodes.items() if own.leaves}, files=files)
-
-
-def _matches(name: str, wanted: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)
 
 
 def _of(item: ItemRow, **changed: Any) -> ItemRow:

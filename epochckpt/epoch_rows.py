@@ -74,6 +74,14 @@ def with_attached(row: EpochRow, sources: attached.Sources) -> EpochRow:
     return dataclasses.replace(row, metrics=metrics, sources={n: s for n, s in by.items() if n not in row.metrics})
 
 
+def with_metrics(commits: Commits, row: EpochRow) -> EpochRow:
+    """The row of one epoch with the metrics that were attached to it."""
+    if row.state != COMMITTED or not row.attempt:
+        return row
+    paths = commits.store.find(layout.METRICS_PREFIX, row.folder)
+    return with_attached(row, attached.read(commits, paths, row.epoch, row.attempt)) if paths else row
+
+
 def split_notes(custom: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Custom metadata without the runner's notes, and these."""
     notes = custom.get(keeping.NOTES)

@@ -204,7 +204,7 @@ class EpochInspection(Shown):
         """Statistics of every array whose name matches; reads those arrays, in pieces.
 
         Args:
-            patterns: shell patterns of leaf names: `params/*`.
+            patterns: shell patterns of `leaf` or `item:leaf`: `params/*`.
             item: of this item only.
             node: of this node only, for items of each node's own.
             progress: is told how many bytes have been read, leaf by leaf.
@@ -216,7 +216,7 @@ class EpochInspection(Shown):
         items = list(self._items().values()) if item is None else [self[item].row]
         arrays = [one for one in chosen(items) if one[2].kind in stats.ARRAYS and (node is None or one[1] == node)]
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-        matching = [one for one in arrays if any(fnmatch.fnmatchcase(one[2].name, pattern) for pattern in wanted)]
+        matching = [one for one in arrays if any(_matches(one[0], one[2].name, pattern) for pattern in wanted)]
         if not matching and wanted != ["*"]:
             known = dict.fromkeys(leaf.name for _, _, leaf in arrays)
             said = ", ".join(_quoted(pattern) for pattern in wanted)
@@ -357,15 +357,20 @@ def chosen(items: Sequence[ItemRow]) -> list[tuple[str, str, LeafRow]]:
 
 
 def read_row(commits: Commits, epoch: int) -> EpochRow | None:
-    """The row of a committed epoch, as its record says; None if there is none of this number."""
+    """The row of a committed epoch, as its record and attached metrics say; None if there is none of this number."""
     if epoch in commits.hidden():
         return None
     row = epoch_rows.read(commits, commits.folder(epoch), epoch)
-    return row if isinstance(row, EpochRow) else None
+    return epoch_rows.with_metrics(commits, row) if isinstance(row, EpochRow) else None
+
+
+def _matches(item: str, leaf: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(leaf, pattern) or fnmatch.fnmatchcase(f"{item}:{leaf}", pattern)
 
 
 def _unusable(row: EpochRow) -> DamagedError:
-    return DamagedError(layout.join(row.folder, layout.EPOCH_RECORD), row.detail or "cannot be used")
+    where = layout.join(row.folder, layout.EPOCH_RECORD)
+    return DamagedError(where, row.detail.removeprefix(f"{where}: ") or "cannot be used")
 
 
 def _quoted(name: object) -> str:

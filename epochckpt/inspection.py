@@ -161,14 +161,14 @@ class Inspection(Shown):
 
     @property
     def best(self) -> EpochInspection | None:
-        """The best epoch by the metric that was asked for; None if no epoch has it.
+        """The best epoch by the metric that was asked for, of those that are whole; None if no epoch has it.
 
         Raises:
             InvalidArgumentError: none was asked for.
         """
         if self._metric is None:
             raise InvalidArgumentError("best by which metric? Pass it: inspect(directory, metric='loss', mode='min')")
-        found = next((row.epoch for row in self.overview(1, check=False).epochs if row.best), None)
+        found = next((row.epoch for row in self.overview(1).epochs if row.best), None)
         return None if found is None else self._epoch(found)
 
     def __len__(self) -> int:
@@ -242,8 +242,8 @@ class Inspection(Shown):
         return EpochInspection(self._commits, number, self._marks)
 
     def _marks(self) -> tuple[int | None, int | None]:
-        """The latest and the best epoch."""
-        seen = self.overview(1, check=False)
+        """The latest and the best epoch, of those that are whole as far as a look at their files tells."""
+        seen = self.overview(1)
         latest = next((row.epoch for row in seen.epochs if row.latest), None)
         return latest, next((row.epoch for row in seen.epochs if row.best), None)
 

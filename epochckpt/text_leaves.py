@@ -69,12 +69,20 @@ def stats(found: Sequence[LeafStats], *, hint: str = "") -> RenderableType:
 _LEAF = (Column(Text("item"), 0, least=8), Column(Text("node"), 0, least=8), Column(Text("leaf"), 0, least=36))
 
 
-def _leaf_cells(found: Sequence[LeafStats | DiffRow]) -> list[list[Cell]]:
-    """Item, node and name of every leaf; items only where there are several."""
-    several = len({one.item for one in found}) > 1
+def _leaf_cells(
+    found: Sequence[LeafStats | DiffRow], of: Sequence[LeafStats | DiffRow] | None = None
+) -> list[list[Cell]]:
+    """Item, node and name of every leaf; items only where there are several, in all of `of`, or one is a bare leaf."""
+    several = len({one.item for one in of or found}) > 1 or any(map(_is_bare, found))
     names = [one.leaf.name if isinstance(one, LeafStats) else one.name for one in found]
     pairs = zip(found, names, strict=True)
     return [[text(one.item if several else ""), text(one.node), text(name)] for one, name in pairs]
+
+
+def _is_bare(one: LeafStats | DiffRow) -> bool:
+    """Whether a leaf is all there is of its item: then its name says nothing."""
+    leaf = one.leaf if isinstance(one, LeafStats) else one.before or one.after
+    return leaf is not None and not leaf.path
 
 
 def _histogram(counts: Sequence[int]) -> Cell:
@@ -109,7 +117,7 @@ def diff(found: Diff, *, listed: int | None = LISTED, unchanged: bool = False, h
     cut = shown if listed is None else shown[:listed]
     parts: list[RenderableType] = [Line(head), _counted(counts)]
     if cut:
-        parts += [Text(), _diff_table(cut)]
+        parts += [Text(), _diff_table(cut, found.rows)]
     if len(cut) < len(shown):
         parts.append(Text(f"… {units.count(len(shown) - len(cut))} more leaves{hint}", FAINT))
     for where, why in list(found.problems.items())[:listed]:
@@ -124,7 +132,7 @@ def _counted(counts: Mapping[str, int]) -> Line:
     return Line(Text.assemble((" · ", FAINT)).join(said) if said else Text("no leaves", FAINT))
 
 
-def _diff_table(found: Sequence[DiffRow]) -> Table:
+def _diff_table(found: Sequence[DiffRow], of: Sequence[DiffRow]) -> Table:
     columns = [
         Column(Text(""), 0),
         *_LEAF,
@@ -138,7 +146,7 @@ def _diff_table(found: Sequence[DiffRow]) -> Table:
     ]
     most = max((row.relative for row in found if row.relative is not None), default=0.0) or 1.0
     lines: list[Sequence[Cell]] = []
-    for row, cells in zip(found, _leaf_cells(found), strict=True):
+    for row, cells in zip(found, _leaf_cells(found, of), strict=True):
         mark, style = _CHANGES[row.change]
         lines.append(
             [

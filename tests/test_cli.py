@@ -328,6 +328,8 @@ def test_differences_are_exit_code_1(run_cli: Any, saved: pathlib.Path, nodes: p
         ["export", "{run}", "1", "/nowhere"],
         ["export", "{run}", "1", "{run}/inside", "--format", "orbax"],
         ["watch", "{run}", "--interval", "0s"],
+        ["ls", "bogus://bucket/run"],
+        ["ls", "gs://"],
     ],
 )
 def test_wrong_usage_is_exit_code_2(run_cli: Any, saved: pathlib.Path, argv: list[str]) -> None:
@@ -392,6 +394,26 @@ def test_a_hostile_message_does_nothing_to_a_terminal(run_cli: Any, saved: pathl
 
 
 # -- what they do ----------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_by_number_is_marked(run_cli: Any, saved: pathlib.Path) -> None:
+    """As it is in the list: the same epoch is not the latest, or the best, only because nobody called it so."""
+    rows = [run_cli("show", saved, epoch, "--metric", "loss", "--mode", "min", "--json").json["row"] for epoch in "123"]
+    assert [(row["latest"], row["best"]) for row in rows] == [(False, False), (False, True), (True, False)]
+
+
+def test_leaves_are_told_apart_by_their_items(run_cli: Any, tmp_path: pathlib.Path) -> None:
+    """A runner's blobs are items of one leaf each, all of the same name: items can be named, and are in the answer."""
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        for epoch in (1, 2):
+            blobs = {name: Save(np.full(3, epoch if name == "w" else 0)) for name in ("b", "w")}
+            manager.save(epoch, args=Composite(**blobs))
+    for pattern in ("w", "w:*", "w:value"):
+        found = run_cli("stat", tmp_path / "run", 2, pattern, "--json")
+        assert [(row["item"], row["mean"]) for row in found.json] == [("w", 2.0)], pattern
+    assert re.search(r"^w +value +int64", run_cli("stat", tmp_path / "run", 2, "w").out, re.MULTILINE)
+    assert re.search(r"^~ +w +value +changed", run_cli("diff", tmp_path / "run", 1, 2).out, re.MULTILINE)
+    assert "near: w" in run_cli("tree", tmp_path / "run", 2, "ww").err
 
 
 def test_gc_removes_nothing_unless_told_to(run_cli: Any, damaged: pathlib.Path) -> None:

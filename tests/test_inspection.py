@@ -413,6 +413,38 @@ def test_steps_of_stock_orbax_and_epochs_of_single_nodes(tmp_path: pathlib.Path)
     assert "x" in repr(lone[7])
 
 
+def test_attached_metrics_are_those_of_the_epoch(run: pathlib.Path) -> None:
+    """An epoch that is asked for by number has them, with who attached them, as it has in the overview."""
+    ec.attach_metrics(run, 6, {"score": 0.25}, "evaluator")
+    row = open_run(run)[6].row
+    assert row.metrics == {"loss": 2.0, "score": 0.25}
+    assert row.sources == {"score": "evaluator"}
+    assert row.metrics == next(row for row in open_run(run).epochs() if row.epoch == 6).metrics
+    assert "attached by evaluator" in repr(open_run(run)[6])
+    best = ec.inspect(run, metric="score")
+    assert best.best is not None
+    assert best.best.row.metrics["score"] == 0.25
+
+
+def test_a_damaged_epoch_is_neither_the_latest_nor_the_best(run: pathlib.Path) -> None:
+    """Whoever is asked, and also where only its files tell that it is damaged."""
+    (run / "8" / "process_0" / "state.safetensors").unlink()
+    (run / "4" / "process_0" / "state.safetensors").unlink()
+    found = open_run(run)
+    rows = {number: found[number].row for number in found}
+    assert [number for number, row in rows.items() if row.latest] == [latest(found)] == [6]
+    assert [number for number, row in rows.items() if row.best] == [6]
+    assert found.best is not None
+    assert found.best.epoch == 6
+
+
+def test_statistics_of_one_item_are_asked_for_as_differences_are(saved: pathlib.Path) -> None:
+    """`item:leaf` names leaves of one item, where others have some of the same name."""
+    found = ec.inspect(saved)[4].stats("own:*")
+    assert {row.item for row in found} == {"own"}
+    assert {row.leaf.name for row in found} == {"where"}
+
+
 _NO_BACKEND = """
 import sys
 import epochckpt as ec
