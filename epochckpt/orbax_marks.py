@@ -111,6 +111,24 @@ def look(store: Store, at: str) -> dict[str, str]:
     return {name: "link" if link else "folder" if folder else "file" for name, link, folder in sorted(found)}
 
 
+def refuse_pipes(store: Store, at: str) -> None:
+    """Refuses what is neither a file nor a folder below a folder: TensorStore would wait for a pipe for ever.
+
+    Raises:
+        DamagedError: the first one found.
+    """
+    waiting = [at]
+    while waiting:
+        folder = waiting.pop()
+        with os.scandir(_full(store, folder)) as entries:
+            for entry in entries:
+                path = layout.join(folder, entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(path)
+                elif not entry.is_file() and os.path.exists(entry.path) and not entry.is_dir():
+                    raise DamagedError(path, "is neither a file nor a folder, but a pipe or a device: it is not read")
+
+
 def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapping[str, Any] | None) -> bool:
     """See `lost_records`."""
     if entries.get(COMMIT) == "file" and b"epochckpt" in _start(store, layout.join(folder, COMMIT)):

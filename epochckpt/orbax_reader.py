@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from epochckpt import handlers, items, layout, orbax_steps, restoring, status
+from epochckpt import handlers, items, layout, orbax_marks, orbax_steps, restoring, status
 from epochckpt import tree as tree_lib
 from epochckpt.errors import (
     AccessError,
@@ -128,6 +128,8 @@ class StepReader:
     def _check(self) -> None:
         with self._stock(""):
             orbax_steps.check(self._store, self._folder, self.record)
+            for folder in self.record.folders.values():
+                orbax_marks.refuse_pipes(self._store, layout.join(self._folder, folder))
 
     # -- items ---------------------------------------------------------------------------------------------------
 

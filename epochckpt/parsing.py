@@ -70,8 +70,8 @@ class _Fields:
 
     def numbers(self, name: str) -> dict[str, float]:
         value = self.mapping(name)
-        if any(isinstance(v, bool) or not isinstance(v, int | float) for v in value.values()):
-            raise self.fail(name, "an object of numbers")
+        if any(isinstance(v, bool) or not isinstance(v, int | float) or not abs(v) < 1e300 for v in value.values()):
+            raise self.fail(name, "an object of finite numbers")
         return value
 
 

@@ -141,7 +141,8 @@ class History:
 def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | None:
     """How good an epoch is by `best_fn`, larger is better; None without metrics; NaN is worst of all.
 
-    Where `best_fn` returns None, or finds no metric of a name (KeyError), the epoch counts as one without metrics.
+    Where `best_fn` returns None, or finds no metric of a name (KeyError), or one that is no number, the epoch counts as
+    one without metrics.
     """
     if options.best_fn is None or info.metrics is None:
         return None
@@ -153,7 +154,14 @@ def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | Non
         return None
     if found is None:
         return None
-    value = float(found)
+    try:
+        value = float(found)
+    except OverflowError:  # an int beyond every float
+        value = math.inf if found > 0 else -math.inf
+    except (TypeError, ValueError):  # another job may attach anything
+        message = "best_fn returns %.100r for epoch %d, which is no number: it counts as one without metrics"
+        logging.log_first_n(logging.WARNING, message, 3, found, info.step)
+        return None
     if math.isnan(value):
         return -math.inf
     return value if options.best_mode == "max" else -value

@@ -376,3 +376,15 @@ def test_metrics_of_an_epoch_that_is_gone_are_no_attempt() -> None:
         ec.attach_metrics(directory, 2, {"accuracy": 0.75}, "evaluator")
         manager._commits.sweep("2/_metrics-evaluator.json")  # type: ignore[attr-defined]  # that was late
         assert manager.metrics(2) == {"accuracy": 0.75}
+
+
+def test_a_metric_that_is_no_number_ranks_nothing_and_stops_nothing(tmp_path: pathlib.Path) -> None:
+    """Another job attached it: its epoch counts as one without, the others are kept and deleted by rank."""
+    with ec.CheckpointManager(tmp_path, options=best_by_accuracy(max_to_keep=1)) as manager:
+        for epoch, accuracy in enumerate(["n/a", [1.0], 0.75, 0.5, -(10**400)]):
+            save(manager, epoch)
+            ec.attach_metrics(tmp_path, epoch, {"accuracy": accuracy}, "evaluator")
+        manager.reload()
+        assert manager.best_step() == 2
+        save(manager, 5)
+        assert list(manager.all_steps()) == [0, 1, 2, 5]

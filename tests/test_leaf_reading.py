@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -308,6 +309,24 @@ def test_a_damaged_step_of_stock_orbax_is_said(
     if layout.startswith("folders"):
         assert [getattr(e, "leaf", None) for e in found.damage] == ["params/both"]
         assert leaves.value("default", "params/swapped").shape == (16, 24)
+
+
+@pytest.mark.parametrize("layout", ["folders-zarr2-single", "ocdbt-zarr3-single"])
+def test_a_pipe_in_a_step_of_stock_orbax_is_not_waited_for(
+    tmp_path: pathlib.Path, stock: dict[str, pathlib.Path], layout: str
+) -> None:
+    """TensorStore would open it, and wait for whoever writes to it: neither a look nor a restore does."""
+    path = shutil.copytree(stock[layout], tmp_path / "run")
+    item = path / "3" / "default"
+    pipe = item / ("params.both/0.0" if layout.startswith("folders") else "manifest.ocdbt")
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with pytest.raises(DamagedError, match="a pipe or a device"):
+        Leaves(commits(path), 3).value("default", "params/both")
+    with ec.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        with pytest.raises(DamagedError, match="a pipe or a device|not a regular file"):
+            manager.restore(3)
+        assert not manager.verify(3).ok
 
 
 def delete(path: pathlib.Path, epoch: int) -> None:

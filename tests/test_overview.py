@@ -203,6 +203,20 @@ def test_the_latest_is_a_row_though_only_damaged_ones_are_newer(run: pathlib.Pat
         assert manager.latest_step() == 2
 
 
+@pytest.mark.parametrize("secs", [10**400, "1e999", "-1e999"])
+def test_a_duration_beyond_all_numbers_is_no_record(run: pathlib.Path, secs: int | str) -> None:
+    """Such an epoch is shown as damaged; no view of it fails."""
+    path = run / "4" / "epoch.json"
+    record = json.loads(path.read_text())
+    del record["checksum"]
+    record["timings"]["held_secs"] = "HERE"
+    text = checksum.seal(record).replace(b'"HERE"', str(secs).encode())
+    head = text[:18] + b"0" * 16 + text[34:]
+    path.write_bytes(text[:18] + f"{checksum.xxh3(head):016x}".encode() + text[34:])
+    row = by_epoch(overview.look(run))[4]
+    assert (row.state, "timings: expected an object of finite numbers" in row.detail) == ("damaged", True)
+
+
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
 def test_what_is_no_record_of_a_rollback_is_said(run: pathlib.Path, kind: str) -> None:
     """Its epochs are shown all the same; a manager refuses with one of our errors."""
