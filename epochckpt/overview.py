@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -203,12 +203,13 @@ class _Look:
             epoch = order[place]
             found[place] = epoch_rows.read(self._commits, folders[epoch], epoch, brief=epoch not in shown)
 
-        if self._commits.store.renames:
-            for place in range(len(order)):
-                read(place)
-        else:
-            worker.Pool(_THREADS).run([functools.partial(read, place) for place in range(len(order))])
+        self._each(read, range(len(order)))
         return found
+
+    def _each(self, call: Callable[[int], None], numbers: Iterable[int]) -> None:
+        """Calls with each number, in order; side by side where requests take long."""
+        threads = 1 if self._commits.store.renames else _THREADS
+        worker.Pool(threads).run([functools.partial(call, number) for number in numbers])
 
     def _attach(self, rows: dict[int, EpochRow], hidden: list[EpochRow]) -> None:
         """Completes the rows with metrics that were attached to their epochs."""
@@ -240,12 +241,17 @@ class _Look:
 
     def _check(self, rows: dict[int, EpochRow]) -> None:
         """Looks at the files of the newest epochs, at least of one."""
-        files = 0
+        files, chosen = 0, list[int]()
         for epoch in sorted(rows, reverse=True):
             files += epoch_rows.files_of(rows[epoch])
-            if files > CHECKED_FILES and files > epoch_rows.files_of(rows[epoch]):
-                return
+            if files > CHECKED_FILES and chosen:
+                break
+            chosen.append(epoch)
+
+        def check(epoch: int) -> None:
             rows[epoch] = epoch_rows.checked(self._commits, rows[epoch])
+
+        self._each(check, chosen)
 
     def _best(self, rows: Sequence[EpochRow]) -> int | None:
         """The best epoch, the later of equals."""

@@ -324,7 +324,7 @@ def test_a_pipe_in_a_step_of_stock_orbax_is_not_waited_for(
     with pytest.raises(DamagedError, match="a pipe or a device"):
         Leaves(commits(path), 3).value("default", "params/both")
     with ec.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        with pytest.raises(DamagedError, match="a pipe or a device|not a regular file"):
+        with pytest.raises(DamagedError, match=r"a pipe or a device|not a regular file"):
             manager.restore(3)
         assert not manager.verify(3).ok
 
