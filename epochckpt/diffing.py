@@ -19,6 +19,7 @@ import numpy as np
 from epochckpt import rows, same_bytes, stats
 from epochckpt.changes import Change
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, InvalidArgumentError, say
+from epochckpt.escaping import shown
 from epochckpt.node_reader import EpochReader
 from epochckpt.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
 
@@ -179,9 +180,10 @@ def _may_be_in(item: str, pattern: str) -> bool:
 def _nothing(patterns: Sequence[str], pairs: Sequence[_Pair]) -> InvalidArgumentError:
     names = list(dict.fromkeys(name for pair in pairs for name in (pair.name, f"{pair.item}:{pair.name}")))
     near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names[:5000])] or names[:3]
-    asked = ", ".join(map(repr, patterns)) or "none"
+    asked = ", ".join(f"'{shown(pattern)}'" for pattern in patterns[:5]) or "none"
+    some = ", ".join(shown(name) for name in near[:5])
     return InvalidArgumentError(
-        f"no leaf of either epoch matches the patterns ({asked}); there are, for example: {', '.join(near[:5])}"
+        f"no leaf of either epoch matches the patterns ({asked}); there are, for example: {some}"
     )
 
 

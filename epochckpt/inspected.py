@@ -214,7 +214,13 @@ class EpochInspection(Shown):
             DamagedError: an array cannot be read; names it.
         """
         items = list(self._items().values()) if item is None else [self[item].row]
-        arrays = [one for one in chosen(items) if one[2].kind in stats.ARRAYS and (node is None or one[1] == node)]
+        arrays = [one for one in chosen(items) if one[2].kind in stats.ARRAYS]
+        if node is not None:
+            known = dict.fromkeys(name for each in items for name in each.nodes)
+            if node not in known:
+                hint = naming.near(node, known)
+                raise UnknownNameError(f"epoch {self.epoch}: no node {_quoted(node)} has items of its own; {hint}")
+            arrays = [one for one in arrays if one[1] == node]
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
         matching = [one for one in arrays if any(_matches(one[0], one[2].name, pattern) for pattern in wanted)]
         if not matching and wanted != ["*"]:

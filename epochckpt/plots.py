@@ -93,7 +93,8 @@ def metric(seen: Overview, name: str, ax: Axes | None = None) -> Axes:
     found = [_look_up(row.metrics, name) for row in rows]
     if rows and all(value is None for value in found):
         known = sorted({str(key) for row in rows for key in row.metrics})
-        raise InvalidArgumentError(f"no epoch has the metric {name!r}; there are: {', '.join(known[:20]) or 'none'}")
+        listed = ", ".join(shown(key, _NAME) for key in known[:20]) or "none"
+        raise InvalidArgumentError(f"no epoch has the metric '{shown(name)}'; there are: {listed}")
     ax, epochs = _begin(seen, ax, f"{_label(name)} over epochs", _label(name), units.number)
     values = [_known(value) for value in found]
     _line(ax, epochs, values)

@@ -248,6 +248,31 @@ def test_hostile_names_reach_no_terminal_raw(tmp_path: pathlib.Path) -> None:
     assert item[first].tolist() == item[second].tolist() == [1, 1]
 
 
+def test_errors_show_hostile_names_as_views_do(tmp_path: pathlib.Path) -> None:
+    """Escaped and shortened: a metric's name of somebody else's ends up in a terminal, too."""
+    hostile = "\x1b[31m\u202e" + "long" * 2000
+    with ec.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.StandardSave({hostile: np.ones(2)}), metrics={hostile: 1.0})
+    found = ec.inspect(tmp_path / "run")
+    for ask in (
+        lambda: found.plots.metric("loss"),
+        lambda: found.diff(1, 1, "none"),
+        lambda: found.diff(1, 1, hostile),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            ask()
+        assert "\x1b" not in str(caught.value)
+        assert "\u202e" not in str(caught.value)
+        assert len(str(caught.value)) < 1500
+
+
+def test_an_unknown_node_is_said(saved: pathlib.Path) -> None:
+    """Statistics of no node at all would look like a node without arrays."""
+    with pytest.raises(InvalidArgumentError, match="near: 'process_0'"):
+        ec.inspect(saved)[4].stats(node="process_1")
+    assert [row.leaf.name for row in ec.inspect(saved)[4].stats(node="process_0")] == ["where"]
+
+
 def test_what_is_no_directory_of_checkpoints_is_refused(tmp_path: pathlib.Path) -> None:
     """Missing, a file, somebody else's: at once, not at the first question."""
     (tmp_path / "file").write_text("x")
