@@ -15,7 +15,7 @@ from epochckpt.records import EpochRecord
 from epochckpt.rows import COMMITTED, DAMAGED, EpochRow, NodeRow, RemainRow
 
 _TRIES = 5  # to look at an epoch that others keep replacing
-_ALONE_NOTES = "notes"  # where the managers of `ec.caffe2` keep the runner's notes
+_ALONE_NOTES, _ALONE_BLOBS = "notes", "blobs"  # where the managers of `ec.caffe2` keep the runner's notes, and items
 
 
 def read(commits: Commits, folder: str, epoch: int, *, brief: bool = False) -> EpochRow | RemainRow | None:
@@ -206,6 +206,10 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     if not rows:
         return None
     notes = next((n for r in rows if isinstance(n := r.custom_metadata.get(_ALONE_NOTES), Mapping)), {})
+    custom = {name: value for name, value in rows[0].custom_metadata.items() if name != _ALONE_NOTES}
+    blobs = custom.get(_ALONE_BLOBS)
+    if isinstance(blobs, Mapping) and all(item == blob for item, blob in blobs.items()):
+        del custom[_ALONE_BLOBS]  # every item is called like its blob
     row = EpochRow(
         epoch,
         COMMITTED,
@@ -215,7 +219,7 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
         started_ns=min(r.started_ns or 0 for r in rows),
         committed_ns=max(r.committed_ns or 0 for r in rows),
         held_secs=None,
-        custom_metadata={k: v for k, v in rows[0].custom_metadata.items() if k != _ALONE_NOTES},
+        custom_metadata=custom,
         notes=notes,
     )
     return dataclasses.replace(_with_nodes(row, [node for node, _ in found]), checked=False)

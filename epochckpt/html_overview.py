@@ -63,9 +63,10 @@ def overview(found: Overview) -> Html:
 
 def _facts(found: Overview, newest: Sequence[EpochRow]) -> list[Html]:
     states = Counter(row.state for row in newest)
-    states[rows.COMMITTED] += found.hidden
-    size = sum(row.nbytes for row in newest) + found.hidden_nbytes
-    facts = [el("span", "", el("b", "", plural(states[rows.COMMITTED], "epoch")), f", {units.nbytes(size)}")]
+    epochs = [row for row in newest if row.state in (rows.COMMITTED, rows.DAMAGED)]
+    size = sum(row.nbytes for row in epochs) + found.hidden_nbytes
+    count = plural(len(epochs) + found.hidden, "epoch")
+    facts = [el("span", "", el("b", "", count), f", {units.nbytes(size)}")]
     latest = next((row for row in newest if row.latest), None)
     if latest is not None:
         when = f", {units.when(latest.committed_ns)}" if latest.committed_ns is not None else ""
@@ -212,7 +213,7 @@ def _remains(remains: Sequence[RemainRow]) -> list[Html]:
             "row",
             el("td", "", el("b", "", row.kind), _about(row)),
             el("td", "num", units.nbytes(row.nbytes)),
-            el("td", "num", f"{units.secs(row.age_secs)} ago"),
+            el("td", "num", "–" if row.age_secs is None else f"{units.secs(row.age_secs)} ago"),
             el("td", "mono", text(row.path, 120)),
         )
         for row in remains[:_MAX_REMAINS]

@@ -327,7 +327,7 @@ def test_an_overview_tells_what_one_asks_first() -> None:
     )
     page = Page(html_views.overview(found))
     for words in (
-        "9 epochs , 2.0 GB",
+        "10 epochs , 2.0 GB",  # as the text view counts them, and `len`
         "latest 5",
         "best 3 by accuracy (max): 0.9123",
         "✗ 1 damaged",

@@ -562,6 +562,7 @@ def test_epochs_of_single_nodes_are_one_row(shared: pathlib.Path) -> None:
     assert {e: [n.name for n in row.nodes] for e, row in found.items()} == {1: ["n1"], 2: ["n1", "n2"]}
     assert found[2].nbytes == sum(n.nbytes for n in found[2].nodes)
     assert (found[2].latest, found[2].notes, found[2].checked) == (True, {"t": 1}, True)
+    assert found[2].custom_metadata == {}  # what its manager keeps there is nobody's
     cut(shared / "2" / "n2" / "b.safetensors")
     found = by_epoch(overview.look(shared))
     assert [(n.name, n.state) for n in found[2].nodes] == [("n1", "committed"), ("n2", "damaged")]
