@@ -200,14 +200,16 @@ def half_written(epoch: int, path: str, problem: str) -> DamagedError:
 
 def nbytes(store: Store, folder: str) -> int:
     """Bytes of all files of a step; folders behind symlinks, and what is no file, are none of it."""
-    total = 0
-    for name, kind in orbax_marks.look(store, folder).items():
-        path = layout.join(folder, name)
-        if kind == "folder":
-            total += nbytes(store, path)
-        elif os.path.exists(os.path.join(store.root, path)):
-            found = os.stat(os.path.join(store.root, path))
-            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    total, waiting = 0, [folder]
+    while waiting:
+        at = waiting.pop()
+        for name, kind in orbax_marks.look(store, at).items():
+            path = layout.join(at, name)
+            if kind == "folder":
+                waiting.append(path)
+            elif os.path.exists(os.path.join(store.root, path)):
+                found = os.stat(os.path.join(store.root, path))
+                total += found.st_size if stat.S_ISREG(found.st_mode) else 0
     return total
 
 

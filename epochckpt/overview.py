@@ -168,8 +168,9 @@ class _Look:
         hidden.remove(brief)
         whole = epoch_rows.read(self._commits, brief.folder, epoch)
         if isinstance(whole, EpochRow):  # else it was deleted meanwhile
-            row = dataclasses.replace(whole, metrics=brief.metrics, sources=brief.sources)
-            rows[epoch] = epoch_rows.checked(self._commits, row) if check else row
+            one = {epoch: whole}
+            self._attach(one, [])
+            rows[epoch] = epoch_rows.checked(self._commits, one[epoch]) if check else one[epoch]
 
     def _folders(self) -> dict[int, str]:
         """The folder of each epoch, as far as names say."""
@@ -216,15 +217,18 @@ class _Look:
         wanted = [*rows.values(), *(hidden if self._metric is not None else ())]
         files = self._attached_files([row.folder for row in wanted if row.state == COMMITTED])
 
-        def complete(row: EpochRow) -> EpochRow:
-            paths = files.get(row.folder)
-            if not paths or row.state != COMMITTED:
-                return row
-            return epoch_rows.with_attached(row, attached.read(self._commits, paths, row.epoch, row.attempt))
+        places = [place for place, row in enumerate(wanted) if row.state == COMMITTED and files.get(row.folder)]
 
-        if files:
-            rows.update({epoch: complete(row) for epoch, row in rows.items()})
-            hidden[:] = [complete(row) for row in hidden]
+        def complete(place: int) -> None:
+            row = wanted[place]
+            found = attached.read(self._commits, files[row.folder], row.epoch, row.attempt)
+            wanted[place] = epoch_rows.with_attached(row, found)
+
+        self._each(complete, places)
+        shown = len(rows)
+        rows.update({row.epoch: row for row in wanted[:shown]})
+        if len(wanted) > shown:
+            hidden[:] = wanted[shown:]
 
     def _attached_files(self, folders: Sequence[str]) -> Mapping[str, list[str]]:
         store = self._commits.store

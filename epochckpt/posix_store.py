@@ -126,8 +126,7 @@ class PosixStore(Store):
 
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
         """One scandir per folder."""
-        found: list[str] = []
-        places: list[str] = [] if folder is None else [folder]
+        found, places = list[str](), [] if folder is None else [folder]
         with suppress(FileNotFoundError, NotADirectoryError):
             places = places or [e.name for e in self.list("") if e.is_folder]
         for place in places:
@@ -208,6 +207,8 @@ class PosixStore(Store):
             parent = os.open(os.path.dirname(name), os.O_RDONLY | os.O_DIRECTORY)
             try:
                 _remove_at(parent, os.path.basename(name), name)
+            except RecursionError:
+                raise OSError(errno.ENAMETOOLONG, "folders lie too deep in each other", name) from None
             finally:
                 os.close(parent)
 

@@ -37,6 +37,7 @@ from epochckpt.errors import (
 from epochckpt.keeping import NOTES
 from epochckpt.kv_store import KvStore
 from epochckpt.node_epochs import NodeEpochs
+from epochckpt.storage import open_store
 from epochckpt.store import Store
 
 Save = ocp.args.StandardSave
@@ -194,11 +195,13 @@ def test_a_damaged_newest_epoch_is_not_the_latest(run: pathlib.Path) -> None:
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_latest_is_a_row_though_only_damaged_ones_are_newer(run: pathlib.Path, limit: int) -> None:
     """As many as are shown may be damaged: the one that a job would resume from is shown, too."""
+    ec.attach_metrics(run, 2, {"acc": 1}, "evaluator")
     for epoch in (3, 4):
         (run / str(epoch) / "a" / "default.safetensors").unlink()
     found = overview.look(run, limit=limit)
     assert [(row.epoch, row.state) for row in found.epochs if row.latest] == [(2, "committed")]
     assert found.hidden + len(found.epochs) == 4
+    assert [row.metrics for row in found.epochs if row.latest] == [{"loss": 8.0, "acc": 1}]
     with ec.CheckpointManager(run) as manager:
         assert manager.latest_step() == 2
 
@@ -517,6 +520,27 @@ def test_a_rollback_under_way_hides_its_epochs(run: pathlib.Path) -> None:
 
 
 # -- stock Orbax, single nodes, object stores ------------------------------------------------------------------------
+
+
+def test_folders_that_lie_very_deep_are_looked_at(tmp_path: pathlib.Path) -> None:
+    """In a step of stock Orbax, and in an attempt; removing such a thing ends with an OSError."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=Save({"w": np.zeros(3)}))
+    attempt = tmp_path / f"incarnation-{'ab' * 8}.orbax-checkpoint-tmp" / "3-1"
+    attempt.mkdir(parents=True)
+    for place in (tmp_path / "1" / "default", attempt):
+        here = os.open(place, os.O_RDONLY)
+        for _ in range(1200):
+            os.mkdir("a", dir_fd=here)
+            below = os.open("a", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = below
+        os.close(here)
+    found = overview.look(tmp_path)
+    assert [(row.epoch, row.state) for row in found.epochs] == [(1, "committed"), (3, "in progress")]
+    with pytest.raises(OSError, match=r"too deep|Too many open files"):
+        open_store(tmp_path).remove_tree(attempt.relative_to(tmp_path).as_posix())
+    subprocess.run(["rm", "-rf", str(tmp_path / "1"), str(attempt)], check=True)  # pytest could not
 
 
 def test_steps_of_stock_orbax_are_rows(tmp_path: pathlib.Path) -> None:
