@@ -11,7 +11,7 @@ from absl import logging
 from epochckpt import layout, parsing, records, worker
 from epochckpt.aside import Damaged, Replaces, Rollback, Superseded
 from epochckpt.commit import Commits
-from epochckpt.errors import EpochCheckpointError, FencedError, SaveError, UncertainError
+from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
 
 _CLAIM = "claim"
@@ -251,7 +251,9 @@ class PutCommits(Commits):
     def _copy_aside(self, epoch: int, into: str) -> None:
         """Keeps an epoch's record, and what was attached to it, elsewhere; its data objects stay where they are."""
         folder = self.folder(epoch)
-        record = layout.join(folder, layout.EPOCH_RECORD)
+        record, kept = layout.join(folder, layout.EPOCH_RECORD), layout.join(into, folder)
+        if self.store.exists(kept) and self._attempt_in(kept) not in (set(), self._attempt_in(folder)):
+            raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
         for path in (*self.store.find(layout.METRICS_PREFIX, folder), record):
             data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
             try:

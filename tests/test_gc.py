@@ -495,3 +495,17 @@ def test_names_that_no_path_can_have_are_passed_over() -> None:
         assert manager.all_steps() == [1]
     assert [row.epoch for row in overview.look(directory).epochs] == [1]
     assert gc.find(directory).rows == ()
+
+
+def test_an_epoch_is_not_deleted_where_its_place_in_the_todelete_folder_is_taken() -> None:
+    """On an object store as on a file system: nothing names its data any more if its record cannot be kept."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    with ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(todelete_subdir="trash")) as manager:
+        for start in (0, 100):
+            manager.save(1, args=Save({"x": np.arange(4) + start}), force=True)
+            manager.wait_until_finished()
+            if not start:
+                manager.delete(1)
+        with pytest.raises(ec.errors.EpochExistsError, match="trash/1 exists already"):
+            manager.delete(1)
+        np.testing.assert_array_equal(manager.restore(1)["x"], np.arange(4) + 100)
