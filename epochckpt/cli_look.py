@@ -47,7 +47,8 @@ def tree(args: argparse.Namespace, output: Output) -> int:
         total = detail.row.nbytes
         items = [text_views.item(item, total, folding=folding, owners=args.owners) for item in less.items]
         between = [part for item in items for part in (Text(), item)][1:]
-        wrong = [Fact(Text("wrong", BAD), text(detail.row.detail, BAD, limit=2000), 5)] if _code(detail) else []
+        said = text(detail.row.detail, BAD, limit=2000)
+        wrong = [Fact(Text("wrong", BAD), said, 5)] if detail.row.state == DAMAGED else []
         return Group(*wrong, *between)
 
     output.rows(less, view)
@@ -58,7 +59,8 @@ def stat(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt stat`."""
     place = Place(args, output)
     row = place.row(args.epoch, check=False)
-    wanted = [one for one in chosen(narrowed(place.detail(row), args)) if one[2].kind in stats.ARRAYS]
+    less = narrowed(place.detail(row), args)
+    wanted = [one for one in chosen(less) if one[2].kind in stats.ARRAYS]
     found = []
     leaves = place.leaves(row)
     with output.progress(f"epoch {row.epoch}", sum(leaf.nbytes for _, _, leaf in wanted)) as bar:
@@ -66,7 +68,10 @@ def stat(args: argparse.Namespace, output: Output) -> int:
             found.append(stats.of_leaf(leaves, item, leaf, node))
             bar.more(leaf.nbytes)
     output.rows(found, lambda: text_views.stats(found))
-    return OK
+    for item in less.items:
+        if item.problem:
+            output.note(f"item {item.name}: {item.problem}")
+    return _code(less)
 
 
 def _folding(args: argparse.Namespace) -> text_tree.Folding | None:
@@ -76,4 +81,4 @@ def _folding(args: argparse.Namespace) -> text_tree.Folding | None:
 
 
 def _code(detail: EpochDetail) -> int:
-    return FOUND if detail.row.state == DAMAGED else OK
+    return FOUND if detail.row.state == DAMAGED or any(item.problem for item in detail.items) else OK

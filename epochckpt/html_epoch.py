@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from epochckpt import escaping, rows, run_notes, units
@@ -36,7 +37,7 @@ _MAX_NOTES = 20
 
 def epoch(found: EpochDetail, thumbs: Thumbs, nodes: Nodes) -> Html:
     """The whole view, without its page."""
-    row = found.row
+    row = dataclasses.replace(found.row, metrics=rows.flat(found.row.metrics))
     marks = [el("span", "chip busy", "latest")] * row.latest + [el("span", "chip good", "★ best")] * row.best
     parts = [el("div", "title", f"Epoch {row.epoch} ", *_spaced([state(row.state), *marks]))]
     parts.append(el("div", "facts", *_facts(found)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -40,7 +41,8 @@ _HELP = (
 
 def overview(found: Overview) -> Html:
     """The whole view, without its page."""
-    newest = sorted(found.epochs, key=lambda row: row.epoch, reverse=True)
+    newest = [dataclasses.replace(row, metrics=rows.flat(row.metrics)) for row in found.epochs]
+    newest.sort(key=lambda row: row.epoch, reverse=True)
     table = _Table(found, newest[:MAX_ROWS])
     parts = [el("div", "title", "Checkpoints in ", el("span", "mono", text(found.directory, 200)))]
     parts.append(el("div", "facts", *_facts(found, newest)))

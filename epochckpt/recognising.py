@@ -10,6 +10,7 @@ from epochckpt import layout, orbax_marks, orbax_steps, surveying
 from epochckpt.store import Store
 
 _SHOWN = 6
+_RECORDS = (layout.EPOCH_RECORD, orbax_marks.STEP_RECORD)
 _LOOKED_INTO = 50
 _STEP_LIKE = re.compile(r"(?:\A|_)\d+\Z")
 _PROJECTS = {
@@ -88,6 +89,12 @@ def folder(store: Store, found: list[tuple[str, bool]]) -> str:
     if names & {".zarray", ".zattrs", "zarr.json"}:
         return "is an array of zarr, such as an item of stock Orbax is made of; pass the directory above the step"
     below = [n for n, is_folder in found if is_folder and not n.startswith(".")][:_LOOKED_INTO]
+    epochs = [name for name in below if _has_one(store, name, _RECORDS)]
+    if epochs:
+        return (
+            f"holds epochs whose folders are named otherwise ({_few(epochs, '/')}): give the manager's step_prefix or "
+            "step_format_fixed_length"
+        )
     inner = [name for name in below if _holds_epochs(store, name)]
     if inner:
         return f"holds checkpoint directories and is none itself: pass one of them ({_few(inner, '/')})"
@@ -102,13 +109,17 @@ def _holds_epochs(store: Store, name: str) -> bool:
         inner = [n for n, is_folder in surveying.names(store, name) if is_folder]
         if any(layout.parse_incarnation(n) or layout.parse_node_staging(n) for n in inner):
             return True
-        for n in [n for n in inner if _STEP_LIKE.search(n)][:_SHOWN]:
-            records = (layout.EPOCH_RECORD, orbax_marks.STEP_RECORD, orbax_marks.TREE_RECORD)
-            if any(store.exists(layout.join(name, n, record)) for record in records):
-                return True
+        steps = [layout.join(name, n) for n in inner if _STEP_LIKE.search(n)][:_SHOWN]
+        return any(_has_one(store, step, (*_RECORDS, orbax_marks.TREE_RECORD)) for step in steps)
     except OSError:  # it may not be looked into
         return False
-    return False
+
+
+def _has_one(store: Store, folder: str, records: tuple[str, ...]) -> bool:
+    try:
+        return any(store.exists(layout.join(folder, record)) for record in records)
+    except OSError:  # it may not be looked into
+        return False
 
 
 def _few(names: list[str], suffix: str = "") -> str:

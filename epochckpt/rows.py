@@ -337,3 +337,14 @@ class Diff:
     rows: tuple[DiffRow, ...]
     other_directory: str = ""
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def flat(metrics: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Metrics by name; those in further mappings as `outer/inner`."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping) and prefix.count("/") < 8:
+            found.update(flat(value, f"{prefix}{name}/"))
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from epochckpt import rows, units
-from epochckpt.rows import EpochRow, Overview, RemainRow
+from epochckpt.rows import EpochRow, Overview, RemainRow, flat
 from epochckpt.text_table import (
     BAD,
     FAINT,
@@ -157,17 +157,6 @@ def _metrics(seen: Overview) -> list[str]:
     for row in seen.epochs:
         found.update(dict.fromkeys(flat(row.metrics)))
     return sorted(found, key=lambda name: name != seen.metric)
-
-
-def flat(metrics: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Metrics by name; those in further mappings as `outer/inner`."""
-    found: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping) and prefix.count("/") < 8:
-            found.update(flat(value, f"{prefix}{name}/"))
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def _nodes(epochs: Iterable[EpochRow]) -> list[str]:

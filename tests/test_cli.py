@@ -402,6 +402,18 @@ def test_an_epoch_by_number_is_marked(run_cli: Any, saved: pathlib.Path) -> None
     assert [(row["latest"], row["best"]) for row in rows] == [(False, False), (False, True), (True, False)]
 
 
+def test_an_item_that_cannot_be_looked_into_is_damage(run_cli: Any, tmp_path: pathlib.Path) -> None:
+    """Of stock Orbax, whose listing does not show that an index is gone: no word of it would look like no data."""
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=Composite(model=Save({"a": np.ones(3)})))
+    for path in (tmp_path / "run" / "1" / "model").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.unlink()
+    for command in ("show", "tree", "stat"):
+        assert run_cli(command, tmp_path / "run").code == 1, command
+    assert "cannot be read" in run_cli("stat", tmp_path / "run").err
+
+
 def test_leaves_are_told_apart_by_their_items(run_cli: Any, tmp_path: pathlib.Path) -> None:
     """A runner's blobs are items of one leaf each, all of the same name: items can be named, and are in the answer."""
     with ec.CheckpointManager(tmp_path / "run") as manager:

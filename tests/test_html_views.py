@@ -376,6 +376,15 @@ def test_ten_thousand_nodes_are_a_strip_of_64() -> None:
     assert first <= 7777 <= last
 
 
+def test_metrics_in_metrics_have_the_names_that_they_are_asked_by() -> None:
+    """`eval/accuracy` is a column, is what is best, and is a fact of its epoch: as in the text view."""
+    row = epoch_row(3, best=True, latest=True, metrics={"eval": {"accuracy": 0.75}})
+    words = Page(html_views.overview(Overview("/runs/a", (row,), metric="eval/accuracy"))).words
+    assert "best 3 by eval/accuracy (max): 0.75" in words
+    assert "{" not in words
+    assert "eval/accuracy 0.75" in Page(html_views.epoch(EpochDetail(row, ()))).words
+
+
 def test_an_empty_directory_says_so() -> None:
     """No table without rows."""
     page = Page(html_views.overview(Overview("d", ())))

@@ -705,6 +705,19 @@ print("backends", xla_bridge.backends_are_initialized())
 """
 
 
+def test_epochs_of_other_names_are_recognised(tmp_path: pathlib.Path) -> None:
+    """A prefix, or digits, that this look was not told of: said with what to do."""
+    for name, options in (("prefix", {"step_prefix": "run"}), ("digits", {"step_format_fixed_length": 8})):
+        with ec.CheckpointManager(tmp_path / name, options=ocp.CheckpointManagerOptions(**options)) as manager:
+            manager.save(1, args=Save({"x": np.ones(2)}))
+        for path in (tmp_path / name).glob("incarnation-*"):
+            path.rmdir()
+        with pytest.raises(NotACheckpointDirectoryError, match=r"named otherwise .*1/.*step_prefix"):
+            overview.look(tmp_path / name)
+        shown = overview.look(tmp_path / name, options=ocp.CheckpointManagerOptions(**options))
+        assert [row.epoch for row in shown.epochs] == [1]
+
+
 def test_without_permission_and_without_a_backend(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """As another user: one closed epoch is shown as such among good ones, a closed directory is an AccessError; and
     in all of this no jax backend was started."""
