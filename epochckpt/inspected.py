@@ -223,6 +223,9 @@ class EpochInspection(Shown):
             arrays = [one for one in arrays if one[1] == node]
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
         matching = [one for one in arrays if any(_matches(one[0], one[2].name, pattern) for pattern in wanted)]
+        broken = next((each for each in items if each.problem), None)
+        if not matching and broken is not None:
+            raise DamagedError(f"epoch {self.epoch}, item {_quoted(broken.name)}", broken.problem)
         if not matching and wanted != ["*"]:
             known = dict.fromkeys(leaf.name for _, _, leaf in arrays)
             said = ", ".join(_quoted(pattern) for pattern in wanted)

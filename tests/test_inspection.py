@@ -266,6 +266,17 @@ def test_errors_show_hostile_names_as_views_do(tmp_path: pathlib.Path) -> None:
         assert len(str(caught.value)) < 1500
 
 
+def test_no_statistics_where_there_is_damage_are_an_error(tmp_path: pathlib.Path) -> None:
+    """A step of stock Orbax that lost the index of its arrays is not one without arrays."""
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.Composite(model=ocp.args.StandardSave({"a": np.ones(3)})))
+    for path in (tmp_path / "run" / "1" / "model" / "d").iterdir():
+        path.unlink()
+    for patterns in ("*", "a"):
+        with pytest.raises(DamagedError, match="cannot be read"):
+            ec.inspect(tmp_path / "run")[1].stats(patterns)
+
+
 def test_an_unknown_node_is_said(saved: pathlib.Path) -> None:
     """Statistics of no node at all would look like a node without arrays."""
     with pytest.raises(InvalidArgumentError, match="near: 'process_0'"):
