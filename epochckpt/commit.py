@@ -113,7 +113,7 @@ class Commits(abc.ABC):
 
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
         if epoch in self.hidden():
-            raise EpochNotFoundError(epoch, self.store.root, self.list_epochs())
+            raise self._unknown(epoch)
         return self.read_in(self.folder(epoch), epoch, parse) or self._read_orbax(epoch)
 
     def read_in(
@@ -147,7 +147,13 @@ class Commits(abc.ABC):
             pass
         except OSError as error:
             raise unreadable(folder, error) from error
-        raise EpochNotFoundError(epoch, self.store.root, self.list_epochs())
+        raise self._unknown(epoch)
+
+    def _unknown(self, epoch: int) -> EpochNotFoundError:
+        try:
+            return EpochNotFoundError(epoch, self.store.root, self.list_epochs())
+        except OSError as error:  # one of the others may not be looked at, for example
+            raise unreadable(self.store.root, error) from error
 
     def check_shallow(self, record: EpochRecord) -> None:
         """Looks for files that are missing or have another size than recorded, without reading them.

@@ -226,7 +226,7 @@ class _Search:
             return parse_rollback(data).folder == folder
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except (EpochCheckpointError, ValueError):  # of one of them, nobody knows which
+        except (EpochCheckpointError, ValueError, OSError):  # of one of them, nobody knows which
             return True
 
 

@@ -143,8 +143,12 @@ def test_folders_that_are_only_called_alike_are_somebody_elses(run: pathlib.Path
 def test_a_rollback_under_way_keeps_what_it_moved(run: pathlib.Path) -> None:
     (folder,) = run.glob("rolled-back-*")
     token = folder.name.removeprefix("rolled-back-")
-    for record in (Rollback(2, (3, 4), token).to_bytes(), b"not usable"):
-        (run / "rollback.json").write_bytes(record)
+    for record in (Rollback(2, (3, 4), token).to_bytes(), b"not usable", None):
+        if record is None:
+            (run / "rollback.json").unlink()
+            (run / "rollback.json").mkdir()
+        else:
+            (run / "rollback.json").write_bytes(record)
         found = gc.remove(run, epochs_too=True, clock=next_week)
         assert found.kept[folder.name] == "a rollback is under way"
         assert (folder / "4" / "epoch.json").exists()
