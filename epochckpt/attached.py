@@ -52,7 +52,7 @@ class _File:
         return checksum.seal({**fields, **what, "metrics": checksum.pack_json(dict(self.metrics), "metrics")})
 
 
-def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str) -> None:
+def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str, attempt: str | None = None) -> None:
     """Attaches metrics to a committed epoch, durably; see `epochckpt.attach_metrics`."""
     if not layout.is_name(source):
         raise InvalidArgumentError(
@@ -67,6 +67,8 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
             f"{commits.store.root}: epoch {epoch} was written by stock Orbax; metrics are attached to epochs of "
             "epochckpt only"
         )
+    if attempt is not None and record.attempt != attempt:
+        raise EpochDeleted(epoch, commits.store.root, f"these metrics are about attempt {attempt}")
     _check_names(commits, record, metrics, source)
     data = _File(epoch, record.attempt, source, metrics).to_bytes()
     if len(data) > MAX_BYTES:

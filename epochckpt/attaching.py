@@ -20,6 +20,7 @@ def attach_metrics(
     metrics: Mapping[str, Any],
     source: str,
     *,
+    attempt: str | None = None,
     options: ocp.CheckpointManagerOptions | None = None,
 ) -> None:
     """Attaches metrics to a committed epoch: what an evaluator found out, for example.
@@ -34,6 +35,8 @@ def attach_metrics(
         epoch: its number.
         metrics: JSON by name; NumPy and jax scalars are fine.
         source: who says so: letters, digits, `.`, `_`, `-`. A source that attaches again replaces what it said before.
+        attempt: the attempt that they are about, as `CheckpointManager.attempt(epoch)` said before the epoch was read;
+            if the epoch was replaced since, nothing is attached.
         options: the step name format, if it is not the default.
 
     Raises:
@@ -44,4 +47,4 @@ def attach_metrics(
         AccessError: no permission to write there.
     """
     commits = commits_of(open_store(directory), step_names(options or ocp.CheckpointManagerOptions()))
-    attached.attach(commits, epoch_number(epoch), metrics, source)
+    attached.attach(commits, epoch_number(epoch), metrics, source, attempt)

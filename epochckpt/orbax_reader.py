@@ -96,14 +96,15 @@ class StepReader:
             raise
         except EpochCheckpointError as error:
             damage.append(error)
-        return status.Verification(
-            self.record.epoch, orbax_steps.nbytes(self._store, self._folder), tuple(damage), NOTE
-        )
+        with self._stock(""):
+            size = orbax_steps.nbytes(self._store, self._folder)
+        return status.Verification(self.record.epoch, size, tuple(damage), NOTE)
 
     def status(self) -> status.EpochStatus:
         """Committed; raises what `restore` would raise for a step that is not whole."""
         self._check()
-        size = orbax_steps.nbytes(self._store, self._folder)
+        with self._stock(""):
+            size = orbax_steps.nbytes(self._store, self._folder)
         return status.EpochStatus(self.record.epoch, "committed", "written by stock Orbax", orbax_nbytes=size)
 
     def item_kinds(self) -> dict[str, str]:

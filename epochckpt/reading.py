@@ -159,6 +159,14 @@ class Browsable:
         """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None."""
         return self._reading.metrics(epoch_number(step))
 
+    def attempt(self, epoch: int) -> str:
+        """The id of the attempt that an epoch was committed by: another one once it was replaced, or saved anew.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        return self._reading.commits.read_head(epoch_number(epoch)).attempt
+
     def item_metadata(self, step: int) -> Any:
         """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes.
 

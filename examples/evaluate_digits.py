@@ -43,12 +43,13 @@ def main(_):
         try:
             if METRIC in (manager.metrics(epoch) or {}):
                 continue
+            attempt = manager.attempt(epoch)  # a rollback may bring another epoch of this number
             leaves = manager.restore_leaves(epoch, "params/*", item="state")  # not the optimizer's state
             params = {name.removeprefix("params/"): leaf for name, leaf in leaves.items()}
             found = float(score(params, images, labels))
-            ec.attach_metrics(manager.directory, epoch, {METRIC: found}, source="evaluator")
-        except ec.errors.EpochNotFoundError:  # with EpochDeleted: the trainer needs its place
-            print(f"epoch {epoch:3d}  was deleted meanwhile", flush=True)
+            ec.attach_metrics(manager.directory, epoch, {METRIC: found}, source="evaluator", attempt=attempt)
+        except (ec.errors.EpochNotFoundError, ec.errors.DamagedError) as error:  # deleted meanwhile, or not readable
+            print(f"epoch {epoch:3d}  is passed over: {error}", flush=True)
             continue
         print(f"epoch {epoch:3d}  {METRIC} {found:.4f}", flush=True)
 

@@ -117,6 +117,23 @@ def test_metrics_of_an_epoch_that_is_replaced_are_not_those_of_the_new_one(direc
         assert manager.metrics(1) == {"accuracy": 0.5}
 
 
+def test_metrics_about_another_attempt_are_refused(directory: str) -> None:
+    """An evaluator that read the old epoch does not speak about the one that replaced it."""
+    with ec.CheckpointManager(directory) as manager:
+        save(manager, 1)
+        read = manager.attempt(1)
+        manager.let_replace(1)
+        save(manager, 1)
+        assert manager.attempt(1) != read
+        with pytest.raises(errors.EpochDeleted, match=f"these metrics are about attempt {read}"):
+            ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator", attempt=read)
+        assert manager.metrics(1) is None
+        ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator", attempt=manager.attempt(1))
+        assert manager.metrics(1) == {"accuracy": 0.5}
+        with pytest.raises(errors.EpochNotFoundError, match="no epoch 7"):
+            manager.attempt(7)
+
+
 def test_an_epoch_that_is_deleted_meanwhile_is_said_to_be(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at its record and the write: EpochDeleted, and nothing is left of it."""
     with ec.CheckpointManager(directory) as manager:
