@@ -152,6 +152,8 @@ class Commits(abc.ABC):
     def _unknown(self, epoch: int) -> EpochNotFoundError:
         try:
             return EpochNotFoundError(epoch, self.store.root, self.list_epochs())
+        except NotADirectoryError:  # not about an epoch at all
+            raise
         except OSError as error:  # one of the others may not be looked at, for example
             raise unreadable(self.store.root, error) from error
 
