@@ -227,7 +227,7 @@ def test_a_bool_of_any_kind_is_an_answer(kind: Callable[[bool], Any]) -> None:
 NO_ANSWERS = [None, 1, 0, "yes", "", [], 0.0, np.int8(1), np.array([True]), jnp.ones((), int), jnp.zeros(2, bool), at]
 
 
-@pytest.mark.parametrize("answer", NO_ANSWERS, ids=repr)
+@pytest.mark.parametrize("answer", NO_ANSWERS, ids=lambda answer: "function" if answer is at else repr(answer))
 def test_another_answer_is_an_error_that_names_condition_and_epoch(answer: Any) -> None:
     """Wherever it is given: alone, below `|` and `&`, by a function or by a condition of the user's own."""
 
