@@ -3,6 +3,7 @@
 import importlib
 import os
 import pathlib
+import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ from etils import epath
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+
+
+def pytest_configure() -> None:
+    """A shell's `&` has the suite ignore Ctrl-C, and with it all that the tests start: their own must hear it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["posix", "memory"])
