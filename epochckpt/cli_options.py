@@ -269,7 +269,7 @@ def _watch(commands: _Commands) -> None:
         "Ends with Ctrl-C. --json gives a line per event.",
     )
     _metric(added)
-    added.add_argument("--until", metavar="EPOCH", type=count, help="end when this epoch or a later one is there")
+    added.add_argument("--until", metavar="EPOCH", type=count, help="end when this epoch, or a later one, is there")
     added.add_argument(
         "--timeout", metavar="TIME", type=span, help="end, with code 3, after this time without an epoch"
     )

@@ -12,11 +12,11 @@ from rich.live import Live
 from rich.text import Text
 
 from epochckpt import overview, text_overview, units, watching
-from epochckpt.cli_output import MISSING, OK, Output
+from epochckpt.cli_output import FOUND, MISSING, OK, Output
 from epochckpt.cli_places import options_of
 from epochckpt.commit import Commits
 from epochckpt.opening import commits_of, step_names
-from epochckpt.rows import DAMAGED, EpochRow
+from epochckpt.rows import EpochRow
 from epochckpt.storage import open_store
 from epochckpt.text_table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Column, Fitted, Parts, Table, text
 from epochckpt.watching import DELETED, FAILED, PRESENT, SAVED, SAVING, Event
@@ -38,6 +38,7 @@ def watch(args: argparse.Namespace, output: Output) -> int:
     )
     best = _best_of(args)
     drawn = output.out.is_terminal and not output.out.is_dumb_terminal and not args.json
+    damaged = False
     with _live(output.out) if drawn else contextlib.nullcontext(_Lines(output)) as show:
         while True:
             try:
@@ -45,13 +46,15 @@ def watch(args: argparse.Namespace, output: Output) -> int:
             except StopIteration as end:
                 reached = bool(end.value)
                 break
+            damaged = damaged or watching.is_damaged(event)
             if args.json:
                 output.line(event)
             else:
                 show(event, best(event))
     if not reached:
         output.note(f"no epoch was committed within {units.secs(args.timeout)}")
-    return OK if reached else MISSING
+        return MISSING
+    return FOUND if damaged else OK
 
 
 def _commits(args: argparse.Namespace) -> Commits:
@@ -78,7 +81,7 @@ def line(event: Event, best: bool = False) -> Parts:
     """An event as one line."""
     row = event.row
     at = time.strftime("%H:%M:%S", time.localtime(event.time_ns / 1e9))
-    damaged = row.state == DAMAGED and event.kind in (PRESENT, SAVED)
+    damaged = watching.is_damaged(event)
     kind, style = ("damaged", BAD) if damaged else (event.kind, _STYLES[event.kind])
     said = [(0, Text(at, FAINT)), (0, Text.assemble("epoch ", (str(row.epoch), HEAD), " ", (kind, style)))]
     if event.kind in (SAVING, FAILED):

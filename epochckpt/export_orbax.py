@@ -79,7 +79,7 @@ def refusal(epoch: int, format: str, left_out: LeftOut) -> str:
     ]
     more = [f"  … and {len(rows) - 50} more"] if len(rows) > 50 else []
     head = f"epoch {epoch} holds what the format {format!r} cannot express:"
-    return "\n".join([head, *rows[:50], *more, "allow_left_out=True exports the rest"])
+    return "\n".join([head, *rows[:50], *more, "allow_left_out=True (--allow-left-out) exports the rest"])
 
 
 class _Folders:

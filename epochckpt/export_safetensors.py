@@ -106,7 +106,8 @@ def _names(arrays: ArrayItem, leaves: Sequence[int], separator: str) -> dict[int
         name = separator.join(str(key) for _, key in leaf.path) if leaf.path else leaf.name
         if name in taken:
             raise InvalidArgumentError(
-                f"leaves {taken[name]!r} and {leaf.name!r} would both be called {name!r}; choose another separator="
+                f"leaves {taken[name]!r} and {leaf.name!r} would both be called {name!r}; choose another separator= "
+                "(--separator)"
             )
         try:
             name.encode()

@@ -202,7 +202,8 @@ def _item_of_arrays(record: EpochRecord) -> str:
     arrays = [name for name, item in record.items.items() if item.arrays is not None]
     if len(arrays) != 1:
         raise InvalidArgumentError(
-            f"epoch {record.epoch} has {len(arrays)} items of arrays; pass item=, one of: {', '.join(arrays) or 'none'}"
+            f"epoch {record.epoch} has {len(arrays)} items of arrays; pass item= (--item), one of: "
+            f"{', '.join(arrays) or 'none'}"
         )
     return arrays[0]
 

@@ -62,9 +62,14 @@ class Watcher:
 
     @property
     def newest(self) -> EpochRow | None:
-        """The newest committed epoch, as it was seen last."""
+        """The newest committed epoch that is whole, as it was seen last."""
         whole = [row for row in self._epochs.values() if row.state == COMMITTED]
         return max(whole, key=lambda row: row.epoch, default=None)
+
+    @property
+    def last(self) -> int | None:
+        """The newest epoch's number, whole or not."""
+        return max(self._epochs, default=None)
 
     def look(self) -> list[Event]:
         """What has changed since the last look; all that is there at the first one.
@@ -131,7 +136,7 @@ def watch(
 
     Args:
         commits: the directory; need not exist yet.
-        until: end when this epoch, or a later one, is committed; at once if it is already.
+        until: end when this epoch, or a later one, is there, be it damaged; at once if it is already.
         timeout_secs: end when no epoch was committed for this long; None: never.
         interval_secs: how often to look.
         history: of the epochs that are there at the beginning, tell of the newest so many.
@@ -157,8 +162,8 @@ def watch(
                 deadline = Deadline(timeout_secs)
             yield event
         first = False
-        newest = watcher.newest
-        if stop() or (until is not None and newest is not None and newest.epoch >= until):
+        last = watcher.last
+        if stop() or (until is not None and last is not None and last >= until):
             return True
         if deadline is not None and deadline.passed():
             return False

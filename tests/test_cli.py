@@ -340,6 +340,18 @@ def test_wrong_usage_is_exit_code_2(run_cli: Any, saved: pathlib.Path, argv: lis
     assert "Traceback" not in said.err
 
 
+def test_watch_says_by_its_code_that_an_epoch_is_damaged(run_cli: Any, tmp_path: pathlib.Path) -> None:
+    """Also if that is the one waited for; 0 says that all that it showed is whole."""
+    save(tmp_path / "run", (1, 2, 3))
+    record = tmp_path / "run" / "3" / "epoch.json"
+    whole = record.read_bytes()
+    for data, code, word in ((whole, 0, "present"), (b"{}", 1, "damaged")):
+        record.write_bytes(data)
+        said = run_cli("watch", tmp_path / "run", "--until", 3)
+        assert said.code == code
+        assert f"epoch 3 {word}" in said.out
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

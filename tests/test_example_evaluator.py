@@ -47,3 +47,19 @@ def test_an_evaluator_beside_a_run_decides_which_epoch_is_kept(tmp_path: pathlib
         assert again.wait_for_exit(TIMEOUT), again.output()
     assert again.returncode == 0, again.output()
     assert scores_in(again.output()).keys() == {41}
+
+
+def test_epochs_that_are_trained_anew_are_scored_anew(tmp_path: pathlib.Path) -> None:
+    """A run that goes back to an earlier epoch brings other epochs of the same numbers, with scores of their own."""
+    with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=60") as (evaluator,):
+        with start_training(tmp_path, 3) as (training,):
+            assert training.wait_for_exit(TIMEOUT), training.output()
+        evaluator.wait_for_output("epoch   3  robust_accuracy", TIMEOUT)
+        with start_training(tmp_path, 4, more=["--ckpt_resume=1"]) as (training,):
+            assert training.wait_for_exit(TIMEOUT), training.output()
+        assert training.returncode == 0, training.output()
+        evaluator.wait_for_output("epoch   4  robust_accuracy", TIMEOUT)
+    scored = [int(epoch) for epoch in re.findall(r"epoch +(\d+)  robust_accuracy", evaluator.output())]
+    assert scored == [0, 1, 2, 3, 2, 3, 4]
+    rows = {row.epoch: row.metrics for row in overview.look(tmp_path / "checkpoints").epochs}
+    assert all("robust_accuracy" in metrics for metrics in rows.values()), rows

@@ -435,7 +435,7 @@ def test_wrong_arguments_are_refused(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(InvalidArgumentError, match="format 'tar'"):
         ec.export(tmp_path / "run", 5, out, "tar")
-    with pytest.raises(InvalidArgumentError, match="pass item=, one of: one, two"):
+    with pytest.raises(InvalidArgumentError, match=r"pass item= \(--item\), one of: one, two"):
         ec.export(tmp_path / "run", 5, out, "safetensors")
     with pytest.raises(InvalidArgumentError, match="no item 'three'; it has: one, two"):
         ec.export(tmp_path / "run", 5, out, "safetensors", item="three")

@@ -914,6 +914,42 @@ def test_follow_yields_what_is_committed(directory: str) -> None:
         next(ec.follow(directory, interval_secs=0))
 
 
+def test_follow_yields_what_is_saved_anew(directory: str) -> None:
+    """After a rollback, or a deletion, and only that; a manager that reads has what came in its place."""
+    followed = ec.follow(directory, timeout_secs=0.05, interval_secs=0.01)
+    with ec.CheckpointManager(directory) as m, read_only(directory) as reader:
+        save_all(m, range(4))
+        assert [next(followed) for _ in range(4)] == [0, 1, 2, 3]
+        assert reader.metrics(2) is None
+        m.rollback_to(1)
+        save_all(m, [2], metrics={"loss": 2.0})
+        assert next(followed) == 2
+        assert reader.metrics(2) == {"loss": 2.0}
+        assert reader.attempt(2) == m.attempt(2)
+        save_all(m, [3, 4])
+        assert [next(followed), next(followed)] == [3, 4]
+        m.delete(0)  # an older one
+        m.delete(4)
+        save_all(m, [4])
+        assert list(followed) == [4]
+
+
+def test_follow_passes_over_what_is_deleted(directory: str) -> None:
+    """Of the epochs that are kept none is yielded twice; `after` holds for those that are saved anew as well."""
+    followed = ec.follow(directory, timeout_secs=0.05, interval_secs=0.01)
+    late = ec.follow(directory, after=2, timeout_secs=0.05, interval_secs=0.01)
+    with ec.CheckpointManager(directory, options=Options(max_to_keep=2)) as m:
+        for epoch in range(5):
+            save_all(m, [epoch])
+            assert next(followed) == epoch
+        assert [next(late), next(late)] == [3, 4]
+        m.delete(4)
+        m.delete(3)
+        assert list(followed) == []
+        save_all(m, [2, 3])
+        assert list(late) == [3]
+
+
 # -- directories ---------------------------------------------------------------------------------------------------
 
 

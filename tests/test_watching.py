@@ -216,8 +216,8 @@ def test_a_directory_that_does_not_exist_yet_is_waited_for(tmp_path: pathlib.Pat
     assert seen(watcher.look()) == [(SAVED, 0)]
 
 
-def test_a_damaged_epoch_does_not_end_it(tmp_path: pathlib.Path) -> None:
-    """It is seen as what it is, and progress is measured against one that is whole."""
+def test_a_damaged_epoch_is_told_among_the_others(tmp_path: pathlib.Path) -> None:
+    """It is seen as what it is, and progress is measured against one that is whole; waiting for it comes to an end."""
     with manager_of(tmp_path) as manager:
         save(manager, 1)
         save(manager, 2)
@@ -229,6 +229,7 @@ def test_a_damaged_epoch_does_not_end_it(tmp_path: pathlib.Path) -> None:
     assert watcher.newest is not None
     assert watcher.newest.epoch == 1
     assert "damaged" in cli_watch.line(events[1]).whole().plain
+    assert seen(list(watch(commits(tmp_path), until=2, history=1))) == [(PRESENT, 2)]
 
 
 def test_an_interval_must_be_positive() -> None:
