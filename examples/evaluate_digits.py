@@ -5,9 +5,9 @@
 
 in two terminals, or on two machines that share the directory. This program waits for no process of the other one and
 needs none of its code but the network itself. It scores what training does not look at: held-out images that are
-moved by a pixel in every direction. An epoch that is deleted under it is passed over, and one that is
-trained anew after a rollback is scored anew. The trainer keeps an epoch until it has a score, and then the best ones.
-Started again, it goes on with the epochs that have none.
+moved by a pixel in every direction. An epoch that is deleted under it is passed over, one that is trained anew after a
+rollback is scored anew. The trainer keeps an epoch until it has a score, and then the best ones. Started again, it goes
+on with the epochs that have none.
 """
 
 import pathlib
