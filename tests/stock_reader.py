@@ -28,6 +28,8 @@ def read(directory: str, epoch: int, state: str) -> dict[str, list[str]]:
     for name, reader in READERS.items():
         if name.startswith("v1") and state != "linen" and not stock_states.V1_HAS_KEYS:
             continue
+        if reader is _evaluator and jax.process_count() > 1:
+            continue  # each process would make and remove the same `_SNAPSHOTS/5`, in each other's way
         for reshard in (False, True):
             target = stock_states.abstract(expected, reshard)
             key = f"{name}, resharded" if reshard else name

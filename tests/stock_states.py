@@ -126,4 +126,5 @@ def _bits(leaf: Any) -> Any:
 
 
 def _gathered(leaf: jax.Array) -> jax.Array:
-    return jax.jit(lambda x: x, out_shardings=sharding())(leaf).addressable_data(0)
+    gathered = jax.jit(lambda x: x, out_shardings=sharding())(leaf)
+    return jax.block_until_ready(gathered).addressable_data(0)  # on all devices: the next one may not begin before

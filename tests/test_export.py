@@ -52,7 +52,7 @@ def save_job(directory: str) -> None:
 
 def stock(function: str, arguments: dict[str, Any]) -> Any:
     """What a function of tests/stock_reader.py answers."""
-    (answer,) = run_worker(f"tests.stock_reader:{function}", arguments, 1, DEVICES, timeout=240)
+    (answer,) = run_worker(f"tests.stock_reader:{function}", arguments, 1, DEVICES, timeout=100)
     return answer
 
 
@@ -167,7 +167,7 @@ def test_items_metrics_and_metadata_come_along(tmp_path: pathlib.Path, kind: str
 
 def test_what_two_processes_wrote_becomes_whole(tmp_path: pathlib.Path) -> None:
     """Sharded over both, replicated and split, in several parts: whole tensors, and a checkpoint of stock Orbax."""
-    run_worker("tests.test_export:save_job", {"directory": str(tmp_path / "run")}, 2, DEVICES // 2, timeout=240)
+    run_worker("tests.test_export:save_job", {"directory": str(tmp_path / "run")}, 2, DEVICES // 2, timeout=100)
     assert len(list((tmp_path / "run" / "5").glob("process_*/*-00001.safetensors"))) == 2
     ec.export(tmp_path / "run", 5, tmp_path / "orbax")
     ec.export(tmp_path / "run", 5, tmp_path / "tensors", "safetensors", max_buffer_bytes=100)
@@ -586,7 +586,7 @@ def write_large(folder: pathlib.Path) -> None:
 def test_memory_stays_bounded(tmp_path: pathlib.Path) -> None:
     """256 MiB there and back, from both kinds of files to both kinds of exports, in less than 64 MiB each."""
     write_large(tmp_path)
-    (grown,) = run_worker("tests.test_export:there_and_back", {"folder": str(tmp_path)}, 1, 1, timeout=110)
+    (grown,) = run_worker("tests.test_export:there_and_back", {"folder": str(tmp_path)}, 1, 1, timeout=100)
     assert grown.pop("control") > LARGE * 0.9, "the control shows nothing"
     assert {step: size // MIB for step, size in grown.items() if size > BOUND} == {}
     piece = np.fromfile(tmp_path / "large.safetensors", np.uint8)[-LARGE:]

@@ -59,7 +59,7 @@ def array(folder: pathlib.Path, name: str) -> np.ndarray:
 def stock(function: str, arguments: dict[str, Any], num_processes: int = 1) -> Any:
     """Runs a function of tests/stock_reader.py and returns what each process answered."""
     devices = DEVICES // num_processes
-    return run_worker(f"tests.stock_reader:{function}", arguments, num_processes, devices, timeout=240)
+    return run_worker(f"tests.stock_reader:{function}", arguments, num_processes, devices, timeout=100)
 
 
 @pytest.mark.parametrize("state", list(stock_states.STATES))
@@ -81,7 +81,7 @@ def test_any_number_of_processes_reads_what_any_number_wrote(tmp_path: pathlib.P
         {"directory": str(directory), "state": "plain"},
         saved,
         DEVICES // saved,
-        timeout=240,
+        timeout=100,
     )
     assert left_out(directory) == {}
     assert len(list((directory / "5").glob("process_*/*-00001.safetensors"))) == saved
