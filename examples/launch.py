@@ -71,6 +71,7 @@ def launch():
         coordinator = f"localhost:{sock.getsockname()[1]}"
     devices = f"--xla_force_host_platform_device_count={FLAGS.devices_per_process}"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
+    env.setdefault("PJRT_NPROC", "16")  # threads: with few cores, devices that wait for each other could hold them all
     # Quiet unless the caller says otherwise: of two equal flags the later one counts.
     command = [sys.executable, sys.argv[0], "--verbosity=-1", *sys.argv[1:]]
     children, asked = [], []

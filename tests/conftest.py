@@ -14,6 +14,9 @@ import pytest
 from etils import epath
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA's threads. As many as a small machine has cores are too few: devices that wait for each other in a collective can
+# hold them all, and after a minute XLA aborts the process.
+os.environ.setdefault("PJRT_NPROC", "16")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 

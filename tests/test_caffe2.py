@@ -42,6 +42,7 @@ def filled(node: str = "a", epoch: int = 0) -> ec.LocalSession:
 
 
 def files(folder: pathlib.Path) -> dict[str, bytes]:
+    gc.collect()  # a job's staging folder goes with its last manager
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
