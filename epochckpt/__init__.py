@@ -13,11 +13,11 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F4  conditions stop workspace tasks job session blobs boundary metrics preempting result keeping keep_epochs
         keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
         run_saves running runner upload_staging upload_nodes upload caffe2
-    F5  rows escaping run_notes surveying remains recognising epoch_rows overview gc
+    F5  rows escaping naming run_notes surveying remains recognising epoch_rows overview gc
         lone_nodes orbax_leaves details leaf_reading stats changes same_bytes diffing plain
         html_style html_parts html_overview html_sharding html_tree html_epoch html_compare html_views
         text_table text_tree text_leaves text_overview text_views plots
-        naming inspected inspection
+        inspected inspection
         watching setting_kinds setting_rules setting_fields settings flags
         cli_output cli_options cli_places cli_look cli_diff cli_work cli_gc cli_watch cli __main__
 """

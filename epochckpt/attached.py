@@ -7,15 +7,14 @@ replaced, or set aside and saved anew, are not taken for those of the new one. I
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from absl import logging
 
-from epochckpt import checksum, layout, worker
+from epochckpt import checksum, layout
 from epochckpt.commit import Commits
 from epochckpt.errors import (
     AccessError,
@@ -31,7 +30,6 @@ from epochckpt.errors import (
 from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.records import EpochRecord
 
-_THREADS = 16  # of object stores, where every answer takes long and costs nothing here
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
 
 Sources = Mapping[str, Mapping[str, Any]]  # metrics by source
@@ -148,26 +146,25 @@ def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, An
     return read(commits, paths, record.epoch, record.attempt)
 
 
-def of_epochs(commits: Commits, attempts: Mapping[int, Callable[[], str | None]]) -> dict[int, Any]:
+def of_epochs(commits: Commits, epochs: Iterable[int], attempt_of: Callable[[int], str | None]) -> dict[int, Any]:
     """The metrics that were attached to some epochs, merged, by epoch; an epoch without any is left out.
 
     One listing: cheap where nothing is attached.
 
     Args:
         commits: the directory.
-        attempts: by epoch, what gives its attempt; called only where something is attached.
+        epochs: their numbers.
+        attempt_of: gives the attempt of one of them; called only where something is attached.
     """
     files = by_folder(commits)
     found: dict[int, Any] = {}
 
-    def look(epoch: int, paths: Sequence[str]) -> None:
-        attempt = attempts[epoch]()
-        if attempt and (sources := read(commits, paths, epoch, attempt)):
+    def look(epoch: int) -> None:
+        attempt = attempt_of(epoch)
+        if attempt and (sources := read(commits, files[commits.folder(epoch)], epoch, attempt)):
             found[epoch] = merge(None, sources)
 
-    wanted = [(epoch, paths) for epoch in attempts if (paths := files.get(commits.folder(epoch)))]
-    threads = 1 if commits.store.renames else _THREADS
-    worker.Pool(threads).run([functools.partial(look, *pair) for pair in wanted])
+    commits.store.each(look, [epoch for epoch in epochs if files.get(commits.folder(epoch))])
     return found
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import fnmatch
 import glob
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import details, epoch_rows, overview
+from epochckpt import details, epoch_rows, naming, overview
 from epochckpt.cli_output import MISSING, USAGE, Output, Stop
 from epochckpt.escaping import shown
 from epochckpt.inspected import read_row
@@ -20,7 +19,6 @@ from epochckpt.leaf_reading import Leaves
 from epochckpt.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, ItemRow, LeafRow, Overview
 
 _NEAR = 5
-_FURTHER = (1, 20, 400, None)  # how many of the newest epochs are looked at for one that is whole
 
 
 def options_of(args: argparse.Namespace) -> ocp.CheckpointManagerOptions:
@@ -75,33 +73,29 @@ class Place:
         row = read_row(self.commits, epoch)
         if row is not None:
             return row
-        listed = self.commits.list_epochs()
-        near = sorted(sorted(listed, key=lambda n: abs(n - epoch))[:_NEAR])
-        hint = f"near: {', '.join(map(str, near))}" if near else "it holds no committed epoch"
+        hint = naming.near_epochs(epoch, self.commits.list_epochs())
         raise Stop(MISSING, f"{self.commits.store.root}: no epoch {epoch}; {hint}")
 
     def _marked(self, which: str) -> EpochRow:
         """The latest epoch that is whole, or the best."""
-        for limit in _FURTHER:
-            seen = self._look(limit)
-            row = next((row for row in seen.epochs if (row.best if which == "best" else row.latest)), None)
-            newer = [r.epoch for r in seen.epochs if r.state == DAMAGED and row is not None and r.epoch > row.epoch]
+        seen = self._look()
+        row = next((row for row in seen.epochs if (row.best if which == "best" else row.latest)), None)
+        if row is not None:
+            newer = [r.epoch for r in seen.epochs if r.state == DAMAGED and r.epoch > row.epoch]
             if which == "latest" and newer:
                 self._output.note(f"newer, but damaged: {', '.join(map(str, newer[-_NEAR:]))}; see `epochckpt ls`")
-            if row is not None:
-                return row
-            if which == "best":
-                break
+            return row
         why = seen.problems.get("") or "no epoch can be used"
         raise Stop(MISSING, f"{self.commits.store.root}: no {which} epoch: {why}")
 
-    def _look(self, limit: int | None) -> Overview:
+    def _look(self) -> Overview:
+        """The newest epoch, and the latest and the best that are whole, as far as a look at their files tells."""
         metric = self._args.metric or None
-        return overview.look(self.directory, metric=metric, mode=self._args.mode, limit=limit, options=self.options)
+        return overview.look(self.directory, metric=metric, mode=self._args.mode, limit=1, options=self.options)
 
     def _with_marks(self, row: EpochRow) -> EpochRow:
         """The row that says whether its epoch is the latest or the best one."""
-        seen = {one.epoch: one for one in self._look(1).epochs if one.state == COMMITTED}
+        seen = {one.epoch: one for one in self._look().epochs if one.state == COMMITTED}
         found = seen.get(row.epoch) if row.state == COMMITTED else None
         return row if found is None else dataclasses.replace(row, latest=found.latest, best=found.best)
 
@@ -180,8 +174,7 @@ def _matching(item: ItemRow, wanted: Sequence[str]) -> ItemRow:
         return item
 
     def matches(name: str) -> bool:
-        full = f"{item.name}:{name}"
-        return any(fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(full, pattern) for pattern in wanted)
+        return any(naming.matches(item.name, name, pattern) for pattern in wanted)
 
     leaves = tuple(leaf for leaf in item.leaves if matches(leaf.name))
     nodes = {node: _matching(own, wanted) for node, own in item.nodes.items()}

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from epochckpt import overview, text_overview, units, watching
+from epochckpt import overview, rows, text_overview, units, watching
 from epochckpt.cli_output import FOUND, MISSING, OK, Output
 from epochckpt.cli_places import options_of
 from epochckpt.commit import Commits
@@ -105,7 +105,7 @@ def _facts(row: EpochRow) -> Iterator[tuple[int, Text]]:
     yield 1, Text(f"{units.nbytes(row.nbytes)}{took}")
     yield 7, Text(f"held {units.secs(row.held_secs)}" if row.held_secs is not None else "", FAINT)
     yield 8, text(f"slowest {row.slowest_node}" if row.slowest_node is not None else "", FAINT, limit=60)
-    for rank, (name, value) in enumerate(list(text_overview.flat(row.metrics).items())[:3]):
+    for rank, (name, value) in enumerate(list(rows.flat(row.metrics).items())[:3]):
         yield 4 + rank, text(f"{name} ", FAINT, limit=30).append_text(text_overview.metric(value))
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from epochckpt import rows, same_bytes, stats
+from epochckpt import naming, rows, same_bytes, stats
 from epochckpt.changes import Change
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, InvalidArgumentError, say
 from epochckpt.escaping import shown
@@ -113,7 +113,7 @@ class _Pair:
         return sum(row.nbytes for row in (self.before, self.after) if row is not None)
 
     def matches(self, pattern: str) -> bool:
-        return fnmatch.fnmatchcase(self.name, pattern) or fnmatch.fnmatchcase(f"{self.item}:{self.name}", pattern)
+        return naming.matches(self.item, self.name, pattern)
 
     def row(self, change: str, **more: Any) -> DiffRow:
         leaves = {side: row for side in ("before", "after") if isinstance(row := getattr(self, side), LeafRow)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -222,7 +221,7 @@ class EpochInspection(Shown):
                 raise UnknownNameError(f"epoch {self.epoch}: no node {_quoted(node)} has items of its own; {hint}")
             arrays = [one for one in arrays if one[1] == node]
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-        matching = [one for one in arrays if any(_matches(one[0], one[2].name, pattern) for pattern in wanted)]
+        matching = [one for one in arrays if any(naming.matches(one[0], one[2].name, pattern) for pattern in wanted)]
         broken = next((each for each in items if each.problem), None)
         if not matching and broken is not None:
             raise DamagedError(f"epoch {self.epoch}, item {_quoted(broken.name)}", broken.problem)
@@ -371,10 +370,6 @@ def read_row(commits: Commits, epoch: int) -> EpochRow | None:
         return None
     row = epoch_rows.read(commits, commits.folder(epoch), epoch)
     return epoch_rows.with_metrics(commits, row) if isinstance(row, EpochRow) else None
-
-
-def _matches(item: str, leaf: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(leaf, pattern) or fnmatch.fnmatchcase(f"{item}:{leaf}", pattern)
 
 
 def _unusable(row: EpochRow) -> DamagedError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import orbax.checkpoint as ocp
 from rich.console import RenderableType
 
-from epochckpt import diffing, html_views, overview, plots, text_views
+from epochckpt import diffing, html_views, naming, overview, plots, text_views
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspected import DiffView, EpochInspection, Shown, read_row
 from epochckpt.reading import epoch_number
@@ -21,9 +21,6 @@ from epochckpt.rows import COMMITTED, DAMAGED, EpochRow, Overview
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_NEAR = 5
-_FURTHER = (1, 20, 400, None)  # how many of the newest epochs are looked at for one that is whole
 
 
 def inspect(
@@ -150,14 +147,8 @@ class Inspection(Shown):
     @property
     def latest(self) -> EpochInspection | None:
         """The newest epoch that is whole, as far as a look at its files tells; None if there is none."""
-        for limit in _FURTHER:
-            seen = self.overview(limit)
-            found = next((row.epoch for row in seen.epochs if row.latest), None)
-            if found is not None:
-                return self._epoch(found)
-            if not seen.hidden:
-                break
-        return None
+        found = self._marks()[0]
+        return None if found is None else self._epoch(found)
 
     @property
     def best(self) -> EpochInspection | None:
@@ -168,7 +159,7 @@ class Inspection(Shown):
         """
         if self._metric is None:
             raise InvalidArgumentError("best by which metric? Pass it: inspect(directory, metric='loss', mode='min')")
-        found = next((row.epoch for row in self.overview(1).epochs if row.best), None)
+        found = self._marks()[1]
         return None if found is None else self._epoch(found)
 
     def __len__(self) -> int:
@@ -252,8 +243,7 @@ class Inspection(Shown):
         seen = self.overview(None, check=False).epochs
         known = [row.epoch for row in seen if row.state in (COMMITTED, DAMAGED)]
         error = EpochNotFoundError(epoch, self.directory, known)
-        near = sorted(sorted(known, key=lambda number: abs(number - epoch))[:_NEAR])
-        said = f"near: {', '.join(map(str, near))}" if near else "it holds no committed epoch"
+        said = naming.near_epochs(epoch, known)
         tried = [row for row in seen if row.epoch == epoch]
         if tried:
             said += f". An attempt at saving it is {tried[-1].state}"

@@ -1,8 +1,12 @@
-"""What to say where a name is not there: names that are near, what lies below a part of a tree, what takes patterns."""
+"""What to say where a name is not there: names that are near, what lies below a part of a tree, what takes patterns.
+
+And what a pattern means.
+"""
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 from collections.abc import Iterable
 
 from epochckpt.escaping import shown
@@ -32,6 +36,17 @@ def near(name: str, known: Iterable[str]) -> str:
     said = ", ".join(repr(shown(other, limit=_LIMIT)) for other in (found or listed)[:_NEAR])
     more = f", … {len(listed) - _NEAR} more" if not found and len(listed) > _NEAR else ""
     return f"{'near' if found else 'there are'}: {said}{more}"
+
+
+def near_epochs(epoch: int, known: Iterable[int]) -> str:
+    """A hint: the numbers that are nearest, ascending."""
+    nearest = sorted(sorted(known, key=lambda number: abs(number - epoch))[:_NEAR])
+    return f"near: {', '.join(map(str, nearest))}" if nearest else "it holds no committed epoch"
+
+
+def matches(item: str, leaf: str, pattern: str) -> bool:
+    """Whether a shell pattern of `leaf` or `item:leaf` means a leaf."""
+    return fnmatch.fnmatchcase(leaf, pattern) or fnmatch.fnmatchcase(f"{item}:{leaf}", pattern)
 
 
 def no_leaf(name: str, known: Iterable[str]) -> str:

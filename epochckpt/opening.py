@@ -102,8 +102,7 @@ def survey(commits: Commits, options: ocp.CheckpointManagerOptions) -> tuple[lis
             damaged.append(epochs.pop())
     found: dict[int, Any] = {}
     if retention.reads_metrics(options):
-        attempts = {epoch: lambda epoch=epoch: commits.read_attempt(epoch) for epoch in epochs}
-        found = attached.of_epochs(commits, attempts)
+        found = attached.of_epochs(commits, epochs, commits.read_attempt)
     return epochs, damaged, checksum.pack_by_number(found, "metrics")
 
 

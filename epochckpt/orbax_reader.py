@@ -96,16 +96,12 @@ class StepReader:
             raise
         except EpochCheckpointError as error:
             damage.append(error)
-        with self._stock(""):
-            size = orbax_steps.nbytes(self._store, self._folder)
-        return status.Verification(self.record.epoch, size, tuple(damage), NOTE)
+        return status.Verification(self.record.epoch, self._nbytes(), tuple(damage), NOTE)
 
     def status(self) -> status.EpochStatus:
         """Committed; raises what `restore` would raise for a step that is not whole."""
         self._check()
-        with self._stock(""):
-            size = orbax_steps.nbytes(self._store, self._folder)
-        return status.EpochStatus(self.record.epoch, "committed", "written by stock Orbax", orbax_nbytes=size)
+        return status.EpochStatus(self.record.epoch, "committed", "written by stock Orbax", orbax_nbytes=self._nbytes())
 
     def item_kinds(self) -> dict[str, str]:
         """`arrays` or `files`, by item name."""
@@ -125,6 +121,10 @@ class StepReader:
     def step_metadata(self) -> Any:
         """Orbax's StepMetadata."""
         return status.step_metadata(self.record, self.record.handlers, self.item_metadata())
+
+    def _nbytes(self) -> int:
+        with self._stock(""):
+            return orbax_steps.nbytes(self._store, self._folder)
 
     def _check(self) -> None:
         with self._stock(""):

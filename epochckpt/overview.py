@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import attached, epoch_rows, layout, recognising, remains, worker
+from epochckpt import attached, epoch_rows, layout, recognising, remains
 from epochckpt.commit import Commits
 from epochckpt.commit_put import PutCommits
 from epochckpt.errors import AccessError, EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError
@@ -26,7 +25,6 @@ CHECKED_FILES = 2000
 """About so many files are looked at; the newest epochs come first."""
 
 _LOOKED_INTO = 3  # committed epochs on an object store, for attempts beside them
-_THREADS = 16  # of object stores, where every answer takes long and costs nothing here
 
 
 def open_commits(directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions | None = None) -> Commits:
@@ -204,13 +202,8 @@ class _Look:
             epoch = order[place]
             found[place] = epoch_rows.read(self._commits, folders[epoch], epoch, brief=epoch not in shown)
 
-        self._each(read, range(len(order)))
+        self._commits.store.each(read, range(len(order)))
         return found
-
-    def _each(self, call: Callable[[int], None], numbers: Iterable[int]) -> None:
-        """Calls with each number, in order; side by side where requests take long."""
-        threads = 1 if self._commits.store.renames else _THREADS
-        worker.Pool(threads).run([functools.partial(call, number) for number in numbers])
 
     def _attach(self, rows: dict[int, EpochRow], hidden: list[EpochRow]) -> None:
         """Completes the rows with metrics that were attached to their epochs."""
@@ -224,7 +217,7 @@ class _Look:
             found = attached.read(self._commits, files[row.folder], row.epoch, row.attempt)
             wanted[place] = epoch_rows.with_attached(row, found)
 
-        self._each(complete, places)
+        self._commits.store.each(complete, places)
         shown = len(rows)
         rows.update({row.epoch: row for row in wanted[:shown]})
         if len(wanted) > shown:
@@ -255,7 +248,7 @@ class _Look:
         def check(epoch: int) -> None:
             rows[epoch] = epoch_rows.checked(self._commits, rows[epoch])
 
-        self._each(check, chosen)
+        self._commits.store.each(check, chosen)
 
     def _best(self, rows: Sequence[EpochRow]) -> int | None:
         """The best epoch, the later of equals."""

@@ -33,10 +33,11 @@ def retire(
 ) -> tuple[list[int], Mapping[int, Any], Callable[[], Callable[[], None]]]:
     """What may be deleted now that an epoch is committed, metrics attached to others by epoch, a call that hides."""
     infos = [i for i in history.committed() if i.step != fresh.epoch]
+    by_number = {i.step: i for i in infos}
     if retention.reads_metrics(options):
         found = worker.logged(
             "attached metrics could not be read",
-            lambda: attached.of_epochs(commits, {i.step: lambda i=i: i.attempt for i in infos}),
+            lambda: attached.of_epochs(commits, by_number, lambda epoch: by_number[epoch].attempt),
         )
         if found is not None:
             history.attach(found)

@@ -17,13 +17,20 @@ parent is gone, which is what fences off an older run. Elsewhere a folder exists
 
 from __future__ import annotations
 
+import functools
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+from epochckpt import worker
+
+T = TypeVar("T")
+
+_THREADS = 16  # of object stores
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,14 @@ class Store(ABC):
         Raises:
             FileNotFoundError: there is no such folder (POSIX).
         """
+
+    def each(self, call: Callable[[T], object], values: Iterable[T]) -> None:
+        """Calls with each value, begun in order; side by side where every answer takes long and costs nothing here.
+
+        Raises:
+            The first error of a call, when all that had begun have ended.
+        """
+        worker.Pool(1 if self.renames else _THREADS).run([functools.partial(call, value) for value in values])
 
     @abstractmethod
     def find(self, prefix: str, folder: str | None = None) -> list[str]:

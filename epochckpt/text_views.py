@@ -16,7 +16,7 @@ from rich.text import Text
 from epochckpt import rows, run_notes, text_tree, units
 from epochckpt.rows import EpochDetail, EpochRow, ItemRow, NodeRow
 from epochckpt.text_leaves import diff, stats
-from epochckpt.text_overview import BEST, LATEST, STYLES, flat, metric, node_strip, overview, strip_title
+from epochckpt.text_overview import BEST, LATEST, STYLES, metric, node_strip, overview, strip_title
 from epochckpt.text_table import (
     BAD,
     FAINT,
@@ -97,7 +97,7 @@ def _facts(detail: EpochDetail) -> Iterator[tuple[str, Text]]:
     yield "written by", text("stock Orbax" if row.writer == "orbax" else f"{row.writer}, attempt {row.attempt or '?'}")
     if row.folder not in ("", str(row.epoch)):
         yield "folder", text(row.folder)
-    for name, value in flat(row.metrics).items():
+    for name, value in rows.flat(row.metrics).items():
         source = f"  (attached by {row.sources[name]})" if name in row.sources else ""
         yield "metric", text(f"{name} ").append_text(metric(value, HEAD)).append_text(text(source, FAINT))
     for name, value in row.custom_metadata.items():
