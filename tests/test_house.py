@@ -11,7 +11,7 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-MAX_LINES = 400
+MAX_LINES = 600
 SLEEP = re.compile(r"\btime\s*\.\s*sleep\s*\(|\bfrom\s+time\s+import\b.*\bsleep\b")
 LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 REASONED = re.compile(r"\bTODO\([\w.@-]+\): \S+ \S+")
@@ -34,7 +34,7 @@ def bare_todos(source: str) -> list[int]:
 
 
 def test_every_module_is_short() -> None:
-    """Modules of epochckpt stay under 400 lines."""
+    """Modules of epochckpt stay under 600 lines."""
     lines = {
         path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in python_files("epochckpt")
