@@ -8,7 +8,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import items, layout
+from epochckpt import items, layout, opening
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.options import StorageOptions
 
@@ -85,8 +85,14 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
     excluded = [n for n in ("keep_time_interval", "max_to_keep", "keep_period") if getattr(options, n)]
     if options.preservation_policy is not None and excluded:
         raise InvalidArgumentError(f"preservation_policy and {excluded[0]} exclude each other; pass one of them")
-    if options.todelete_subdir is not None and not layout.is_name(options.todelete_subdir):
-        raise InvalidArgumentError(f"todelete_subdir {options.todelete_subdir!r} is not a plain folder name")
+    folder = options.todelete_subdir
+    if folder is not None and (
+        not layout.is_free_folder(folder) or opening.step_names(options).parse(folder) is not None
+    ):
+        raise InvalidArgumentError(
+            f"todelete_subdir {folder!r} is not usable: expected the name of one folder in the directory, such as "
+            "'ttl=1h', that is named neither like an epoch nor like the folders that epochckpt makes itself"
+        )
     hints = [f"{name} ({HINTS[name]})" for name in changed if name in HINTS]
     if getattr(options.async_options, "barrier_sync_fn", None) is not None:
         hints.append("async_options.barrier_sync_fn (there are no barriers)")

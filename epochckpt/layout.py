@@ -33,7 +33,10 @@ _NODE_STAGING = re.compile(r"node-(.+)-([0-9a-f]{16})" + re.escape(TMP_SUFFIX) +
 _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )
+_ASIDE = ("rolled-back-", "damaged-")  # of folders of epochs that are kept out of sight
+_OWN = frozenset({".", "..", ROOT_METADATA[0], ROLLBACK_RECORD})
 MAX_NAME = 120
+_MAX_PART = 255  # bytes, of most file systems
 _MAX_FILE_PATH = 1000
 METRICS_PREFIX = "_metrics-"  # no node and no item has such a name
 _METRICS = re.compile(re.escape(METRICS_PREFIX) + r"(.+)\.json\Z")
@@ -47,6 +50,19 @@ def new_id() -> str:
 def is_name(name: object) -> bool:
     """Whether `name` may name a node or an item on storage."""
     return isinstance(name, str) and len(name) <= MAX_NAME and _NAME.match(name) is not None and TMP_SUFFIX not in name
+
+
+def is_free_folder(name: object) -> bool:
+    """Whether `name` may be a folder of the user's own beside the epochs: one folder, and none of the names of ours."""
+    return (
+        isinstance(name, str)
+        and len(name.encode("utf-8", "surrogatepass")) <= _MAX_PART
+        and _PLAIN.match(name) is not None
+        and "/" not in name
+        and name not in _OWN
+        and not name.startswith(_ASIDE)
+        and TMP_SUFFIX not in name
+    )
 
 
 def check_node_name(name: object) -> str:
@@ -125,7 +141,7 @@ def is_file_path(name: object) -> bool:
     """Whether `name` may be the path of a handler's file inside its item's folder."""
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_FILE_PATH or not _PLAIN.match(name):
         return False
-    return all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in name.split("/"))
+    return all(part not in ("", ".", "..") and len(part.encode()) <= _MAX_PART for part in name.split("/"))
 
 
 def check_recorded_name(path: str, name: object) -> str:

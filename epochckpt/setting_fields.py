@@ -126,7 +126,7 @@ class Fields:
     )
     todelete_subdir: str | None = _is(
         None,
-        kinds.maybe(kinds.FOLDER_NAME, ""),
+        kinds.maybe(kinds.FREE_FOLDER, ""),
         f"{OPTIONS}.todelete_subdir",
         "Move deleted epochs to this folder in the directory, instead of removing them.",
     )

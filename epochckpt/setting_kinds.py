@@ -222,6 +222,12 @@ def _name(value: object) -> str:
     return str(value)
 
 
+def _free_folder(value: object) -> str:
+    if not layout.is_free_folder(value):
+        raise _Refusal
+    return str(value)
+
+
 def _items(value: object) -> list[Any]:
     """Of a sequence or set, or a text with commas, read as CSV."""
     if isinstance(value, str):
@@ -267,6 +273,7 @@ BOOLEAN = Kind("true or false", _boolean, lambda value: "true" if value else "fa
 TEXT = Kind("a text", _text)
 PATH = Kind("a path or URL", _path)
 FOLDER_NAME = Kind("letters, digits, '.', '_' and '-', a letter or digit first", _name)
+FREE_FOLDER = Kind("one folder's name, none of those that epochckpt gives", _free_folder)
 NODE_NAME = Kind("a node's name", layout.check_node_name)
 TEXTS = Kind("texts with commas between them", _texts, _write_texts)
 EPOCHS = Kind("epochs (integers of at least 0) with commas between them", _epochs, lambda v: ",".join(map(str, v)))

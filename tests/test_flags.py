@@ -227,6 +227,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "a node's name, or nothing": st.none() | st.sampled_from(["process_0", "tpu-7.x"]),
     "letters, digits, '.', '_' and '-', a letter or digit first, or nothing": st.none()
     | st.sampled_from(["a", "none"]),
+    "one folder's name, none of those that epochckpt gives, or nothing": st.none()
+    | st.sampled_from(["ttl=1h", "old epochs"]),
     "max or min": st.sampled_from(["max", "min"]),
     "json, json:FILE or sqlite:FILE, or none": st.none() | st.sampled_from(["json", "json:/a b", "sqlite:x:y"]),
     "texts with commas between them": st.lists(TEXT.filter(lambda text: text == text.strip()), max_size=3),

@@ -661,12 +661,15 @@ def test_names_of_epochs(directory: str, options: Options, name: str) -> None:
     assert list(ec.follow(directory, timeout_secs=0.01, interval_secs=0.01, options=options)) == [7, 12]
 
 
-def test_what_is_to_be_deleted_can_be_kept_elsewhere(tmp_path: pathlib.Path) -> None:
-    """`todelete_subdir` moves epochs instead of removing them."""
-    with ec.CheckpointManager(tmp_path, options=Options(max_to_keep=1, todelete_subdir="old")) as m:
-        save_all(m, [0, 1])
-        assert m.all_steps() == [1]
-    assert (tmp_path / "old" / "0" / "epoch.json").exists()
+@pytest.mark.parametrize("folder", ["old", "ttl=1h", ".old epochs", "zur Löschung"])
+def test_what_is_to_be_deleted_can_be_kept_elsewhere(directory: str, folder: str) -> None:
+    """`todelete_subdir` moves epochs instead of removing them; it may be called as a bucket's rules want it."""
+    for epochs in ([0, 1], [2]):  # the second run sweeps what the first one left, and not this
+        with ec.CheckpointManager(directory, options=Options(max_to_keep=1, todelete_subdir=folder)) as m:
+            save_all(m, epochs)
+            assert m.all_steps() == epochs[-1:]
+    for epoch in (0, 1):
+        assert store_of(m).exists(f"{folder}/{epoch}/epoch.json")
 
 
 def test_an_explicit_delete_may_take_the_newest(directory: str, m: ec.CheckpointManager) -> None:

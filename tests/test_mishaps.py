@@ -541,8 +541,11 @@ def test_an_epoch_that_cannot_be_kept_elsewhere_is_not_deleted(
         assert value_of(manager.restore(1)) == 1
 
 
-@pytest.mark.parametrize("folder", ["old/epochs", "../trash", "..", ".", "/tmp/trash", ""])
-def test_a_todelete_subdir_that_is_no_plain_name_is_refused(tmp_path: pathlib.Path, folder: str) -> None:
+TAKEN = ["7", "metadata", "rollback.json", "damaged-0", "rolled-back-0", "x.orbax-checkpoint-tmp"]
+
+
+@pytest.mark.parametrize("folder", ["old/epochs", "../trash", "..", ".", "/tmp/trash", "", "a\nb", "x" * 256, *TAKEN])
+def test_a_todelete_subdir_that_is_no_folder_of_its_own_is_refused(tmp_path: pathlib.Path, folder: str) -> None:
     """At construction, before anything is written."""
     with pytest.raises(InvalidArgumentError, match="todelete_subdir"):
         ec.CheckpointManager(tmp_path / "run", options=Options(max_to_keep=1, todelete_subdir=folder))

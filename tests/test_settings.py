@@ -286,7 +286,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("include", "a,,b", "each is a text, not empty"),
     ("node", "a/b", "a node's name, or nothing, found 'a/b': node name 'a/b' is not usable"),
     ("step_prefix", "../x", "letters, digits"),
-    ("todelete_subdir", "a/b", "letters, digits"),
+    ("todelete_subdir", "a/b", "one folder's name"),
     ("directory", 7, "a path or URL, or nothing, found 7"),
     ("directory", "a\0b", "found"),
     ("directory", "~/run", "nobody replaces ~"),
