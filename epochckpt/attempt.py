@@ -14,13 +14,15 @@ import orbax.checkpoint as ocp
 from epochckpt import checksum, layout, units, worker
 from epochckpt.aside import Replaces
 from epochckpt.coordination import Deadline
-from epochckpt.errors import SaveError, say
+from epochckpt.errors import SaveError, copied, say
 from epochckpt.handlers import Content, Run
 from epochckpt.hosting import Nodes
 from epochckpt.plan import ItemPlan
 from epochckpt.records import DataFile, EpochRecord, ItemRecord, NodeEntry
 from epochckpt.saving import Prepared, checked_json, take
 from epochckpt.snapshot import Buffer
+
+QUEUED = "queued"
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,7 +68,7 @@ class Attempt:
     held_secs: float = 0.0
     ordinal: int = 0
     collecting: float = 0.0
-    state: str = "queued"
+    state: str = QUEUED
     written: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     done: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     reports: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -276,4 +278,4 @@ def broken(epoch: int, number: int, error: Exception, timeout_secs: float) -> At
         "digest": str,
     }
     rest: dict[str, Any] = {"metrics": None, "default_item": True, "custom_metadata": {}, "copied_bytes": 0}
-    return Attempt(epoch, number, **nothing, **rest, deadline=Deadline(timeout_secs), error=error)
+    return Attempt(epoch, number, **nothing, **rest, deadline=Deadline(timeout_secs), error=copied(epoch, error))

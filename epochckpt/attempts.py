@@ -24,7 +24,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import units, worker
-from epochckpt.attempt import Attempt, Committed
+from epochckpt.attempt import QUEUED, Attempt, Committed
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     CoordinationError,
@@ -36,6 +36,7 @@ from epochckpt.errors import (
     UncertainError,
     as_save_error,
     from_wire,
+    kept,
     to_wire,
 )
 from epochckpt.opening import Opened
@@ -80,7 +81,7 @@ class Attempts:
         self._lock = threading.Lock()
         self._pending: list[Attempt] = []
         self._errors: list[SaveError] = []
-        self._failed: dict[int, SaveError] = {}
+        self._failed: dict[int, str] = {}
         self._ordinal = 0
         self._reported: collections.deque[str] = collections.deque()
         self._spoken: collections.deque[str] = collections.deque()
@@ -123,7 +124,7 @@ class Attempts:
         with self._lock:
             return list(self._pending)
 
-    def failure(self, epoch: int) -> SaveError | None:
+    def failure(self, epoch: int) -> str | None:
         """Why the last attempt at an epoch failed, if it did."""
         with self._lock:
             return self._failed.get(epoch)
@@ -163,16 +164,19 @@ class Attempts:
     # -- writing, on every node ----------------------------------------------------------------------------------
 
     def _write(self, attempt: Attempt) -> None:
+        with self._lock:
+            if attempt.done.done():  # given up while an older write hung
+                return
+            attempt.state = "waiting for the primary"
         error: Exception | None = None
         try:
-            attempt.state = "waiting for the primary"
             attempt.ordinal = self._begin(attempt)
             if attempt.error is not None:
                 raise attempt.error
             attempt.state = "writing"
             report = self._write_files(attempt)
         except Exception as caught:  # every failure becomes this node's report
-            error, report = caught, {"error": to_wire(caught)}
+            error, report = kept(caught), {"error": to_wire(caught)}
         attempt.drop()
         if attempt.ordinal and not self._coordinator.primary:
             try:
@@ -246,7 +250,7 @@ class Attempts:
             worker.logged("the logger of the manager failed", lambda: self._log(attempt, committed))
             self._resident.append(attempt.epoch)
         except Exception as caught:
-            failure = as_save_error(attempt.epoch, caught)
+            failure = kept(as_save_error(attempt.epoch, caught))
         remove = None if hide is None else worker.logged("older epochs could not be deleted", hide)
         self._end(attempt, failure)
         if remove is not None:
@@ -257,15 +261,18 @@ class Attempts:
         with self._lock:
             if attempt.done.done():
                 return
+            never_written = attempt.state == QUEUED
             attempt.state = "committed" if failure is None else "failed"
             self._pending.remove(attempt)
             if failure is not None:
-                self._failed[attempt.epoch] = failure
+                self._failed[attempt.epoch] = failure.reason
                 if attempt.error is None:  # else its caller has been told
                     self._errors.append(failure)
             self._on_end(attempt, failure)
             attempt.written.set(None)
             attempt.done.set(None)
+        if never_written:
+            attempt.drop()
         if failure is not None:
             logging.error("%s: %s", self._store.root, failure)
 
@@ -344,8 +351,8 @@ class Attempts:
             logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
         self._reported.append(f"{self._prefix}/report/{attempt.ordinal}")
         self._spoken += [f"{self._prefix}/verdict/{attempt.ordinal}", self._begin_key(attempt)]
-        for keys, kept in ((self._reported, _REPORTS), (self._spoken, _REMEMBERED)):
-            while len(keys) > kept:
+        for keys, count in ((self._reported, _REPORTS), (self._spoken, _REMEMBERED)):
+            while len(keys) > count:
                 self._coordinator.forget(keys.popleft())
 
     def _hear(self, attempt: Attempt, error: Exception | None) -> Committed:

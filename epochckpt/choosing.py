@@ -20,6 +20,7 @@ from epochckpt.errors import (
     EpochNotFoundError,
     FormatError,
     from_wire,
+    kept,
     to_wire,
 )
 
@@ -92,7 +93,7 @@ def newest_readable(
             raise error
         logging.error("%s: epoch %d is not restored, falling back to an older one: %s", directory, epoch, error)
         rejected.append(epoch)
-        first = first or error
+        first = first or kept(error)  # without what was read of it, while older ones are read
     assert first is not None
     raise DamagedError(
         directory, f"none of the {len(candidates)} committed epochs can be restored; the newest: {first}"

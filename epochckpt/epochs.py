@@ -83,7 +83,7 @@ class Epochs(Browsable):
         found = self._reading.status(epoch)
         failure = self._attempts.failure(epoch)
         if found.state == "absent" and failure is not None:
-            return status.EpochStatus(epoch, "failed", failure.reason)
+            return status.EpochStatus(epoch, "failed", failure)
         return found
 
     def restore(

@@ -31,9 +31,10 @@ Every error carries its data as attributes, and is the same again after pickling
 from __future__ import annotations
 
 import errno
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
@@ -303,9 +304,39 @@ def as_save_error(epoch: int, error: Exception) -> SaveError:
     return failure
 
 
+def copied(epoch: int, error: Exception) -> SaveError:
+    """A SaveError of this epoch that says the same as an error that somebody else raises."""
+    same = from_wire(to_wire(error))
+    return same if isinstance(same, SaveError) else SaveError(epoch, say(error))
+
+
+_E = TypeVar("_E", bound=BaseException)
+_RAISED = "raised, outside the caller's thread, at"
+
+
+def kept(error: _E) -> _E:
+    """Makes an error one that may be kept: its traceback, and those of what it came from, become text, in notes.
+
+    A traceback keeps all that the functions it has passed have at hand, the arrays of a whole epoch among it.
+    """
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or one in found:
+            continue
+        found.append(one)
+        waiting += [one.__cause__, one.__context__]
+        where, one.__traceback__ = traceback.format_tb(one.__traceback__), None
+        if where and not any(note.startswith(_RAISED) for note in getattr(one, "__notes__", ())):
+            one.add_note(f"{_RAISED}\n{''.join(where)}")
+    return error
+
+
 def to_wire(error: BaseException) -> dict[str, Any]:
     """Describes an error for another process: a dict of strings and plain attributes, no pickle."""
-    plain = {k: v for k, v in getattr(error, "__dict__", {}).items() if isinstance(v, str | int | list | type(None))}
+    data = {k: v for k, v in getattr(error, "__dict__", {}).items() if k != "__notes__"}
+    plain = {k: v for k, v in data.items() if isinstance(v, str | int | list | type(None))}
     plain = {k: v for k, v in plain.items() if not isinstance(v, list) or all(isinstance(e, str | int) for e in v)}
     return {"type": type(error).__name__, "message": str(error) or repr(error), "data": plain}
 

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 
 from epochckpt import checksum, layout
 from epochckpt import tree as tree_lib
-from epochckpt.errors import DamagedError, EpochCheckpointError
+from epochckpt.errors import DamagedError, EpochCheckpointError, kept
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.node_reader import EpochReader
 from epochckpt.records import EpochRecord
@@ -97,6 +97,10 @@ class Verification:
     nbytes: int
     damage: tuple[EpochCheckpointError, ...] = ()
     note: str = ""
+
+    def __post_init__(self) -> None:
+        for error in self.damage:
+            kept(error)  # without the blocks that were read
 
     @property
     def ok(self) -> bool:

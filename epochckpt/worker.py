@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from absl import logging
 
-from epochckpt.errors import say
+from epochckpt.errors import kept, say
 
 T = TypeVar("T")
 
@@ -138,6 +138,8 @@ class Pool:
         drain()
         for helper in helpers:
             helper.result()
+        for error in errors[1:]:
+            kept(error)  # else it lives as long as itself: its traceback has this list
         if errors:
             raise errors[0]
 

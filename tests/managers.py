@@ -7,8 +7,10 @@ about Orbax; that it then passes with ours is the promise.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pathlib
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,6 +56,19 @@ def or_refused(manager_class: ManagerClass, name: str) -> Iterator[None]:
 def names(folder: str | os.PathLike[str]) -> set[str]:
     """What lies in a folder."""
     return {path.name for path in pathlib.Path(folder).iterdir()}
+
+
+@contextlib.contextmanager
+def traced_memory() -> Iterator[Callable[[], int]]:
+    """How many bytes this process has allocated since, while the garbage collector does nothing."""
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 def sharding(*spec: str | None) -> jax.sharding.NamedSharding:

@@ -31,6 +31,7 @@ import epochckpt as ec
 from epochckpt import errors, node_writer, plan, snapshot, tree
 from epochckpt.posix_store import PosixStore, PosixWriter
 from tests.jobs import global_mesh, place
+from tests.managers import traced_memory
 from tests.processes import Process, Processes, run_worker, start_processes
 
 Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
@@ -301,6 +302,20 @@ def test_a_full_disk_costs_one_epoch(disk: pathlib.Path) -> None:
     assert len({error.epoch for error in failures}) == len(failures)
     assert os.statvfs(disk).f_bavail >= free
     assert not list(directory.glob("*.orbax-checkpoint-tmp"))
+
+
+def test_a_full_disk_costs_no_memory(disk: pathlib.Path) -> None:
+    """What could not be written is let go when its save has failed, by all threads that wrote it."""
+    with ec.CheckpointManager(disk / "run") as m:
+        ballast = fill_disk(disk, 600)
+        with traced_memory() as held:
+            for epoch in range(4):
+                m.save(epoch, args=Save({"a": np.zeros(2**22, np.uint8), "b": np.ones(2**22, np.uint8)}))
+                m._attempts.drain()
+            assert held() < 2**22
+        ballast.unlink()
+        with pytest.raises(errors.ErrorGroup, match="No space left"):
+            m.wait_until_finished()
 
 
 @pytest.mark.parametrize("how", ["wait_until_finished", "check_for_errors", "close"])

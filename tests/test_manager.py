@@ -36,6 +36,7 @@ from epochckpt.errors import (
     SaveError,
     UnsupportedError,
 )
+from tests.managers import traced_memory
 
 WAIT_SECS = 30.0
 MOMENT_SECS = 0.2  # how long something that must not happen is waited for
@@ -467,6 +468,23 @@ def test_saving_goes_on_after_a_failure(m: ec.CheckpointManager) -> None:
     with pytest.raises(SaveError, match="epoch 0"):
         m.wait_until_finished()
     assert m.all_steps() == [1]
+
+
+def test_a_failed_save_keeps_nothing_of_its_snapshot(directory: str, m: ec.CheckpointManager) -> None:
+    """Its memory is free when it has ended, without help of the garbage collector; its error still says where."""
+    tap = fail_writes(m)
+    with traced_memory() as held:
+        for step in range(4):
+            m.save(step, args=ocp.args.StandardSave({"a": np.zeros(2**20, np.uint8)}))
+            m._attempts.drain()
+        assert held() < 2**20
+        with pytest.raises(ErrorGroup) as caught:
+            m.wait_until_finished()
+        assert held() < 2**20
+    cause = caught.value.errors[0].__cause__
+    assert isinstance(cause, OSError)
+    assert "write_arrays" in "".join(cause.__notes__)
+    tap.remove()
 
 
 def test_several_failures_are_raised_together_once(m: ec.CheckpointManager) -> None:
