@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import choosing, export_orbax, export_safetensors, items, layout, orbax_left_out, units
+from epochckpt import choosing, export_orbax, export_safetensors, items, layout, orbax_left_out, units, worker
 from epochckpt.coordination import SingleProcess
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.export_safetensors import Settings
@@ -254,7 +254,7 @@ def _staged(reader: EpochReader, above: PosixStore, name: str, write: _Write, pr
             raise InvalidArgumentError(f"destination {place} was filled by somebody else meanwhile: {error}") from error
         above.sync_folder("")
     except BaseException:
-        above.remove_tree(staging)
+        worker.logged(f"{folder} stays", lambda: above.remove_tree(staging))
         raise
     return Exported(reader.record.epoch, place, nbytes, left_out)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import orbax.checkpoint as ocp
 
-from epochckpt import layout, overview, remains, surveying, units
+from epochckpt import layout, overview, remains, surveying, units, worker
 from epochckpt.aside import parse_rollback
 from epochckpt.commit_put import PutCommits
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
@@ -142,7 +142,7 @@ def remove(
                 if progress is not None:
                     progress(row)
     finally:
-        removal.end()
+        worker.logged(f"{found.directory}: the folder of this clean-up stays", removal.end)
     return Garbage(found.directory, tuple(gone), kept, tuple(others))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ from epochckpt.errors import (
     EpochExistsError,
     ErrorGroup,
     InvalidArgumentError,
-    SaveError,
+    say,
 )
 from epochckpt.hosting import Nodes
 from epochckpt.node_items import Here
@@ -286,7 +286,10 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         """Raises failures of saves that have ended, once; does not wait."""
         errors = self._attempts.take_errors()
         if errors:
-            raise errors[0] if len(errors) == 1 else ErrorGroup(errors)
+            error = errors[0] if len(errors) == 1 else ErrorGroup(errors)
+            if (other := sys.exception()) is not None:  # in a `finally`: a traceback shows the cause alone
+                error.add_note(f"Raised while another error was on its way: {type(other).__name__}: {other}")
+            raise error
 
     def take_outcomes(self) -> list[SaveOutcome]:
         """How the saves ended that have ended since the last call, in order; does not wait.
@@ -317,12 +320,19 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Closes it. What the block itself raised stays what is raised; a failed save becomes a note of that."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):  # sys.exit(0) claims success
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as failure:
+            logging.error("%s: closing it failed, too: %s", self._directory, say(failure))
+            error.add_note(f"Closing the checkpoint manager of {self._directory} failed, too: {say(failure)}")
 
     def _drain_at_exit(self) -> None:
-        with contextlib.suppress(SaveError):  # it has been logged
-            self.close()
+        worker.logged(f"{self._directory}: at exit", self.close)
 
     def _announce(self, attempt: Attempt, done: Committed, logger: Any) -> None:
         """On every node, after every commit; may fail."""

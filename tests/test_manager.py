@@ -12,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -519,6 +520,53 @@ def test_close_raises_what_nobody_was_told(directory: str) -> None:
     with pytest.raises(SaveError):
         m.close()
     m.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("the user's own"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_an_error_in_a_with_block_is_what_the_caller_sees(directory: str, error: BaseException) -> None:
+    """Also when an earlier save has failed: that is logged, and a note of the error, and does not take its place."""
+
+    def body() -> None:
+        with ec.CheckpointManager(directory) as m:
+            fail_writes(m)
+            save(m, 0)
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        body()
+    assert caught.value is error
+    assert "epoch 0 was not committed" in "".join(traceback.format_exception(error))
+
+
+def test_a_with_block_that_ends_well_raises_what_nobody_was_told(directory: str) -> None:
+    """So does one that ends the program with exit code 0: the program claims that all went well."""
+
+    def body(end: Callable[[], None]) -> None:
+        with ec.CheckpointManager(directory) as m:
+            fail_writes(m)
+            save(m, 0)
+            end()
+
+    for end in (lambda: None, sys.exit, lambda: sys.exit(0)):
+        with pytest.raises(SaveError, match="epoch 0 was not committed"):
+            body(end)
+
+
+def test_closing_in_a_finally_shows_both_errors(directory: str) -> None:
+    """`finally: manager.close()` raises the failed save in place of the user's error; the output names that, too."""
+
+    def body() -> None:
+        m = ec.CheckpointManager(directory)
+        try:
+            fail_writes(m)
+            save(m, 0)
+            raise ValueError("the user's own")
+        finally:
+            m.close()
+
+    with pytest.raises(SaveError) as caught:
+        body()
+    assert "ValueError: the user's own" in "".join(traceback.format_exception(caught.value))
 
 
 def test_close_drains_and_can_be_called_again(directory: str) -> None:
