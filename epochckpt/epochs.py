@@ -132,7 +132,7 @@ class Epochs(Browsable):
         """Epochs that are on storage, and that this manager has found to be damaged: they are not in `all_steps`."""
         return sorted(self._damaged)
 
-    def restore_newest(self, restore: Callable[[int], T]) -> tuple[int, T]:
+    def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
         """Like `restore(None)`, with a function of the caller's own that restores an epoch.
 
         In a job of several processes all must call it: they vote on each epoch, and take the next older one if one of
@@ -141,6 +141,7 @@ class Epochs(Browsable):
         Args:
             restore: is given an epoch's number, and raises DamagedError, FormatError or EpochNotFoundError if the epoch
                 cannot be used, as this manager's members do; another error ends the search on every process.
+            among: the epochs that may be taken, ascending; None: all.
 
         Returns:
             The epoch, and what `restore` returned for it.
@@ -150,7 +151,7 @@ class Epochs(Browsable):
             DamagedError: there are, but none of them can be read.
         """
         self._attempts.drain()
-        choice = self._choose(self.all_steps(), restore, self._store)
+        choice = self._choose(self.all_steps() if among is None else among, restore, self._store)
         self._damaged |= self._commits.damaged(choice.rejected)
         self._history.drop(choice.rejected)
         return choice.epoch, choice.value

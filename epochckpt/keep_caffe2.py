@@ -39,16 +39,14 @@ class Caffe2Keeper(Keeper):
         self._wanted = list(wanted)
         return wanted or session.nodes
 
-    def open(self, session: Session, exchange: Exchange) -> None:
-        """See Keeper."""
-        self._session, self._exchange, self._ready = session, exchange, False
-        self._take(session)
-        self._manager.set_params(self._nodes)
-
-    def _take(self, session: Session) -> None:
+    def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
+        """See Keeper. Beside a run, the blobs are those that the run's init has found, as in Caffe2."""
+        super().open(session, exchange)
         several = isinstance(self._manager, MultiNodeCheckpointManager)
-        nodes = self._wanted or session.nodes
-        self._nodes = [n for n in nodes if several or n in session.hosted]
+        self._nodes = [n for n in self._wanted or session.nodes if several or n in session.hosted]
+        self._ready = beside
+        if not beside:
+            self._manager.set_params(self._nodes)
 
     def choose(self, named: int | None) -> int | None:
         """See Keeper."""
@@ -154,16 +152,14 @@ class Caffe2Keeper(Keeper):
     def let_replace(self, epoch: int) -> None:
         """See Keeper. Every save replaces."""
 
-    def load_blobs(self, names: Sequence[str], epoch: int, session: Session) -> bool:
+    def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """See Keeper."""
-        self._session = session
-        self._take(session)
         if isinstance(self._manager, MultiNodeCheckpointManager):
-            loaded = self._manager.load_blobs_locally(self._nodes, names, epoch, session)
+            loaded = self._manager.load_blobs_locally(self._nodes, names, epoch, self._session)
         else:
             loaded = self._manager.has_epoch(epoch)
             if loaded:
-                session.run(self._manager.load_blobs_from_checkpoint(names, epoch))
+                self._session.run(self._manager.load_blobs_from_checkpoint(names, epoch))
         if loaded:
             self._tell("checkpoint_partial_load", epoch, self._stats())
         return loaded

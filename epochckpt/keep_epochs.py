@@ -10,7 +10,6 @@ import orbax.checkpoint as ocp
 
 from epochckpt import args as own_args
 from epochckpt import blobs as blob_lib
-from epochckpt.boundary import Exchange
 from epochckpt.errors import EpochNotFoundError, SaveError
 from epochckpt.keeping import (
     BARE,
@@ -46,11 +45,6 @@ class EpochKeeper(Keeper):
             self._manager.set_nodes(wanted)
         return self._manager.node_names
 
-    def open(self, session: Session, exchange: Exchange) -> None:
-        """See Keeper."""
-        del exchange
-        self._session = session
-
     def _spaces(self) -> dict[str, Workspace]:
         """The workspaces of this process whose nodes are checkpointed."""
         return {n: ws for n, ws in self._session.workspaces().items() if n in self._manager.node_names}
@@ -71,7 +65,7 @@ class EpochKeeper(Keeper):
     def restore(self, epoch: int | None) -> Restored:
         """See Keeper."""
         if epoch is None:
-            epoch, found = self._manager.restore_newest(self._read)
+            epoch, found = self._manager.restore_newest(self._read, self.resumable())
         else:
             require(self.epochs(), epoch, self.directory)
             found = self._read(epoch)
@@ -84,7 +78,8 @@ class EpochKeeper(Keeper):
                 names[node].append(blob)
         return Restored(epoch, notes, names)
 
-    def _notes(self, epoch: int) -> Mapping[str, Any]:
+    def notes(self, epoch: int) -> Mapping[str, Any]:
+        """See Keeper."""
         found = self._manager.metadata(epoch).custom_metadata or {}
         notes = found.get(NOTES)
         return notes if isinstance(notes, dict) else {}
@@ -92,7 +87,7 @@ class EpochKeeper(Keeper):
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Any]:
         """The notes of an epoch and, by blob and node of this process, its blobs (`only`: those to these nodes)."""
         manager, spaces = self._manager, self._spaces()
-        notes, kinds = self._notes(epoch), manager.item_kinds(epoch)
+        notes, kinds = self.notes(epoch), manager.item_kinds(epoch)
         first = next(iter(spaces.values()))
         blob_of, forms = dict(notes.get("blobs") or {}), dict(notes.get("forms") or {})  # forms: as with stock Orbax
         count, now = max(len(manager.nodes(epoch)), 1), len(manager.node_names)
@@ -165,13 +160,15 @@ class EpochKeeper(Keeper):
         return items
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
-        """See Keeper."""
+        """See Keeper. The policies do not count epochs after this one: they are not of this run."""
+        if not (force or self._manager.should_save(epoch, ignore_later=True)):
+            return False
         renamed = {item: blob for blob, item in self._items.items() if item != blob}
         return self._manager.save(
             epoch,
             args=ocp.args.Composite(**prepared),
             metrics=metrics or None,
-            force=force,
+            force=True,
             custom_metadata={NOTES: {**notes, "blobs": renamed}},
         )
 
@@ -194,13 +191,12 @@ class EpochKeeper(Keeper):
         """See Keeper."""
         self._manager.let_replace(epoch)
 
-    def load_blobs(self, names: Sequence[str], epoch: int, session: Session) -> bool:
+    def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """See Keeper."""
-        self._session = session
         if epoch not in self._manager.all_steps(read=True):
             return False
         try:
-            kinds, blob_of = self._manager.item_kinds(epoch), dict(self._notes(epoch).get("blobs") or {})
+            kinds, blob_of = self._manager.item_kinds(epoch), dict(self.notes(epoch).get("blobs") or {})
             available = {blob_of.get(item, item): item for item in kinds}
             wanted = wanted_blobs(names, available, list(self._spaces()))
             _, values = self._read(epoch, wanted)

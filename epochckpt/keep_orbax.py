@@ -18,8 +18,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import blobs as blob_lib
-from epochckpt import layout
-from epochckpt.boundary import Exchange
+from epochckpt import layout, worker
 from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
 from epochckpt.keeping import BARE, BYTES, NOTES, Keeper, Names, Restored, of_this_node, present, require, wanted_blobs
 from epochckpt.session import Session
@@ -49,10 +48,6 @@ class OrbaxKeeper(Keeper):
             )
         return wanted or [f"process_{i}" for i in range(processes)]
 
-    def open(self, session: Session, exchange: Exchange) -> None:
-        """See Keeper."""
-        self._session, self._exchange = session, exchange
-
     def epochs(self) -> list[int]:
         """See Keeper."""
         return sorted(self._manager.all_steps())
@@ -66,7 +61,7 @@ class OrbaxKeeper(Keeper):
     def restore(self, epoch: int | None) -> Restored:
         """See Keeper. Orbax does not verify: the newest is the newest that it lists."""
         if epoch is None:
-            epoch = self._exchange.publish("the newest epoch", self.epochs)[-1]
+            epoch = self.resumable()[-1]
         require(self.epochs(), epoch, self.directory)
         if (self._manager.directory / str(epoch) / layout.EPOCH_RECORD).exists():
             raise UnsupportedError(
@@ -79,12 +74,13 @@ class OrbaxKeeper(Keeper):
             blob_lib.put_back(workspace, blob, value)
         return Restored(epoch, notes, {node: list(values)})
 
-    def _notes(self, epoch: int) -> Mapping[str, Any]:
+    def notes(self, epoch: int) -> Mapping[str, Any]:
+        """See Keeper."""
         notes = (self._manager.metadata(epoch).custom_metadata or {}).get(NOTES)
         return notes if isinstance(notes, dict) else {}
 
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        notes = self._notes(epoch)
+        notes = self.notes(epoch)
         forms = notes.get("forms") or dict.fromkeys(self._items_of(epoch), "arrays")
         blob_of = {item: (notes.get("blobs") or {}).get(item, item) for item in forms}
         forms = {item: form for item, form in forms.items() if only is None or blob_of[item] in only}
@@ -136,8 +132,8 @@ class OrbaxKeeper(Keeper):
         return out
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
-        """See Keeper."""
-        if not force and not self._manager.should_save(epoch):
+        """See Keeper. Orbax's policies say no to what is older than the newest: they are not asked about that."""
+        if not force and not any(e > epoch for e in self.epochs()) and not self._manager.should_save(epoch):
             return False
         self._settle()
         args: dict[str, Any] = {}
@@ -199,8 +195,9 @@ class OrbaxKeeper(Keeper):
         self._ended.append(SaveOutcome(epoch, committed, detail, held, time.monotonic() - began, {}))
 
     def drain(self) -> None:
-        """See Keeper."""
+        """See Keeper. Also of saves that another keeper of this manager has begun: Orbax lists them already."""
         self._settle()
+        worker.logged("a save of stock Orbax failed", self._manager.wait_until_finished)
 
     def roll_back(self, epoch: int) -> None:
         """See Keeper."""
@@ -216,19 +213,18 @@ class OrbaxKeeper(Keeper):
         """See Keeper. Orbax deletes it just before."""
         self._replace.add(epoch)
 
-    def load_blobs(self, names: Sequence[str], epoch: int, session: Session) -> bool:
+    def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """See Keeper."""
-        self._session = session
         self._manager.reload()
         if epoch not in self.epochs():
             return False
-        notes = self._notes(epoch)
+        notes = self.notes(epoch)
         items = notes.get("forms") or self._items_of(epoch)
         available = {(notes.get("blobs") or {}).get(item, item): item for item in items}
-        wanted = wanted_blobs(names, available, session.hosted)
+        wanted = wanted_blobs(names, available, self._session.hosted)
         _, values = self._read(epoch, wanted)
         for blob, value in values.items():
-            blob_lib.put_back(session.workspace(), blob, value)
+            blob_lib.put_back(self._session.workspace(), blob, value)
         return True
 
 

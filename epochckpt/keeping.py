@@ -10,15 +10,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from epochckpt import blobs as blob_lib
 from epochckpt.boundary import Exchange
-from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
+from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.session import Session
 from epochckpt.status import SaveOutcome
 from epochckpt.workspace import Workspace
 
 NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
+BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
 
 BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
 BYTES = "base64"  # with stock Orbax: key of bytes in JSON
@@ -42,7 +44,10 @@ class Restored:
 
 
 class Keeper(abc.ABC):
-    """A checkpoint manager, as the runner sees it. Every process makes the same calls.
+    """A checkpoint manager, as one run or one call of the runner uses it. Every process makes the same calls.
+
+    The session is the keeper's, not the manager's: a run has one keeper, and what is loaded or saved beside the run in
+    another session has another.
 
     Attributes:
         asks_jax: the manager itself asks JAX for its preemption notice, with its steps.
@@ -66,9 +71,16 @@ class Keeper(abc.ABC):
             InvalidArgumentError: the manager is one of other nodes.
         """
 
-    @abc.abstractmethod
-    def open(self, session: Session, exchange: Exchange) -> None:
-        """Called once, before anything else."""
+    def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
+        """Called once, before anything but `nodes`.
+
+        Args:
+            session: whose workspaces are saved and restored.
+            exchange: the other processes.
+            beside: a run uses the manager in another session, or has; what it told the manager stays.
+        """
+        del beside
+        self._session, self._exchange = session, exchange
 
     @abc.abstractmethod
     def epochs(self) -> list[int]:
@@ -90,7 +102,7 @@ class Keeper(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, epoch: int | None) -> Restored:
-        """Restores an epoch (None: the newest that every node can read) into the workspaces.
+        """Restores an epoch (None: the newest `resumable` one that every node can read) into the workspaces.
 
         Raises:
             EpochNotFoundError: there is no such epoch; lists those that there are.
@@ -130,8 +142,48 @@ class Keeper(abc.ABC):
         """The next save of this epoch, which exists, replaces it."""
 
     @abc.abstractmethod
-    def load_blobs(self, names: Sequence[str], epoch: int, session: Session) -> bool:
+    def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """Loads single blobs of an epoch into the workspaces; False if the epoch is not there."""
+
+    def notes(self, epoch: int) -> Mapping[str, Any]:
+        """What the runner wrote with an epoch."""
+        del epoch
+        return {}
+
+    def resumable(self) -> list[int]:
+        """The epochs that a run may go on from without being told, ascending; the primary's word.
+
+        Raises:
+            InvalidArgumentError: there are only such as were saved beside a run that has none.
+        """
+
+        def look() -> list[int]:
+            epochs, beside = self.epochs(), list[int]()
+            while epochs and self._is_beside(epochs[-1]):
+                beside.append(epochs.pop())
+            if beside and not epochs:
+                raise InvalidArgumentError(
+                    f"{self.directory}: save_checkpoints() saved {beside} in the middle of a run, of which no epoch is "
+                    "left to go on from; name one with resume_from_epoch=…, or delete them to start from scratch"
+                )
+            if beside:
+                logging.warning(
+                    "%s: save_checkpoints() saved %s in the middle of a run, which goes on from epoch %d; "
+                    "name one with resume_from_epoch=… to go on from that",
+                    self.directory,
+                    beside,
+                    epochs[-1],
+                )
+            return epochs
+
+        self.drain()
+        return self._exchange.publish("the epochs to go on from", look)
+
+    def _is_beside(self, epoch: int) -> bool:
+        try:
+            return bool(self.notes(epoch).get(BESIDE))
+        except (DamagedError, FormatError, EpochNotFoundError):  # the restore says it
+            return False
 
     def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
         """Looks at the blobs that are to be checkpointed, on all nodes together.

@@ -170,13 +170,18 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         """Whether JAX's preemption notice has reached every process; all must ask for the same steps."""
         return self._preemption.reached(step)
 
-    def should_save(self, step: int) -> bool:
-        """Whether the options ask for this epoch to be saved, after those that were asked for so far."""
+    def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
+        """Whether the options ask for this epoch to be saved, after those that were asked for so far.
+
+        Args:
+            step: the epoch's number.
+            ignore_later: decide as if neither it nor later ones had been asked for; else that makes it False.
+        """
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory)
             return False
         asked = self._history.requested()
-        if step in self._superseded:  # as if neither it nor what came later had been asked for
+        if ignore_later or step in self._superseded:
             asked = [info for info in asked if info.step < step]
         if asked and asked[-1].step >= step:
             logging.info(

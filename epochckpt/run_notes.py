@@ -23,6 +23,8 @@ def told(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
         said.append(("run ended", why))
     if notes.get("partial"):
         said.append(("partial", "the run was left in the middle of this epoch, and goes on there"))
+    if notes.get("beside"):
+        said.append(("beside", "saved by save_checkpoints() in the middle of a run, which does not go on from it"))
     trained = notes.get("total_secs")
     if isinstance(trained, int | float) and not isinstance(trained, bool):
         said.append(("trained for", f"{units.secs(trained)} in all"))
@@ -32,7 +34,7 @@ def told(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
             said += [(title, f"{key}: {_brief(value)}") for key, value in kept.items()]
         elif kept is not None:
             said.append((title, str(kept)))
-    known = _KEPT | {"finished", "partial", "total_secs", "stop", "blobs"}
+    known = _KEPT | {"finished", "partial", "beside", "total_secs", "stop", "blobs"}
     return said + [("run", f"{name}: {value}") for name, value in notes.items() if name not in known]
 
 

@@ -31,6 +31,7 @@ class Saves:
     def __init__(self, keeper: Keeper | None, handler: Handler, exchange: Exchange):
         self._keeper, self._handler, self._exchange = keeper, handler, exchange
         self.ledger = result.Ledger()
+        self._ended: list[SaveOutcome] = []
         self._failures: list[SaveOutcome] = []
         self._retry: Callable[[], None] | None = None
 
@@ -65,7 +66,7 @@ class Saves:
             now: begin it at all; otherwise it is only remembered for the end of the run.
             force: whatever the manager's policies say.
             again: it is the last of the run, and may be tried once more when it fails.
-            replaces: the epoch exists, as a part of itself.
+            replaces: the epoch exists: as a part of itself, or because `save_checkpoints` saved something as it.
         """
         keeper = self._keeper
         if keeper is None:
@@ -88,6 +89,16 @@ class Saves:
         if now:
             save()
 
+    def settle(self) -> None:
+        """Waits for saves in flight, and keeps what became of them for `ended`: another save is about to be made."""
+        if self._keeper is not None:
+            self._keeper.drain()
+            self._ended += self._keeper.outcomes()
+
+    def exists(self, epoch: int) -> bool:
+        """On the primary: whether an epoch is on storage already."""
+        return self._keeper is not None and epoch in self._keeper.epochs()
+
     def accessible(self, epoch: int) -> bool:
         """On the primary: whether nobody says that storage is away."""
         keeper = self._keeper
@@ -102,9 +113,10 @@ class Saves:
         Args:
             refused: one more, that was not even begun.
         """
-        found = self._keeper.outcomes() if self._keeper is not None else []
+        found, self._ended = self._ended, []
+        found += self._keeper.outcomes() if self._keeper is not None else []
         failed, self._failures = self._failures, []
-        found = [*found, *failed, *([refused] if refused is not None else [])]
+        found += [*failed, *([refused] if refused is not None else [])]
         for one in found:
             self._handler.saved(one)
         return [result.to_json(one) for one in found]

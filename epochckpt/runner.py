@@ -110,8 +110,8 @@ class JobRunner:
                 raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
         self.job, self.checkpoint_manager = job, checkpoint_manager
         self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
-        self._keeper = keepers.keeper_of(checkpoint_manager)
-        own = self._keeper.handler if self._keeper is not None else None
+        keeper = keepers.keeper_of(checkpoint_manager)
+        own = keeper.handler if keeper is not None else None
         if metadata_handler is not None and own is not None and own is not metadata_handler:
             raise InvalidArgumentError("the manager and the runner were given different metadata handlers")
         if metadata_handler is not None:
@@ -204,9 +204,10 @@ class JobRunner:
         """
         keeper = self._open(session, "load_blobs_from_checkpoints")
         assert keeper is not None
+        keeper.open(session, Exchange(session.coordinator, session.nodes, self._timeout), beside=True)
         names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
         began = time.monotonic()
-        loaded = keeper.load_blobs(names, epoch_number(epoch), session)
+        loaded = keeper.load_blobs(names, epoch_number(epoch))
         secs = {session.hosted[0]: time.monotonic() - began}
         Handler(self._handler, self._told, session.coordinator.primary).report("checkpoint_partial_load", secs)
         return loaded
@@ -214,7 +215,17 @@ class JobRunner:
     def save_checkpoints(self, epoch: int, session: Session) -> None:
         """Saves the workspaces as they are now, and waits for it. A failure is logged, not raised.
 
-        After, or in, a run of this runner in this session: the blobs that the run checkpoints; otherwise all.
+        After, or in, a run of this runner in this session: the blobs that the run checkpoints; otherwise all (with
+        Caffe2's managers those that `init` has found, as in Caffe2). An epoch of this number is replaced.
+
+        In a run nothing else changes for it: it saves its own epochs under their numbers, which replace what was saved
+        here under one of them. If it dies before that, what was saved here as the current epoch counts as that epoch
+        (of a resumable job: as a part of it); later numbers, and other sessions, are not gone on from unless they are
+        named.
+
+        Args:
+            epoch: its number.
+            session: whose workspaces.
 
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
@@ -223,16 +234,27 @@ class JobRunner:
         assert keeper is not None
         exchange = Exchange(session.coordinator, session.nodes, self._timeout)
         handler = Handler(self._handler, self._told, exchange.primary)
+        run, notes = self._run, dict[str, Any]()
         try:
-            names = self._run.names if self._run is not None and self._run.session is session else {}
-            if not names:
-                keeper.open(session, exchange)
+            epoch = epoch_number(epoch)
+            if run is not None:
+                notes = run.let_save(epoch, session)
+            if run is not None and run.keeper is not None and run.names and run.session is session:
+                keeper, names = run.keeper, run.names
+            else:
+                keeper.open(session, exchange, beside=run is not None and bool(run.names))
                 kept = self.job.nodes_to_checkpoint() or session.nodes
                 names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
                 keeper.agree_on_names(session, exchange, names)
             saves = Saves(keeper, handler, exchange)
-            if exchange.publish("whether storage is there", lambda: saves.accessible(epoch)):
-                keeper.save(epoch, keeper.prepare(epoch, names), {}, {}, True)
+            accessible, exists = exchange.publish(
+                "whether storage is there", lambda: [saves.accessible(epoch), saves.exists(epoch)]
+            )
+            if accessible:
+                prepared = keeper.prepare(epoch, names)
+                if exists:
+                    keeper.let_replace(epoch)
+                keeper.save(epoch, prepared, {}, notes, True)
                 keeper.drain()
             else:
                 logging.warning("epoch %d is not saved: the metadata handler says that the storage is away", epoch)
@@ -255,8 +277,8 @@ class JobRunner:
         return group
 
     def _open(self, session: Session, verb: str = "") -> Keeper | None:
-        """Brings job, session and manager together: the same nodes everywhere."""
-        if self._keeper is None and verb:
+        """Brings job, session and manager together: the same nodes everywhere. Gives a keeper for this session."""
+        if self.checkpoint_manager is None and verb:
             raise InvalidArgumentError(f"{verb} needs a checkpoint manager; give JobRunner one")
         if not isinstance(session, Session):
             raise InvalidArgumentError(
@@ -266,15 +288,16 @@ class JobRunner:
         if expected is not None and not isinstance(session, expected):
             raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {type(session).__name__}")
         everywhere = self.job.nodes()
-        if self._keeper is None:
+        keeper = keepers.keeper_of(self.checkpoint_manager)
+        if keeper is None:
             session.open(everywhere or session.nodes)
             return None
         # in a distributed job every process has its part in a save, if only to say that it has nothing
-        distributed = isinstance(session, DistributedSession) and not self._keeper.per_node
+        distributed = isinstance(session, DistributedSession) and not keeper.per_node
         wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
-        nodes = self._keeper.nodes(wanted or everywhere, session)
+        nodes = keeper.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
-        return self._keeper
+        return keeper
 
 
 def _check_seconds(name: str, value: float | None, zero: bool = False) -> None:

@@ -17,7 +17,7 @@ from epochckpt import metrics as metrics_lib
 from epochckpt import stop
 from epochckpt.boundary import Exchange
 from epochckpt.job import Job, has_output
-from epochckpt.keeping import Keeper, Names, Restored
+from epochckpt.keeping import BESIDE, Keeper, Names, Restored
 from epochckpt.preempting import Notice, Stopper
 from epochckpt.progress import Bar
 from epochckpt.reporting import Handler
@@ -54,6 +54,7 @@ class _Verdict:
     interrupted: bool
     save: bool
     again: bool  # if it fails, it may be tried once more
+    exists: bool  # it is on storage, and is to be replaced
     outcomes: list[dict[str, Any]]
 
 
@@ -94,7 +95,7 @@ class Run:
         self._epoch, self._partial, self._reason = 0, False, ""
         self._finished = self._preempted = False
         self._resumed_from: int | None = None
-        self._replace: int | None = None
+        self._at: int | None = 0
         self._states: Mapping[str, Any] = {}  # of the stop conditions, after the last epoch that they were shown
 
     @property
@@ -133,6 +134,7 @@ class Run:
             self._preempted, self._reason = True, PREEMPTED
         while not self._reason:
             self._train_epoch(self._epoch if self._partial else self._epoch + 1)
+        self._at = None
         self._saves.drain(self._epoch, self._settings.raise_if_not_saved)
         if not self._preempted:
             self._conclude()
@@ -156,10 +158,9 @@ class Run:
         spaces, chosen = self._session.workspaces(), (self._settings.include, self._settings.exclude)
         declared = {name for workspace in spaces.values() for name in workspace.targets}
         check_targets(restored, spaces, blob_lib.chosen(sorted(declared), *chosen), self._keeper.directory)
-        self._epoch = self._resumed_from = self._saves.ledger.last_committed = restored.epoch
+        self._epoch = self._at = self._resumed_from = self._saves.ledger.last_committed = restored.epoch
         self._names = restored.names
         self._partial = bool(restored.notes.get("partial"))
-        self._replace = restored.epoch if self._partial else None
         before = restored.notes.get("total_secs")
         self._before = float(before) if isinstance(before, int | float) else 0.0
         stop.load_states(self._job.stop_conditions, restored.notes.get("stop"))
@@ -208,6 +209,7 @@ class Run:
     # -- one epoch -----------------------------------------------------------------------------------------------
 
     def _train_epoch(self, epoch: int) -> None:
+        self._at = epoch
         stopper = Stopper(self._notice, self._exchange, self._job.resumable, self._settings.deadline_secs)
         for workspace in self._session.workspaces().values():
             workspace.epoch = epoch
@@ -273,7 +275,14 @@ class Run:
                 refused = "the metadata handler says that the storage is away"
             ended = self._saves.ended(None if refused is None else SaveOutcome(epoch, False, refused, 0.0, 0.0, {}))
             stops = {c: next(filter(None, texts)) for c, texts in zip(conditions, said, strict=True) if any(texts)}
-            return {"stop": stops, "interrupted": left, "save": refused is None, "again": able, "outcomes": ended}
+            return {
+                "stop": stops,
+                "interrupted": left,
+                "save": refused is None,
+                "again": able,
+                "exists": self._saves.exists(epoch),
+                "outcomes": ended,
+            }
 
         mine: Any = {"reasons": reasons, "interrupted": interrupted, "problem": problem}
         if isinstance(problem, Exception):
@@ -284,15 +293,8 @@ class Run:
         return verdict
 
     def _save(self, epoch: int, prepared: Any, metrics: Mapping[str, Any], verdict: _Verdict, force: bool) -> None:
-        notes = {
-            "version": 1,
-            "nodes": list(self._session.nodes),
-            "partial": self._partial,
-            "finished": list(verdict.stop) if self._finished else None,
-            "metrics": dict(metrics),
-            "stop": self._states,
-            "total_secs": self._before + time.monotonic() - self._began,
-        }
+        finished = list(verdict.stop) if self._finished else None
+        notes = {**self._notes(self._partial), "finished": finished, "metrics": dict(metrics)}
         self._saves.begin(
             epoch,
             prepared,
@@ -301,8 +303,50 @@ class Run:
             now=verdict.save,
             force=force,
             again=force and verdict.again,
-            replaces=self._replace == epoch,
+            replaces=verdict.exists,
         )
+
+    def _notes(self, partial: bool) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "nodes": list(self._session.nodes),
+            "partial": partial,
+            "stop": self._states,
+            "total_secs": self._before + time.monotonic() - self._began,
+        }
+
+    # -- what is saved beside it ---------------------------------------------------------------------------------
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """The checkpoint manager, as this run uses it."""
+        return self._keeper
+
+    def let_save(self, epoch: int, session: Session) -> dict[str, Any]:
+        """Something is about to be saved that is not this run's own doing, as it is in the middle of an epoch perhaps.
+
+        Waits for the run's own saves, so that it is known later which outcomes are theirs.
+
+        Returns:
+            The notes for it: in this run's session those of a run that may go on from it.
+        """
+        self._saves.settle()
+        mine, at = session is self._session, self._at
+        notes = self._notes(at == epoch and self._job.resumable) if mine else {}
+        if at is not None and (epoch > at or not mine):
+            notes[BESIDE] = True
+        if at is not None and epoch > at:
+            told = self._keeper is not None and self._keeper.chooses
+            logging.warning(
+                "epoch %d is saved by save_checkpoints() while the run is in epoch %d; the run goes on with its own "
+                "numbers. %s",
+                epoch,
+                at,
+                "A metadata handler takes it for the newest epoch until the run saves its next one"
+                if told
+                else "A resumed run does not go on from it unless it is named: resume_from_epoch=…",
+            )
+        return notes
 
     # -- the end -------------------------------------------------------------------------------------------------
 
