@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import units, worker
+from epochckpt import memory, units, worker
 from epochckpt.attempt import QUEUED, Attempt, Committed
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
@@ -43,6 +43,7 @@ from epochckpt.opening import Opened
 from epochckpt.options import StorageOptions
 from epochckpt.writing import write_nodes
 
+LONG_SECS = 1.0  # training that is held for longer is told why
 _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
 _PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before others suffer
@@ -78,6 +79,7 @@ class Attempts:
         self._retire, self._on_commit, self._log, self._on_end = retire, on_commit, log, on_end
         self._pool = worker.Pool(options.io_threads)
         self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()
+        self._memory = options.host_memory_limit_bytes or memory.default_limit()
         self._lock = threading.Lock()
         self._pending: list[Attempt] = []
         self._errors: list[SaveError] = []
@@ -89,13 +91,11 @@ class Attempts:
 
     # -- on the training thread ----------------------------------------------------------------------------------
 
-    def make_room(self, copied_bytes: int, runs_handlers: bool) -> None:
-        """Waits for this node's own older writes: at most one may be unwritten, and the memory limit holds.
-
-        A save that runs handlers waits until they are done with the one before: they may keep things in themselves.
+    def make_room(self, epoch: int, copied_bytes: int, runs_handlers: bool) -> None:
+        """Waits until one save at most is unwritten, and says so when that takes long; see `_in_the_way`.
 
         Raises:
-            InvalidArgumentError: this snapshot alone is more than the limit.
+            InvalidArgumentError: this snapshot alone is more than the limit that was asked for.
         """
         limit = self._options.host_memory_limit_bytes
         if limit is not None and copied_bytes > limit:
@@ -103,14 +103,38 @@ class Attempts:
                 f"this save copies {units.nbytes(copied_bytes)} to host memory, "
                 f"more than host_memory_limit_bytes allows ({units.nbytes(limit)}); raise the limit"
             )
-        while True:
-            with self._lock:
-                unwritten = [a for a in self._pending if not a.written.done()]
-            held = sum(a.copied_bytes for a in unwritten)
-            busy = runs_handlers and any(a.runs_handlers for a in unwritten)
-            if len(unwritten) < 2 and not busy and (limit is None or held + copied_bytes <= limit):
-                return
-            self._wait(unwritten[0], unwritten[0].written)
+        began, said = time.monotonic(), False
+        while found := self._in_the_way(copied_bytes, runs_handlers):
+            older, event, reason = found
+            if not event.wait(max(began + LONG_SECS - time.monotonic(), 0.0)):
+                said = True
+                text = "save(%d) holds training: it waits for the save of epoch %d (%s), because %s"
+                logging.warning(text, epoch, older.epoch, older.state, reason)
+            self._wait(older, event)
+        if said:
+            logging.warning("save(%d) held training for %s", epoch, units.secs(time.monotonic() - began))
+
+    def _in_the_way(self, copied_bytes: int, runs_handlers: bool) -> tuple[Attempt, worker.Future[Any], str] | None:
+        """The older save that a new one waits for, what of it, and why.
+
+        One save is written and one waits for that; where no other process decides, another is committed. Snapshots
+        stay within the bound on host memory, but one that is larger by itself is let through alone. A save that runs
+        handlers waits until they are done with the one before: they may keep things in themselves.
+        """
+        pending = self.pending()
+        unwritten = [a for a in pending if not a.written.done()]
+        held = sum(a.copied_bytes for a in unwritten)
+        oldest = unwritten[0] if unwritten else None
+        if oldest is not None and len(unwritten) > 1:
+            return oldest, oldest.written, "one save is written at a time, and one more may wait"
+        if oldest is not None and runs_handlers and oldest.runs_handlers:
+            return oldest, oldest.written, "its handlers are not done with that one"
+        if oldest is not None and held and self._memory is not None and held + copied_bytes > self._memory:
+            both = f"{units.nbytes(held)} and {units.nbytes(copied_bytes)}"
+            return oldest, oldest.written, f"both copies ({both}) are more than {units.nbytes(self._memory)} of memory"
+        if self._coordinator.processes == 1 and len(pending) > 2:
+            return pending[0], pending[0].done, "committing is slower than saving"
+        return None
 
     def submit(self, attempt: Attempt) -> None:
         """Takes over a snapshot."""
@@ -185,7 +209,8 @@ class Attempts:
             except CoordinationError as caught:
                 error = error or caught
         attempt.reports[self._coordinator.process] = report
-        attempt.state = "written, waiting for the other nodes"
+        alone = self._coordinator.processes == 1
+        attempt.state = "written, waiting for " + ("its commit" if alone else "the other nodes")
         attempt.written.set(None)
         self._commit_lane.submit(lambda: self._conclude(attempt, error))
 

@@ -23,11 +23,12 @@ from epochckpt import (
     removal,
     retention,
     saving,
+    units,
     worker,
 )
 from epochckpt.aside import Superseded
 from epochckpt.attempt import Attempt, Committed, broken, snapshot
-from epochckpt.attempts import Attempts
+from epochckpt.attempts import LONG_SECS, Attempts
 from epochckpt.checks import check_args, check_options, storage_options
 from epochckpt.epochs import Epochs
 from epochckpt.errors import (
@@ -243,7 +244,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         timeout = self._storage.save_timeout_secs
         try:
             prepared = self._prepare(args)
-            self._attempts.make_room(prepared.copied_bytes, prepared.runs_handlers)
+            self._attempts.make_room(step, prepared.copied_bytes, prepared.runs_handlers)
+            room = time.monotonic()
             attempt = snapshot(
                 step,
                 number,
@@ -261,6 +263,10 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._multi = multi
         self._history.request(EpochInfo(step, metrics=attempt.metrics, time_ns=attempt.started_ns))
         attempt.held_secs = time.monotonic() - began
+        if time.monotonic() - room > LONG_SECS:
+            text = "save(%d) held training until its arrays were computed and copied (%s) and handlers had run: %s"
+            size, secs = units.nbytes(attempt.copied_bytes), units.secs(time.monotonic() - room)
+            logging.log_first_n(logging.WARNING, text, 3, step, size, secs)
         attempt.started_ns = time.time_ns() - round(attempt.held_secs * 1e9)
         self._attempts.submit(attempt)
         if not self._async:

@@ -21,7 +21,8 @@ class StorageOptions:
         split_bytes: replicated arrays larger than this are written in pieces by several of their holders.
         host_memory_limit_bytes: bound on host memory that snapshots hold until it is written (copies only, views of
             CPU arrays cost nothing). `save()` waits for older writes to stay under it, and refuses a snapshot that is
-            larger all by itself. None: no bound.
+            larger all by itself. None: half of the machine's memory (of the container's, where that has less), and a
+            snapshot that is larger all by itself waits until no other is held.
         save_timeout_secs: from the start of a save until every node must have reported; then it fails, naming the late.
         open_timeout_secs: how long construction, `reload`, `delete` and `rollback_to` wait for the other processes.
         restore_timeout_secs: how long `restore(None)` waits for the votes of the other processes.

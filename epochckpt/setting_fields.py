@@ -143,7 +143,7 @@ class Fields:
     host_memory_limit_bytes: int | None = _of_storage(
         "host_memory_limit_bytes",
         kinds.maybe(kinds.number_of_bytes()),
-        "Host memory, per process, that copies of what is being saved may take: save() waits for room. None: no bound.",
+        "Host memory per process for copies of what is being saved: save() waits for room. None: half the machine's.",
     )
     io_threads: int = _of_storage("io_threads", kinds.integer(1), "Threads per process that read or write files.")
     part_bytes: int | None = _of_storage(

@@ -27,6 +27,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 import epochckpt as ec
+from epochckpt import attempts, memory
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
@@ -580,19 +581,51 @@ def test_close_drains_and_can_be_called_again(directory: str) -> None:
         save(m, 1)
 
 
-def test_the_third_unwritten_save_waits_for_the_oldest(m: ec.CheckpointManager) -> None:
-    """Two may be unwritten; the third returns only after the first is written."""
+def test_the_third_unwritten_save_waits_for_the_oldest(
+    m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two may be unwritten; the third returns only after the first is written, and says why it holds training."""
+    monkeypatch.setattr(attempts, "LONG_SECS", 0.0)
     tap = hold_writes(m)
     assert save(m, 0)
     assert save(m, 1)
     assert tap.reached.wait(WAIT_SECS)
     done, out = in_thread(lambda: save(m, 2))
     assert not done.wait(MOMENT_SECS)
+    assert said(caplog, "save(2) holds training: it waits for the save of epoch 0 (writing), because one save is ")
+    tap.let_go()
+    assert done.wait(WAIT_SECS)
+    assert out == [True]
+    assert said(caplog, "save(2) held training for ")
+    m.wait_until_finished()
+    assert m.all_steps() == [0, 1, 2]
+
+
+def test_slow_commits_hold_the_fourth_save(
+    m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One save is committed, one is written, one waits; no more are on their way, and nothing fails."""
+    monkeypatch.setattr(attempts, "LONG_SECS", 0.0)
+    tap = hold_commits(m)
+    assert [save(m, step) for step in range(3)] == [True] * 3
+    assert tap.reached.wait(WAIT_SECS)
+    done, out = in_thread(lambda: save(m, 3))
+    assert not done.wait(MOMENT_SECS)
+    assert said(caplog, "save(3) holds training: it waits for the save of epoch 0 (every node has written, committing)")
     tap.let_go()
     assert done.wait(WAIT_SECS)
     assert out == [True]
     m.wait_until_finished()
-    assert m.all_steps() == [0, 1, 2]
+    assert m.all_steps() == [0, 1, 2, 3]
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> bool:
+    """Whether a warning had this in it."""
+    return any(text in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+
+
+def save_bytes(m: ec.CheckpointManager, step: int, size: int) -> bool:
+    return m.save(step, args=ocp.args.StandardSave({"a": np.zeros(size, np.uint8)}))
 
 
 def test_host_memory_is_bounded(directory: str) -> None:
@@ -601,13 +634,54 @@ def test_host_memory_is_bounded(directory: str) -> None:
     with ec.CheckpointManager(directory, storage=storage) as m:
         tap = hold_writes(m)
         with pytest.raises(InvalidArgumentError, match="host_memory_limit_bytes"):
-            m.save(0, args=ocp.args.StandardSave({"a": np.zeros(2000, np.uint8)}))
-        assert m.save(0, args=ocp.args.StandardSave({"a": np.zeros(800, np.uint8)}))
-        done, _ = in_thread(lambda: m.save(1, args=ocp.args.StandardSave({"a": np.zeros(300, np.uint8)})))
+            save_bytes(m, 0, 2000)
+        assert save_bytes(m, 0, 800)
+        done, _ = in_thread(lambda: save_bytes(m, 1, 300))
         assert not done.wait(MOMENT_SECS)
         tap.let_go()
         assert done.wait(WAIT_SECS)
     assert m.all_steps() == [0, 1]
+
+
+def test_host_memory_is_bounded_by_the_machines(
+    directory: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit of the user's own nothing is refused, but what is larger than half of it is held alone."""
+    monkeypatch.setattr(memory, "of_this_machine", lambda: 2000)
+    monkeypatch.setattr(attempts, "LONG_SECS", 0.0)
+    with ec.CheckpointManager(directory) as m:
+        tap = hold_writes(m)
+        assert save_bytes(m, 0, 3000)
+        done, _ = in_thread(lambda: save_bytes(m, 1, 3000))
+        assert not done.wait(MOMENT_SECS)
+        assert said(caplog, "both copies (3.0 kB and 3.0 kB) are more than 1.0 kB of memory")
+        tap.let_go()
+        assert done.wait(WAIT_SECS)
+    assert m.all_steps() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limits"),
+    [
+        ("0::/", {"memory.max": "7000"}, [7000]),
+        ("0::/jobs/1", {"jobs/1/memory.max": "max", "jobs/memory.max": "500", "cpu.max": "3"}, [500]),
+        ("5:cpu:/\n4:cpu,memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "60"}, [60]),
+        ("4:memory:/outside", {"memory/memory.limit_in_bytes": "80", "memory.max": "1"}, [80]),
+        ("nonsense", {"memory.max": "1"}, []),
+    ],
+)
+def test_memory_is_that_of_the_container(
+    tmp_path: pathlib.Path, own: str, files: dict[str, str], limits: list[int]
+) -> None:
+    """Control groups of both versions, those around the process's own, and as a container shows them."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(own + "\n")
+    assert list(memory._limits(tmp_path, tmp_path / "own")) == limits
+    whole = memory.of_this_machine()
+    assert whole is not None
+    assert whole > 2**28
 
 
 def test_the_interpreter_drains_before_it_ends(tmp_path: pathlib.Path) -> None:
