@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from epochckpt import plan as plan_lib
 from epochckpt import tree as tree_lib
-from epochckpt.errors import FormatError, Mismatch, MismatchError
+from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError
 from epochckpt.grid import ArrayItem, Box, Leaf
 from epochckpt.node_reader import EpochReader, Request, whole
 from epochckpt.targets import ADVICE, Matcher, Shardings, Want, key_dims, without_target
@@ -75,20 +76,25 @@ def match(epoch: int, name: str, item: ArrayItem, request: TreeRequest, sharding
     """What each leaf of the target wants, and the treedef that puts them together; MismatchError if it does not fit."""
     matcher = Matcher(item, shardings)
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
-    wants = matcher.match(pairs, request.partial)
-    if request.restore_args is not None and request.target is not None:
-        given, _ = tree_lib.flatten(request.restore_args)
-        by_name = {tree_lib.leaf_name(path): args for path, args in given if args is not None}
-        for i, (path, target) in enumerate(pairs):
-            args, want = by_name.get(tree_lib.leaf_name(path)), wants[i]
-            if args is not None and want.leaf >= 0:
-                leaf = item.leaves[want.leaf]
-                # what they decide, type and place, is theirs; the shape is still the target's
-                matcher.rows = [r for r in matcher.rows if r.leaf != leaf.name or r.problem in ("missing", "shape")]
-                wants[i] = matcher.with_restore_args(want.leaf, leaf, args, target)
+    given = None if request.target is None else _restore_args(name, request.restore_args)
+    wants = matcher.match(pairs, request.partial, given)
     if matcher.rows:
         raise MismatchError(name, epoch, matcher.rows, ADVICE)
     return wants, treedef
+
+
+def _restore_args(item: str, tree: Any) -> dict[str, ocp.RestoreArgs]:
+    """The `ocp.RestoreArgs` of each leaf by name: None, or an empty container, stands for the defaults."""
+    found = {}
+    for path, args in tree_lib.flatten(tree)[0] if tree is not None else ():
+        where = tree_lib.leaf_name(path)
+        if tree_lib.leaf_kind(args) in tree_lib.EMPTY_KINDS:
+            args = ocp.RestoreArgs()
+        if not isinstance(args, ocp.RestoreArgs):
+            problem = f"restore_args has a {type(args).__name__} at {where!r}; expected ocp.RestoreArgs"
+            raise InvalidArgumentError(f"item {item!r}: {problem}")
+        found[where] = args
+    return found
 
 
 def matching(leaves: Sequence[Leaf], patterns: Sequence[str]) -> list[int]:

@@ -25,6 +25,9 @@ ADVICE = (
 )
 
 
+_TEXT_KINDS = frozenset({"str", "bytes", "longstr", "longbytes"})
+
+
 @dataclasses.dataclass(frozen=True)
 class Want:
     """How one leaf is to come back.
@@ -65,7 +68,7 @@ class Shardings:
             except Exception:  # a row that this jax cannot express: it has many errors for that, bad_cast among them
                 self._known[leaf.sharding] = None
         found = self._known[leaf.sharding]
-        shape = _logical_shape(leaf) if leaf.kind == "prng" else leaf.shape
+        shape = _logical_shape(leaf)
         return found if found is not None and divides(found, shape) else self._fallback
 
     def _device(self, platform: str, number: int) -> Any:
@@ -125,14 +128,21 @@ class Matcher:
         self.item, self.shardings = item, shardings
         self.rows: list[Mismatch] = []
 
-    def match(self, pairs: Sequence[tuple[tree_lib.KeyPath, Any]], partial: bool) -> list[Want]:
+    def match(
+        self,
+        pairs: Sequence[tuple[tree_lib.KeyPath, Any]],
+        partial: bool,
+        restore_args: Mapping[str, ocp.RestoreArgs] | None = None,
+    ) -> list[Want]:
         """One Want per target leaf.
 
         Args:
             pairs: (key path, target leaf).
-            partial: leaves of the epoch that the target lacks are left out, and leaves that the epoch lacks are
-                returned as the target has them.
+            partial: leaves of the epoch that the target lacks (or has None or an empty container for) are left out, and
+                leaves that the epoch lacks are returned as the target has them.
+            restore_args: by leaf name; see `with_restore_args`.
         """
+        given = restore_args or {}
         wants = []
         seen: set[str] = set()
         for path, target in pairs:
@@ -144,6 +154,10 @@ class Matcher:
             elif number is None:
                 if not partial and not self._is_nothing(target):
                     self._row(name, "missing", "-", describe(target))
+                wants.append(Want(-1, "keep", value=target))
+            elif name in given and not self._is_nothing(target):
+                wants.append(self.with_restore_args(number, self.item.leaves[number], given[name], target))
+            elif partial and self._is_nothing(target):
                 wants.append(Want(-1, "keep", value=target))
             else:
                 wants.append(self._leaf(number, self.item.leaves[number], target))
@@ -162,7 +176,7 @@ class Matcher:
 
     def _leaf(self, number: int, leaf: Leaf, target: Any) -> Want:
         if isinstance(target, ocp.RestoreArgs):
-            return self.with_restore_args(number, leaf, target, None)
+            return self.with_restore_args(number, leaf, target)
         if leaf.kind in EMPTY_KINDS or self._is_nothing(target):
             if leaf.kind not in EMPTY_KINDS or not self._is_nothing(target):
                 self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
@@ -188,7 +202,7 @@ class Matcher:
             self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
         elif leaf.kind in ARRAY_KINDS and (leaf.shape != () or leaf.kind == "prng"):
             self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
-        elif leaf.kind in ("str", "bytes", "longstr", "longbytes"):
+        elif leaf.kind in _TEXT_KINDS:
             self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
         return Want(number, "python", kind=type(target))
 
@@ -199,13 +213,13 @@ class Matcher:
             # item_metadata, and Orbax's utils.to_shape_dtype_struct, describe the keys' data
             return Want(number, "jax", None, _of_keys(self._sharding(target, leaf), leaf))
         if typed or leaf.kind == "prng":
-            logical = _logical_shape(leaf) if leaf.kind == "prng" else leaf.shape
+            logical = _logical_shape(leaf)
             if not typed or leaf.kind != "prng" or f"key<{_tag(leaf)}>" != str(dtype):
                 self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
             elif shape != logical:
                 self._row(leaf.name, "shape", str(list(logical)), str(list(shape)))
             return Want(number, "jax", None, self._sharding(target, leaf))
-        if leaf.kind in ("str", "bytes", "longstr", "longbytes"):
+        if leaf.kind in _TEXT_KINDS:
             self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
             return Want(number, "python")
         if shape != leaf.shape:
@@ -230,36 +244,56 @@ class Matcher:
             return sharding.to_jax_sharding()
         return self.shardings.of(leaf)
 
-    def with_restore_args(self, number: int, leaf: Leaf, args: Any, target: Any) -> Want:
-        """A leaf with explicit `ocp.RestoreArgs`, which win over the target."""
+    def with_restore_args(self, number: int, leaf: Leaf, args: ocp.RestoreArgs, target: Any = None) -> Want:
+        """A leaf with explicit `ocp.RestoreArgs`: they say what it becomes, and the target's value is a placeholder.
+
+        As in Orbax, an array with dimensions says more than that: its shape must be the stored one unless the arguments
+        name another, and an `ArrayRestoreArgs` without a dtype takes the array's.
+        """
         kind, dtype = args.restore_type, args.dtype
-        if isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array):
-            sharding: Any = args.sharding
-            if hasattr(sharding, "to_jax_sharding"):
-                sharding = sharding.to_jax_sharding()
-            if sharding is None and args.mesh is not None and args.mesh_axes is not None:
-                sharding = NamedSharding(args.mesh, args.mesh_axes)
-            for name in ("global_shape", "shape"):
-                asked = getattr(args, name, None)
-                if asked is not None and tuple(asked) != leaf.shape:
-                    if getattr(args, "strict", True):
-                        self._row(leaf.name, "shape", describe_leaf(leaf), str(list(asked)))
-                    else:
-                        raise UnsupportedError(
-                            f"leaf {leaf.name!r}: ArrayRestoreArgs(strict=False) pads or cuts arrays; not supported"
-                        )
-            want = dtype or (None if target is None else getattr(target, "dtype", None)) or leaf.dtype
-            abstract = jax.ShapeDtypeStruct(leaf.shape, want, sharding=sharding)
-            return self._array(number, leaf, abstract, leaf.shape, want)
+        of_array = isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array)
+        shapes = [getattr(args, name, None) for name in ("global_shape", "shape")] if of_array else []
+        if getattr(target, "shape", ()) and hasattr(target, "dtype") and not tree_lib.is_prng_dtype(target.dtype):
+            shapes = shapes if any(shape is not None for shape in shapes) else [target.shape]
+            dtype = target.dtype if dtype is None and of_array else dtype
+        typed = dtype is not None and tree_lib.is_prng_dtype(dtype)
+        if leaf.kind in EMPTY_KINDS or leaf.kind in _TEXT_KINDS:
+            return self._text(number, leaf, "") if kind is str else _default(number, leaf, self.shardings)
+        for asked in shapes:
+            if asked is not None and tuple(asked) not in (leaf.shape, _logical_shape(leaf)):
+                if not getattr(args, "strict", True):
+                    raise UnsupportedError(
+                        f"leaf {leaf.name!r}: ArrayRestoreArgs(strict=False) pads or cuts arrays; not supported"
+                    )
+                self._row(leaf.name, "shape", describe_leaf(leaf), str(list(asked)))
+                return Want(number, "numpy")
+        if of_array or typed:
+            shape = _logical_shape(leaf) if typed else leaf.shape
+            want = dtype if dtype is not None else leaf.dtype if leaf.dtype is not None else _jax_dtype(leaf.kind)
+            abstract = jax.ShapeDtypeStruct(shape, want, sharding=_place(args))
+            return self._array(number, leaf, abstract, shape, want)
         if kind in (int, float, bool, complex):
             return self._python(number, leaf, kind())
         if kind is str:
             return self._text(number, leaf, "")
         if kind is np.ndarray or (kind is None and dtype is not None):
             return Want(number, "numpy", None if dtype is None else np.dtype(dtype))
-        if kind is None and target is not None and not isinstance(target, ocp.RestoreArgs):
-            return self._leaf(number, leaf, target)
         return _default(number, leaf, self.shardings)
+
+
+def _place(args: Any) -> Sharding | None:
+    """The sharding that `ocp.ArrayRestoreArgs` ask for."""
+    sharding: Any = getattr(args, "sharding", None)
+    if hasattr(sharding, "to_jax_sharding"):
+        return sharding.to_jax_sharding()
+    if sharding is None and getattr(args, "mesh", None) is not None and args.mesh_axes is not None:
+        return NamedSharding(args.mesh, args.mesh_axes)
+    return sharding
+
+
+def _jax_dtype(kind: str) -> Any:
+    """The dtype that JAX gives a Python number."""
+    return jax.dtypes.canonicalize_dtype({"bool": bool, "int": int, "float": float}.get(kind, complex))
 
 
 def divides(sharding: Sharding, shape: Sequence[int]) -> bool:
@@ -272,8 +306,8 @@ def divides(sharding: Sharding, shape: Sequence[int]) -> bool:
 
 
 def _logical_shape(leaf: Leaf) -> tuple[int, ...]:
-    """Shape of typed keys, without the dimensions of their data."""
-    return leaf.shape[: len(leaf.shape) - key_dims(leaf)]
+    """Shape of a leaf; of typed keys without the dimensions of their data."""
+    return leaf.shape[: len(leaf.shape) - key_dims(leaf)] if leaf.kind == "prng" else leaf.shape
 
 
 def _of_keys(sharding: Sharding | None, leaf: Leaf) -> Sharding | None:

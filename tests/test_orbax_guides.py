@@ -31,6 +31,7 @@ from tests.managers import ManagerClass, abstract, assert_same, both, names, or_
 
 pytestmark = both
 Options = ocp.CheckpointManagerOptions
+KEYS_WITH_ARGS = tuple(int(number) for number in ocp.__version__.split(".")[:2]) >= (0, 12)
 
 
 def arrays() -> dict[str, Any]:
@@ -657,6 +658,63 @@ def test_pytrees_restore_args_from_a_target(manager_class: ManagerClass, tmp_pat
     assert type(restored["n"]) is np.ndarray
     assert type(restored["step"]) is int
     assert type(restored["rate"]) is float
+
+
+PLACEHOLDERS: dict[str, Any] = {"zero": 0, "flag": False, "text": "", "scalar": np.zeros(()), "object": object()}
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_pytrees_values_beside_restore_args_are_placeholders(
+    manager_class: ManagerClass, tmp_path: pathlib.Path, partial: bool
+) -> None:
+    """Of `item` only the structure counts: the arguments say what each leaf becomes."""
+    state = {"p": sharded(), "n": np.arange(3), "step": 7, "rate": 0.5, "text": "hello"}
+    asked = {
+        "p": {
+            "a": ocp.ArrayRestoreArgs(sharding=sharding()),
+            "b": ocp.ArrayRestoreArgs(sharding=sharding(), global_shape=(16,)),
+        },
+        "n": ocp.RestoreArgs(),
+        "step": ocp.RestoreArgs(restore_type=np.ndarray),
+        "rate": ocp.RestoreArgs(restore_type=float),
+        "text": ocp.RestoreArgs(restore_type=str),
+    }
+    with manager_class(tmp_path) as manager:
+        manager.save(0, args=ocp.args.PyTreeSave(state))
+        manager.wait_until_finished()
+        for placeholder in PLACEHOLDERS.values():
+            item = jax.tree.map(lambda _, value=placeholder: value, state)
+            args = ocp.args.PyTreeRestore(item, restore_args=asked, partial_restore=partial)
+            restored = manager.restore(0, args=args)
+            assert_same(restored["p"], state["p"])
+            assert restored["p"]["a"].sharding == restored["p"]["b"].sharding == sharding()
+            assert type(restored["n"]) is type(restored["step"]) is np.ndarray
+            np.testing.assert_array_equal(restored["n"], state["n"])
+            assert (int(restored["step"]), restored["rate"], restored["text"]) == (7, 0.5, "hello")
+
+
+def test_pytrees_typed_keys_with_restore_args(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
+    """What `construct_restore_args` says of typed keys, themselves and abstract, brings them back as typed keys."""
+    if manager_class is ocp.CheckpointManager and not KEYS_WITH_ARGS:
+        pytest.skip("this Orbax cannot")
+    several = jax.device_put(jax.random.split(jax.random.key(4), len(jax.devices())), sharding("model"))
+    state = {"one": jax.random.key(3), "several": several}
+    shapes = jax.eval_shape(lambda: state)
+    target = jax.tree.map(lambda shape, key: shape.update(sharding=key.sharding), shapes, state)
+    forms = {"abstract": jax.tree.map(lambda t: ocp.ArrayRestoreArgs(sharding=t.sharding, dtype=t.dtype), target)}
+    if KEYS_WITH_ARGS:
+        forms |= {"keys": ocp.checkpoint_utils.construct_restore_args(state)}
+        forms |= {"constructed": ocp.checkpoint_utils.construct_restore_args(target)}
+    with manager_class(tmp_path) as manager:
+        manager.save(0, args=ocp.args.PyTreeSave(state))
+        manager.wait_until_finished()
+        for restore_args in forms.values():
+            for item in (None, state, target, {"one": 0, "several": 0}):
+                restored = manager.restore(0, args=ocp.args.PyTreeRestore(item, restore_args=restore_args))
+                for name, key in state.items():
+                    assert restored[name].dtype == key.dtype
+                    assert restored[name].sharding.is_equivalent_to(key.sharding, key.ndim)
+                assert_same(jax.tree.map(jax.random.key_data, restored), jax.tree.map(jax.random.key_data, state))
 
 
 def test_pytrees_shardings_as_a_tree_of_their_own(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:

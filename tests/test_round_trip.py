@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
-from epochckpt.errors import MismatchError
+from epochckpt.errors import InvalidArgumentError, MismatchError
 from tests.processes import run_worker
 
 JAX_TYPES = [
@@ -598,6 +598,37 @@ def test_partial_restore(layers: ec.CheckpointManager) -> None:
     assert "step" not in problems
 
 
+def test_restore_args_beside_a_target_that_does_not_fit(layers: ec.CheckpointManager) -> None:
+    """An array's shape counts, so that a wrong model is noticed; so does all of a leaf that `restore_args` lacks."""
+    full = layers.restore(0)
+    asked = jax.tree.map(lambda _: ocp.RestoreArgs(), full)
+    wrong = {**full, "params": jax.tree.map(lambda x: np.zeros((5, 5)), full["params"])}
+    with pytest.raises(MismatchError) as caught:
+        layers.restore(0, args=ocp.args.PyTreeRestore(wrong, restore_args=asked))
+    assert [(r.leaf, r.problem) for r in caught.value.rows] == [
+        (f"params/layer{i}/{n}", "shape") for i in range(3) for n in ("bias", "kernel")
+    ]
+    asked["step"] = ocp.ArrayRestoreArgs()
+    got = layers.restore(0, args=ocp.args.PyTreeRestore(full, restore_args=asked))["step"]
+    assert (got, got.dtype) == (7, np.int32)
+    less = {key: value for key, value in asked.items() if key != "step"}
+    with pytest.raises(MismatchError) as caught:
+        layers.restore(0, args=ocp.args.PyTreeRestore({**full, "step": np.zeros(3)}, restore_args=less))
+    assert [r.leaf for r in caught.value.rows] == ["step"]
+    with pytest.raises(InvalidArgumentError, match=r"restore_args has a str at 'step'; expected ocp\.RestoreArgs"):
+        layers.restore(0, args=ocp.args.PyTreeRestore(full, restore_args={**asked, "step": "int"}))
+
+
+def test_nothing_in_a_partial_target_leaves_the_leaf_out(layers: ec.CheckpointManager) -> None:
+    """None and empty containers, with restore_args and without."""
+    full = layers.restore(0)
+    target = {**full, "params": {**full["params"], "layer0": {}}, "step": None}
+    asked = jax.tree.map(lambda _: ocp.RestoreArgs(), target)
+    for restore_args in (None, asked):
+        args = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
+        assert_same(layers.restore(0, args=args), target)
+
+
 def test_placeholders_are_left_as_they_are(layers: ec.CheckpointManager) -> None:
     """`...` in a target: not read, and handed back."""
     target = {"params": ..., "step": ocp.PLACEHOLDER, "name": "", "text": ..., "nothing": None}
@@ -754,6 +785,9 @@ def test_orbaxs_description_of_typed_keys_is_a_target(tmp_path: pathlib.Path) ->
                 assert got[name].dtype == value.dtype
                 assert got[name].sharding.is_equivalent_to(value.sharding, value.ndim)
                 np.testing.assert_array_equal(jax.random.key_data(got[name]), jax.random.key_data(value))
+        asked = ocp.checkpoint_utils.construct_restore_args(jax.eval_shape(lambda: tree))  # without shardings
+        got = manager.restore(0, args=ocp.args.PyTreeRestore({"one": 0, "many": 0}, restore_args=asked))
+        assert got["one"].dtype == tree["one"].dtype
         wrong = {**described, "one": jax.ShapeDtypeStruct((2,), np.float32)}
         with pytest.raises(ec.errors.MismatchError, match="one"):
             manager.restore(0, args=ocp.args.StandardRestore(wrong))
