@@ -14,34 +14,54 @@ from epochckpt.errors import FormatError
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-    """`rollback.json`: the epochs that are being set aside; readers obey it, the next open finishes it."""
+    """`rollback.json`: epochs that do not count any more; readers obey it, the next open for writing finishes it.
 
-    to: int
+    A rollback always has one. A deletion needs one only where no rename can take the epoch out of sight at once.
+
+    Attributes:
+        to: the epoch that was rolled back to; None for a deletion.
+        epochs: those that do not count.
+        id: of this one.
+        kept: a deletion: the folder that keeps them; None: they are removed.
+    """
+
+    to: int | None
     epochs: tuple[int, ...]
     id: str
+    kept: str | None = None
 
     def to_bytes(self) -> bytes:
         """The file's content."""
         fields = {"format": layout.FORMAT, "version": layout.VERSION, "record": "rollback"}
-        return checksum.seal({**fields, "to": self.to, "epochs": list(self.epochs), "id": self.id})
+        what = {"to": self.to, "epochs": list(self.epochs), "id": self.id, "kept": self.kept}
+        return checksum.seal({**fields, **what})
 
     @property
-    def folder(self) -> str:
-        """Where the epochs go: a name that no clean-up touches."""
-        return f"rolled-back-{self.id}"
+    def about(self) -> int:
+        """The epoch that errors are about."""
+        return self.epochs[0] if self.to is None and self.epochs else self.to or 0
+
+    @property
+    def folder(self) -> str | None:
+        """Where the epochs go: a name that no clean-up touches; None: they are removed."""
+        return self.kept if self.to is None else f"rolled-back-{self.id}"
 
 
 def parse_rollback(data: bytes) -> Rollback:
     """Parses `rollback.json`."""
     path = layout.ROLLBACK_RECORD
     record = checksum.unseal(path, data)
-    to, epochs, token = record.get("to"), record.get("epochs"), record.get("id")
+    to, epochs, token, kept = (record.get(name) for name in ("to", "epochs", "id", "kept"))
     valid = (
-        type(to) is int and isinstance(epochs, list) and all(type(e) is int for e in epochs) and layout.is_name(token)
+        (to is None or type(to) is int)
+        and isinstance(epochs, list)
+        and all(type(e) is int for e in epochs)
+        and layout.is_name(token)
+        and (kept is None or layout.is_name(kept))
     )
     if record.get("record") != "rollback" or not valid:
         raise FormatError(path, "is not a rollback record")
-    return Rollback(to, tuple(epochs), token)  # type: ignore[arg-type]
+    return Rollback(to, tuple(epochs), token, kept)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | only below `incarnation-*` (POSIX), or in `<epoch>/<node>/<attempt>` (object store) | uncommitted | nobody |
 | `<epoch>/epoch.json` under its final name | committed | everybody |
-| the same, named by a `rollback.json` as set aside | rolled back, being moved | nobody |
+| the same, named by a `rollback.json` | rolled back or deleted, being moved or removed | nobody |
 | `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax_steps`) | committed | everybody |
 | the same, while a save that may replace it (`let_replace`) commits | committed, old or new | everybody |
 | moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
@@ -32,7 +32,9 @@ from epochckpt.errors import (
     EpochNotFoundError,
     FormatError,
     SaveError,
+    UnfinishedError,
     UnsupportedError,
+    say,
     unreadable,
 )
 from epochckpt.records import EpochRecord
@@ -206,7 +208,7 @@ class Commits(abc.ABC):
             if recorded or self._is_orbax(entry.name):
                 if epoch not in folders or entry.name == self.names.build(epoch):
                     folders[epoch] = entry.name
-            elif self._is_foreign(entry.name):
+            elif epoch not in hidden and self._is_foreign(entry.name):
                 foreign.append(entry.name)
         self._folders = folders
         return sorted(folders.keys() - hidden), foreign
@@ -326,14 +328,25 @@ class Commits(abc.ABC):
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
         """Primary: takes an epoch out of sight, durably; the returned call removes its bytes.
 
+        Where no rename can do it (overlayfs, for epochs of a lower layer), a record hides it while they are removed.
+
         Args:
             epoch: its number.
             into: keep it in this subfolder of the directory instead of removing it.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            UnfinishedError: it is hidden, but could not be removed.
         """
 
     @abc.abstractmethod
     def roll_back(self, rollback: Rollback) -> None:
-        """Primary: sets epochs aside, durably recorded before the first one moves."""
+        """Primary: sets epochs aside, durably recorded before the first one moves.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            UnfinishedError: the rollback holds, but the epochs could not be moved.
+        """
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -374,15 +387,33 @@ class Commits(abc.ABC):
             logging.info("%s/%s was written by another process", folder, name)
 
     def finish_rollback(self) -> None:
-        """Completes a rollback that an earlier incarnation began."""
+        """Completes a rollback, or a deletion, that was begun before.
+
+        Raises:
+            UnfinishedError: something is in the way. It holds nevertheless: nobody sees its epochs.
+        """
         try:
             data = self.store.read(layout.ROLLBACK_RECORD, limit_bytes=2**24)
         except (FileNotFoundError, NotADirectoryError):
             return
         rollback = parse_rollback(data)
-        logging.warning("finishing the rollback to epoch %d that an earlier run began", rollback.to)
-        self._move_rolled_back(rollback)
+        what = "deletion of epochs" if rollback.to is None else f"rollback to epoch {rollback.to}"
+        logging.warning("%s: finishing the %s that was begun before", self.store.root, what)
+        self._finish(rollback)
+
+    def _finish(self, rollback: Rollback) -> None:
+        try:
+            self._move_rolled_back(rollback)
+        except OSError as error:
+            raise UnfinishedError(self.store.root, rollback.epochs, say(error)) from error
+
+    def _finish_if_it_can(self) -> None:
+        """The same, where it is nobody's business but the run's that comes next: what is in the way is logged."""
+        try:
+            self.finish_rollback()
+        except UnfinishedError as error:
+            logging.error("%s", error)
 
     @abc.abstractmethod
     def _move_rolled_back(self, rollback: Rollback) -> None:
-        """Moves the epochs of a rollback out of sight, newest first, then removes its record."""
+        """Moves or removes the epochs of a rollback, newest first, then removes its record."""

@@ -48,7 +48,7 @@ class PutCommits(Commits):
             except FileExistsError:
                 number += 1
         self.incarnation = f"{number:08d}"
-        self.finish_rollback()
+        self._finish_if_it_can()
         leftovers = list(self._leftovers())
         worker.start(lambda: [self.sweep(path) for path in leftovers])
 
@@ -236,15 +236,16 @@ class PutCommits(Commits):
 
     def roll_back(self, rollback: Rollback) -> None:
         """See Commits."""
-        self._check_fence(rollback.to)
+        self._check_fence(rollback.about)
         self.store.create(layout.ROLLBACK_RECORD, rollback.to_bytes())
-        self._move_rolled_back(rollback)
+        self._finish(rollback)
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
         for epoch in sorted(rollback.epochs, reverse=True):
             path = layout.join(self.folder(epoch), layout.EPOCH_RECORD)
             if self.store.exists(path):
-                self._copy_aside(epoch, rollback.folder)
+                if rollback.folder is not None:
+                    self._copy_aside(epoch, rollback.folder)
                 self._remove_record(self.folder(epoch))
         self.store.remove(layout.ROLLBACK_RECORD)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import errno
 import io
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,10 +10,17 @@ from functools import partial
 
 from absl import logging
 
-from epochckpt import layout, orbax_left_out, orbax_marks, orbax_steps, orbax_view, worker
+from epochckpt import layout, orbax_left_out, orbax_marks, orbax_steps, orbax_view, orbax_view_files, worker
 from epochckpt.aside import Replaces, Rollback, Superseded
 from epochckpt.commit import Commits, StepNames
-from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
+from epochckpt.errors import (
+    EpochCheckpointError,
+    EpochExistsError,
+    FencedError,
+    SaveError,
+    UncertainError,
+    UnfinishedError,
+)
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store
 
@@ -78,12 +85,18 @@ class RenameCommits(Commits):
                 self.store.rename(entry.name, away)
             except FileNotFoundError:
                 continue  # its own process released it just now
+            except OSError as error:
+                if not _immovable(error):
+                    raise
+                self._rescue(entry.name)  # where it lies: whoever left it there, in a lower layer, is not at work
+                self.store.remove_tree(entry.name)
+                continue
             self._rescue(away)
             gone = layout.join(self._home, f"gone-{older}")  # what is half removed must not be put back by the next run
             self.store.rename(away, gone)
             swept.append(gone)
         self.store.sync_folder("")
-        self.finish_rollback()
+        self._finish_if_it_can()
         if swept:
             logging.info("%s: removing what %d earlier runs left unfinished", self.store.root, len(swept))
             worker.start(lambda: [self.store.remove_tree(path) for path in swept])
@@ -93,7 +106,7 @@ class RenameCommits(Commits):
         for kept in self.store.list(swept):
             path = layout.join(swept, kept.name)
             if kept.name.startswith("damaged-"):  # killed while it was being set aside
-                self.store.rename(path, kept.name)
+                self._move(path, kept.name)
             elif kept.name.startswith("replaced-"):
                 self._put_back(path)
             elif kept.name.startswith("swept-"):
@@ -129,8 +142,8 @@ class RenameCommits(Commits):
         try:
             for item in items:
                 self.store.sync_folder(layout.join(folder, item))
-            if view and layout.JSON_FILE not in items:  # see orbax_view
-                self.store.link(layout.join(folder, layout.JSON_FILE), layout.NODE_RECORD)
+            if view and layout.JSON_FILE not in items:
+                orbax_view_files.link_node(self.store, folder)
             self.store.create(layout.join(folder, layout.NODE_RECORD), record)
             self.store.sync_folder(folder)
             self.store.sync_folder(self._staging(epoch, attempt))
@@ -154,13 +167,7 @@ class RenameCommits(Commits):
             logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
             return record
         try:
-            for folder in view.folders:
-                self.store.make_folder(layout.join(staging, folder))
-            for path, target in view.links.items():
-                self.store.link(layout.join(staging, path), target)
-            files = {layout.join(staging, path): data for path, data in view.files.items()}
-            run([partial(self.store.create, path, data) for path, data in files.items()])
-            run([partial(self.store.sync_folder, layout.join(staging, folder)) for folder in reversed(view.folders)])
+            written = orbax_view_files.write(self.store, staging, record, view, run)
         except FileNotFoundError:
             raise self.lost(record.epoch) from None
         for item, leaves in view.left_out.items():
@@ -169,13 +176,18 @@ class RenameCommits(Commits):
             logging.log_first_n(
                 level, "item %s: stock Orbax will not see %d of its leaves: %s", 3, item, len(leaves), few
             )
-        return dataclasses.replace(record, orbax_left_out=view.left_out)
+        return written
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
     ) -> Callable[[], None] | None:
         """See Commits."""
         staging, final = self._staging(epoch, attempt), self.names.build(epoch)
+        if epoch in self.hidden():  # nobody would see it
+            try:
+                self.finish_rollback()
+            except UnfinishedError as error:
+                raise SaveError(epoch, str(error)) from error
         try:
             self.store.create(layout.join(staging, layout.EPOCH_RECORD), record)
             self.store.sync_folder(staging)
@@ -201,7 +213,10 @@ class RenameCommits(Commits):
             ) from None
         except OSError as error:  # over a network the rename may have happened although it reports an error
             if self.read_attempt(epoch) != attempt:
-                raise SaveError(epoch, f"renaming it into place failed: {error}") from error
+                reason = f"renaming it into place failed: {error}"
+                if _immovable(error):
+                    reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
+                raise SaveError(epoch, reason) from error
         try:
             self.store.sync_folder("")
             if old is not None:
@@ -251,7 +266,7 @@ class RenameCommits(Commits):
         for epoch in self.store.list(folder):
             if not self.store.exists(epoch.name):
                 logging.warning("%s: %s is put back, it was about to be replaced", self.store.root, epoch.name)
-                self.store.rename(layout.join(folder, epoch.name), epoch.name)
+                self._move(layout.join(folder, epoch.name), epoch.name)
 
     def discard(self, epoch: int, attempt: str) -> None:
         """See Commits."""
@@ -272,7 +287,13 @@ class RenameCommits(Commits):
             raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
         away = layout.join(self._home, f"deleted-{epoch}-{layout.new_id()}")
         with self._fenced(epoch):
-            self.store.rename(name, away)  # also on the way to `into`, which a newer run would not take from us
+            try:
+                self.store.rename(name, away)  # also on the way to `into`, which a newer run would not take from us
+            except OSError as error:
+                if not _immovable(error):
+                    raise
+                self.roll_back(Rollback(None, (epoch,), layout.new_id(), into))
+                return lambda: None
         if kept is not None:
             try:
                 self.store.rename(away, kept)
@@ -285,29 +306,68 @@ class RenameCommits(Commits):
     def roll_back(self, rollback: Rollback) -> None:
         """See Commits."""
         draft = layout.join(self._home, layout.ROLLBACK_RECORD)
-        with self._fenced(rollback.to):
+        with self._fenced(rollback.about):
             self.store.create(draft, rollback.to_bytes())
-            self.store.rename(draft, layout.ROLLBACK_RECORD)
+            try:
+                self.store.rename(draft, layout.ROLLBACK_RECORD)
+            except FileExistsError:
+                self.store.remove(draft)
+                self.finish_rollback()  # one is left from before; there is one at a time
+                self.roll_back(rollback)
+                return
             self.store.sync_folder("")
-        self._move_rolled_back(rollback)
+        self._finish(rollback)
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
-        with self._fenced(rollback.to):
-            if not self.store.exists(rollback.folder):
-                draft = layout.join(self._home, rollback.folder)
+        folder = rollback.folder
+        with self._fenced(rollback.about):
+            if folder is not None and not self.store.exists(folder):
+                draft = layout.join(self._home, f"discarded-{layout.new_id()}")
                 self.store.make_folder(draft)
-                self.store.rename(draft, rollback.folder)
+                self.store.rename(draft, folder)
             for epoch in sorted(rollback.epochs, reverse=True):
                 name = self.folder(epoch)
-                if self.store.exists(name):
-                    self.store.rename(name, layout.join(rollback.folder, name))
-                    self.store.sync_folder("")
-            self.store.sync_folder(rollback.folder)
+                if not self.store.exists(name):
+                    continue
+                if folder is None or self.store.exists(layout.join(folder, name)):  # or copied, see `_move`
+                    self._remove_here(name)
+                else:
+                    self._move(name, layout.join(folder, name))
+                self.store.sync_folder("")
+            if folder is not None:
+                self.store.sync_folder(folder)
             # not removed where it lies: by now it may be the record of a newer run
-            done = layout.join(self._home, f"{rollback.folder}-done")
+            done = layout.join(self._home, f"done-{rollback.id}")
             self.store.rename(layout.ROLLBACK_RECORD, done)
             self.store.sync_folder("")
             self.store.remove(done)
+
+    def _move(self, src: str, dst: str) -> None:
+        """Renames a folder; one that no rename moves is copied, and the original removed.
+
+        The copy goes by way of our own folder, so that it fails if a newer run has taken over. What must be hidden
+        meanwhile is hidden by a record.
+        """
+        try:
+            self.store.rename(src, dst)
+            return
+        except OSError as error:
+            if not _immovable(error):
+                raise
+        draft = layout.join(self._home, f"discarded-{layout.new_id()}")
+        self.store.copy_tree(src, draft)
+        self.store.rename(draft, dst)
+        self.store.sync_folder(dst.rpartition("/")[0])
+        self._remove_here(src)
+
+    def _remove_here(self, path: str) -> None:
+        """Removes a folder that no rename moves, unless a newer run has taken over.
+
+        One that takes over after that look, finishes all this itself, and saves an epoch of this name before we have
+        come to the end, could lose that epoch: only where no rename is possible.
+        """
+        self.store.list(self._home)  # raises FileNotFoundError
+        self.store.remove_tree(path)
 
     def release(self) -> None:
         """See Commits."""
@@ -321,8 +381,13 @@ class RenameCommits(Commits):
         away = f"damaged-{layout.new_id()}"
         draft = layout.join(self._home, away)  # by way of our own folder: what lies there may be a newer run's by now
         self.store.make_folder(draft)
-        self.store.rename(name, layout.join(draft, name))
-        self.store.rename(draft, away)
+        try:
+            self.store.rename(name, layout.join(draft, name))
+            self.store.rename(draft, away)
+        except OSError as error:
+            if not _immovable(error):
+                raise
+            self.roll_back(Rollback(None, (epoch,), layout.new_id(), away))
         logging.warning("%s: the damaged epoch %d was moved to %s", self.store.root, epoch, away)
 
     def lost(self, epoch: int) -> SaveError:
@@ -344,3 +409,8 @@ class RenameCommits(Commits):
             if self.store.exists(self._home):
                 raise
             raise self.lost(epoch) from error
+
+
+def _immovable(error: OSError) -> bool:
+    """Whether no rename can move it: overlayfs says so of folders in a lower layer."""
+    return error.errno == errno.EXDEV

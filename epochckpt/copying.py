@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from epochckpt import checksum, layout, parsing, records
+from epochckpt import checksum, layout, orbax_view_files, parsing, records
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, unreadable
 from epochckpt.node_reader import EpochReader
 from epochckpt.orbax_view import Views
 from epochckpt.records import EpochRecord
-from epochckpt.store import Store, writing
+from epochckpt.store import Store, copy_file, writing
 
-_PIECE_BYTES = 4 * 2**20
 _STEP = re.compile(r"(?:\A|_)(\d+)\Z")
 _STEP_RECORD = "_CHECKPOINT_METADATA"
 
@@ -65,8 +64,8 @@ def copy_node(reader: EpochReader, number: int, target: Store, folder: str) -> N
                 start += len(block)
     for name in reversed(inner):
         target.sync_folder(layout.join(base, name))
-    if record.orbax_left_out is not None and layout.JSON_FILE not in inner:  # see orbax_view
-        target.link(layout.join(base, layout.JSON_FILE), layout.NODE_RECORD)
+    if record.orbax_left_out is not None and layout.JSON_FILE not in inner:
+        orbax_view_files.link_node(target, base)
     target.create(layout.join(base, layout.NODE_RECORD), _read_node(reader.store, reader.folder, reader.record, number))
     target.sync_folder(base)
 
@@ -76,16 +75,12 @@ def copy_view(reader: EpochReader, target: Store, folder: str) -> EpochRecord:
     record = record_for(reader.record, target)
     if record.orbax_left_out is None:
         return record
-    view = Views().build(record)
-    for name in view.folders:
-        target.make_folder(layout.join(folder, name))
-    for path, to in view.links.items():
-        target.link(layout.join(folder, path), to)
-    for path, data in view.files.items():
-        target.create(layout.join(folder, path), data)
-    for name in reversed(view.folders):
-        target.sync_folder(layout.join(folder, name))
-    return dataclasses.replace(record, orbax_left_out=view.left_out)
+    return orbax_view_files.write(target, folder, record, Views().build(record), _one_by_one)
+
+
+def _one_by_one(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def check(store: Store, folder: str, record: EpochRecord) -> None:
@@ -165,11 +160,7 @@ def copy_tree(source: Store, path: str, target: Store, into: str) -> None:
             target.make_folder(there)
             copy_tree(source, here, target, there)
             continue
-        with source.open_reader(here) as reader, writing(target, there, reader.size) as writer:
-            for start in range(0, reader.size, _PIECE_BYTES):
-                piece = memoryview(bytearray(min(_PIECE_BYTES, reader.size - start)))
-                reader.read_into(start, piece)
-                writer.write(start, piece)
+        copy_file(source, here, target, there)
     target.sync_folder(into)
 
 

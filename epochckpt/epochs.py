@@ -16,7 +16,7 @@ from epochckpt.attempts import Attempts
 from epochckpt.checks import check_args
 from epochckpt.commit import Commits
 from epochckpt.coordination import Coordinator
-from epochckpt.errors import InvalidArgumentError
+from epochckpt.errors import InvalidArgumentError, UnfinishedError
 from epochckpt.handlers import Handlers
 from epochckpt.options import StorageOptions
 from epochckpt.reading import Browsable, epoch_number
@@ -167,6 +167,7 @@ class Epochs(Browsable):
 
         Raises:
             EpochNotFoundError: there is no such epoch.
+            UnfinishedError: nobody sees it any more, but its bytes could not be moved or removed.
         """
         step = epoch_number(step)
         if self._options.read_only:
@@ -178,7 +179,7 @@ class Epochs(Browsable):
             self._commits.require(step)
             self._attempts.remove(removal.hide(self._commits, [step], self._options.todelete_subdir))
 
-        self._agree("delete", decide)
+        self._away("delete", decide)
         self._history.drop([step])
 
     def let_replace(self, epoch: int) -> None:
@@ -207,15 +208,24 @@ class Epochs(Browsable):
 
         Raises:
             EpochNotFoundError: there is no such epoch.
+            UnfinishedError: nobody sees them any more, but they could not be moved, and cannot be saved anew so far.
         """
         epoch = epoch_number(epoch)
         if self._options.read_only:
             raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
         self._attempts.drain()
-        self._agree("rollback_to", lambda: removal.roll_back(self._commits, epoch))
+        self._away("rollback_to", lambda: removal.roll_back(self._commits, epoch))
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
         self._damaged = {e: d for e, d in self._damaged.items() if e <= epoch}
+
+    def _away(self, verb: str, decide: Callable[[], Any]) -> None:
+        """Like `_agree`, for what takes epochs away: those that nobody sees any more are not listed here either."""
+        try:
+            self._agree(verb, decide)
+        except UnfinishedError as error:
+            self._history.drop(error.epochs)
+            raise
 
     def _agree(self, verb: str, decide: Callable[[], Any]) -> Any:
         """The primary does something, everybody takes its answer; every process must make the same calls."""

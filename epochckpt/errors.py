@@ -19,6 +19,7 @@ EpochCheckpointError
 │   ├── FencedError                          a newer incarnation has taken over the directory
 │   ├── BufferChangedError                   memory was modified while it was being written; names the leaf
 │   └── UncertainError                       this process cannot know whether the epoch was committed
+├── UnfinishedError (RuntimeError)           a rollback or deletion holds, but its epochs could not be moved or removed
 ├── UploadError (RuntimeError)               an epoch could not be copied elsewhere; nothing else was touched
 ├── TaskError (RuntimeError)                 a task of a job raised; names task, group, node and epoch
 └── CoordinationError (RuntimeError)         the processes could not agree
@@ -224,6 +225,25 @@ class BufferChangedError(SaveError):
 
 class UncertainError(SaveError):
     """This process cannot know whether the epoch was committed; look again with `reload()`."""
+
+
+class UnfinishedError(EpochCheckpointError, RuntimeError):
+    """A rollback or a deletion is recorded and holds, but the epochs could not be moved or removed yet.
+
+    Nobody sees them any more. They are moved when the directory is next opened for writing, rolled back, or saved to
+    under one of their numbers, if what is in the way is gone by then; until then these numbers cannot be saved.
+
+    Attributes:
+        epochs: their numbers.
+    """
+
+    def __init__(self, directory: str, epochs: Sequence[int], reason: str):
+        super().__init__(
+            f"{directory}: epochs {', '.join(map(str, epochs))} are rolled back or deleted, as rollback.json says, and "
+            f"nobody sees them any more; but they could not be moved away ({reason}). Remove the cause; then opening "
+            "the directory for writing, or saving one of these epochs, finishes it"
+        )
+        self.epochs = list(epochs)
 
 
 class UploadError(EpochCheckpointError, RuntimeError):

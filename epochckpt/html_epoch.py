@@ -202,12 +202,10 @@ def _bar(part: float, whole: float) -> Html:
 def _left_out(found: EpochDetail) -> list[Html]:
     if found.row.state != rows.COMMITTED:
         return []
-    if found.left_out is None:
-        return (
-            []
-            if found.row.writer == "orbax"
-            else [el("div", "muted", "Stock Orbax cannot read this epoch as it lies here.")]
-        )
+    if found.left_out is None or "*" in found.left_out:
+        why = "; ".join((found.left_out or {}).get("*", {}).values())
+        said = text(f"Stock Orbax cannot read this epoch as it lies here{why and ': '}{why}.", 300)
+        return [] if found.row.writer == "orbax" else [el("div", "muted", said)]
     wrong = [(i, leaf, why) for i, leaves in found.left_out.items() for leaf, why in leaves.items()]
     if not wrong:
         return [el("div", "muted", "Stock Orbax can read all of it.")]

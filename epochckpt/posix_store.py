@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
 from epochckpt.handle import Handle
-from epochckpt.store import Entry, Reader, Store, Writer, check_path, check_piece
+from epochckpt.store import Entry, Reader, Store, Writer, check_path, check_piece, copy_file
 
 WRITE_BACK_BYTES = 1 << 20
 """Writes from this size on start their own write-back."""
@@ -31,7 +31,8 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _WRITE_FAILED = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
-_NO_FLAGS_HERE = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
+_NO_LINKS_HERE = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP)  # SMB, exFAT and some FUSE file systems
+_NO_FLAGS_HERE = (errno.EINVAL, *_NO_LINKS_HERE)
 
 
 def _function(name: str, *arguments: type) -> Callable[..., int] | None:
@@ -162,15 +163,23 @@ class PosixStore(Store):
             _sync_folder(os.path.dirname(folder), os.path.dirname(folder))
 
     def link(self, path: str, target: str) -> None:
-        """One symlink(2)."""
-        os.symlink(target, self._place(path))
+        """One symlink(2), where the file system has it."""
+        place = self._place(path)
+        try:
+            os.symlink(target, place)
+        except OSError as error:
+            if error.errno in _NO_LINKS_HERE:
+                raise io.UnsupportedOperation(
+                    f"{place}: this file system has no symlinks ({error.strerror})"
+                ) from error
+            raise
 
     def sync_folder(self, path: str) -> None:
         """One fsync(2) of the folder."""
         _sync_folder(self._target(path), self._name(path))
 
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
-        """Refuses an existing name atomically, where the file system can."""
+        """Refuses an existing name atomically, where the file system can (renameat2, or hard links for files)."""
         source, target = self._place(src), self._place(dst)
         try:
             if replace:
@@ -181,6 +190,21 @@ class PosixStore(Store):
             if error.errno == errno.ENOTEMPTY:  # what some systems say instead of EEXIST
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), source, None, target) from error
             raise
+
+    def copy_tree(self, src: str, dst: str) -> None:
+        """File by file, each flushed."""
+        self.make_folder(dst)
+        with _named(self._name(src)), os.scandir(self._target(src)) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            here, there = f"{src}/{entry.name}", f"{dst}/{entry.name}"
+            if entry.is_symlink():
+                self.link(there, os.readlink(entry.path))
+            elif entry.is_dir(follow_symlinks=False):
+                self.copy_tree(here, there)
+            else:
+                copy_file(self, here, self, there)
+        self.sync_folder(dst)
 
     def exchange(self, one: str, other: str) -> None:
         """One renameat2(2), where the system and the file system have it."""
@@ -353,12 +377,16 @@ def _rename_if_absent(source: str, target: str) -> None:
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), source, None, target)
     if not stat.S_ISDIR(os.lstat(source).st_mode):
-        os.link(source, target, follow_symlinks=False)  # refuses an existing name atomically
-        os.unlink(source)
-    elif os.path.lexists(target):
+        try:
+            os.link(source, target, follow_symlinks=False)  # refuses an existing name atomically
+            os.unlink(source)
+            return
+        except OSError as error:
+            if error.errno not in _NO_LINKS_HERE:
+                raise
+    if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), source, None, target)
-    else:  # of what appears just now, a file or a folder with content is refused, an empty folder replaced
-        os.rename(source, target)
+    os.rename(source, target)  # of what appears just now, a folder with content is refused; see Store.rename
 
 
 def _remove_at(parent: int, name: str, full: str) -> None:

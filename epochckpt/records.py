@@ -145,7 +145,8 @@ class EpochRecord:
     """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist.
 
     Attributes:
-        orbax_left_out: what the Orbax view lacks: reasons by leaf name, by item; None where there is no view.
+        orbax_left_out: what the Orbax view lacks: reasons by leaf name, by item; None where none was asked for. The
+            item `*` stands for the whole view: none could be made.
         alone: the epoch of one node by itself: its files lie beside the record, see `node_epochs`.
     """
 

@@ -65,7 +65,12 @@ def superseded(commits: Commits, epoch: int) -> Superseded:
 
 
 def roll_back(commits: Commits, epoch: int) -> list[int]:
-    """Sets every later epoch aside; returns them."""
+    """Sets every later epoch aside; returns them.
+
+    Raises:
+        EpochNotFoundError: there is no such epoch.
+        UnfinishedError: they, or those of a call before, could not be moved; they count no more nevertheless.
+    """
     commits.finish_rollback()  # of a call that was interrupted
     later = [e for e in commits.require(epoch) if e > epoch]
     if later:

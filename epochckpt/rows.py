@@ -231,7 +231,8 @@ class EpochDetail:
     Attributes:
         row: its row in the overview.
         items: its items, by name ascending.
-        left_out: what stock Orbax cannot read of it: reasons by leaf, by item; None where there is no Orbax view.
+        left_out: what stock Orbax cannot read of it: reasons by leaf, by item; None where no Orbax view was asked for,
+            and by the item `*` why there is none where it was.
     """
 
     row: EpochRow

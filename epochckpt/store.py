@@ -31,6 +31,7 @@ from epochckpt import worker
 T = TypeVar("T")
 
 _THREADS = 16  # of object stores
+_PIECE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,10 @@ class Store(ABC):
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
         """Renames a file or folder atomically.
 
+        Where a file system can neither refuse an existing name nor has hard links (exFAT, some FUSE and network file
+        systems), a file or an empty folder that comes to be at `dst` within the call is replaced. What must not rely
+        on one winner has a `src` that nobody else can have.
+
         Args:
             src: existing name.
             dst: new name; its folder exists.
@@ -266,9 +271,25 @@ class Store(ABC):
 
         Raises:
             FileExistsError: there is something at `dst`.
+            OSError: with EXDEV: no rename moves it, because parts of it lie on another file system, or in a lower layer
+                of this one (overlayfs): see `copy_tree`.
             FileNotFoundError: `src` or the folder of `dst` is gone.
             io.UnsupportedOperation: this store cannot rename (see `renames`).
         """
+
+    def copy_tree(self, src: str, dst: str) -> None:
+        """Copies a folder with all below it, durably but for its own name; symlinks are copied as they are.
+
+        Args:
+            src: existing folder.
+            dst: new name.
+
+        Raises:
+            FileExistsError: there is something at `dst`.
+            FileNotFoundError: `src` or the folder of `dst` is gone.
+            io.UnsupportedOperation: this store has no folders (see `renames`).
+        """
+        raise io.UnsupportedOperation(f"{self.root} cannot copy {src!r} to {dst!r}")
 
     def exchange(self, one: str, other: str) -> None:
         """Exchanges two files or folders atomically: at any moment both names are there.
@@ -314,6 +335,15 @@ def writing(store: Store, path: str, size: int) -> Generator[Writer]:
     except BaseException:
         writer.abort()
         raise
+
+
+def copy_file(source: Store, path: str, target: Store, into: str) -> None:
+    """Copies a file in pieces of bounded size, durably but for its name."""
+    with source.open_reader(path) as reader, writing(target, into, reader.size) as writer:
+        for start in range(0, reader.size, _PIECE_BYTES):
+            piece = memoryview(bytearray(min(_PIECE_BYTES, reader.size - start)))
+            reader.read_into(start, piece)
+            writer.write(start, piece)
 
 
 def check_path(path: str, *, root_allowed: bool = True) -> str:

@@ -105,6 +105,9 @@ def _facts(detail: EpochDetail) -> Iterator[tuple[str, Text]]:
     for title, said in run_notes.told(row.notes)[:_NOTES]:
         yield title, text(said, limit=400)
     for name, left in (detail.left_out or {}).items():
+        if name == "*":  # there is no view
+            yield "Orbax lacks", text(f"all of it: {'; '.join(left.values())}", WARN, limit=1000)
+            continue
         why = "; ".join(f"{leaf}: {reason}" for leaf, reason in list(left.items())[:5])
         more = f"; … {len(left) - 5} more" if len(left) > 5 else ""
         yield "Orbax lacks", text(f"item {name}: {why}{more}", WARN, limit=1000)
