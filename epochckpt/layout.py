@@ -23,6 +23,8 @@ JSON_FILE = "metadata"  # the name Orbax's JSON handler uses inside an item's fo
 DATA_SUFFIX = ".safetensors"
 ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata
 
+LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where it did before
+
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore every name with this in it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+\Z")

@@ -77,7 +77,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             directory: where the epochs live: a path (relative ones are fine) or a URL that TensorStore knows.
             checkpointers: Orbax's legacy form: a Checkpointer, or several by item name; their handlers are taken.
             options: Orbax's options; its policies decide what is saved and kept.
-            metadata: JSON written once for the whole directory, see `metadata()`.
+            metadata: JSON written once for the whole directory, see `metadata()`. If read only, it is given back by
+                `metadata()` where the directory has none.
             item_names: names of the items, if several are saved together with `args.Composite`.
             item_handlers: a handler for the one unnamed item, or handlers by item name. Orbax's own, unmodified, only
                 say what our engine does; others are run.
@@ -122,6 +123,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         tells = coordinator.primary and not self._options.read_only
         self._informer = outcomes.Informer(metadata_handler, tells)
         self._preemption, self._calls, self._closed = coordination.Preemption(), 0, False
+        if metadata is not None and (self._options.read_only or self._options.save_root_metadata):
+            self._given_metadata = saving.checked_json(dict(metadata), "metadata")
         self._directory = shown_path(self._store.root)
         self._take_nodes(opened.nodes)
         if not self._options.read_only:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -154,6 +154,7 @@ class Browsable:
     """The members of a manager that only read."""
 
     _reading: Reading
+    _given_metadata: Mapping[str, Any] | None = None
 
     def metrics(self, step: int) -> Any:
         """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None."""
@@ -186,10 +187,10 @@ class Browsable:
         return self._reading.item_kinds(epoch_number(epoch))
 
     def metadata(self, step: int | None = None) -> Any:
-        """Orbax's StepMetadata of an epoch, or the directory's RootMetadata."""
+        """Orbax's StepMetadata of an epoch, or the directory's RootMetadata: as written there, else `metadata=`."""
         if step is not None:
             return self._reading.step_metadata(epoch_number(step))
-        return status.root_metadata(self._reading.commits.store)
+        return status.root_metadata(self._reading.commits.store, self._given_metadata)
 
     def nodes(self, epoch: int) -> list[str]:
         """Names of the nodes that wrote an epoch; none if stock Orbax wrote it."""

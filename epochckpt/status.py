@@ -186,14 +186,24 @@ def step_metadata(record: EpochRecord, handlers: Mapping[str, str], items: Any) 
     )
 
 
-def root_metadata(store: Store) -> Any:
-    """Orbax's RootMetadata of a directory; empty where none was written."""
-    path = layout.join(*layout.ROOT_METADATA)
-    try:
-        data = json.loads(store.read(path, limit_bytes=2**24))
-    except FileNotFoundError:
-        return ocp.metadata.RootMetadata()
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(path, f"is not usable JSON: {error}") from None
-    custom = data.get("custom_metadata") if isinstance(data, dict) else None
-    return ocp.metadata.RootMetadata(custom_metadata=checksum.unpack_json(custom or {}))
+def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
+    """Orbax's RootMetadata of a directory: what was written there, else what is given.
+
+    Raises:
+        DamagedError: the file there cannot be used.
+    """
+    for path in (layout.join(*layout.ROOT_METADATA), layout.join(*layout.LEGACY_ROOT_METADATA)):
+        try:
+            data = json.loads(store.read(path, limit_bytes=2**24))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            continue
+        except (ValueError, RecursionError) as error:
+            raise DamagedError(path, f"is not usable JSON: {error}") from None
+        known = ("internal_metadata", "custom_metadata")
+        custom = (data.get("custom_metadata") or {}) if isinstance(data, dict) else None
+        if not isinstance(custom, dict):
+            raise DamagedError(path, "is not the metadata of a directory: expected a JSON object")
+        # the older file holds nothing but what the user gave
+        others = {key: value for key, value in data.items() if key not in known}
+        return ocp.metadata.RootMetadata(custom_metadata=checksum.unpack_json({**others, **custom}))
+    return ocp.metadata.RootMetadata(custom_metadata=dict(given or {}))

@@ -862,6 +862,21 @@ def test_metadata_of_the_directory_is_written_once(manager_class: ManagerClass, 
         assert manager.metadata().custom_metadata == {}
 
 
+def test_metadata_of_a_reader_and_of_older_orbax(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
+    """A reader of a directory without any gives back its own; what an older Orbax wrote, a JSON item, counts."""
+    run = tmp_path / "run"
+    run.mkdir()
+    with manager_class(run, metadata={"lang": "en"}, options=Options(read_only=True)) as manager:
+        assert manager.metadata().custom_metadata == {"lang": "en"}
+    assert "metadata" not in names(run)
+    (run / "metadata").mkdir()
+    ocp.JsonCheckpointHandler().save(run / "metadata", args=ocp.args.JsonSave({"version": 1.1, "custom": {"a": [1]}}))
+    assert names(run / "metadata") == {"metadata"}
+    for metadata in (None, {"version": 2}):
+        with manager_class(run, metadata=metadata, options=Options(read_only=True)) as manager:
+            assert manager.metadata().custom_metadata == {"version": 1.1, "custom": {"a": [1]}}
+
+
 def test_metadata_of_a_step(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
     """What `custom_metadata=` was, its metrics, when it was saved, and its items, by any manager."""
     items = ocp.args.Composite(state=ocp.args.StandardSave(sharded()), extra=ocp.args.JsonSave({"a": 1}))
