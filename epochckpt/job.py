@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from epochckpt import stop
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.tasks import Task, TaskGroup, TaskOutput, joining
+from epochckpt.tasks import Node, Task, TaskGroup, TaskOutput, joining
 from epochckpt.workspace import Workspace
 
 F = TypeVar("F", bound=Callable[[Workspace], Any])
@@ -16,36 +17,79 @@ F = TypeVar("F", bound=Callable[[Workspace], Any])
 _current: contextvars.ContextVar[Job | None] = contextvars.ContextVar("epochckpt_job", default=None)
 
 
-class OutputIsTrue(stop.Condition):
-    """A task's output, as a stop condition: true if it is on any node of this process.
+class OfEpoch(stop.Condition):
+    """A stop condition on what the tasks of the epoch have computed: true if that is true on any node.
+
+    A process that hosts no node that has a value has no vote. What the value would be is not known before an epoch has
+    been trained.
+
+    Attributes:
+        unheard: what is wrong if no node of the job has a value.
+    """
+
+    unheard = ""
+
+    @abc.abstractmethod
+    def values(self, root: Workspace) -> list[Any]:
+        """The values on the nodes of this process; must be booleans.
+
+        Args:
+            root: the workspace of the session.
+        """
+
+    def __call__(self, ctx: stop.Context) -> bool:
+        """Whether one is true after this epoch."""
+        answers = [stop.checked(self, value, ctx.epoch) for value in self.values(ctx.workspace)]
+        return any(answers)
+
+    def holds(self, ctx: stop.Context) -> bool:
+        """Not known before the tasks have run."""
+        del ctx
+        return False
+
+
+class OutputIsTrue(OfEpoch):
+    """A task's output, as a stop condition.
 
     Args:
-        output: of a task of the epoch group; its value must be a boolean.
+        output: of a task of the epoch group.
     """
+
+    unheard = "the task has run on no node; is it in the epoch group?"
 
     def __init__(self, output: TaskOutput):
         self.output = output
 
-    def __call__(self, ctx: stop.Context) -> bool:
-        """Whether it is true after this epoch."""
-        values = self.output.values()
-        if not values:
-            raise InvalidArgumentError(f"stop condition {self}: the task has not run here; is it in the epoch group?")
-        answers = [stop.checked(self, value, ctx.epoch) for value in values]
-        return any(answers)
-
-    def holds(self, ctx: stop.Context) -> bool:
-        """Not known before the task has run."""
-        del ctx
-        return False
+    def values(self, root: Workspace) -> list[Any]:
+        """See OfEpoch."""
+        del root
+        return self.output.values()
 
     def __repr__(self) -> str:
         return repr(self.output)
 
 
-def has_output(condition: stop.Condition) -> bool:
-    """Whether a condition looks at the output of a task, which is not known before the task has run."""
-    return isinstance(condition, OutputIsTrue) or any(map(has_output, condition.operands))
+class BlobIsTrue(OfEpoch):
+    """A blob, as a stop condition.
+
+    Args:
+        name: of a blob of all nodes that have it, or `node/blob` of one.
+        node: look at this node only.
+    """
+
+    unheard = "no node has it after the epoch"
+
+    def __init__(self, name: str, node: str | None):
+        self.name, self.node = name, node
+
+    def values(self, root: Workspace) -> list[Any]:
+        """See OfEpoch."""
+        spaces = [ws for ws in root.children.values() or [root] if self.node in (None, ws.node)]
+        names = [(ws, self.name if self.name in ws else self.name.removeprefix(f"{ws.node}/")) for ws in spaces]
+        return [ws[name] for ws, name in names if name in ws]
+
+    def __repr__(self) -> str:
+        return f"blob {self.name!r}" + (f" of node {self.node}" if self.node else "")
 
 
 class Job:
@@ -114,9 +158,19 @@ class Job:
 
     def nodes(self) -> list[str]:
         """All nodes that the job names, those to checkpoint first."""
-        groups = (self.setup_group, self.init_group, self.epoch_group, self.download_group, self.exit_group)
-        used = [node for group in groups for node in group.used_nodes()]
+        used = [node for group in self._groups() for node in group.used_nodes()]
         return list(dict.fromkeys([*self.nodes_to_checkpoint(), *used]))
+
+    def _groups(self) -> Sequence[TaskGroup]:
+        return self.setup_group, self.init_group, self.epoch_group, self.download_group, self.exit_group
+
+    def start_afresh(self) -> None:
+        """Forgets what tasks gave, and conditions counted, in an earlier run of this job; a run begins with it."""
+        for group in self._groups():
+            for task in group.tasks():
+                for output in task.outputs():
+                    output.forget()
+        stop.load_states(self._conditions, None)
 
     def compile(self, session_class: type) -> None:
         """Fixes the nodes to checkpoint, and the kind of session that the job is to run in."""
@@ -129,12 +183,12 @@ class Job:
         """Adds a stop condition.
 
         Args:
-            output: a `TaskOutput`, a `Task` with one output, the name of a blob, a condition of `epochckpt.stop`, or
-                any callable of a `stop.Context`. The values of outputs and blobs must be booleans.
+            output: a `TaskOutput`, a `Task` with one output, the name of a blob (of one node: `node/blob`, or inside
+                `with Node(…)`), a condition of `epochckpt.stop`, or any callable of a `stop.Context`. The values of
+                outputs and blobs must be booleans; one node where it is true is enough.
         """
         if isinstance(output, str):
-            blob = output
-            output = Task(lambda ws: ws[blob], group=self.epoch_group, name=f"look at {blob}")
+            output = BlobIsTrue(output, Node.current())
         if isinstance(output, Task):
             if len(output.outputs()) != 1:
                 raise InvalidArgumentError(f"{output} has {len(output.outputs())} outputs; pass the one that is meant")

@@ -16,7 +16,8 @@ from epochckpt import blobs as blob_lib
 from epochckpt import metrics as metrics_lib
 from epochckpt import stop
 from epochckpt.boundary import Exchange
-from epochckpt.job import Job, has_output
+from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.job import Job, OfEpoch
 from epochckpt.keeping import BESIDE, Keeper, Names, Restored
 from epochckpt.preempting import Notice, Stopper
 from epochckpt.progress import Bar
@@ -112,10 +113,10 @@ class Run:
 
     def train(self) -> RunResult:
         """Runs the job; see `JobRunner.train`."""
+        self._job.start_afresh()
         self._phase(self._job.setup_group)
         restored = self._together("restore", self._restore)
         if restored is None:
-            stop.load_states(self._job.stop_conditions, None)  # the same job may have run before
             self._phase(self._job.init_group)
             kept = self._job.nodes_to_checkpoint() or self._session.nodes
             self._names = {n: list(ws) if n in kept else [] for n, ws in self._session.workspaces().items()}
@@ -181,20 +182,31 @@ class Run:
         self._notice.ask(0)
 
     def _is_finished(self, restored: Restored) -> bool:
-        """Whether there is nothing left to train: asked only of automatic resumes, and without changing conditions."""
+        """Whether there is nothing left to train: asked only of automatic resumes.
+
+        Decided by what the conditions say now of what was recorded. One that only training can tell is no reason to
+        stop: a task's output, a blob, a callable that fails here. Callables, which may count how often they are called,
+        are asked only if the run had ended.
+        """
         if self._settings.resume_from_epoch is not None or self._partial:
             return False
-        finished = restored.notes.get("finished") or []
+        finished = bool(restored.notes.get("finished"))
         metrics = restored.notes.get("metrics")
         ctx = self._context(restored.epoch, metrics if isinstance(metrics, dict) else {})
         ctx = dataclasses.replace(ctx, elapsed_secs=0.0, total_secs=self._before)  # nothing has been trained yet
 
         def holds(condition: stop.Condition) -> bool:
-            if has_output(condition):
-                return repr(condition) in finished
-            if not finished and stop.is_foreign(condition):
-                return False  # it may count how often it is called
-            return condition.holds(ctx)
+            if not stop.is_foreign(condition):
+                return condition.holds(ctx)
+            try:
+                return finished and condition.holds(ctx)
+            except Exception as error:
+                logging.warning(
+                    "stop condition %r cannot be evaluated before an epoch has been trained, so one is: %s",
+                    condition,
+                    say(error),
+                )
+                return False
 
         def decide(found: list[bool]) -> bool:
             return any(found)
@@ -229,7 +241,7 @@ class Run:
                 ctx = self._context(epoch, metrics, preempted)
                 answers = [stop.checked(c, c(ctx), epoch) for c in conditions]
                 self._states = stop.save_states(conditions)
-                reasons = [stop.why(c, ctx) if true else "" for c, true in zip(conditions, answers, strict=True)]
+                reasons = [_reason(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
             except Exception as error:
                 problem = error
         prepared = None
@@ -262,13 +274,25 @@ class Run:
             preempted=preempted,
         )
 
-    def _meet(self, epoch: int, reasons: list[str], interrupted: bool, problem: Exception | str | None) -> _Verdict:
-        """The one exchange at the end of an epoch."""
+    def _meet(
+        self, epoch: int, reasons: list[str | None], interrupted: bool, problem: Exception | str | None
+    ) -> _Verdict:
+        """The one exchange at the end of an epoch.
+
+        Args:
+            epoch: its number.
+            reasons: of each condition why it is true on this process, "" if it is false, None if it has no vote here.
+            interrupted: the epoch was left in the middle.
+            problem: why it cannot be saved; an exception is raised on all.
+        """
         conditions = [repr(c) for c in self._job.stop_conditions]
 
         def decide(found: list[dict[str, Any]]) -> dict[str, Any]:
             left = any(f["interrupted"] for f in found)
             said = [[f["reasons"][i] for f in found if f["reasons"]] for i in range(len(conditions))]
+            for condition, texts in zip(self._job.stop_conditions, said, strict=True):
+                if texts and isinstance(condition, OfEpoch) and all(text is None for text in texts):
+                    raise InvalidArgumentError(f"stop condition {condition!r}: {condition.unheard}")
             refused = next((f["problem"] for f in found if f["problem"]), None)
             able = refused is None
             if able and self._keeper is not None and not self._saves.accessible(epoch):
@@ -393,3 +417,10 @@ class Run:
             elapsed_secs=elapsed,
             total_secs=self._before + elapsed,
         )
+
+
+def _reason(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | None:
+    """Why a condition is true after an epoch; "" if it is not; None if this process has no vote on it."""
+    if isinstance(condition, OfEpoch) and not condition.values(ctx.workspace):
+        return None
+    return stop.why(condition, ctx) if true else ""

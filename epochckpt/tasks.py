@@ -105,6 +105,10 @@ class TaskOutput:
             raise InvalidArgumentError(f"{self}: say which node's value; it has run on: {ran}")
         return self._values[node]
 
+    def forget(self) -> None:
+        """Forgets the values: another run begins."""
+        self._values.clear()
+
     def values(self) -> list[Any]:
         """The values of all nodes of this process on which the task has run."""
         return list(self._values.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -278,3 +279,63 @@ def wrong_session() -> str:
     except ec.errors.InvalidArgumentError as error:
         return str(error)
     return ""
+
+
+def stop_on_the_word_of_one_node(directory: str) -> list[dict[str, Any]]:
+    """Jobs of two named nodes that end when a task's output, or a blob, of the second one says so, or nobody's."""
+
+    def job_of(condition: Callable[[ec.Job, ec.Task], Any]) -> ec.Job:
+        with ec.Job() as job:
+            for node in ("trainer_0", "trainer_1"):
+                ec.Task(lambda ws: ws.update(count=0), group=job.init_group, node=node)
+            with ec.Node("trainer_0"):
+                ec.Task(lambda ws: ws.update(count=ws["count"] + 1))
+            with ec.Node("trainer_1"):
+                task = ec.Task(lambda ws: ws.update(done=ws.epoch == 3) or ws["done"])
+        job.add_stop_condition(condition(job, task))
+        ec.epoch_limiter(job, 5)
+        return job
+
+    conditions: list[Callable[[ec.Job, ec.Task], Any]] = [
+        lambda job, task: task,
+        lambda job, task: "done",
+        lambda job, task: "trainer_1/done",
+        lambda job, task: "nobody's",
+        lambda job, task: ec.Task(lambda ws: True, group=job.exit_group),
+    ]
+    out = []
+    for number, condition in enumerate(conditions):
+        with ec.CheckpointManager(f"{directory}/{number}") as manager:
+            runner = ec.JobRunner(job_of(condition), manager)
+            try:
+                runner.train(session := ec.DistributedSession())
+            except ec.errors.InvalidArgumentError as error:
+                out.append({"error": str(error)})
+            else:
+                out.append(summary(runner, session))
+    return out
+
+
+def save_beside(directory: str) -> list[Any]:
+    """A run in which another session is loaded and saved, as an epoch of the run's and as a later one."""
+    session, other = ec.DistributedSession(), ec.DistributedSession()
+
+    def during(ws: ec.Workspace) -> None:
+        if ws.epoch == 3:
+            assert runner.load_blobs_from_checkpoints(["w"], 1, other)
+            runner.save_checkpoints(3, session)
+            runner.save_checkpoints(50, other)
+
+    job = ec.Job()
+    job.init(lambda ws: ws.update(w=10 * jax.process_index()))
+    job.epoch(during)
+    job.epoch(lambda ws: ws.update(w=ws["w"] + 1))
+    ec.epoch_limiter(job, 5)
+    with ec.CheckpointManager(directory) as manager:
+        runner = ec.JobRunner(job, manager)
+        runner.train(session)
+        found = []
+        for epoch in (0, 1, 2, 3, 4, 5, 50):
+            assert runner.load_blobs_from_checkpoints(["w"], epoch, other)
+            found.append(other.workspace()["w"])
+        return [found, runner.result.last_committed_epoch, list(runner.result.failed_saves)]

@@ -43,6 +43,48 @@ def test_a_job_that_runs_again_from_scratch_starts_with_fresh_conditions() -> No
     assert [run(job)[0].epoch for _ in range(2)] == [4, 4]
 
 
+def test_values_of_an_earlier_run_do_not_stop_the_next(tmp_path: pathlib.Path) -> None:
+    """A job that runs again forgets what its tasks gave, also where its nodes have other names then."""
+    job = ec.Job()
+    job.init(lambda ws: ws.update(count=0))
+
+    @job.epoch
+    def train(ws: ec.Workspace) -> None:
+        ws["count"] += 1
+
+    task = ec.Task(lambda ws: ws["count"] >= 3, group=job.epoch_group)
+    job.add_stop_condition(task)
+    with ec.CheckpointManager(tmp_path / "a", node="a") as one, ec.CheckpointManager(tmp_path / "b", node="b") as two:
+        assert [run(job, manager)[0].epoch for manager in (one, two, None)] == [3, 3, 3]
+    assert task.outputs()[0].fetch("process_0") is True
+
+
+def test_a_finished_run_trains_on_when_its_conditions_do_not_say_that_it_is(tmp_path: pathlib.Path) -> None:
+    """They are asked of what was recorded; what only training can tell is asked after one more epoch."""
+
+    def ended(condition: Any) -> tuple[int, str]:
+        job = job_of(50, lambda ws: ws.update(sum=ws["sum"] + 1, done=False) or {"loss": 1 / ws.epoch})
+        task = ec.Task(lambda ws: condition(ws), group=job.epoch_group) if condition.__name__ == "output" else None
+        job.add_stop_condition(task if task is not None else condition)
+        with ec.CheckpointManager(tmp_path) as manager:
+            result, _ = run(job, manager)
+        return result.epoch, result.stop_reason
+
+    def below(loss: float) -> Any:
+        return lambda ctx: ctx.metrics["loss"] < loss
+
+    def output(ws: ec.Workspace) -> bool:
+        return ws["sum"] >= 4
+
+    where = "test_a_finished_run_trains_on_when_its_conditions_do_not_say_that_it_is.<locals>"
+    assert ended(below(0.4)) == (3, f"{where}.below.<locals>.<lambda>")
+    assert ended(below(0.4)) == (3, "was finished already")
+    assert ended(below(0.3))[0] == 4  # a changed threshold, of the same name
+    assert ended(output)[0] == 5  # only training tells
+    assert ended(output)[0] == 6
+    assert ended(lambda ctx: ctx.metrics["unknown until now"] > 0 if ctx.epoch == 6 else True)[0] == 7
+
+
 def test_nodes_of_one_process_leave_an_epoch_together(tmp_path: pathlib.Path) -> None:
     """A notice that comes when one node has finished the epoch does not make another leave it: it would be trained
     twice by the first."""
