@@ -11,8 +11,8 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F3  args tree_metadata targets restoring casting node_items items saving attempt writing opening attempts removal
         status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata
         node_staging node_epochs manager following attaching copying export_orbax export_safetensors exporting importing
-    F4  conditions stop workspace tasks job session blobs boundary metrics preempting result keeping keep_epochs
-        keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
+    F4  conditions stop workspace tasks job session containers blobs boundary metrics preempting result keeping
+        keep_epochs keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
         run_saves running runner upload_staging upload_nodes upload caffe2
     F5  rows escaping naming run_notes surveying remains recognising epoch_rows overview gc
         lone_nodes orbax_leaves details leaf_reading stats changes same_bytes diffing plain

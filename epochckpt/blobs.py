@@ -15,8 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
-from epochckpt import checksum, layout
+from epochckpt import checksum, containers, layout
 from epochckpt import tree as tree_lib
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.workspace import Workspace
@@ -76,6 +77,48 @@ def target_of(workspace: Workspace, name: str) -> Any:
     if live is None or is_stateful(live):
         return None
     return live if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(live)) else None
+
+
+def with_targets(workspace: Workspace) -> set[str]:
+    """The blobs of which setup says how they come back, by `ws.target` or by what it made."""
+    return {name for name in (*workspace, *workspace.targets) if target_of(workspace, name) is not None}
+
+
+def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str, Any] | None) -> Any:
+    """A blob that was restored without a target, in the containers that it was saved in.
+
+    They are those that the epoch records. Where it does not, or the program cannot make them (static fields, a class
+    inside a function), they are those that init makes. A blob that fits neither stays as it is, which is logged.
+
+    Args:
+        workspace: where it goes.
+        name: the blob.
+        value: as restored: dicts, lists and leaves.
+        recorded: what `containers.to_json` gave, by blob, and by `node/blob` where nodes differ; None: the epoch was
+            not saved by a runner, and it is taken as it is.
+    """
+    types = (recorded or {}).get(f"{workspace.node}/{name}", (recorded or {}).get(name))
+    if types is None or target_of(workspace, name) is not None:
+        return value
+    try:
+        return containers.rebuild(value, containers.from_json(types))
+    except InvalidArgumentError as error:
+        problem = str(error)
+    try:
+        made = workspace.made_by_init().get(name)
+        if made is not None:
+            return containers.rebuild(value, made)
+    except InvalidArgumentError as error:
+        problem = f"{problem}; {error}"
+    logging.warning(
+        "node %s, blob %r comes back as dicts, lists and arrays, not as it was saved: %s. Say how it comes back, in "
+        "@job.setup: ws.target(%r, …)",
+        workspace.node,
+        name,
+        problem,
+        name,
+    )
+    return value
 
 
 def chosen(names: Iterable[str], include: Sequence[str] | None, exclude: Sequence[str] | None) -> list[str]:

@@ -26,6 +26,7 @@ class Caffe2Keeper(Keeper):
     chooses = per_node = True
 
     def __init__(self, manager: CheckpointManager | MultiNodeCheckpointManager):
+        super().__init__()
         self._manager, self.directory = manager, manager.db_prefix
         self._wanted: list[str] = []
         self._nodes: list[str] = []

@@ -34,6 +34,7 @@ class EpochKeeper(Keeper):
     """Blobs as items: arrays once, everything else per node."""
 
     def __init__(self, manager: CheckpointManager):
+        super().__init__()
         self._manager = manager
         self.handler, self.directory = manager.metadata_handler, str(manager.directory)
         self._kinds: Mapping[str, str] = {}
@@ -72,7 +73,7 @@ class EpochKeeper(Keeper):
         notes, values = found
         spaces = self._spaces()
         names: dict[str, list[str]] = {node: [] for node in spaces}
-        for blob, by_node in values.items():
+        for blob, by_node in values.items():  # all are as they are to be before any of them is put back
             for node, value in by_node.items():
                 blob_lib.put_back(spaces[node], blob, value)
                 names[node].append(blob)
@@ -125,6 +126,8 @@ class EpochKeeper(Keeper):
             elif forms.get(item) == "json":
                 everyone = self._manager.node_names
                 values[blob] = {n: of_this_node(blob, v, everyone, spaces[n]) for n, v in values[blob].items()}
+            made = {n: blob_lib.as_saved(spaces[n], blob, v, notes.get("types")) for n, v in values[blob].items()}
+            values[blob] = made
         return notes, values
 
     def _by_node(self, item: str, blob: str, kind: str, got: Any, count: int) -> dict[str, Any]:
@@ -144,8 +147,11 @@ class EpochKeeper(Keeper):
         spaces = self._spaces()
         several = len(self._manager.node_names) > 1
         items: dict[str, Any] = {}
+        states: dict[tuple[str, str], Any] = {}
         for blob, item in self._items.items():
             values = {node: present(spaces[node], blob) for node, blobs in names.items() if blob in blobs}
+            trees = {node: blob_lib.state_of(value) for node, value in values.items()}
+            states |= {(node, blob): tree for node, tree in trees.items()}
             if several and any(map(blob_lib.holds_spread, values.values())):  # then one node is here
                 ((node, value),) = values.items()
                 tree, own = blob_lib.split(value)
@@ -153,23 +159,23 @@ class EpochKeeper(Keeper):
                 if own:
                     items[item + blob_lib.OWN_SUFFIX] = own_args.NodeSave({node: own}, by_node=True)
             elif several or self._kinds[blob] == blob_lib.STATEFUL:
-                trees = {node: blob_lib.state_of(value) for node, value in values.items()}
                 items[item] = own_args.NodeSave(trees, by_node=True)
             else:
                 items[item] = ocp.args.StandardSave(next(iter(values.values())))
-        return items
+        return items, self.types(states)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """See Keeper. The policies do not count epochs after this one: they are not of this run."""
         if not (force or self._manager.should_save(epoch, ignore_later=True)):
             return False
+        items, types = prepared
         renamed = {item: blob for blob, item in self._items.items() if item != blob}
         return self._manager.save(
             epoch,
-            args=ocp.args.Composite(**prepared),
+            args=ocp.args.Composite(**items),
             metrics=metrics or None,
             force=True,
-            custom_metadata={NOTES: {**notes, "blobs": renamed}},
+            custom_metadata={NOTES: {**notes, "blobs": renamed, "types": types}},
         )
 
     def outcomes(self) -> list[SaveOutcome]:

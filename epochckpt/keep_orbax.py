@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import blobs as blob_lib
-from epochckpt import layout, worker
+from epochckpt import containers, layout, worker
 from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
 from epochckpt.keeping import BARE, BYTES, NOTES, Keeper, Names, Restored, of_this_node, present, require, wanted_blobs
 from epochckpt.session import Session
@@ -31,6 +31,7 @@ class OrbaxKeeper(Keeper):
     asks_jax = True
 
     def __init__(self, manager: ocp.CheckpointManager):
+        super().__init__()
         self._manager, self.directory = manager, str(manager.directory)
         self._items: dict[str, str] = {}
         self._forms: dict[str, str] = {}
@@ -100,7 +101,8 @@ class OrbaxKeeper(Keeper):
             blob, value = blob_of[item], got[item]
             if form == "json":
                 value = of_this_node(blob, value, self._session.nodes, workspace)
-            values[blob] = value[BARE] if form == "bare" else value
+            value = value[BARE] if form == "bare" else value
+            values[blob] = blob_lib.as_saved(workspace, blob, value, notes.get("types"))
         return notes, values
 
     def _items_of(self, epoch: int) -> list[str]:
@@ -121,15 +123,18 @@ class OrbaxKeeper(Keeper):
         ((node, workspace),) = self._session.workspaces().items()
         mine = names[node]
         out: dict[str, tuple[str, Any]] = {}
+        states: dict[tuple[str, str], Any] = {}
         for blob, item in self._items.items():
             value = blob_lib.state_of(present(workspace, blob)) if blob in mine else None
+            if blob in mine:
+                states[node, blob] = value
             leaves = jax.tree.leaves(value)
             if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
                 bare = len(leaves) == 1 and leaves[0] is value
                 out[item] = ("bare", {BARE: value}) if bare else ("arrays", value)
             else:
                 out[item] = ("json", _encode(node, blob, value))
-        return out
+        return out, self.types(states)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """See Keeper. Orbax's policies say no to what is older than the newest: they are not asked about that."""
@@ -137,14 +142,15 @@ class OrbaxKeeper(Keeper):
             return False
         self._settle()
         args: dict[str, Any] = {}
-        for item, (form, value) in prepared.items():
+        items, types = prepared
+        for item, (form, value) in items.items():
             if form == "json":
                 args[item] = ocp.args.JsonSave(self._by_node(f"blob of item {item}", value))
             else:
                 args[item] = ocp.args.StandardSave(value)
         renamed = {item: blob for blob, item in self._items.items() if item != blob}
-        forms = {item: form for item, (form, _) in prepared.items()}
-        extra = {NOTES: {**notes, "blobs": renamed, "forms": forms}}
+        forms = {item: form for item, (form, _) in items.items()}
+        extra = {NOTES: {**notes, "blobs": renamed, "forms": forms, "types": types}}
         if epoch in self._replace:
             self._manager.delete(epoch)
             self._replace.discard(epoch)
@@ -234,11 +240,12 @@ def _encode(node: str, blob: str, value: Any) -> Any:
         return {BYTES: base64.b64encode(value).decode()}
     try:
         copy = json.loads(json.dumps(value))  # the next epoch may change the value before Orbax has written it
-        if copy == value:
+        made_of = containers.of(value)  # tuples are lists in JSON; the epoch records what they were
+        if (copy if made_of is None else containers.rebuild(copy, made_of)) == value:
             return [copy]
     except (TypeError, ValueError, RecursionError):
         pass
     raise InvalidArgumentError(
         f"node {node}, blob {blob!r}: without arrays, stock Orbax keeps it as JSON, and JSON cannot hold this "
-        f"{type(value).__name__}; use epochckpt.CheckpointManager, lists instead of tuples, strings as keys"
+        f"{type(value).__name__}; use epochckpt.CheckpointManager"
     )

@@ -13,6 +13,7 @@ import numpy as np
 from absl import logging
 
 from epochckpt import blobs as blob_lib
+from epochckpt import containers
 from epochckpt.boundary import Exchange
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.session import Session
@@ -62,6 +63,10 @@ class Keeper(abc.ABC):
     per_node = False
     handler: Any = None
     directory = ""
+
+    def __init__(self) -> None:
+        self._recorder = containers.Recorder()
+        self._types_elsewhere: Mapping[str, Any] = {}
 
     @abc.abstractmethod
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
@@ -192,8 +197,16 @@ class Keeper(abc.ABC):
             InvalidArgumentError: one cannot be checkpointed.
         """
         kinds = check_blobs(session, names)
+        types: dict[str, Any] = {}
+        if not exchange.primary and not isinstance(kinds, Exception):
+            spaces = session.workspaces()
+            own = [(node, n) for node, blobs in names.items() for n in blobs if kinds[n] != blob_lib.SPREAD]
+            trees = {(node, name): blob_lib.state_of(spaces[node][name]) for node, name in own}
+            types = {f"{node}/{name}": one for (node, name), one in self._recorded(trees).items() if one is not None}
 
-        def decide(found: list[Any]) -> dict[str, str]:
+        def decide(brought: list[Any]) -> dict[str, str]:
+            found = [one["kinds"] for one in brought]
+            self._types_elsewhere = {name: one for b in reversed(brought) for name, one in b["types"].items()}
             union: dict[str, str] = {}
             for one in found:
                 for name, kind in one.items():
@@ -206,7 +219,28 @@ class Keeper(abc.ABC):
                         )
             return union
 
-        self.take_names(exchange.meet("the blobs to checkpoint", kinds, decide))
+        mine = kinds if isinstance(kinds, Exception) else {"kinds": kinds, "types": types}
+        self.take_names(exchange.meet("the blobs to checkpoint", mine, decide))
+
+    def _recorded(self, trees: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
+        """The containers of blobs as JSON, by node and name; None for dicts and lists alone."""
+        return {(node, name): self._recorder.record(f"{node}/{name}", tree) for (node, name), tree in trees.items()}
+
+    def types(self, trees: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+        """The containers of all blobs, to be noted with an epoch: by name, and by `node/name` where nodes differ.
+
+        Those of other processes are as they were after init.
+
+        Args:
+            trees: the blobs of this process, by node and name.
+        """
+        found: dict[str, Any] = {}
+        here = {f"{node}/{name}": one for (node, name), one in self._recorded(trees).items()}
+        for key, one in [*here.items(), *self._types_elsewhere.items()]:
+            name = key.partition("/")[2]
+            if found.setdefault(name, one) != one:
+                found[key] = one
+        return {key: one for key, one in found.items() if one is not None or "/" in key}
 
     def take_names(self, kinds: Mapping[str, str]) -> None:
         """Takes the blobs of all nodes, with their kinds."""

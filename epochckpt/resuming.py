@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 from absl import logging
 
+from epochckpt import blobs as blob_lib
+from epochckpt import containers
 from epochckpt.boundary import Exchange
-from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError
+from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError, say
 from epochckpt.keeping import Keeper, Restored
 from epochckpt.reporting import Handler
+from epochckpt.tasks import TaskGroup
 from epochckpt.workspace import Workspace
 
 AUTO, NEVER, MUST = "auto", "never", "must"
@@ -79,6 +83,67 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
     if known is not None and known not in epochs:
         logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, epochs)
     return keeper.restore(None)
+
+
+def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:
+    """A function that says what `init_group` makes, without making it: for blobs whose types no epoch holds.
+
+    It runs the tasks once, at the first call, under `jax.eval_shape` and on a copy of the workspace.
+
+    Raises (when called):
+        InvalidArgumentError: init cannot be traced; says why.
+    """
+    done: list[Mapping[str, containers.Container | None] | InvalidArgumentError] = []
+
+    def trace() -> Mapping[str, containers.Container | None]:
+        found: dict[str, containers.Container | None] = {}
+
+        def run() -> None:
+            scratch = workspace.scratch()
+            for task in group.tasks():
+                if task.node in (None, workspace.node):
+                    task.fn(scratch)
+            found.update({name: containers.of(blob_lib.state_of(value)) for name, value in scratch.items()})
+
+        logging.info("node %s: init is run abstractly (jax.eval_shape), for the types of its blobs", workspace.node)
+        jax.eval_shape(run)
+        return found
+
+    def once() -> Mapping[str, containers.Container | None]:
+        if not done:
+            try:
+                done.append(trace())
+            except Exception as error:  # it may do anything, and was written to run on real values
+                text = f"init cannot be run abstractly (jax.eval_shape) to find out: {say(error).splitlines()[0]}"
+                done.append(InvalidArgumentError(text))
+        if isinstance(done[0], InvalidArgumentError):
+            raise done[0]
+        return done[0]
+
+    return once
+
+
+def warn_of_types(workspace: Workspace, names: Sequence[str], declared: Collection[str]) -> None:
+    """Says, when init has run, which blobs a resume may not be able to give back as they are.
+
+    Args:
+        workspace: of a node.
+        names: the blobs to be checkpointed.
+        declared: those of which setup said how they come back.
+    """
+    for name in names:
+        found = None if name in declared else containers.of(blob_lib.state_of(workspace[name]))
+        lost = "" if found is None else found.loses()
+        if lost:
+            logging.warning(
+                "node %s, blob %r: %s. A resume runs init once more, without computing (jax.eval_shape), to get it; "
+                "where init cannot be traced the blob comes back as dicts and lists. Better say how it comes back, in "
+                "@job.setup: ws.target(%r, jax.eval_shape(…what makes it…))",
+                workspace.node,
+                name,
+                lost,
+                name,
+            )
 
 
 def check_targets(restored: Restored, spaces: Mapping[str, Workspace], checkpointed: Sequence[str], where: str) -> None:

@@ -19,7 +19,7 @@ from epochckpt.progress import bar
 from epochckpt.reading import epoch_number
 from epochckpt.reporting import Handler
 from epochckpt.result import RunResult
-from epochckpt.resuming import AUTO, MUST, NEVER
+from epochckpt.resuming import AUTO, MUST, NEVER, traced_init
 from epochckpt.run_saves import Saves
 from epochckpt.running import Run, Settings
 from epochckpt.session import DistributedSession, Session
@@ -297,6 +297,8 @@ class JobRunner:
         wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
         nodes = keeper.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
+        for workspace in session.workspaces().values():
+            workspace.trace_init(traced_init(self.job.init_group, workspace))
         return keeper
 
 

@@ -23,7 +23,7 @@ from epochckpt.preempting import Notice, Stopper
 from epochckpt.progress import Bar
 from epochckpt.reporting import Handler
 from epochckpt.result import RunResult
-from epochckpt.resuming import check_targets, choose
+from epochckpt.resuming import check_targets, choose, warn_of_types
 from epochckpt.run_saves import Saves
 from epochckpt.session import Session
 from epochckpt.status import SaveOutcome
@@ -117,6 +117,8 @@ class Run:
         self._phase(self._job.setup_group)
         restored = self._together("restore", self._restore)
         if restored is None:
+            spaces = self._session.workspaces()
+            declared = {n: blob_lib.with_targets(ws) for n, ws in spaces.items()}
             self._phase(self._job.init_group)
             kept = self._job.nodes_to_checkpoint() or self._session.nodes
             self._names = {n: list(ws) if n in kept else [] for n, ws in self._session.workspaces().items()}
@@ -125,6 +127,8 @@ class Run:
         if self._keeper is not None:
             self._keeper.agree_on_names(self._session, self._exchange, self._names)
             self._agreed = True
+            for node, blobs in self._names.items() if restored is None else ():
+                warn_of_types(spaces[node], blobs, declared[node])
         if restored is None:
             self._begin()
         elif self._is_finished(restored):

@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import blobs, layout
+from epochckpt import blobs, containers, layout
 from epochckpt.db_names import check_type, db_name, name_list, node_names
 from epochckpt.errors import FormatError, InvalidArgumentError, SaveError, UnsupportedError
 from epochckpt.metadata_protocol import AbstractMetadataHandler, answered_epoch, check_handler
@@ -141,6 +141,7 @@ class CheckpointManager(Manager):
         self._initialised = False
         self._blob_names: list[str] | None = None
         self._last: tuple[str, float] | None = None
+        self._recorder = containers.Recorder()
 
     @property
     def node_name(self) -> str:
@@ -290,8 +291,10 @@ class CheckpointManager(Manager):
                     "managers save each node by itself: use epochckpt.CheckpointManager"
                 )
             items = blobs.item_names(names)
+            recorded = {name: self._recorder.record(name, states[name]) for name in names}
+            types = {name: one for name, one in recorded.items() if one is not None}
             args = ocp.args.Composite(**{items[n]: ocp.args.StandardSave(states[n]) for n in names})
-            kept = {"blobs": {items[name]: name for name in names}, "notes": self.notes}
+            kept = {"blobs": {items[name]: name for name in names}, "types": types, "notes": self.notes}
             self._epochs.save(epoch, args, kept)
 
     def _load(
@@ -319,9 +322,11 @@ class CheckpointManager(Manager):
                 items[name]: None if target is None else ocp.args.StandardRestore(target)
                 for name, target in targets.items()
             }
-            values = epochs.restore(reader, asked)
-            for name in names:
-                blobs.put_back(ws, name, values[items[name]])
+            values, types = epochs.restore(reader, asked), reader.record.custom_metadata.get("types")
+            types = types if isinstance(types, dict) else {}
+            made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in names}
+            for name, value in made.items():
+                blobs.put_back(ws, name, value)
         return names
 
     def _chosen(self, wanted: Sequence[str], items: Mapping[str, str]) -> list[str]:

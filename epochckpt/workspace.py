@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import jax
+
 from epochckpt.errors import InvalidArgumentError
 
 Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
@@ -52,6 +54,7 @@ class Workspace(MutableMapping[str, Any]):
         self._targets: dict[str, Target] = {}
         self._children: dict[str, Workspace] = {}
         self._stopper: Callable[[], bool] | None = None
+        self._traced: Callable[[], Mapping[str, Any]] | None = None
 
     def target(self, name: str, abstract: Any = None, *, reshard: Reshard | None = None) -> None:
         """Says how a blob comes back from a checkpoint; called in `@job.setup`.
@@ -81,6 +84,22 @@ class Workspace(MutableMapping[str, Any]):
         """Gives `should_stop` somebody to ask; the runner does."""
         self._stopper = stopper
 
+    def made_by_init(self) -> Mapping[str, Any]:
+        """The containers of the blobs that init makes here (see `containers.of`), as far as the runner has said how."""
+        return self._traced() if self._traced is not None else {}
+
+    def trace_init(self, traced: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Gives `made_by_init` somebody to ask; the runner does."""
+        self._traced = traced
+
+    def scratch(self) -> Workspace:
+        """A workspace with the same blobs and live objects, in which blobs may be set without a trace in this one."""
+        out = Workspace(self.node)
+        out.live, out.epoch = types.SimpleNamespace(**vars(self.live)), self.epoch
+        out._blobs = {name: jax.tree.map(lambda leaf: leaf, value) for name, value in self._blobs.items()}
+        out._targets = dict(self._targets)
+        return out
+
     def child(self, node: str) -> Workspace:
         """The workspace of a node of this session, made if there is none."""
         if node not in self._children:
@@ -94,6 +113,7 @@ class Workspace(MutableMapping[str, Any]):
         child = self.child(node)
         child.live, child.epoch = self.live, self.epoch
         child._blobs, child._targets, child._stopper = self._blobs, self._targets, self._stopper
+        child._traced = self._traced
         self.live, self._blobs, self._targets = types.SimpleNamespace(), {}, {}
 
     @property

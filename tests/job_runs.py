@@ -51,7 +51,7 @@ def reading_job(epochs: int, totals: list[Any], index: int | None = None) -> ec.
 
     @job.init
     def init(ws: ec.Workspace) -> None:
-        ws["total"] = 0
+        ws["total"], ws["counts"] = 0, (0, {"epochs": (0,)})
         make = jax.jit(lambda: jnp.zeros(24, jnp.float32), out_shardings=ws.live.sharding)
         ws["weights"] = {"w": make(), "steps": 0}
 
@@ -61,6 +61,8 @@ def reading_job(epochs: int, totals: list[Any], index: int | None = None) -> ec.
         weights = ws["weights"]
         ws["weights"] = {"w": weights["w"] + ws.epoch, "steps": weights["steps"] + 1}
         totals.append(ws["total"])
+        before, inner = ws["counts"]
+        ws["counts"] = (before + 1, {"epochs": inner["epochs"] + (ws.epoch,)})  # tuples come back as tuples
         ws["temporary"] = object()
         return {"total": ws["total"]}
 
