@@ -24,10 +24,14 @@ class Caffe2Keeper(Keeper):
     """Caffe2's verbs."""
 
     chooses = per_node = True
+    tells = frozenset(
+        {"set_params", "last_epoch", "write", "cp_accessible", "checkpoint_save", "checkpoint_load"}
+        | {"checkpoint_partial_load"}
+    )
 
     def __init__(self, manager: CheckpointManager | MultiNodeCheckpointManager):
         super().__init__()
-        self._manager, self.directory = manager, manager.db_prefix
+        self._manager, self.directory, self.handler = manager, manager.db_prefix, manager.metadata_handler
         self._wanted: list[str] = []
         self._nodes: list[str] = []
         self._ended: list[SaveOutcome] = []
@@ -48,6 +52,12 @@ class Caffe2Keeper(Keeper):
         self._ready = beside
         if not beside:
             self._manager.set_params(self._nodes)
+
+    def told_nodes(self, session: Session) -> list[str]:
+        """See Keeper. A manager of one node has a name for it."""
+        if isinstance(self._manager, MultiNodeCheckpointManager):
+            return list(self._wanted or session.nodes)
+        return [self._manager.node_name]
 
     def choose(self, named: int | None) -> int | None:
         """See Keeper."""

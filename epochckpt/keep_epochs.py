@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 
 from epochckpt import args as own_args
 from epochckpt import blobs as blob_lib
+from epochckpt.boundary import Exchange
 from epochckpt.errors import EpochNotFoundError, SaveError
 from epochckpt.keeping import (
     BARE,
@@ -33,6 +34,8 @@ from epochckpt.workspace import Workspace
 class EpochKeeper(Keeper):
     """Blobs as items: arrays once, everything else per node."""
 
+    tells = frozenset({"set_params", "write", "checkpoint_save"})
+
     def __init__(self, manager: CheckpointManager):
         super().__init__()
         self._manager = manager
@@ -45,6 +48,16 @@ class EpochKeeper(Keeper):
         if wanted:
             self._manager.set_nodes(wanted)
         return self._manager.node_names
+
+    def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
+        """See Keeper."""
+        super().open(session, exchange, beside)
+        self._manager.introduce_handler()
+
+    def told_nodes(self, session: Session) -> list[str]:
+        """See Keeper."""
+        del session
+        return list(self._manager.node_names)
 
     def _spaces(self) -> dict[str, Workspace]:
         """The workspaces of this process whose nodes are checkpointed."""

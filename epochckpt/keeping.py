@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import base64
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,8 @@ class Keeper(abc.ABC):
         asks_jax: the manager itself asks JAX for its preemption notice, with its steps.
         chooses: the manager has its own say about the epoch to resume from, see `choose`.
         per_node: an epoch exists per node; a node that is not checkpointed has no part in it.
-        handler: the manager's own metadata handler, which it tells of commits itself; or None.
+        handler: the manager's own metadata handler, or None.
+        tells: what the manager itself tells its handler: names of methods, and of actions that are reported.
         directory: for messages.
     """
 
@@ -62,6 +63,7 @@ class Keeper(abc.ABC):
     chooses = False
     per_node = False
     handler: Any = None
+    tells: Collection[str] = ()
     directory = ""
 
     def __init__(self) -> None:
@@ -86,6 +88,10 @@ class Keeper(abc.ABC):
         """
         del beside
         self._session, self._exchange = session, exchange
+
+    def told_nodes(self, session: Session) -> list[str]:
+        """The nodes that a metadata handler is told of: those that are checkpointed."""
+        return list(session.nodes)
 
     @abc.abstractmethod
     def epochs(self) -> list[int]:

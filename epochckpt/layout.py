@@ -32,6 +32,7 @@ _IN_VIEWS = frozenset({"manifest.ocdbt", "index.0", "array_metadatas"})  # besid
 _PART = re.compile(r"-\d{5}\Z")
 _INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _NODE_STAGING = re.compile(r"node-(.+)-([0-9a-f]{16})" + re.escape(TMP_SUFFIX) + r"\Z")
+_ESCAPED, _HEX, _UNSAFE = "x-", re.compile(r"-([0-9a-f]{2})"), re.compile(r"[^A-Za-z0-9._]")
 _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )
@@ -76,6 +77,33 @@ def check_node_name(name: object) -> str:
             f"(at most {MAX_NAME}), not one of {sorted(_RESERVED | _IN_VIEWS)}"
         )
     return str(name)
+
+
+def folder_name(name: str) -> str:
+    """What any name is called in a path: the name itself where it may name a node, else an escaped form of it.
+
+    No two names have one form, and `shown_name` gives the name back. `trainer:0` becomes `x-trainer-3a0`: `x-`, then
+    letters, digits, `.` and `_` as they are, and `-` with two hex digits for each byte (UTF-8) of other characters.
+    """
+    usable = is_name(name) and name not in _RESERVED | _IN_VIEWS
+    return name if usable and shown_name(name) == name else _escaped(name)
+
+
+def shown_name(folder: str) -> str:
+    """The name that `folder_name` made a form of."""
+    if not folder.startswith(_ESCAPED):
+        return folder
+    try:
+        plain = _HEX.sub(lambda found: chr(int(found[1], 16)), folder.removeprefix(_ESCAPED))
+        name = plain.encode("latin-1").decode("utf-8", "surrogatepass")
+    except ValueError:
+        return folder
+    return name if folder_name(name) == folder else folder
+
+
+def _escaped(name: str) -> str:
+    raw = name.encode("utf-8", "surrogatepass").decode("latin-1")
+    return _ESCAPED + _UNSAFE.sub(lambda found: f"-{ord(found[0]):02x}", raw)
 
 
 def check_item_name(name: object, nodes: tuple[str, ...] = ()) -> str:

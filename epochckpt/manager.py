@@ -88,7 +88,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             node: this process's node name, `process_<index>` by default; in a job of one process also the names of
                 several nodes, all of which it then hosts.
             metadata_handler: an object with Caffe2's protocol (`set_params`, `last_epoch`, `write`, `report`,
-                `cp_accessible`); the primary tells it of the nodes and of every commit. What it raises is logged.
+                `cp_accessible`); the primary tells it of every commit, and of the nodes before the first one. What it
+                raises is logged.
 
         Raises: see `epochckpt.opening.open_directory`.
         """
@@ -162,6 +163,14 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             )
         items.check_names(self._item_names, nodes.names, ())
         self._take_nodes(nodes)
+
+    def introduce_handler(self) -> None:
+        """Tells the metadata handler of the nodes now, if it has not been told of them, instead of before a commit.
+
+        Raises:
+            InvalidArgumentError: the handler says that it cannot serve this directory.
+        """
+        self._informer.introduce()
 
     def _take_nodes(self, nodes: Nodes) -> None:
         self._nodes = self._attempts.nodes = nodes

@@ -44,7 +44,7 @@ __all__ = [
     "check_handler",
 ]
 
-JSON_NAME = "last_epoch.json"
+JSON_NAME = "last_epoch"
 _KIND, _VERSION = "last_epoch", 1
 _MAX_BYTES = 16 * 2**20
 _DAY = 86_400  # SQLite counts milliseconds in an int of C
@@ -57,14 +57,18 @@ class JsonMetadataHandler(DirectoryHandler):
     It also holds the run's nodes, the last times of each action, the last failed save and why the run ended. Written
     whole each time: to a local path durably and by an atomic rename; to an object store through etils.
 
+    Jobs that share a directory, each for its own nodes, have a file each. A job that is started with more or fewer
+    nodes goes on from the file of a job that had one of them.
+
     Args:
-        path: the file; None for `last_epoch.json` in the directory of the checkpoints.
+        path: the file; None for `last_epoch-<the first node>.json` in the directory of the checkpoints.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         self._given = None if path is None else _writable(check_path("JsonMetadataHandler(path)", path))
         self._path = self._given
         self._params: dict[str, Any] = {}
+        self._nodes = frozenset[str]()
         self._lock = threading.Lock()
 
     def set_params(
@@ -79,15 +83,16 @@ class JsonMetadataHandler(DirectoryHandler):
         params = {**check_params(db_prefix, db_type, path_prefix, path_type), "nodes": check_nodes(node_names)}
         prefix = params["db_prefix"]
         with self._lock:
-            self._path = self._given or _writable(f"{prefix.rstrip('/')}/{JSON_NAME}")
+            first = "".join(f"-{layout.folder_name(name)}" for name in params["nodes"][:1])
+            self._path = self._given or _writable(f"{prefix.rstrip('/')}/{JSON_NAME}{first}.json")
             self._set_prefix(prefix)
-            self._params = params
+            self._params, self._nodes = params, frozenset(params["nodes"])
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """The user's, else the one written last; None if there is no file.
 
         Raises:
-            FormatError: the file is not what this handler writes.
+            FormatError: the file is not what this handler writes, or the path that it was given is that of another job.
         """
         if user_epoch is not None:
             return check_epoch("last_epoch", user_epoch)
@@ -118,8 +123,9 @@ class JsonMetadataHandler(DirectoryHandler):
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
-            path = self._require_path()
-            record = {"epochckpt": _KIND, "version": _VERSION, "epoch": None, **self._read(), **self._params}
+            path, old = self._require_path(), self._read()
+            record = {"epochckpt": _KIND, "version": _VERSION, "epoch": None, **old, **self._params}
+            record["had"] = sorted(self._nodes.union(old.get("had") or ()))  # by these the job is known
             record |= {name: new(record.get(name)) if callable(new) else new for name, new in changes.items()}
             data = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
             if path.startswith(ETILS):
@@ -128,7 +134,25 @@ class JsonMetadataHandler(DirectoryHandler):
                 _replace(path, data)
 
     def _read(self) -> dict[str, Any]:
+        """What this job has written; nothing if it has not.
+
+        Before it has a file of its own, that of a job which had one of its nodes.
+        """
         path = self._require_path()
+        record = self._read_file(path)
+        if record:
+            if not self._is_ours(record):
+                problem = f"is of a job with the nodes {', '.join(record['had'])}, and here are"
+                raise FormatError(path, f"{problem} {', '.join(sorted(self._nodes))}: give each job a file of its own")
+            return record
+        others = [] if self._given else _files(path)
+        return next(filter(self._is_ours, map(self._read_file, others)), {})
+
+    def _is_ours(self, record: Mapping[str, Any]) -> bool:
+        had = record.get("had") or ()
+        return bool(record) and (not had or not self._nodes or not self._nodes.isdisjoint(had))
+
+    def _read_file(self, path: str) -> dict[str, Any]:
         try:
             if path.startswith(ETILS):
                 data = epath.Path(path).read_bytes()
@@ -151,6 +175,9 @@ class JsonMetadataHandler(DirectoryHandler):
             raise FormatError(path, f"{_FOREIGN} (the epoch is {str(epoch)[:80]})")
         if not isinstance(record.get("stats") or {}, dict):
             raise FormatError(path, f"{_FOREIGN} (stats are no object)")
+        had = record.get("had") or []
+        if not isinstance(had, list) or not all(isinstance(name, str) for name in had):
+            raise FormatError(path, f"{_FOREIGN} (nodes are no names)")
         return record
 
     def _require_path(self) -> str:
@@ -162,9 +189,10 @@ class JsonMetadataHandler(DirectoryHandler):
 class SqliteMetadataHandler(DirectoryHandler):
     """One SQLite database for many runs: which there are, what happened to their epochs, how long each node took.
 
-    Several processes and threads may write at once. A run that is started again goes on under its name. Nothing is
-    ever overwritten: an epoch that is written again after a rollback has two rows, of which the later counts. The
-    tables are documented in `epochckpt.run_database`, which any SQLite tool can read.
+    Several processes and threads may write at once. A run that is started again goes on under its name, if one of its
+    nodes was in it before: jobs that share a directory, each for its own nodes, are different runs. Nothing is ever
+    overwritten: an epoch that is written again after a rollback has two rows, of which the later counts. The tables are
+    documented in `epochckpt.run_database`, which any SQLite tool can read.
 
     The protocol does not say which epoch a `report` is about: it is the one that this handler named or was named last
     (`last_epoch`, `write`, `save_failed`, `cp_accessible(epoch)`), else the last one that the run has written.
@@ -190,6 +218,7 @@ class SqliteMetadataHandler(DirectoryHandler):
         self._database = RunDatabase(name, float(timeout_secs))
         self._given, self._nodes = run, frozenset[str]()
         self._epoch: int | None = None
+        self._id: int | None = None
 
     def set_params(
         self,
@@ -199,11 +228,11 @@ class SqliteMetadataHandler(DirectoryHandler):
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Begins the run, or goes on with the one of that name."""
+        """Begins the run, or goes on with the one of that name that had one of these nodes."""
         params, nodes = check_params(db_prefix, db_type, path_prefix, path_type), check_nodes(node_names)
         self._set_prefix(params["db_prefix"])
         self._nodes = frozenset(nodes)
-        self._database.start(self._run, params, nodes, time.time())
+        self._id = self._database.start(self._given or params["db_prefix"], params, nodes, time.time())
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """The user's, else the one that the run wrote last; None if there is none."""
@@ -256,8 +285,10 @@ class SqliteMetadataHandler(DirectoryHandler):
         self._epoch = number
 
     @property
-    def _run(self) -> str:
-        return self._given or self._require_prefix()
+    def _run(self) -> int:
+        self._require_prefix()
+        assert self._id is not None, "set_params has set both"
+        return self._id
 
     def _node(self, name: str) -> str:
         parts = [name, *reversed(name.split("/"))]
@@ -274,6 +305,16 @@ def _writable(path: str) -> str:
             "give it a path= of its own"
         )
     return os.path.abspath(path)
+
+
+def _files(path: str) -> list[str]:
+    """The files of the handlers of other jobs in the directory of this one's."""
+    folder, name = path.rsplit("/", 1)
+    try:
+        names = [p.name for p in epath.Path(folder).glob(f"{JSON_NAME}-*.json")]
+    except OSError:  # there is no such folder, or it cannot be read: whoever writes will say so
+        return []
+    return [f"{folder}/{other}" for other in sorted(names) if other != name]
 
 
 def _now() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import inspect
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,22 @@ ETILS = ("gs://", "s3://", "az://", "hf://")
 DB_TYPE = "epochckpt"
 """What handlers are told of the kind of storage."""
 
-_METHODS = ("set_params", "last_epoch", "write", "report", "cp_accessible")
+_CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "set_params": (0, ("db_prefix", "db_type", "node_names", "path_prefix", "path_type")),
+    "last_epoch": (0, ("user_epoch",)),
+    "write": (0, ("epoch",)),
+    "report": (2, ()),
+    "cp_accessible": (1, ()),
+}
+"""How Caffe2, and we, call a handler's methods: how many arguments by position, and the names of those by keyword."""
 
 
 class AbstractMetadataHandler(abc.ABC):
     """Is told what a run does, and knows at the next start which epoch was the last.
 
-    All methods are called on the primary only, from any thread. A failure is logged and never harms a committed epoch.
+    All methods are called on the primary only, from any thread, once for each event, and as Caffe2 calls them:
+    `set_params`, `last_epoch` and `write` by keyword, `report` and `cp_accessible` by position. A failure is logged and
+    never harms a committed epoch.
     """
 
     @abc.abstractmethod
@@ -73,7 +83,10 @@ class AbstractMetadataHandler(abc.ABC):
 
     @abc.abstractmethod
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Whether the checkpoints, or those of one epoch, can be reached now. If not, no save is tried."""
+        """Whether the checkpoints, or those of one epoch, can be reached now. If not, no save is tried.
+
+        An OSError means that it cannot say: the save is tried, and will tell. Any other error counts as no.
+        """
 
     def save_failed(self, epoch: int, reason: str) -> None:
         """An epoch could not be saved. Does nothing by default."""
@@ -118,18 +131,31 @@ class DirectoryHandler(AbstractMetadataHandler):
 
 
 def check_handler(handler: T) -> T:
-    """A metadata handler, if it has Caffe2's five methods; its class does not matter.
+    """A metadata handler, if it has Caffe2's five methods, and they can be called as there; its class does not matter.
 
     Raises:
-        InvalidArgumentError: it lacks some; names them.
+        InvalidArgumentError: it lacks some, or one cannot be called so; names them.
     """
-    missing = [name for name in _METHODS if not callable(getattr(handler, name, None))]
+    missing = [name for name in _CALLS if not callable(getattr(handler, name, None))]
     if missing or isinstance(handler, type):
         what = f"the class {handler.__name__}" if isinstance(handler, type) else f"a {type(handler).__name__}"
         problem = f"without {', '.join(missing)}" if missing else "instead of an object of it"
         raise InvalidArgumentError(
-            f"the metadata handler is {what} {problem}; expected an object with {', '.join(_METHODS)}"
+            f"the metadata handler is {what} {problem}; expected an object with {', '.join(_CALLS)}"
         )
+    for method, (count, names) in _CALLS.items():
+        try:
+            signature = inspect.signature(getattr(handler, method))
+        except (TypeError, ValueError):  # not every callable has one
+            continue
+        try:
+            signature.bind(*[None] * count, **dict.fromkeys(names))
+        except TypeError as error:
+            form = ", ".join(["…"] * count + [f"{name}=…" for name in names])
+            raise InvalidArgumentError(
+                f"the metadata handler {type(handler).__name__} has {method}{signature}, which is called as "
+                f"{method}({form}), as in Caffe2: {error}"
+            ) from None
     return handler
 
 
@@ -140,7 +166,9 @@ def introduce(handler: Any, directory: str, nodes: Sequence[str]) -> None:
         InvalidArgumentError: it says that it cannot serve this directory.
     """
     try:
-        handler.set_params(directory, DB_TYPE, list(nodes), None, None)
+        handler.set_params(
+            db_prefix=directory, db_type=DB_TYPE, node_names=list(nodes), path_prefix=None, path_type=None
+        )
     except InvalidArgumentError:
         raise
     except Exception as error:

@@ -47,7 +47,8 @@ class Outcomes:
 class Informer:
     """Tells a metadata handler, on the primary, of nodes and commits; what it raises is logged and harms nothing.
 
-    Its methods are called in order, those about commits in a thread of their own: a slow one holds up no save.
+    Its methods are called in order, those about commits in a thread of their own: a slow one holds up no save. It hears
+    of the nodes before anything else, and not before there is something to tell: a look at a directory is no run.
 
     Args:
         handler: it, or None.
@@ -58,19 +59,27 @@ class Informer:
         self._handler = handler if active else None
         self._lane = worker.Lane()
         self._stuck = False
+        self._lock = threading.Lock()
+        self._untold: tuple[str, Sequence[str]] | None = None
 
     def nodes(self, directory: str, names: Sequence[str]) -> None:
-        """Which nodes save to which directory; told at once.
+        """Which nodes save to which directory; told before the next thing that it is told."""
+        self._untold = directory, names
+
+    def introduce(self) -> None:
+        """Tells it of the nodes, if they are not those that it was told of.
 
         Raises:
             InvalidArgumentError: the handler says that it cannot serve this directory.
         """
-        if self._handler is not None:
-            metadata_protocol.introduce(self._handler, directory, names)
+        with self._lock:  # held meanwhile: what comes after is not told before
+            untold, self._untold = self._untold, None
+            if untold is not None and self._handler is not None:
+                metadata_protocol.introduce(self._handler, *untold)
 
     def committed(self, epoch: int, secs: Mapping[str, float]) -> None:
         """An epoch was committed; how long each node wrote."""
-        self._later("write", epoch)
+        self._later("write", epoch=epoch)
         self._later("report", "checkpoint_save", dict(secs))
 
     def drain(self, timeout_secs: float) -> None:
@@ -80,10 +89,12 @@ class Informer:
             if self._stuck:
                 logging.warning("metadata handler: it has not returned for %g s; not waited for any more", timeout_secs)
 
-    def _later(self, method: str, *args: Any) -> None:
-        self._lane.submit(functools.partial(self._tell, method, *args))
+    def _later(self, method: str, *args: Any, **named: Any) -> None:
+        self._lane.submit(functools.partial(self._tell, method, *args, **named))
 
-    def _tell(self, method: str, *args: Any) -> None:
+    def _tell(self, method: str, *args: Any, **named: Any) -> None:
         if self._handler is not None:
+            worker.logged("metadata handler: set_params failed", self.introduce)
             call: Callable[..., Any] = getattr(self._handler, method)
-            worker.logged(f"metadata handler: {method}{args!r} failed", functools.partial(call, *args))
+            said = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in named.items())])
+            worker.logged(f"metadata handler: {method}({said}) failed", functools.partial(call, *args, **named))

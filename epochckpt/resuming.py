@@ -41,9 +41,8 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
     if keeper.chooses:
         if resume == NEVER:
             return None
-        epoch = keeper.choose(named)
-        if epoch is None:  # the runner's own handler: the manager does not know it
-            epoch = exchange.publish("the epoch that was saved last", lambda: handler.last_epoch(must_say=True))
+        chosen = keeper.choose(named)  # the runner's own handler may overrule it: the manager does not know that one
+        epoch = exchange.publish("the epoch that was saved last", lambda: handler.last_epoch(chosen, must_say=True))
         if epoch is None and resume == MUST:
             raise EpochNotFoundError(None, keeper.directory, [])
         return None if epoch is None else keeper.restore(epoch)

@@ -4,10 +4,12 @@ Times are seconds since 1970. The version of these tables is in `PRAGMA user_ver
 that the file is ours. Rows of `epochs` and `stats` are only ever added: history stays, and the greatest id is the last.
 
 ```
-runs    id, name (unique), db_prefix, db_type, path_prefix, path_type, nodes (a JSON list), started_secs, seen_secs
+runs    id, name, db_prefix, db_type, path_prefix, path_type, nodes, had (JSON lists), started_secs, seen_secs
 epochs  id, run_id, epoch, outcome ('written', 'failed', 'ended'), reason, at_secs
 stats   id, run_id, epoch (or NULL), action, name, node, secs, at_secs
 ```
+
+Runs of one name have no node in common: of `had`, the nodes that a run has now or has had.
 
 Guarantees:
 - each call is one transaction in a connection of its own: all of it is durable when the call returns, or none;
@@ -42,14 +44,15 @@ VERSION = 1
 
 _SCHEMA = (
     """CREATE TABLE runs(
-        id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, db_prefix TEXT NOT NULL, db_type TEXT, path_prefix TEXT,
-        path_type TEXT, nodes TEXT NOT NULL, started_secs REAL NOT NULL, seen_secs REAL NOT NULL)""",
+        id INTEGER PRIMARY KEY, name TEXT NOT NULL, db_prefix TEXT NOT NULL, db_type TEXT, path_prefix TEXT,
+        path_type TEXT, nodes TEXT NOT NULL, had TEXT NOT NULL, started_secs REAL NOT NULL, seen_secs REAL NOT NULL)""",
     """CREATE TABLE epochs(
         id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id), epoch INTEGER NOT NULL,
         outcome TEXT NOT NULL CHECK (outcome IN ('written', 'failed', 'ended')), reason TEXT, at_secs REAL NOT NULL)""",
     """CREATE TABLE stats(
         id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs(id), epoch INTEGER, action TEXT NOT NULL,
         name TEXT NOT NULL, node TEXT NOT NULL, secs REAL NOT NULL, at_secs REAL NOT NULL)""",
+    "CREATE INDEX runs_of_name ON runs(name)",
     "CREATE INDEX epochs_of_run ON epochs(run_id, outcome, id)",
     "CREATE INDEX stats_of_run ON stats(run_id, epoch)",
     f"PRAGMA application_id = {APPLICATION_ID}",
@@ -65,7 +68,7 @@ class RunRow:
     """One run.
 
     Attributes:
-        name: its name.
+        name: its name; jobs that share a directory, each for its own nodes, may have one name.
         db_prefix: the directory of its checkpoints, as given when it was last started.
         db_type: the kind of storage, as given.
         nodes: names of its nodes.
@@ -138,44 +141,51 @@ class RunDatabase:
     def __init__(self, path: str | os.PathLike[str], timeout_secs: float):
         self.path, self._timeout_secs = os.path.abspath(path), timeout_secs
 
-    def start(self, name: str, params: Mapping[str, Any], nodes: Sequence[str], now_secs: float) -> None:
-        """Adds a run, or goes on with the one of that name."""
-        row = {"name": name, **params, "nodes": json.dumps(list(nodes)), "seen_secs": now_secs}
+    def start(self, name: str, params: Mapping[str, Any], nodes: Sequence[str], now_secs: float) -> int:
+        """Adds a run, or goes on with the one of that name that had one of these nodes; returns its id."""
         with self._transaction() as connection:
-            connection.execute(
-                "INSERT INTO runs(name, db_prefix, db_type, path_prefix, path_type, nodes, started_secs, seen_secs) "
-                "VALUES (:name, :db_prefix, :db_type, :path_prefix, :path_type, :nodes, :seen_secs, :seen_secs) "
-                "ON CONFLICT(name) DO UPDATE SET db_prefix = excluded.db_prefix, db_type = excluded.db_type, "
-                "path_prefix = excluded.path_prefix, path_type = excluded.path_type, nodes = excluded.nodes, "
-                "seen_secs = excluded.seen_secs",
-                row,
-            )
+            nodes_now, had, run_id = set(nodes), set(nodes), None
+            for known_id, names in connection.execute("SELECT id, had FROM runs WHERE name = ? ORDER BY id", (name,)):
+                known = set(json.loads(names))
+                if known & nodes_now or not known or not nodes_now:
+                    run_id, had = known_id, known | nodes_now  # of several, which have become one, the last
+            row = {"name": name, **params, "nodes": json.dumps(list(nodes)), "seen_secs": now_secs}
+            if run_id is None:
+                row |= {"had": json.dumps(sorted(had)), "started_secs": now_secs}
+                values = ", ".join(f":{column}" for column in row)
+                run_id = connection.execute(f"INSERT INTO runs({', '.join(row)}) VALUES ({values})", row).lastrowid
+            else:
+                row |= {"had": json.dumps(sorted(had)), "id": run_id}
+                changed = ", ".join(f"{column} = :{column}" for column in row if column != "id")
+                connection.execute(f"UPDATE runs SET {changed} WHERE id = :id", row)
+            assert run_id is not None, "an insert has an id"
+            return run_id
 
-    def add_epoch(self, run: str, epoch: int, outcome: str, reason: str | None, now_secs: float) -> None:
+    def add_epoch(self, run: int, epoch: int, outcome: str, reason: str | None, now_secs: float) -> None:
         """Adds what happened to an epoch."""
         with self._transaction() as connection:
-            run_id = self._seen(connection, run, now_secs)
+            self._seen(connection, run, now_secs)
             connection.execute(
                 "INSERT INTO epochs(run_id, epoch, outcome, reason, at_secs) VALUES (?, ?, ?, ?, ?)",
-                (run_id, epoch, outcome, reason, now_secs),
+                (run, epoch, outcome, reason, now_secs),
             )
 
     def add_stats(
-        self, run: str, epoch: int | None, action: str, stats: Sequence[tuple[str, str, float]], now_secs: float
+        self, run: int, epoch: int | None, action: str, stats: Sequence[tuple[str, str, float]], now_secs: float
     ) -> None:
         """Adds (name, node, seconds) of one action; without an epoch they belong to the last one written."""
         with self._transaction() as connection:
-            run_id = self._seen(connection, run, now_secs)
+            self._seen(connection, run, now_secs)
             if epoch is None:
-                ((epoch,),) = connection.execute(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE id = ?", (run_id,))
+                ((epoch,),) = connection.execute(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE id = ?", (run,))
             connection.executemany(
                 "INSERT INTO stats(run_id, epoch, action, name, node, secs, at_secs) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [(run_id, epoch, action, name, node, secs, now_secs) for name, node, secs in stats],
+                [(run, epoch, action, name, node, secs, now_secs) for name, node, secs in stats],
             )
 
-    def last_epoch(self, run: str) -> int | None:
+    def last_epoch(self, run: int) -> int | None:
         """The epoch that a run wrote last."""
-        rows = self._rows(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE name = ?", run)
+        rows = self._rows(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE id = ?", run)
         return rows[0][0] if rows else None
 
     def runs(self) -> list[RunRow]:
@@ -214,12 +224,9 @@ class RunDatabase:
         )
         return found[0] if found else None
 
-    def _seen(self, connection: sqlite3.Connection, run: str, now_secs: float) -> int:
-        rows = connection.execute("SELECT id FROM runs WHERE name = ?", (run,)).fetchall()
-        if not rows:  # somebody else removed it, or the file
-            raise InvalidArgumentError(f"{self.path}: there is no run {run!r} in it; call set_params first")
-        connection.execute("UPDATE runs SET seen_secs = ? WHERE id = ?", (now_secs, rows[0][0]))
-        return rows[0][0]
+    def _seen(self, connection: sqlite3.Connection, run: int, now_secs: float) -> None:
+        if not connection.execute("UPDATE runs SET seen_secs = ? WHERE id = ?", (now_secs, run)).rowcount:
+            raise InvalidArgumentError(f"{self.path}: the run is not in it any more; call set_params first")
 
     def _rows(self, query: str, *values: Any) -> list[Any]:
         if not os.path.exists(self.path):

@@ -8,7 +8,7 @@ from typing import Any
 
 from absl import logging
 
-from epochckpt import result, worker
+from epochckpt import result
 from epochckpt.boundary import Exchange
 from epochckpt.errors import CoordinationTimeoutError, SaveError, say
 from epochckpt.keeping import Keeper, Names
@@ -104,8 +104,9 @@ class Saves:
         keeper = self._keeper
         if keeper is None:
             return True
-        says = worker.logged("the manager does not say whether storage is there", lambda: keeper.accessible(epoch))
-        return (says is None or bool(says)) and self._handler.cp_accessible(epoch)
+        asks = "cp_accessible" in keeper.tells
+        says = not asks or self._handler.agrees(lambda: keeper.accessible(epoch))
+        return says and self._handler.cp_accessible(epoch)
 
     def ended(self, refused: SaveOutcome | None = None) -> list[dict[str, Any]]:
         """On the primary: saves that have ended since it was asked last, as JSON; the metadata handler is told.
@@ -142,11 +143,16 @@ class Saves:
         keeper = self._keeper
         if keeper is None:
             return
+
+        def look(_: Any) -> dict[str, Any]:
+            outcomes = self.ended()
+            saved = self.is_saved(epoch) or any(one["committed"] and one["epoch"] == epoch for one in outcomes)
+            again = self._retry is not None and not saved  # only then the handler is asked once more
+            return {"outcomes": outcomes, "accessible": again and self.accessible(epoch)}
+
         for _ in range(2):
             keeper.drain()
-            answer = self._exchange.meet(
-                "last save", None, lambda _: {"outcomes": self.ended(), "accessible": self.accessible(epoch)}
-            )
+            answer = self._exchange.meet("last save", None, look)
             self.enter(answer["outcomes"])
             if self._retry is None or self.is_saved(epoch) or not answer["accessible"]:
                 break

@@ -116,7 +116,9 @@ class JobRunner:
             raise InvalidArgumentError("the manager and the runner were given different metadata handlers")
         if metadata_handler is not None:
             metadata.check_handler(metadata_handler)
-        self._handler, self._told = metadata_handler or own, own is not None
+        self._handler = metadata_handler if own is None else own
+        self._told = keeper.tells if keeper is not None and own is not None else ()
+        self._introduced = False
         self._settings = Settings(
             resume_from_epoch=resume_from_epoch,
             resume=resume,
@@ -165,7 +167,8 @@ class JobRunner:
         if keeper is not None:
             try:
                 keeper.open(session, exchange)
-                handler.set_params(keeper.directory, list(session.nodes))
+                handler.set_params(keeper.directory, keeper.told_nodes(session))
+                self._introduced = True
             except Exception as error:
                 exchange.bring(error)
                 raise
@@ -209,7 +212,9 @@ class JobRunner:
         began = time.monotonic()
         loaded = keeper.load_blobs(names, epoch_number(epoch))
         secs = {session.hosted[0]: time.monotonic() - began}
-        Handler(self._handler, self._told, session.coordinator.primary).report("checkpoint_partial_load", secs)
+        handler = Handler(self._handler, self._told, session.coordinator.primary)
+        self._introduce(handler, keeper, session)
+        handler.report("checkpoint_partial_load", secs)
         return loaded
 
     def save_checkpoints(self, epoch: int, session: Session) -> None:
@@ -235,6 +240,11 @@ class JobRunner:
         exchange = Exchange(session.coordinator, session.nodes, self._timeout)
         handler = Handler(self._handler, self._told, exchange.primary)
         run, notes = self._run, dict[str, Any]()
+
+        def look() -> list[bool]:
+            self._introduce(handler, keeper, session)
+            return [saves.accessible(epoch), saves.exists(epoch)]
+
         try:
             epoch = epoch_number(epoch)
             if run is not None:
@@ -247,9 +257,7 @@ class JobRunner:
                 names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
                 keeper.agree_on_names(session, exchange, names)
             saves = Saves(keeper, handler, exchange)
-            accessible, exists = exchange.publish(
-                "whether storage is there", lambda: [saves.accessible(epoch), saves.exists(epoch)]
-            )
+            accessible, exists = exchange.publish("whether storage is there", look)
             if accessible:
                 prepared = keeper.prepare(epoch, names)
                 if exists:
@@ -264,6 +272,12 @@ class JobRunner:
             handler.saved(one)
             if not one.committed:
                 logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
+
+    def _introduce(self, handler: Handler, keeper: Keeper | None, session: Session) -> None:
+        """Tells the metadata handler which nodes save where, if no run has."""
+        if keeper is not None and not self._introduced:
+            handler.set_params(keeper.directory, keeper.told_nodes(session))
+            self._introduced = True
 
     def _upload(self, epoch: int) -> TaskGroup | None:
         if self.upload_task_group_builder is None:

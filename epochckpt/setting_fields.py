@@ -170,7 +170,7 @@ class Fields:
         None,
         kinds.maybe(kinds.HANDLER),
         f"{MANAGER}.metadata_handler",
-        "Records what becomes of a run. json: last_epoch.json in the directory; json:FILE; sqlite:FILE, of many runs.",
+        "Records what becomes of a run. json: a file in the directory; json:FILE; sqlite:FILE, of many runs.",
     )
 
     resume: str | int = _is(

@@ -44,6 +44,11 @@ class Manager(abc.ABC):
         """The directory."""
         return self._db_prefix
 
+    @property
+    def metadata_handler(self) -> Any:
+        """The handler that it was given, or None."""
+        return self._handler
+
     @abc.abstractmethod
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """The names of the nodes that a caller gave, once they are known to suit this manager."""
@@ -63,7 +68,13 @@ class Manager(abc.ABC):
         check_type("path_type", path_type)
         if self._asks_handler:
             prefix = None if path_prefix is None else os.fspath(path_prefix)
-            self._told.set_params(self._db_prefix, self._db_type, names, prefix, path_type)
+            self._told.set_params(
+                db_prefix=self._db_prefix,
+                db_type=self._db_type,
+                node_names=names,
+                path_prefix=prefix,
+                path_type=path_type,
+            )
 
     def get_resume_from_epoch_id(self, user_epoch: int | None = None) -> int | None:
         """The epoch to resume from; None: from scratch.
@@ -77,12 +88,12 @@ class Manager(abc.ABC):
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Whether the metadata handler says that storage can be reached; True without one."""
-        return self._told.cp_accessible(epoch=epoch) if self._asks_handler else True
+        return self._told.cp_accessible(epoch) if self._asks_handler else True
 
     def write_checkpoint_metadata(self, epoch: int) -> None:
         """Tells the metadata handler that an epoch was saved."""
         if self._asks_handler:
-            self._told.write(epoch)
+            self._told.write(epoch=epoch)
 
     def report_checkpoint_stats(self, action_name: str) -> None:
         """Reports the stats of the last operation to the metadata handler, all nodes together.

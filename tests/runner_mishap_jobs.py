@@ -53,7 +53,7 @@ class _Refuses:
     def set_params(self, *args: Any, **kwargs: Any) -> None:
         raise ec.errors.InvalidArgumentError("this directory is not for me")
 
-    def last_epoch(self, *args: Any) -> None:
+    def last_epoch(self, user_epoch: int | None = None) -> None:
         return None
 
     def write(self, epoch: int) -> None:

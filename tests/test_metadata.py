@@ -172,6 +172,37 @@ def test_threads_share_a_handler(make: Callable[[], Any]) -> None:
         assert len(handler.epochs()) == len(handler.stats()) == 30
 
 
+@pytest.mark.parametrize("kind", ["json", "sqlite"])
+def test_jobs_that_share_a_directory_have_an_epoch_each(kind: str, tmp_path: pathlib.Path) -> None:
+    """A job is known by its nodes: it may get more of them or fewer, and be split; two may even become one."""
+
+    def job(*nodes: str) -> Any:
+        return begun(MAKERS[kind](tmp_path), tmp_path, list(nodes))
+
+    job("a").write(4)
+    assert job("b").last_epoch() is None
+    job("b").write(9)
+    job("b").report("checkpoint_save", {"b": 1.0})
+    assert (job("a").last_epoch(), job("b").last_epoch()) == (4, 9)
+    assert job("c", "b").last_epoch() == 9
+    job("c", "b").write(10)
+    assert job("c").last_epoch() == 10
+    assert job("a").last_epoch() == 4
+    assert job("d").last_epoch() is None
+    job("a", "d").write(11)
+    assert job("d").last_epoch() == job("a").last_epoch() == 11
+
+
+def test_a_file_that_was_given_to_another_job_is_left_alone(tmp_path: pathlib.Path) -> None:
+    """Both jobs are named."""
+    begun(metadata.JsonMetadataHandler(tmp_path / "x.json"), tmp_path, ["a"]).write(4)
+    other = begun(metadata.JsonMetadataHandler(tmp_path / "x.json"), tmp_path, ["b", "c"])
+    for use in (other.last_epoch, lambda: other.write(1)):
+        with pytest.raises(FormatError, match="is of a job with the nodes a, and here are b, c: give each job a file"):
+            use()
+    assert begun(metadata.JsonMetadataHandler(tmp_path / "x.json"), tmp_path, ["a"]).last_epoch() == 4
+
+
 # -- the JSON file -----------------------------------------------------------------------------------------------------
 
 
@@ -180,12 +211,12 @@ def test_the_file_is_for_people_too(tmp_path: pathlib.Path) -> None:
     handler = begun(metadata.JsonMetadataHandler(), tmp_path)
     handler.save_failed(1, "no space")
     handler.run_ended(1, "max_epochs(1)")
-    assert json.loads((tmp_path / "last_epoch.json").read_text())["ended"]["reason"] == "max_epochs(1)"
+    assert json.loads((tmp_path / "last_epoch-trainer_0.json").read_text())["ended"]["reason"] == "max_epochs(1)"
     handler.write(2)
     handler.report("checkpoint_save", {"trainer_0": 1, "trainer_1": 2.5})
     handler.report("checkpoint_save", {"trainer_0": 3})
     handler.report("checkpoint_load", {"trainer_1": 4})
-    found = json.loads((tmp_path / "last_epoch.json").read_text())
+    found = json.loads((tmp_path / "last_epoch-trainer_0.json").read_text())
     assert found["failed"].pop("at") <= found.pop("written")
     assert found == {
         "epochckpt": "last_epoch",
@@ -196,17 +227,18 @@ def test_the_file_is_for_people_too(tmp_path: pathlib.Path) -> None:
         "path_prefix": None,
         "path_type": None,
         "nodes": NODES,
+        "had": NODES,
         "failed": {"epoch": 1, "reason": "no space"},
         "ended": None,
         "stats": {"checkpoint_save": {"trainer_0": 3.0}, "checkpoint_load": {"trainer_1": 4.0}},
     }
-    assert os.listdir(tmp_path) == ["last_epoch.json"]
+    assert os.listdir(tmp_path) == ["last_epoch-trainer_0.json"]
 
 
 def test_no_reader_takes_the_file_for_an_epoch(tmp_path: pathlib.Path) -> None:
     """Neither we nor stock Orbax, in a directory that has it before the first epoch; nor what a crash leaves behind."""
     begun(metadata.JsonMetadataHandler(), tmp_path).write(7)
-    (tmp_path / ".last_epoch.json.0123456789abcdef.tmp").write_text("{")
+    (tmp_path / ".last_epoch-trainer_0.json.0123456789abcdef.tmp").write_text("{")
     with ec.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == []
         manager.save(3, args=ocp.args.StandardSave({"a": jnp.ones(2)}))
@@ -228,6 +260,7 @@ FOREIGN = {
     "an epoch of text": b'{"epochckpt": "last_epoch", "version": 1, "epoch": "3"}',
     "a negative epoch": b'{"epochckpt": "last_epoch", "version": 1, "epoch": -3}',
     "true": b'{"epochckpt": "last_epoch", "version": 1, "epoch": true}',
+    "nodes": b'{"epochckpt": "last_epoch", "version": 1, "epoch": 1, "had": [1]}',
     "stats": b'{"epochckpt": "last_epoch", "version": 1, "epoch": 1, "stats": [1]}',
     "newer": b'{"epochckpt": "last_epoch", "version": 2, "epoch": 3}',
     "deep": b"[" * 100_000,
@@ -239,7 +272,7 @@ FOREIGN = {
 @pytest.mark.parametrize("case", FOREIGN)
 def test_a_file_of_others_is_named_and_left_alone(tmp_path: pathlib.Path, case: str) -> None:
     """By whatever is asked of it; the user's epoch needs no file."""
-    path = tmp_path / "last_epoch.json"
+    path = tmp_path / "last_epoch-trainer_0.json"
     path.write_bytes(FOREIGN[case])
     handler = begun(metadata.JsonMetadataHandler(), tmp_path)
     for use in (handler.last_epoch, lambda: handler.write(1), lambda: handler.report("x", {})):
@@ -252,8 +285,8 @@ def test_a_file_of_others_is_named_and_left_alone(tmp_path: pathlib.Path, case: 
 
 def test_a_folder_in_place_of_the_file_is_named(tmp_path: pathlib.Path) -> None:
     """As another file is."""
-    (tmp_path / "last_epoch.json").mkdir()
-    with pytest.raises(FormatError, match=r"last_epoch\.json: is not what JsonMetadataHandler writes"):
+    (tmp_path / "last_epoch-trainer_0.json").mkdir()
+    with pytest.raises(FormatError, match=r"last_epoch-trainer_0\.json: is not what JsonMetadataHandler writes"):
         begun(metadata.JsonMetadataHandler(), tmp_path).write(1)
 
 
@@ -285,9 +318,9 @@ def test_a_directory_in_an_object_store(gs: dict[str, Any], caplog: pytest.LogCa
     assert handler.last_epoch() is None
     handler.write(3)
     handler.write(2)
-    assert list(gs) == ["gs://bucket/run/last_epoch.json"]
+    assert list(gs) == ["gs://bucket/run/last_epoch-trainer_0.json"]
     assert begun(metadata.JsonMetadataHandler(), "gs://bucket/run").last_epoch() == 2
-    assert metadata.JsonMetadataHandler("gs://bucket/run/last_epoch.json").last_epoch() == 2
+    assert metadata.JsonMetadataHandler("gs://bucket/run/last_epoch-trainer_0.json").last_epoch() == 2
     gs["away"] = None
     assert handler.cp_accessible() is False
     assert "gs://bucket/run/ cannot be reached: the store is away" in caplog.text
@@ -295,7 +328,7 @@ def test_a_directory_in_an_object_store(gs: dict[str, Any], caplog: pytest.LogCa
 
 def test_where_etils_cannot_write_another_path_is_asked_for(tmp_path: pathlib.Path) -> None:
     """At once, not at the first epoch."""
-    with pytest.raises(InvalidArgumentError, match=r"cannot write memory://x/last_epoch\.json.*path="):
+    with pytest.raises(InvalidArgumentError, match=r"cannot write memory://x/last_epoch-trainer_0\.json.*path="):
         metadata.JsonMetadataHandler().set_params("memory://x", "epochckpt", NODES)
     handler = begun(metadata.JsonMetadataHandler(tmp_path / "x.json"), "memory://x")
     handler.write(1)
@@ -315,7 +348,7 @@ def test_relative_paths_are_those_of_the_start(tmp_path: pathlib.Path, monkeypat
         handler.write(1)
         assert handler.cp_accessible()
     assert sorted(os.listdir(tmp_path)) == ["other", "run", "runs.db"]
-    assert os.listdir("../run") == ["last_epoch.json"]
+    assert os.listdir("../run") == ["last_epoch-trainer_0.json"]
 
 
 # -- the SQLite database -----------------------------------------------------------------------------------------------
@@ -335,9 +368,9 @@ def test_a_run_goes_on_under_its_name(tmp_path: pathlib.Path) -> None:
     assert (row.last_epoch, row.end_reason) == (None, None)
     assert before <= row.started_secs <= row.seen_secs <= time.time()
     first.write(4)
-    begun(database(tmp_path), tmp_path, ["a", "b", "c"])
+    begun(database(tmp_path), tmp_path, ["a", "b", "trainer_1"])
     (again,) = database(tmp_path).runs()
-    assert (again.nodes, again.last_epoch, again.started_secs) == (("a", "b", "c"), 4, row.started_secs)
+    assert (again.nodes, again.last_epoch, again.started_secs) == (("a", "b", "trainer_1"), 4, row.started_secs)
     assert again.seen_secs >= row.seen_secs
 
 
@@ -535,7 +568,7 @@ def test_a_database_that_vanished_is_not_made_anew_without_its_run(tmp_path: pat
     """`set_params` begins it again."""
     handler = begun(database(tmp_path, "r"), tmp_path)
     (tmp_path / "runs.db").unlink()
-    with pytest.raises(InvalidArgumentError, match="there is no run 'r' in it; call set_params first"):
+    with pytest.raises(InvalidArgumentError, match="the run is not in it any more; call set_params first"):
         handler.write(1)
     begun(handler, tmp_path).write(1)
 
@@ -613,6 +646,31 @@ def test_what_an_object_lacks_is_named() -> None:
         metadata.check_handler(None)
     with pytest.raises(InvalidArgumentError, match="is the class Caffe2Style instead of an object of it"):
         metadata.check_handler(Caffe2Style)
+
+
+def test_a_method_that_cannot_be_called_as_in_caffe2_is_named() -> None:
+    """At once, with its signature; names of what Caffe2 gives by position do not matter."""
+
+    class Positional(Caffe2Style):
+        def report(self, name: str, stats: Any) -> None: ...
+
+        def cp_accessible(self, number: Any = None) -> bool:
+            return True
+
+    assert metadata.check_handler(Positional())
+
+    class Other(Positional):
+        def write(self, number: int) -> None: ...
+
+    with pytest.raises(InvalidArgumentError, match=r"Other has write\(number: .*called as write\(epoch=…\)"):
+        metadata.check_handler(Other())
+
+    class Nothing(Caffe2Style):
+        def cp_accessible(self) -> bool:  # type: ignore[override]
+            return True
+
+    with pytest.raises(InvalidArgumentError, match=r"Nothing has cp_accessible\(\) .*called as cp_accessible\(…\)"):
+        metadata.check_handler(Nothing())
 
 
 def test_a_handler_needs_only_the_abstract_methods() -> None:

@@ -227,7 +227,7 @@ def test_a_handler_that_hangs_does_not_hold_the_training(
     gone, asked = threading.Event(), list[str]()
 
     class Hangs(ec.metadata.AbstractMetadataHandler):
-        def set_params(self, *arguments: Any) -> None:
+        def set_params(self, **arguments: Any) -> None:
             pass
 
         def last_epoch(self, user_epoch: int | None = None) -> int | None:
