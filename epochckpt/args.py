@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
+
+
+@dataclasses.dataclass
+class RenamedRestore(ocp.args.CheckpointArgs):
+    r"""Restores a pytree whose leaves had other names when it was saved, or that has become a part of a larger one.
+
+    The base model's weights of another run, in a state that also has adapters of its own:
+    `RenamedRestore(state, {r"params/(.*)": r"params/base/\1"}, partial=True)`.
+
+    Attributes:
+        item: target pytree, as for `StandardRestore`.
+        rename: regular expressions over the whole names of the epoch's leaves, and their new names, in which `\1`
+            stands for what the first group matched. The first expression that matches counts; a leaf that none matches
+            keeps its name. A name is the keys joined by `/`, all as text (`layers/0/kernel`). An expression that
+            matches nothing is refused, so is a name that two leaves would get.
+        partial: leaves that only the epoch has are left out, and those that only the target has stay as they are.
+    """
+
+    item: Any
+    rename: Mapping[str, str]
+    partial: bool = False
 
 
 @dataclasses.dataclass

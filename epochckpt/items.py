@@ -14,7 +14,7 @@ from absl import logging
 from google.protobuf import message, text_format
 
 from epochckpt import args as own
-from epochckpt import casting, checksum, handlers, layout
+from epochckpt import casting, checksum, handlers, layout, renaming
 from epochckpt.errors import FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.handlers import Content, Handlers, Run
 from epochckpt.node_items import Here, restore_node
@@ -169,7 +169,7 @@ def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
         raise unknown_item(reader.record.epoch, name, reader.record.items)
     if record.kind == "node" or isinstance(args, own.NodeRestore):
         if record.kind != "node" or not (args is None or isinstance(args, own.NodeRestore)):
-            raise _contradiction(name, record.handler or "NodeSave", args)
+            raise contradiction(name, record.handler or "NodeSave", args)
         return restore_node(reader, name, args, here)
     if record.kind == "arrays":
         value = restore_tree(reader, name, tree_request(name, args, record.handler, here.handlers))
@@ -177,11 +177,13 @@ def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
         return tuple(value) if is_state and isinstance(value, list) else value
     if args is None:
         handler, args = here.handlers.of(name, record.handler)
+    elif isinstance(args, own.RenamedRestore):
+        raise contradiction(name, record.handler, args)
     else:
         handler = here.handlers.find(name, args, saving=False)
     kind = handlers.kind_of(handler)
     if not handlers.same(handlers.type_name(handler), record.handler):
-        raise _contradiction(name, record.handler, args)
+        raise contradiction(name, record.handler, args)
     if kind == "json":
         return _restore_json(reader, name, _file_name(handler, kind))
     if kind == "proto":
@@ -203,7 +205,8 @@ def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handler
         return None
 
 
-def _contradiction(name: str, recorded: str, args: Any) -> InvalidArgumentError:
+def contradiction(name: str, recorded: str, args: Any) -> InvalidArgumentError:
+    """The error for an argument that is for another kind of item."""
     return InvalidArgumentError(
         f"item {name!r} was saved by {recorded.rpartition('.')[2]}; {type(args).__name__} does not restore that"
     )
@@ -238,10 +241,15 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
     """What a restore argument asks of an array item, which was saved in the name of an Orbax handler."""
     if args is None:
         return TreeRequest()
+    if isinstance(args, own.RenamedRestore):
+        if args.item is None:
+            raise InvalidArgumentError(f"item {name!r}: RenamedRestore needs a target; without one, rename the result")
+        sources = renaming.by_patterns(name, args.rename)
+        return TreeRequest(plain_target(args.item), partial=args.partial, sources=sources)
     kind = handlers.kind_of(known.find(name, args, saving=False))
     saved = next((k for c, k in handlers.OURS.items() if handlers.same(handlers.type_name(c), recorded)), "arrays")
     if kind != saved:
-        raise _contradiction(name, recorded, args)
+        raise contradiction(name, recorded, args)
     if kind == "jax_key":
         return TreeRequest(None, args.restore_args)
     if kind == "numpy_key":
@@ -254,20 +262,24 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
     if isinstance(args, ocp.args.ArrayRestore):
         return TreeRequest(plain_target(args.item), args.restore_args)
     if isinstance(args, ocp.args.StandardRestore):
-        if not args.strict:
-            raise UnsupportedError(
-                f"item {name!r}: StandardRestore(strict=False) pads or cuts arrays; epochckpt does not"
-            )
         return TreeRequest(
-            plain_target(args.item), fallback_sharding=args.fallback_sharding, layouts=args.support_layout
+            plain_target(args.item),
+            fallback_sharding=args.fallback_sharding,
+            layouts=args.support_layout,
+            resize=not args.strict,
         )
-    nothing = args.transforms == {} and args.transforms_default_to_original  # but take from the target what is missing
-    if (args.transforms is not None and not nothing) or args.legacy_transform_fn is not None:
+    if args.legacy_transform_fn is not None:
         raise UnsupportedError(
-            f"item {name!r}: PyTreeRestore(transforms=…) is not supported; "
+            f"item {name!r}: PyTreeRestore(legacy_transform_fn=…) is not supported; "
             "restore the saved tree and change it with jax.tree.map"
         )
-    return TreeRequest(plain_target(args.item), args.restore_args, args.partial_restore or nothing)
+    target = plain_target(args.item)
+    if args.transforms is None:
+        return TreeRequest(target, args.restore_args, args.partial_restore)
+    if target is None:
+        raise InvalidArgumentError(f"item {name!r}: PyTreeRestore(transforms=…) needs item=, the target")
+    sources = renaming.by_transforms(name, args.transforms, args.transforms_default_to_original)
+    return TreeRequest(target, args.restore_args, True, sources=sources)
 
 
 def check_names(names: Sequence[str], nodes: Sequence[str], known: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
+from epochckpt import args as own
 from epochckpt import handlers, items, layout, orbax_marks, orbax_steps, restoring, status
 from epochckpt import tree as tree_lib
 from epochckpt.errors import (
@@ -148,6 +149,8 @@ class StepReader:
         kind = self._kind(name)
         if kind == "arrays":
             return self._array_item(name, args)
+        if isinstance(args, own.RenamedRestore):
+            raise items.contradiction(name, self.record.handlers.get(name) or kind, args)
         path = self._path / self.record.folders[name]
         if kind == "json" and (args is None or isinstance(args, ocp.args.JsonRestore)):
             with self._stock(name):
@@ -242,10 +245,16 @@ class StepReader:
 
     def _deliver(self, tree: StoredTree, leaves: Sequence[Leaf], wants: Sequence[Want]) -> list[Any]:
         """Has Orbax read what is wanted, and makes of it what was asked for."""
-        asked = {w.leaf: _ask(leaves[w.leaf], w) for w in wants if w.leaf >= 0}
-        values = {i: tree.found[i] for i in asked} if tree.values else self._read(tree, asked)
         rows: list[Mismatch] = []
-        out = [w.value if w.leaf < 0 else _finish(rows, leaves[w.leaf], w, values[w.leaf]) for w in wants]
+        out: list[Any] = [want.value for want in wants]
+        left = [i for i, want in enumerate(wants) if want.leaf >= 0]
+        while left:  # once, unless a renamed leaf is wanted at several places
+            now = {wants[i].leaf: i for i in left}
+            asked = {leaf: _ask(leaves[leaf], wants[i]) for leaf, i in now.items()}
+            values = {leaf: tree.found[leaf] for leaf in asked} if tree.values else self._read(tree, asked)
+            for leaf, i in now.items():
+                out[i] = _finish(rows, leaves[leaf], wants[i], values[leaf])
+            left = [i for i in left if i not in now.values()]
         if rows:
             raise MismatchError(tree.name, self.record.epoch, rows, ADVICE)
         return out
@@ -313,7 +322,7 @@ def _plain(number: int, leaf: Leaf) -> Want:
 
 def _direct(leaf: Leaf, want: Want) -> bool:
     """Whether Orbax itself makes the array that is wanted: no number changes its kind."""
-    if want.form != "jax" or leaf.dtype is None:
+    if want.form != "jax" or leaf.dtype is None or want.shape is not None:
         return False
     return want.dtype is None or want.dtype == leaf.dtype or restoring.only_precision(leaf.dtype, want.dtype)
 
@@ -333,8 +342,7 @@ def _finish(rows: list[Mismatch], leaf: Leaf, want: Want, value: Any) -> Any:
     if want.form == "python":
         plain = isinstance(value, str | bytes) or not isinstance(value, np.generic | np.ndarray | jax.Array)
         return restoring.convert(rows, leaf, value if plain else np.asarray(value).item(), want.kind)
-    data = np.asarray(value)
-    data = restoring.cast(rows, leaf, data, want.dtype)
+    data = restoring.cast(rows, leaf, restoring.resized(np.asarray(value), want.shape), want.dtype)
     if want.form != "jax":
         return data if want.form == "numpy" else data[()]
     sharding = want.sharding or SingleDeviceSharding(jax.local_devices()[0])

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
 from jax.sharding import SingleDeviceSharding
 
 from epochckpt import plan as plan_lib
@@ -17,7 +18,8 @@ from epochckpt import tree as tree_lib
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError
 from epochckpt.grid import ArrayItem, Box, Leaf
 from epochckpt.node_reader import EpochReader, Request, whole
-from epochckpt.targets import ADVICE, Matcher, Shardings, Want, key_dims, without_target
+from epochckpt.renaming import Sources
+from epochckpt.targets import ADVICE, Matcher, Shardings, Want, describe_leaf, key_dims, without_target
 
 _ALIGNMENT = 64  # jax takes a NumPy buffer over without copying when it is aligned to this
 _ALIGN_FROM = 64 * 1024
@@ -33,6 +35,8 @@ class TreeRequest:
         partial: see `Matcher.match`.
         fallback_sharding: for arrays whose saved sharding does not exist here.
         layouts: arrays get the device-local layout that the target's leaves ask for.
+        resize: arrays of another shape are cut, or padded with zeros, to the target's.
+        sources: says which recorded leaf each leaf of the target is restored from; None: the one of its name.
     """
 
     target: Any = None
@@ -40,6 +44,8 @@ class TreeRequest:
     partial: bool = False
     fallback_sharding: Any = None
     layouts: bool = False
+    resize: bool = False
+    sources: Sources | None = None
 
 
 def restore_tree(reader: EpochReader, name: str, request: TreeRequest) -> Any:
@@ -74,12 +80,17 @@ def laid_out(leaf: Any, target: Any) -> Any:
 
 def match(epoch: int, name: str, item: ArrayItem, request: TreeRequest, shardings: Shardings) -> tuple[list[Want], Any]:
     """What each leaf of the target wants, and the treedef that puts them together; MismatchError if it does not fit."""
-    matcher = Matcher(item, shardings)
+    matcher = Matcher(item, shardings, request.resize)
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
     given = None if request.target is None else _restore_args(name, request.restore_args)
-    wants = matcher.match(pairs, request.partial, given)
+    sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
+    wants = matcher.match(pairs, request.partial, given, sources)
     if matcher.rows:
         raise MismatchError(name, epoch, matcher.rows, ADVICE)
+    for leaf, shape in matcher.resized.items():
+        saved = describe_leaf(item.leaves[leaf])
+        message = "epoch %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
+        logging.warning(message, epoch, name, item.leaves[leaf].name, saved, list(shape))
     return wants, treedef
 
 
@@ -119,11 +130,14 @@ class _Assembly:
     def __init__(self, reader: EpochReader, name: str, item: ArrayItem):
         self.reader, self.name, self.item = reader, name, item
         self.requests: list[Request] = []
+        self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # of buffers larger than what is read into them
         self.rows: list[Mismatch] = []
 
     def run(self, wants: Sequence[Want]) -> list[Any]:
         plans = [self._plan(w) for w in wants]
         self.reader.read(self.requests)
+        for place, part in self.parts:
+            place[...] = part
         hosts: list[np.ndarray] = []
         places: list[Any] = []
         for want, boxes in zip(wants, plans, strict=True):
@@ -145,27 +159,34 @@ class _Assembly:
         if want.leaf < 0 or self.item.leaves[want.leaf].dtype is None:
             return None
         leaf = self.item.leaves[want.leaf]
+        shape = leaf.shape if want.shape is None else want.shape
         if want.form != "jax":
-            return self._request(want.leaf, whole(leaf.shape))
+            return self._request(want.leaf, whole(shape))
         inner = key_dims(leaf) if leaf.kind == "prng" else 0
         if want.sharding is None or isinstance(want.sharding, SingleDeviceSharding):
             device = want.sharding if want.sharding is not None else jax.local_devices()[0]
-            return [(self._request(want.leaf, whole(leaf.shape)), [device])]
-        rank = len(leaf.shape)
-        logical = leaf.shape[: rank - inner]
+            return [(self._request(want.leaf, whole(shape)), [device])]
+        logical = shape[: len(shape) - inner]
         boxes: dict[Box, list[Any]] = {}
         for device, box in plan_lib.boxes_of_devices(want.sharding, logical).items():
-            full = box + whole(leaf.shape[len(box) :])
+            full = box + whole(shape[len(box) :])
             boxes.setdefault(full, []).append(_place(device, want.sharding))
         return [(self._request(want.leaf, box), devices) for box, devices in boxes.items()]
 
     def _request(self, leaf: int, box: Box) -> np.ndarray:
+        """A buffer for a box of a leaf; where the box reaches over the leaf's end, zeros."""
         info = self.item.leaves[leaf]
         assert info.dtype is not None
-        self.reader.check_files(self.name, leaf, box)
-        out = _empty([b - a for a, b in box], info.dtype)
-        self.requests.append(Request(self.name, leaf, box, out))
-        return out
+        inside = tuple((min(a, n), min(b, n)) for (a, b), n in zip(box, info.shape, strict=True))
+        out = _empty([b - a for a, b in inside], info.dtype)
+        if inside == box or out.size:
+            self.reader.check_files(self.name, leaf, inside)
+            self.requests.append(Request(self.name, leaf, inside, out))
+        if inside == box:
+            return out
+        padded = np.zeros([b - a for a, b in box], info.dtype)
+        self.parts.append((padded[tuple(slice(0, n) for n in out.shape)], out))
+        return padded
 
     def _finish(self, want: Want, data: Any, placed: Any) -> Any:
         if want.leaf < 0:
@@ -237,6 +258,16 @@ def cast(rows: list[Mismatch], leaf: Leaf, data: np.ndarray, dtype: Any) -> np.n
     return out
 
 
+def resized(data: np.ndarray, shape: tuple[int, ...] | None) -> np.ndarray:
+    """An array cut, or padded with zeros, to a shape; None: as it is."""
+    if shape is None:
+        return data
+    common = tuple(slice(0, min(a, b)) for a, b in zip(data.shape, shape, strict=True))
+    out = np.zeros(shape, data.dtype)
+    out[common] = data[common]
+    return out
+
+
 def _join(leaf: Leaf, want: Want, arrays: list[jax.Array]) -> jax.Array:
     """Puts the parts on each device together as one array (typed keys: as keys)."""
     if want.sharding is None or isinstance(want.sharding, SingleDeviceSharding):
@@ -245,7 +276,8 @@ def _join(leaf: Leaf, want: Want, arrays: list[jax.Array]) -> jax.Array:
         sharding = want.sharding
         if leaf.kind == "prng":
             sharding = _with_key_dims(sharding, leaf)
-        data = jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=want.dtype or leaf.dtype)
+        shape = leaf.shape if want.shape is None else want.shape
+        data = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=want.dtype or leaf.dtype)
     return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
 
 

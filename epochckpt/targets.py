@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from epochckpt import tree as tree_lib
-from epochckpt.errors import FormatError, Mismatch, UnsupportedError
+from epochckpt.errors import FormatError, Mismatch
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.tree import ARRAY_KINDS, EMPTY_KINDS
 
@@ -39,6 +39,7 @@ class Want:
         sharding: for `jax`.
         kind: Python type to convert to, for `python`.
         value: what to return, for `keep`.
+        shape: to cut or pad the array to; None keeps the stored one.
     """
 
     leaf: int
@@ -47,6 +48,7 @@ class Want:
     sharding: Sharding | None = None
     kind: type | None = None
     value: Any = None
+    shape: tuple[int, ...] | None = None
 
 
 class Shardings:
@@ -122,17 +124,25 @@ def _canonical(dtype: Any) -> bool:
 
 
 class Matcher:
-    """Matches target leaves with recorded leaves and collects what does not fit."""
+    """Matches target leaves with recorded leaves and collects what does not fit.
 
-    def __init__(self, item: ArrayItem, shardings: Shardings):
-        self.item, self.shardings = item, shardings
+    Args:
+        item: what was recorded.
+        shardings: its shardings.
+        resize: arrays may be cut or padded to the target's shape; `resized` says which are, by leaf number.
+    """
+
+    def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool = False):
+        self.item, self.shardings, self.resize = item, shardings, resize
         self.rows: list[Mismatch] = []
+        self.resized: dict[int, tuple[int, ...]] = {}
 
     def match(
         self,
         pairs: Sequence[tuple[tree_lib.KeyPath, Any]],
         partial: bool,
         restore_args: Mapping[str, ocp.RestoreArgs] | None = None,
+        sources: Mapping[str, int] | None = None,
     ) -> list[Want]:
         """One Want per target leaf.
 
@@ -141,29 +151,34 @@ class Matcher:
             partial: leaves of the epoch that the target lacks (or has None or an empty container for) are left out, and
                 leaves that the epoch lacks are returned as the target has them.
             restore_args: by leaf name; see `with_restore_args`.
+            sources: numbers of the recorded leaves by name of the target's; None: those of the same name.
         """
-        given = restore_args or {}
+        given, numbers = restore_args or {}, self.item.by_name if sources is None else sources
         wants = []
-        seen: set[str] = set()
+        seen: set[int] = set()
         for path, target in pairs:
             name = tree_lib.leaf_name(path)
-            seen.add(name)
-            number = self.item.by_name.get(name)
+            number = numbers.get(name)
+            seen.update([] if number is None else [number])
             if target is ...:
                 wants.append(Want(-1, "keep", value=...))
             elif number is None:
                 if not partial and not self._is_nothing(target):
                     self._row(name, "missing", "-", describe(target))
                 wants.append(Want(-1, "keep", value=target))
-            elif name in given and not self._is_nothing(target):
-                wants.append(self.with_restore_args(number, self.item.leaves[number], given[name], target))
             elif partial and self._is_nothing(target):
                 wants.append(Want(-1, "keep", value=target))
             else:
-                wants.append(self._leaf(number, self.item.leaves[number], target))
+                leaf = self.item.leaves[number]
+                if leaf.name != name:
+                    leaf = dataclasses.replace(leaf, name=f"{name} (from {leaf.name})")
+                if name in given and not self._is_nothing(target):
+                    wants.append(self.with_restore_args(number, leaf, given[name], target))
+                else:
+                    wants.append(self._leaf(number, leaf, target))
         if not partial:
-            for leaf in self.item.leaves:
-                if leaf.name not in seen and leaf.kind not in EMPTY_KINDS:
+            for number, leaf in enumerate(self.item.leaves):
+                if number not in seen and leaf.kind not in EMPTY_KINDS:
                     self._row(leaf.name, "unexpected", describe_leaf(leaf), "-")
         return wants
 
@@ -206,7 +221,9 @@ class Matcher:
             self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
         return Want(number, "python", kind=type(target))
 
-    def _array(self, number: int, leaf: Leaf, target: Any, shape: tuple[int, ...], dtype: Any) -> Want:
+    def _array(
+        self, number: int, leaf: Leaf, target: Any, shape: tuple[int, ...], dtype: Any, resize: bool | None = None
+    ) -> Want:
         typed = tree_lib.is_prng_dtype(dtype)
         describes = isinstance(target, ocp.metadata.ArrayMetadata | jax.ShapeDtypeStruct)
         if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
@@ -222,27 +239,32 @@ class Matcher:
         if leaf.kind in _TEXT_KINDS:
             self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
             return Want(number, "python")
+        resized = None
         if shape != leaf.shape:
-            self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
-            return Want(number, "numpy")
+            if not (self.resize if resize is None else resize) or len(shape) != len(leaf.shape):
+                self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
+                return Want(number, "numpy")
+            self.resized[number] = resized = shape
         if isinstance(target, np.ndarray | np.generic):
-            return Want(number, "numpy" if isinstance(target, np.ndarray) else "scalar", np.dtype(dtype))
-        sharding = self._sharding(target, leaf)
+            form = "numpy" if isinstance(target, np.ndarray) else "scalar"
+            return Want(number, form, np.dtype(dtype), shape=resized)
+        sharding = self._sharding(target, leaf, resized)
         if sharding is None:
-            return Want(number, "numpy", np.dtype(dtype))
+            return Want(number, "numpy", np.dtype(dtype), shape=resized)
         if not _canonical(dtype):
             self._row(leaf.name, "dtype", describe_leaf(leaf), f"{dtype}, which jax holds only with jax_enable_x64")
         elif not divides(sharding, shape):
             self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
-        return Want(number, "jax", np.dtype(dtype), sharding)
+        return Want(number, "jax", np.dtype(dtype), sharding, shape=resized)
 
-    def _sharding(self, target: Any, leaf: Leaf) -> Sharding | None:
+    def _sharding(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | None:
         sharding = getattr(target, "sharding", None)
         if isinstance(sharding, Sharding):
             return sharding
         if sharding is not None and hasattr(sharding, "to_jax_sharding"):  # Orbax's metadata of a sharding
             return sharding.to_jax_sharding()
-        return self.shardings.of(leaf)
+        found = self.shardings.of(leaf)
+        return found if found is None or resized is None or divides(found, resized) else None
 
     def with_restore_args(self, number: int, leaf: Leaf, args: ocp.RestoreArgs, target: Any = None) -> Want:
         """A leaf with explicit `ocp.RestoreArgs`: they say what it becomes, and the target's value is a placeholder.
@@ -253,25 +275,29 @@ class Matcher:
         kind, dtype = args.restore_type, args.dtype
         of_array = isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array)
         shapes = [getattr(args, name, None) for name in ("global_shape", "shape")] if of_array else []
-        if getattr(target, "shape", ()) and hasattr(target, "dtype") and not tree_lib.is_prng_dtype(target.dtype):
+        strict = getattr(args, "strict", True)
+        if (
+            strict
+            and getattr(target, "shape", ())
+            and hasattr(target, "dtype")
+            and not tree_lib.is_prng_dtype(target.dtype)
+        ):
             shapes = shapes if any(shape is not None for shape in shapes) else [target.shape]
             dtype = target.dtype if dtype is None and of_array else dtype
         typed = dtype is not None and tree_lib.is_prng_dtype(dtype)
         if leaf.kind in EMPTY_KINDS or leaf.kind in _TEXT_KINDS:
             return self._text(number, leaf, "") if kind is str else _default(number, leaf, self.shardings)
+        shape = _logical_shape(leaf) if typed else leaf.shape
         for asked in shapes:
             if asked is not None and tuple(asked) not in (leaf.shape, _logical_shape(leaf)):
-                if not getattr(args, "strict", True):
-                    raise UnsupportedError(
-                        f"leaf {leaf.name!r}: ArrayRestoreArgs(strict=False) pads or cuts arrays; not supported"
-                    )
-                self._row(leaf.name, "shape", describe_leaf(leaf), str(list(asked)))
-                return Want(number, "numpy")
+                if strict or leaf.kind == "prng" or len(asked) != len(leaf.shape):
+                    self._row(leaf.name, "shape", describe_leaf(leaf), str(list(asked)))
+                    return Want(number, "numpy")
+                shape = tuple(asked)
         if of_array or typed:
-            shape = _logical_shape(leaf) if typed else leaf.shape
             want = dtype if dtype is not None else leaf.dtype if leaf.dtype is not None else _jax_dtype(leaf.kind)
             abstract = jax.ShapeDtypeStruct(shape, want, sharding=_place(args))
-            return self._array(number, leaf, abstract, shape, want)
+            return self._array(number, leaf, abstract, shape, want, self.resize or not strict)
         if kind in (int, float, bool, complex):
             return self._python(number, leaf, kind())
         if kind is str:

@@ -817,7 +817,7 @@ def test_legacy_and_unsupported_arguments_are_refused_by_name(run: pathlib.Path)
             (lambda: m.restore(1, restore_kwargs={}), "legacy"),
             (lambda: m.restore(1, args=tree), "orbax.checkpoint.args"),
             (lambda: m.restore(1, args=ocp.args.JsonRestore()), "JsonRestore"),
-            (lambda: m.restore(1, args=Restore(tree, strict=False)), "strict=False"),
+            (lambda: m.restore(1, args=ocp.args.PyTreeRestore(tree, legacy_transform_fn=max)), "legacy_transform_fn"),
             (lambda: m.restore_leaves(1, "w", item="nobody"), "nobody"),
             (lambda: m.save("5", args=Save(tree)), "integer"),  # type: ignore[arg-type]
             (lambda: m.save(-5, args=Save(tree)), "integer"),

@@ -359,8 +359,6 @@ def test_a_target_that_does_not_fit_is_refused_with_every_leaf(run: pathlib.Path
         assert stock_states.differences(manager.restore(1, args=partial), {"w": tree_of(1)["w"], "more": 5}) == []
         kept = {"w": ..., "n": np.zeros(3, int), "step": 0}
         assert manager.restore(2, args=Restore(kept))["w"] is ...
-        with pytest.raises(errors.UnsupportedError, match="strict"):
-            manager.restore(1, args=Restore(kept, strict=False))
         with pytest.raises(errors.InvalidArgumentError, match="JsonRestore"):
             manager.restore(1, args=ocp.args.JsonRestore())
 
