@@ -178,9 +178,11 @@ class _Assembly:
         info = self.item.leaves[leaf]
         assert info.dtype is not None
         inside = tuple((min(a, n), min(b, n)) for (a, b), n in zip(box, info.shape, strict=True))
+        read = inside == box or all(a < b for a, b in inside)
+        if read:
+            self.reader.check_files(self.name, leaf, inside)  # before memory is taken
         out = _empty([b - a for a, b in inside], info.dtype)
-        if inside == box or out.size:
-            self.reader.check_files(self.name, leaf, inside)
+        if read:
             self.requests.append(Request(self.name, leaf, inside, out))
         if inside == box:
             return out
