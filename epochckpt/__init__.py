@@ -6,9 +6,10 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
         run_database
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view orbax_view_files parsing
-        node_writer node_file node_reader handlers orbax_marks orbax_steps aside commit commit_rename commit_put
+        node_writer node_file node_reader handlers orbax_marks orbax_steps aside owners commit commit_rename commit_put
         attached retention
-    F3  args tree_metadata renaming targets restoring casting node_items items saving attempt writing opening attempts
+    F3  args tree_metadata renaming targets restoring casting node_items items saving attempt writing opening claiming
+        attempts
         removal status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata
         node_staging node_epochs manager following attaching copying export_orbax export_safetensors exporting importing
     F4  conditions stop workspace tasks job session containers blobs boundary metrics preempting result keeping
@@ -34,7 +35,7 @@ from epochckpt.job import Job, epoch_limiter
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
 from epochckpt.preempting import PREEMPTED_EXIT_CODE
-from epochckpt.result import RunResult
+from epochckpt.result import FENCED_OFF_EXIT_CODE, RunResult
 from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
 from epochckpt.session import DistributedSession, LocalHostScheduler, LocalSession
 from epochckpt.status import EpochStatus, NodeStatus, SaveOutcome, Verification
@@ -45,6 +46,7 @@ from epochckpt.workspace import Workspace
 __version__ = "0.1.0"
 
 __all__ = [
+    "FENCED_OFF_EXIT_CODE",
     "PREEMPTED_EXIT_CODE",
     "CheckpointManager",
     "Cluster",

@@ -66,12 +66,16 @@ class Attempt:
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
     started: float = dataclasses.field(default_factory=time.monotonic)
     held_secs: float = 0.0
-    ordinal: int = 0
     collecting: float = 0.0
     state: str = QUEUED
     written: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     done: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     reports: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """`<epoch>-<try>`: the same on every process, and no other attempt of this manager has it."""
+        return f"{self.epoch}-{self.number}"
 
     @property
     def elapsed_secs(self) -> float:

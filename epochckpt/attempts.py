@@ -7,9 +7,11 @@ Guarantees:
 - only the primary decides. A node's report is its last act on its staging;
 - attempts of one manager are written one after the other and end in order.
 
-Keys (all below the incarnation's prefix, so that a relaunched job never meets an old one):
-`begin/<epoch>/<try>` the primary's word that an attempt has begun, with its ordinal; `report/<ordinal>/<node>`;
-`verdict/<ordinal>/0`.
+An attempt is called `<epoch>-<try>` on every process: all make the same calls. Keys (all below the prefix that the
+processes agreed on when they opened the directory, so that a relaunched job never meets an old one):
+`report/<attempt>/<process>`; `verdict/<attempt>/0`; `claim/<attempt>/0`, until every process has reported once: the
+primary's word on its claim to the directory, see `claiming`. Nobody waits for the primary before it writes, but for
+that first word.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from absl import logging
 
 from epochckpt import memory, units, worker
 from epochckpt.attempt import QUEUED, Attempt, Committed
+from epochckpt.claiming import Claim
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     CoordinationError,
@@ -49,7 +52,7 @@ _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute 
 _PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before others suffer
 _COMMITTING = "every node has written, committing"
 _REPORTS = 2  # attempts whose reports are kept
-_REMEMBERED = 128  # keys of the primary's words that are kept for a node that was away; reports are many, words few
+_REMEMBERED = 192  # keys of the primary's words that are kept for a node that was away; reports are many, words few
 
 
 class Attempts:
@@ -57,6 +60,7 @@ class Attempts:
 
     Args:
         opened: the directory, and the other processes.
+        claim: when this manager becomes the writer of the directory.
         options: bounds and sizes.
         retire: on the primary, called with a fresh commit: which epochs to delete now, what is attached to epochs, a
             call that takes them out of sight, and returns one that removes their bytes.
@@ -68,6 +72,7 @@ class Attempts:
     def __init__(
         self,
         opened: Opened,
+        claim: Claim,
         options: StorageOptions,
         retire: Callable[[Committed], tuple[list[int], Mapping[int, Any], Callable[[], Callable[[], None]]]],
         on_commit: Callable[[Committed], None],
@@ -76,6 +81,7 @@ class Attempts:
     ):
         self._store, self._commits, self._coordinator = opened.store, opened.commits, opened.coordinator
         self._prefix, self.nodes, self._options = f"{opened.prefix}/save", opened.nodes, options
+        self._claim, self._all_know = claim, opened.coordinator.processes == 1
         self._retire, self._on_commit, self._log, self._on_end = retire, on_commit, log, on_end
         self._pool = worker.Pool(options.io_threads)
         self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()
@@ -84,7 +90,6 @@ class Attempts:
         self._pending: list[Attempt] = []
         self._errors: list[SaveError] = []
         self._failed: dict[int, str] = {}
-        self._ordinal = 0
         self._reported: collections.deque[str] = collections.deque()
         self._spoken: collections.deque[str] = collections.deque()
         self._resident: collections.deque[int] = collections.deque()  # epochs whose bytes the page cache may hold
@@ -138,6 +143,8 @@ class Attempts:
 
     def submit(self, attempt: Attempt) -> None:
         """Takes over a snapshot."""
+        if not self._coordinator.primary:  # the primary decides by its own clock, and may have been called later
+            attempt.deadline = Deadline(self._options.save_timeout_secs + _VERDICT_MARGIN_SECS)
         with self._lock:
             self._pending.append(attempt)
             self._failed.pop(attempt.epoch, None)
@@ -191,10 +198,10 @@ class Attempts:
         with self._lock:
             if attempt.done.done():  # given up while an older write hung
                 return
-            attempt.state = "waiting for the primary"
+            attempt.state = "beginning"
         error: Exception | None = None
         try:
-            attempt.ordinal = self._begin(attempt)
+            self._begin(attempt)
             if attempt.error is not None:
                 raise attempt.error
             attempt.state = "writing"
@@ -202,10 +209,9 @@ class Attempts:
         except Exception as caught:  # every failure becomes this node's report
             error, report = kept(caught), {"error": to_wire(caught)}
         attempt.drop()
-        if attempt.ordinal and not self._coordinator.primary:
+        if not self._coordinator.primary:
             try:
-                key = f"{self._prefix}/report/{attempt.ordinal}/{self._coordinator.process}"
-                self._coordinator.put(key, report)
+                self._coordinator.put(f"{self._key('report', attempt)}/{self._coordinator.process}", report)
             except CoordinationError as caught:
                 error = error or caught
         attempt.reports[self._coordinator.process] = report
@@ -214,28 +220,30 @@ class Attempts:
         attempt.written.set(None)
         self._commit_lane.submit(lambda: self._conclude(attempt, error))
 
-    def _begin(self, attempt: Attempt) -> int:
-        key = self._begin_key(attempt)
+    def _begin(self, attempt: Attempt) -> None:
+        """Has a place to write to: on the primary in a directory that it has claimed, on the others in that one."""
+        key = f"{self._key('claim', attempt)}/0"
         if not self._coordinator.primary:
-            try:
-                word = self._coordinator.get(f"{key}/0", max(attempt.deadline.left(), 0.001))
-            except CoordinationTimeoutError:
-                raise LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
-            if "error" in word:
-                raise from_wire(word["error"])
-            # from here on the primary's deadline may be later than ours: it counts
-            attempt.deadline = Deadline(self._options.save_timeout_secs + _VERDICT_MARGIN_SECS)
-            return int(word["ordinal"])
-        self._ordinal += 1
-        ordinal = self._ordinal
+            if not self._claim.known:
+                attempt.state = "waiting for the primary to claim the directory"
+                try:
+                    word = self._coordinator.get(key, max(attempt.deadline.left(), 0.001))
+                except CoordinationTimeoutError:
+                    raise LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
+                if "error" in word:
+                    raise from_wire(word["error"])
+                self._claim.learn(word)
+            return
         try:
             self._let_older_ones_end(attempt)
-            self._commits.begin(attempt.epoch, self._id(ordinal))
+            word = self._claim.take(attempt.epoch)
         except Exception as error:
-            self._coordinator.put(f"{key}/0", {"error": to_wire(error)})
+            if not self._all_know:
+                self._coordinator.put(key, {"error": to_wire(error)})
             raise
-        self._coordinator.put(f"{key}/0", {"ordinal": ordinal})
-        return ordinal
+        if not self._all_know:
+            self._coordinator.put(key, word)
+        self._commits.begin(attempt.epoch, self._id(attempt))
 
     def _let_older_ones_end(self, attempt: Attempt) -> None:
         """On the primary: waits while too many are undecided and this is slow, as long as no node is silent.
@@ -258,7 +266,7 @@ class Attempts:
             epoch = self._resident.popleft()
             for name in self.nodes.hosted_names:
                 self._commits.uncache(epoch, name)
-        return write_nodes(self._commits, self.nodes, attempt, self._id(attempt.ordinal), self._options, self._pool)
+        return write_nodes(self._commits, self.nodes, attempt, self._id(attempt), self._options, self._pool)
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 
@@ -276,6 +284,7 @@ class Attempts:
             self._resident.append(attempt.epoch)
         except Exception as caught:
             failure = kept(as_save_error(attempt.epoch, caught))
+            self._claim.note(failure)
         remove = None if hide is None else worker.logged("older epochs could not be deleted", hide)
         self._end(attempt, failure)
         if remove is not None:
@@ -311,12 +320,10 @@ class Attempts:
             attempt.state = _COMMITTING
             committed = self._publish(attempt)
         except Exception as caught:
-            wire = to_wire(as_save_error(attempt.epoch, caught))
-            if attempt.ordinal:
-                self._tell(attempt, {"error": wire})
-                if not isinstance(caught, UncertainError):  # what may exist keeps its data
-                    me = self._id(attempt.ordinal)
-                    worker.logged("the remains of a save stay", lambda: self._commits.discard(attempt.epoch, me))
+            self._tell(attempt, {"error": to_wire(as_save_error(attempt.epoch, caught))})
+            if self._claim.known and not isinstance(caught, UncertainError):  # what may exist keeps its data
+                me = self._id(attempt)
+                worker.logged("the remains of a save stay", lambda: self._commits.discard(attempt.epoch, me))
             raise
         try:
             deleted, attached, hide = self._retire(committed)
@@ -330,9 +337,7 @@ class Attempts:
     def _collect(self, attempt: Attempt) -> None:
         missing = set(range(self.nodes.processes)) - attempt.reports.keys()
         if missing:
-            found, missing = self._coordinator.gather(
-                f"{self._prefix}/report/{attempt.ordinal}", missing, attempt.deadline
-            )
+            found, missing = self._coordinator.gather(self._key("report", attempt), missing, attempt.deadline)
             attempt.reports.update(found)
         for process, report in sorted(attempt.reports.items()):
             if "error" in report:
@@ -343,6 +348,7 @@ class Attempts:
         if missing:
             late = [name for process in sorted(missing) for name in self.nodes.names_of(process)]
             raise LateNodesError(attempt.epoch, late, attempt.deadline.secs)
+        self._all_know = True
         different = [process for process, r in sorted(attempt.reports.items()) if r["plan"] != attempt.plan]
         if different:
             raise SaveError(
@@ -353,7 +359,7 @@ class Attempts:
 
     def _publish(self, attempt: Attempt) -> Committed:
         nodes = attempt.entries(self.nodes)
-        record = attempt.record(self._id(attempt.ordinal), nodes, objects=not self._store.renames)
+        record = attempt.record(self._id(attempt), nodes, objects=not self._store.renames)
         if self._options.orbax_view:
             record = self._commits.write_view(record, self._pool.run)
 
@@ -371,25 +377,24 @@ class Attempts:
     def _tell(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of attempts that have ended before."""
         try:
-            self._coordinator.put(f"{self._prefix}/verdict/{attempt.ordinal}/0", verdict)
+            self._coordinator.put(f"{self._key('verdict', attempt)}/0", verdict)
         except CoordinationError as error:  # they will look at storage
             logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
-        self._reported.append(f"{self._prefix}/report/{attempt.ordinal}")
-        self._spoken += [f"{self._prefix}/verdict/{attempt.ordinal}", self._begin_key(attempt)]
+        report = self._key("report", attempt)
+        self._reported.append(report)
+        self._spoken += [self._key("verdict", attempt), self._key("claim", attempt), report]  # some report late
         for keys, count in ((self._reported, _REPORTS), (self._spoken, _REMEMBERED)):
             while len(keys) > count:
                 self._coordinator.forget(keys.popleft())
 
     def _hear(self, attempt: Attempt, error: Exception | None) -> Committed:
         """On the other nodes: the primary's verdict, or what storage says when it does not come."""
-        if not attempt.ordinal:
-            raise error or SaveError(attempt.epoch, "the primary did not begin it")
         try:
-            verdict = self._coordinator.get(
-                f"{self._prefix}/verdict/{attempt.ordinal}/0", max(attempt.deadline.left(), 0.001)
-            )
+            verdict = self._coordinator.get(f"{self._key('verdict', attempt)}/0", max(attempt.deadline.left(), 0.001))
         except CoordinationError as silence:
-            if self._commits.read_attempt(attempt.epoch) == self._id(attempt.ordinal):
+            if not self._claim.known:  # nothing has been written
+                raise error or SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}") from None
+            if self._commits.read_attempt(attempt.epoch) == self._id(attempt):
                 return Committed(attempt.epoch, attempt.metrics, time.time_ns(), ())
             raise UncertainError(
                 attempt.epoch,
@@ -403,8 +408,8 @@ class Attempts:
         """The nodes of some processes."""
         return ", ".join(name for process in processes for name in self.nodes.names_of(process))
 
-    def _id(self, ordinal: int) -> str:
-        return f"{self._commits.incarnation}-{ordinal}"
+    def _id(self, attempt: Attempt) -> str:
+        return f"{self._commits.incarnation}-{attempt.name}"
 
-    def _begin_key(self, attempt: Attempt) -> str:
-        return f"{self._prefix}/begin/{attempt.epoch}/{attempt.number}"
+    def _key(self, what: str, attempt: Attempt) -> str:
+        return f"{self._prefix}/{what}/{attempt.name}"

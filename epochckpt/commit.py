@@ -18,6 +18,7 @@ put (object stores).
 from __future__ import annotations
 
 import abc
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from absl import logging
 from epochckpt import layout, orbax_steps, parsing, records
 from epochckpt.aside import Damaged, Replaces, Rollback, parse_rollback
 from epochckpt.errors import (
+    AccessError,
     DamagedError,
     EpochCheckpointError,
     EpochNotFoundError,
@@ -96,9 +98,9 @@ class Commits(abc.ABC):
         epochs, _ = self._scan()
         return epochs
 
-    def foreign(self) -> list[str]:
-        """Folders named like an epoch that hold no commit record of ours, and are no step of stock Orbax either."""
-        return self._scan()[1]
+    def foreign(self) -> dict[int, str]:
+        """Folders named like an epoch that hold no commit record of ours, and are no step of stock Orbax, by number."""
+        return {epoch: name for name in self._scan()[1] if (epoch := self.names.parse(name)) is not None}
 
     def read_record(self, epoch: int) -> EpochRecord:
         """An epoch's commit record; an `orbax_steps.OrbaxRecord` if stock Orbax wrote it.
@@ -158,6 +160,45 @@ class Commits(abc.ABC):
             raise
         except OSError as error:  # one of the others may not be looked at, for example
             raise unreadable(self.store.root, error) from error
+
+    def moving(self) -> list[int]:
+        """Epochs that an earlier run was killed on the way to move: the next claim puts them where they belong."""
+        return []
+
+    def obstacle(self, folder: str) -> str:
+        """What a folder is that is named like an epoch and is none, and what to do; see `foreign`."""
+        where = f"{self.store.root}/{folder}"
+        alone = self._nodes_alone(folder)
+        if alone:
+            return (
+                f"{where} holds no {layout.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs "
+                f"that know nothing of each other ({', '.join(alone[:5])}). Read them with "
+                "ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this"
+            )
+        if self.lost_records(folder):
+            return (
+                f"{where} is an epoch of epochckpt that lost its records: it holds no {layout.EPOCH_RECORD}. Without "
+                "them nothing of it can be verified, so it is not read as a step of stock Orbax either. Put a whole "
+                "copy in its place, or move the folder away"
+            )
+        return (
+            f"{where} is named like an epoch but holds no {layout.EPOCH_RECORD}, and it is no finished step of stock "
+            "Orbax on a file system either, as far as its files say. Choose another directory, or move the folder away"
+        )
+
+    def _nodes_alone(self, folder: str) -> list[str]:
+        """The nodes whose epochs, each by itself, lie in a foreign folder; see `node_epochs`."""
+        try:
+            inner = [entry.name for entry in self.store.list(folder) if entry.is_folder]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [name for name in inner if self._is_alone(layout.join(folder, name, layout.EPOCH_RECORD))]
+
+    def _is_alone(self, path: str) -> bool:
+        try:
+            return parsing.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).alone
+        except (EpochCheckpointError, ValueError, OSError):  # none, or another's: a sweep has <seed>/<step>/epoch.json
+            return False
 
     def check_shallow(self, record: EpochRecord) -> None:
         """Looks for files that are missing or have another size than recorded, without reading them.
@@ -243,9 +284,21 @@ class Commits(abc.ABC):
 
     # -- writing -------------------------------------------------------------------------------------------------
 
+    def write_refusal(self) -> AccessError | None:
+        """Why this process may not write to the directory, if that can be seen without trying."""
+        if self.store.may_write():
+            return None
+        return AccessError(
+            f"{self.store.root}: this user (uid {os.getuid()}) may read it, but not write there: nothing can be saved "
+            "or deleted. Give write access, or save to another directory"
+        )
+
     @abc.abstractmethod
     def claim(self) -> None:
-        """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps what they left."""
+        """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps what they left.
+
+        Whoever fails in the middle of it may call it again, as an incarnation of its own.
+        """
 
     @abc.abstractmethod
     def join_incarnation(self, incarnation: str) -> None:
@@ -253,11 +306,11 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, epoch: int, attempt: str) -> None:
-        """Primary: makes room for an attempt."""
+        """Primary: makes room for an attempt. Other nodes may have begun to write for it already."""
 
     @abc.abstractmethod
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """Where a node writes its files for an attempt."""
+        """Where a node writes its files for an attempt. The attempt's id begins with the incarnation."""
 
     @abc.abstractmethod
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:

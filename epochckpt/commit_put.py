@@ -8,13 +8,13 @@ from functools import partial
 
 from absl import logging
 
-from epochckpt import layout, parsing, records, worker
+from epochckpt import layout, owners, parsing, records, worker
 from epochckpt.aside import Damaged, Replaces, Rollback, Superseded
 from epochckpt.commit import Commits
 from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
 from epochckpt.records import EpochRecord
 
-_CLAIM = "claim"
+_CLAIM, _CLOSED = "claim", "closed"
 
 
 class PutCommits(Commits):
@@ -39,14 +39,17 @@ class PutCommits(Commits):
 
     def claim(self) -> None:
         """See Commits."""
-        token = layout.new_id().encode()
-        number = max(self._numbers(), default=0) + 1
+        data = owners.Owner.this_process().to_bytes(token=layout.new_id())
+        older = max(self._numbers(), default=0)
+        number = older + 1
         while True:
             try:
-                self.store.create(self._claim_path(number), token)
+                self.store.create(self._path(number, _CLAIM), data)
                 break
             except FileExistsError:
-                number += 1
+                older, number = number, number + 1
+        if older and not self.store.exists(self._path(older, _CLOSED)):
+            owners.report_takeover(self.store.root, self._owner(older), None)
         self.incarnation = f"{number:08d}"
         self._finish_if_it_can()
         leftovers = list(self._leftovers())
@@ -62,8 +65,14 @@ class PutCommits(Commits):
         if self.names.parse(folder) is not None and attempt in (self._attempt_in(folder) or ()):
             self.store.remove(record)
 
-    def _claim_path(self, number: int) -> str:
-        return layout.join(layout.incarnation_folder(f"{number:08d}"), _CLAIM)
+    def _path(self, number: int, name: str) -> str:
+        return layout.join(layout.incarnation_folder(f"{number:08d}"), name)
+
+    def _owner(self, number: int) -> owners.Owner | None:
+        try:
+            return owners.Owner.parse(self.store.read(self._path(number, _CLAIM), limit_bytes=owners.MAX_BYTES))
+        except (OSError, ValueError):
+            return None
 
     @property
     def newest(self) -> str:
@@ -270,3 +279,5 @@ class PutCommits(Commits):
 
     def release(self) -> None:
         """See Commits: the claim stays, it is what the next incarnation counts on."""
+        with suppress(FileExistsError):
+            self.store.create(self._path(int(self.incarnation), _CLOSED), b"")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import io
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
 from absl import logging
 
-from epochckpt import layout, orbax_left_out, orbax_marks, orbax_steps, orbax_view, orbax_view_files, worker
+from epochckpt import layout, orbax_left_out, orbax_marks, orbax_steps, orbax_view, orbax_view_files, owners, worker
 from epochckpt.aside import Replaces, Rollback, Superseded
 from epochckpt.commit import Commits, StepNames
 from epochckpt.errors import (
@@ -24,6 +26,8 @@ from epochckpt.errors import (
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store
 
+_GIVEN_UP = 16  # failed attempts whose staging is looked for once more
+
 
 class RenameCommits(Commits):
     """Epochs are staged whole below the incarnation's folder and renamed into place."""
@@ -32,14 +36,16 @@ class RenameCommits(Commits):
         super().__init__(store, names)
         self._views = orbax_view.Views()
         self._kept: set[int] = set()
+        self._begun: set[str] = set()  # our own claims, also those that failed half-way
+        self._given_up: collections.deque[str] = collections.deque(maxlen=_GIVEN_UP)
 
     @property
     def _home(self) -> str:
         return layout.incarnation_folder(self.incarnation)
 
-    def _staging(self, epoch: int, attempt: str) -> str:
-        """`<epoch>-<ordinal>`: a name of its own per attempt, so that a late writer can never meet a later attempt."""
-        return layout.join(self._home, f"{epoch}-{attempt.rpartition('-')[2]}")
+    def _staging(self, attempt: str) -> str:
+        """`<epoch>-<try>`: a name of its own per attempt, so that a late writer can never meet a later attempt."""
+        return layout.join(self._home, attempt.partition("-")[2])
 
     def _is_foreign(self, folder: str) -> bool:
         return True  # our own deletions move a folder away before anything in it is removed
@@ -74,12 +80,16 @@ class RenameCommits(Commits):
     def claim(self) -> None:
         """See Commits."""
         self.incarnation = layout.new_id()
+        self._begun.add(self.incarnation)
+        self.store.make_root()  # deleted since it was opened, perhaps
         self.store.make_folder(self._home)
+        self.store.create(layout.join(self._home, layout.OWNER_FILE), owners.Owner.this_process().to_bytes())
         swept = []
         for entry in self.store.list(""):
             older = layout.parse_incarnation(entry.name)
             if older is None or older == self.incarnation:
                 continue
+            active_ns = self._last_active(entry.name)
             away = layout.join(self._home, f"swept-{older}")
             try:
                 self.store.rename(entry.name, away)
@@ -91,6 +101,8 @@ class RenameCommits(Commits):
                 self._rescue(entry.name)  # where it lies: whoever left it there, in a lower layer, is not at work
                 self.store.remove_tree(entry.name)
                 continue
+            if older not in self._begun:
+                owners.report_takeover(self.store.root, self._owner(away), active_ns)
             self._rescue(away)
             gone = layout.join(self._home, f"gone-{older}")  # what is half removed must not be put back by the next run
             self.store.rename(away, gone)
@@ -100,6 +112,39 @@ class RenameCommits(Commits):
         if swept:
             logging.info("%s: removing what %d earlier runs left unfinished", self.store.root, len(swept))
             worker.start(lambda: [self.store.remove_tree(path) for path in swept])
+
+    def _last_active(self, home: str) -> int | None:
+        """When something was last made or moved in a run's staging, nanoseconds since 1970."""
+        try:
+            return os.lstat(os.path.join(self.store.root, home)).st_mtime_ns
+        except OSError:
+            return None
+
+    def _owner(self, home: str) -> owners.Owner | None:
+        try:
+            return owners.Owner.parse(
+                self.store.read(layout.join(home, layout.OWNER_FILE), limit_bytes=owners.MAX_BYTES)
+            )
+        except (OSError, ValueError):  # killed while it was writing that
+            return None
+
+    def moving(self) -> list[int]:
+        """See Commits."""
+        homes = [entry.name for entry in self.store.list("") if layout.parse_incarnation(entry.name) is not None]
+        found = [name for home in homes for name in self._out_of_place(home)]
+        return sorted(epoch for name in found if (epoch := self.names.parse(name)) is not None)
+
+    def _out_of_place(self, staging: str) -> list[str]:
+        """Epochs in the staging of an earlier run, or in what it swept, that `_rescue` would put back."""
+        found = []
+        with suppress(FileNotFoundError, NotADirectoryError):  # released just now
+            for entry in self.store.list(staging):
+                path = layout.join(staging, entry.name)
+                if entry.name.startswith("replaced-"):
+                    found += [e.name for e in self.store.list(path) if not self.store.exists(e.name)]
+                elif entry.name.startswith("swept-"):
+                    found += self._out_of_place(path)
+        return found
 
     def _rescue(self, swept: str) -> None:
         """Takes out of the staging of an earlier run what it was killed on the way to move, or to rescue itself."""
@@ -118,18 +163,25 @@ class RenameCommits(Commits):
 
     def begin(self, epoch: int, attempt: str) -> None:
         """See Commits."""
+        for given_up in list(self._given_up):  # a node that came late may have made its staging again
+            self._discard(given_up)
+        self._make_staging(epoch, attempt)
+
+    def _make_staging(self, epoch: int, attempt: str) -> None:
         try:
-            self.store.make_folder(self._staging(epoch, attempt))
+            with suppress(FileExistsError):  # whichever node comes first makes it
+                self.store.make_folder(self._staging(attempt))
         except FileNotFoundError:
             raise self.lost(epoch) from None
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
-        return layout.join(self._staging(epoch, attempt), node)
+        return layout.join(self._staging(attempt), node)
 
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
         folder = self.node_folder(epoch, attempt, node)
+        self._make_staging(epoch, attempt)
         try:
             self.store.make_folder(folder)
         except FileNotFoundError:
@@ -146,7 +198,7 @@ class RenameCommits(Commits):
                 orbax_view_files.link_node(self.store, folder)
             self.store.create(layout.join(folder, layout.NODE_RECORD), record)
             self.store.sync_folder(folder)
-            self.store.sync_folder(self._staging(epoch, attempt))
+            self.store.sync_folder(self._staging(attempt))
         except FileNotFoundError:
             raise self.lost(epoch) from None
 
@@ -160,7 +212,7 @@ class RenameCommits(Commits):
 
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
         """See Commits."""
-        staging = self._staging(record.epoch, record.attempt)
+        staging = self._staging(record.attempt)
         try:
             view = self._views.build(record)
         except Exception:  # whatever Orbax's form cannot take: the epoch itself is not in danger
@@ -182,7 +234,7 @@ class RenameCommits(Commits):
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
     ) -> Callable[[], None] | None:
         """See Commits."""
-        staging, final = self._staging(epoch, attempt), self.names.build(epoch)
+        staging, final = self._staging(attempt), self.names.build(epoch)
         if epoch in self.hidden():  # nobody would see it
             try:
                 self.finish_rollback()
@@ -208,9 +260,7 @@ class RenameCommits(Commits):
             if self.read_attempt(epoch) != attempt:
                 raise self.lost(epoch) from None
         except FileExistsError:
-            raise SaveError(
-                epoch, f"{self.store.root}/{final} exists already; delete() or rollback_to() make room"
-            ) from None
+            raise SaveError(epoch, self._in_the_way(final)) from None
         except OSError as error:  # over a network the rename may have happened although it reports an error
             if self.read_attempt(epoch) != attempt:
                 reason = f"renaming it into place failed: {error}"
@@ -234,6 +284,12 @@ class RenameCommits(Commits):
             raise UncertainError(epoch, f"{reason}; it was taken out of sight") from error
         self._folders[epoch] = final
         return None if old is None else partial(self.store.remove_tree, old)
+
+    def _in_the_way(self, final: str) -> str:
+        """What lies under the name of an epoch that was to be committed."""
+        if final in self.foreign().values():
+            return f"something else is in the way: {self.obstacle(final)}"
+        return f"{self.store.root}/{final} exists already; delete() or rollback_to() make room"
 
     def _old(self, epoch: int, attempt: str) -> str:
         """Where an epoch goes that is replaced: a name in our own folder."""
@@ -270,9 +326,13 @@ class RenameCommits(Commits):
 
     def discard(self, epoch: int, attempt: str) -> None:
         """See Commits."""
-        away = layout.join(self._home, f"discarded-{attempt}")
+        self._given_up.append(attempt)
+        self._discard(attempt)
+
+    def _discard(self, attempt: str) -> None:
+        away = layout.join(self._home, f"discarded-{attempt}-{layout.new_id()}")
         try:
-            self.store.rename(self._staging(epoch, attempt), away)
+            self.store.rename(self._staging(attempt), away)
         except FileNotFoundError:
             return
         self.store.remove_tree(away)

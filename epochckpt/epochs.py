@@ -14,9 +14,10 @@ from epochckpt import choosing, legacy, opening, removal, retention, status
 from epochckpt.aside import Damaged, Superseded
 from epochckpt.attempts import Attempts
 from epochckpt.checks import check_args
+from epochckpt.claiming import Claim
 from epochckpt.commit import Commits
 from epochckpt.coordination import Coordinator
-from epochckpt.errors import InvalidArgumentError, UnfinishedError
+from epochckpt.errors import FencedError, InvalidArgumentError, UnfinishedError
 from epochckpt.handlers import Handlers
 from epochckpt.options import StorageOptions
 from epochckpt.reading import Browsable, epoch_number
@@ -40,6 +41,8 @@ class Epochs(Browsable):
     _history: History
     _damaged: dict[int, Damaged]
     _superseded: dict[int, Superseded]
+    _foreign: dict[int, str]
+    _claim: Claim
     _directory: epath.Path
     _prefix: str
     _calls: int
@@ -70,9 +73,11 @@ class Epochs(Browsable):
             CoordinationTimeoutError: the primary's answer did not come in time.
         """
         self._attempts.drain()
-        found, damaged, attached = self._agree("reload", lambda: opening.survey(self._commits, self._options))
-        self._damaged |= self._commits.damaged(damaged)
-        self._history.reset([e for e in found if e not in self._damaged], opening.attached_from_wire(attached))
+        wire = self._agree("reload", lambda: opening.survey(self._commits, self._options).to_wire())
+        found = opening.Survey.from_wire(wire)
+        self._damaged |= self._commits.damaged(found.damaged)
+        self._foreign = found.foreign
+        self._history.reset([e for e in found.epochs if e not in self._damaged], found.attached)
 
     def status(self, epoch: int) -> status.EpochStatus:
         """What is known of an epoch: committed, saving (and what it waits for), failed (and why), damaged or absent."""
@@ -179,7 +184,7 @@ class Epochs(Browsable):
             self._commits.require(step)
             self._attempts.remove(removal.hide(self._commits, [step], self._options.todelete_subdir))
 
-        self._away("delete", decide)
+        self._write("delete", step, decide)
         self._history.drop([step])
 
     def let_replace(self, epoch: int) -> None:
@@ -214,15 +219,56 @@ class Epochs(Browsable):
         if self._options.read_only:
             raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
         self._attempts.drain()
-        self._away("rollback_to", lambda: removal.roll_back(self._commits, epoch))
+        self._write("rollback_to", epoch, lambda: removal.roll_back(self._commits, epoch))
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
         self._damaged = {e: d for e, d in self._damaged.items() if e <= epoch}
 
-    def _away(self, verb: str, decide: Callable[[], Any]) -> None:
-        """Like `_agree`, for what takes epochs away: those that nobody sees any more are not listed here either."""
+    def claim(self) -> None:
+        """Makes this manager the writer of the directory now, instead of at its first write.
+
+        An older run that is still alive can save and delete nothing from here on, so that the epochs that are listed
+        now stay the newest until this manager saves. For whoever is about to train: `JobRunner` calls it. In a job of
+        several processes all must call it.
+
+        Raises:
+            FencedError: a newer run has claimed the directory since this manager did.
+            AccessError: this user may not write to the directory.
+            InvalidArgumentError: this manager is read only.
+        """
+        if self._options.read_only:
+            raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be claimed")
+        self._write("claim", None, lambda: None)
+
+    @property
+    def fenced_off(self) -> str:
+        """How this manager learned that a newer run has taken over the directory; empty as long as it has not."""
+        return "" if self._claim.fenced is None else self._claim.fenced.reason
+
+    def foreign_folders(self) -> dict[int, str]:
+        """What lies under the number of an epoch and is none, in words, by number; nothing there is ever touched.
+
+        As it was when the directory was opened or last reloaded.
+        """
+        return dict(self._foreign)
+
+    def _write(self, verb: str, epoch: int | None, decide: Callable[[], Any]) -> None:
+        """The primary claims the directory, unless this manager has, and writes; everybody learns of it.
+
+        Epochs that nobody sees any more are not listed here either, also where they could not be moved away.
+        """
+
+        def claimed() -> dict[str, Any]:
+            self._claim.check(epoch or 0)
+            told = self._claim.take(epoch or 0)
+            decide()
+            return told
+
         try:
-            self._agree(verb, decide)
+            self._claim.learn(self._agree(verb, claimed))
+        except FencedError as error:
+            self._claim.note(error)
+            raise
         except UnfinishedError as error:
             self._history.drop(error.epochs)
             raise

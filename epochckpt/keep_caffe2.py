@@ -12,7 +12,7 @@ from typing import Any
 
 from epochckpt import worker
 from epochckpt.boundary import Exchange
-from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.errors import FencedError, InvalidArgumentError, say
 from epochckpt.keeping import Keeper, Names, Restored, check_blobs
 from epochckpt.multi_node import MultiNodeCheckpointManager
 from epochckpt.session import Session
@@ -36,6 +36,7 @@ class Caffe2Keeper(Keeper):
         self._nodes: list[str] = []
         self._ended: list[SaveOutcome] = []
         self._ready = False
+        self._fenced = ""
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         """See Keeper."""
@@ -108,14 +109,17 @@ class Caffe2Keeper(Keeper):
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """See Keeper."""
         self._manager.notes = dict(notes)
-        began, error = time.monotonic(), ""
+        began, error, fenced = time.monotonic(), "", ""
         try:
             self._session.run(self._manager.save(epoch))
         except Exception as caught:  # the others are told, and training goes on
             error = say(caught)
-        mine = {"error": error, "stats": {} if error else self._stats()}
+            cause = caught if isinstance(caught, FencedError) else caught.__cause__
+            fenced = cause.reason if isinstance(cause, FencedError) else ""
+        mine = {"error": error, "fenced": fenced, "stats": {} if error else self._stats()}
         found = self._exchange.meet(f"save of epoch {epoch}", mine, list)
         problem = next((f["error"] for f in found if f["error"]), "")
+        self._fenced = next((f["fenced"] for f in found if f["fenced"]), "")
         stats = self._merged([f["stats"] for f in found])
         if not problem:
             worker.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
@@ -153,6 +157,10 @@ class Caffe2Keeper(Keeper):
         """See Keeper."""
         ended, self._ended = self._ended, []
         return ended
+
+    def fenced_off(self) -> str:
+        """See Keeper."""
+        return self._fenced
 
     def drain(self) -> None:
         """See Keeper. Nothing is ever in flight."""

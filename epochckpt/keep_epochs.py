@@ -71,6 +71,18 @@ class EpochKeeper(Keeper):
         """See Keeper."""
         return self._manager.damaged_epochs()
 
+    def foreign(self) -> Mapping[int, str]:
+        """See Keeper."""
+        return self._manager.foreign_folders()
+
+    def claim(self) -> None:
+        """See Keeper."""
+        self._manager.claim()
+
+    def fenced_off(self) -> str:
+        """See Keeper."""
+        return self._manager.fenced_off
+
     def take_names(self, kinds: Mapping[str, str]) -> None:
         """See Keeper."""
         self._kinds = kinds

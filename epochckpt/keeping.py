@@ -101,6 +101,22 @@ class Keeper(abc.ABC):
         """Epochs that are on storage and cannot be used."""
         return []
 
+    def foreign(self) -> Mapping[int, str]:
+        """What lies under the number of an epoch and is none, in words, by number."""
+        return {}
+
+    def claim(self) -> None:
+        """The run begins to write: an older one must not commit anything from here on. All processes call it.
+
+        Raises:
+            AccessError: nothing can be written.
+        """
+        return  # nothing to claim where no run fences off another
+
+    def fenced_off(self) -> str:
+        """How this process learned that a newer run has taken over; empty as long as it has not."""
+        return ""
+
     def choose(self, named: int | None) -> int | None:
         """The epoch to resume from, for managers that choose; None: from scratch."""
         del named

@@ -18,6 +18,7 @@ VERSION = 1
 EPOCH_RECORD = "epoch.json"
 NODE_RECORD = "node.json"
 ROLLBACK_RECORD = "rollback.json"
+OWNER_FILE = "owner.json"  # in an incarnation's folder: which process claimed the directory
 DEFAULT_ITEM = "default"
 JSON_FILE = "metadata"  # the name Orbax's JSON handler uses inside an item's folder
 DATA_SUFFIX = ".safetensors"

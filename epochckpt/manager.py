@@ -30,6 +30,7 @@ from epochckpt.aside import Superseded
 from epochckpt.attempt import Attempt, Committed, broken, snapshot
 from epochckpt.attempts import LONG_SECS, Attempts
 from epochckpt.checks import check_args, check_options, storage_options
+from epochckpt.claiming import Claim
 from epochckpt.epochs import Epochs
 from epochckpt.errors import (
     EpochExistsError,
@@ -73,12 +74,16 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
     ):
         """Opens a directory. In a job of several processes all must do so; the waiting is bounded.
 
+        Nothing is written but the directory itself where it is missing: a look never stops a run that trains there.
+        The first save, delete, rollback or replacement claims the directory, or `claim()`; from then on an older run
+        that saves there gets FencedError.
+
         Args:
             directory: where the epochs live: a path (relative ones are fine) or a URL that TensorStore knows.
             checkpointers: Orbax's legacy form: a Checkpointer, or several by item name; their handlers are taken.
             options: Orbax's options; its policies decide what is saved and kept.
-            metadata: JSON written once for the whole directory, see `metadata()`. If read only, it is given back by
-                `metadata()` where the directory has none.
+            metadata: JSON written once for the whole directory, with the first write; see `metadata()`. Until then, and
+                if read only, it is given back by `metadata()` where the directory has none.
             item_names: names of the items, if several are saved together with `args.Composite`.
             item_handlers: a handler for the one unnamed item, or handlers by item name. Orbax's own, unmodified, only
                 say what our engine does; others are run.
@@ -109,9 +114,15 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._pool = worker.Pool(self._storage.io_threads)
         self._history = History(self._commits.read_head)
         self._history.reset(opened.history, opened.attached)
+        self._foreign = opened.foreign
         self._policy = retention.save_policy(self._options)
+        root_files: dict[tuple[str, str], bytes] = {}
+        if metadata is not None and self._options.save_root_metadata:
+            root_files[layout.ROOT_METADATA] = saving.root_metadata(metadata)
+        self._claim = Claim(self._commits, opened.refused, self._adopt, root_files)
         self._attempts = Attempts(
             opened,
+            self._claim,
             self._storage,
             retire=lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
             on_commit=self._committed,
@@ -129,8 +140,6 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._directory = shown_path(self._store.root)
         self._take_nodes(opened.nodes)
         if not self._options.read_only:
-            if metadata is not None and self._options.save_root_metadata and coordinator.primary:
-                self._commits.write_once(layout.ROOT_METADATA, saving.root_metadata(metadata))
             worker.drain_at_exit(self)
 
     @property
@@ -232,7 +241,10 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             Whether a save was begun. Whether it was committed shows in `wait_until_finished` and `latest_step`.
 
         Raises:
-            EpochExistsError: with force, for an epoch that exists or is on its way.
+            EpochExistsError: with force, for an epoch that exists or is on its way; also without, if something else
+                lies in its place.
+            FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
+            AccessError: this user may not write to the directory.
             InvalidArgumentError: something in it cannot be saved, by name. Nothing was begun.
             SaveError: only if saves are not asynchronous: it was not committed.
             Exception: what a handler raises that is not ours, as it is. Nothing was begun.
@@ -251,10 +263,15 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
                 "let_replace() lets the next save take its place"
             )
+        if step in self._foreign and superseded is None:
+            raise EpochExistsError(
+                f"epoch {step} cannot be saved: {self._foreign[step]}; then call reload(), or save under another number"
+            )
         number = self._tries.get(step, 0)
         self._tries[step] = number + 1
         timeout = self._storage.save_timeout_secs
         try:
+            self._claim.check(step)
             prepared = self._prepare(args)
             self._attempts.make_room(step, prepared.copied_bytes, prepared.runs_handlers)
             room = time.monotonic()
@@ -332,11 +349,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._closed = True
         self._attempts.drain_removals()
         self._informer.drain(self._storage.save_timeout_secs)
-        if self._coordinator.primary and not self._options.read_only:
-            try:
-                self._commits.release()
-            except OSError as error:  # the next open sweeps it
-                logging.warning("%s: the staging folder could not be removed: %s", self._directory, error)
+        if self._coordinator.primary:
+            self._claim.release()
         self._handlers.close()
         self.check_for_errors()
 
@@ -361,6 +375,20 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         """On every node, after every commit; may fail."""
         self._informer.committed(done.epoch, attempt.node_secs(self._nodes))
         attempt.announce(done, logger, self._options)
+
+    def _adopt(self, epochs: Sequence[int]) -> None:
+        """On every process, once: what is committed as the directory is claimed."""
+        new, gone = self._history.adopt(e for e in epochs if e not in self._damaged)
+        if new or gone:
+            logging.warning(
+                "%s: since this manager opened it, another run has %s: all_steps() follows that",
+                self._directory,
+                " and ".join(
+                    f"{verb} {'epochs' if len(which) > 1 else 'epoch'} {', '.join(map(str, which[:10]))}"
+                    for verb, which in (("committed", new), ("deleted", gone))
+                    if which
+                ),
+            )
 
     def _committed(self, done: Committed) -> None:
         """On every node, for every commit."""

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import attached, checksum, hosting, layout, parsing, records, retention
+from epochckpt import attached, checksum, hosting, layout, retention
 from epochckpt.commit import Commits, StepNames
 from epochckpt.commit_put import PutCommits
 from epochckpt.commit_rename import RenameCommits
@@ -22,7 +22,6 @@ from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
     DamagedError,
-    EpochCheckpointError,
     EpochNotFoundError,
     FormatError,
     FormatVersionError,
@@ -45,11 +44,13 @@ class Opened:
         coordinator: the other processes.
         store: the directory.
         commits: its epochs.
-        prefix: where this incarnation's coordination keys live.
+        prefix: where this manager's coordination keys live; no other manager of the job has the same.
         nodes: of the job.
         history: committed epochs that can be restored as far as a look at their files tells.
         damaged: newer ones that cannot.
+        foreign: what lies under the number of an epoch and is none, in words, by number.
         attached: metrics that were attached to epochs, by epoch, if the options need them.
+        refused: on the primary: why this user may not write there, if that can be seen without trying.
     """
 
     coordinator: Coordinator
@@ -59,7 +60,9 @@ class Opened:
     nodes: Nodes
     history: list[int]
     damaged: list[int]
+    foreign: dict[int, str]
     attached: dict[int, Any]
+    refused: AccessError | None
 
 
 def step_names(options: ocp.CheckpointManagerOptions) -> StepNames:
@@ -82,10 +85,37 @@ def commits_of(store: Store, names: StepNames) -> Commits:
     return RenameCommits(store, names) if store.renames else PutCommits(store, names)
 
 
-def survey(commits: Commits, options: ocp.CheckpointManagerOptions) -> tuple[list[int], list[int], list[Any]]:
-    """The committed epochs, and the newest ones that turn out to be damaged at a look (nothing large is read).
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What a look at a directory finds; nothing large is read.
 
-    The third is what is attached to the epochs if the options need it, for `attached_from_wire`.
+    Attributes:
+        epochs: the committed epochs, ascending, without the damaged ones.
+        damaged: the newest ones, as far as they turn out to be damaged.
+        foreign: what lies under the number of an epoch and is none, in words, by number.
+        attached: metrics that were attached to epochs, by epoch, if the options need them.
+    """
+
+    epochs: list[int]
+    damaged: list[int]
+    foreign: dict[int, str]
+    attached: dict[int, Any]
+
+    def to_wire(self) -> dict[str, Any]:
+        """Its form as JSON."""
+        attached = checksum.pack_by_number(self.attached, "metrics")
+        foreign = sorted(self.foreign.items())
+        return {"epochs": self.epochs, "damaged": self.damaged, "foreign": foreign, "attached": attached}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
+        """The inverse of `to_wire`."""
+        attached = checksum.unpack_by_number(wire["attached"])
+        return cls(wire["epochs"], wire["damaged"], dict(map(tuple, wire["foreign"])), attached)
+
+
+def survey(commits: Commits, options: ocp.CheckpointManagerOptions) -> Survey:
+    """Looks at a directory.
 
     Raises:
         FormatVersionError: the newest epoch was written by a newer epochckpt.
@@ -103,12 +133,8 @@ def survey(commits: Commits, options: ocp.CheckpointManagerOptions) -> tuple[lis
     found: dict[int, Any] = {}
     if retention.reads_metrics(options):
         found = attached.of_epochs(commits, epochs, commits.read_attempt)
-    return epochs, damaged, checksum.pack_by_number(found, "metrics")
-
-
-def attached_from_wire(wire: list[Any]) -> dict[int, Any]:
-    """Attached metrics by epoch, as the primary found them."""
-    return checksum.unpack_by_number(wire)
+    foreign = {epoch: commits.obstacle(name) for epoch, name in commits.foreign().items()}
+    return Survey(epochs, damaged, foreign, found)
 
 
 def _look_at(commits: Commits, epoch: int) -> None:
@@ -131,12 +157,11 @@ def open_directory(
     coordinator: Coordinator,
     item_names: Sequence[str] = (),
 ) -> Opened:
-    """Opens a directory for a manager.
+    """Opens a directory for a manager: looks at it, and writes nothing but the directory itself where it is missing.
 
     Raises:
         NotACheckpointDirectoryError: it is a file, or missing and not to be created.
-        AccessError: no permission.
-        FormatError: it holds something under an epoch's name that is not ours.
+        AccessError: no permission to read it, or to create it.
         FormatVersionError: it was written by a newer epochckpt.
         InvalidArgumentError: node names that are unusable, or not unique, or several in a job of several processes;
             items named like a node.
@@ -171,17 +196,21 @@ def open_directory(
 
         # the others wait longer: the primary may come late, and then waits for the latest
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
-        prefix = f"{base}/{answer['incarnation']}"
+        prefix = f"{base}/{answer['opening']}"
     store = open_store(answer["directory"], folder_mode=folder_mode(options))
     commits = commits_of(store, names)
-    commits.join_incarnation(answer["incarnation"])
     found = tuple(answer["nodes"])
     given = node is not None or (
         coordinator.processes > 1 and found != tuple(map(_default_name, range(coordinator.processes)))
     )
     nodes = Nodes(found, coordinator.process, coordinator.processes, given)
-    told = attached_from_wire(answer["attached"])
-    return Opened(coordinator, commits.store, commits, prefix, nodes, answer["history"], answer["damaged"], told)
+    seen = Survey.from_wire(answer["survey"])
+    refused = commits.write_refusal() if coordinator.primary and not options.read_only else None
+    if refused is not None:
+        logging.warning("%s", refused)
+    return Opened(
+        coordinator, store, commits, prefix, nodes, seen.epochs, seen.damaged, seen.foreign, seen.attached, refused
+    )
 
 
 def _default_name(process: int) -> str:
@@ -210,82 +239,41 @@ def _decide(
     nodes: Sequence[str],
     item_names: Sequence[str],
 ) -> dict[str, Any]:
-    """On the primary: looks at the directory, and only then writes to it."""
+    """On the primary: looks at the directory; makes it if it is missing."""
     for item in item_names:
         layout.check_item_name(item, tuple(nodes))
     store = open_store(directory, folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     try:
         _check_directory(store, options.create and not options.read_only)
-        foreign = commits.foreign()
-        if foreign:
-            refusal = _refusal(commits, foreign)
-            if not options.read_only:
-                raise refusal
-            logging.error("%s; ignored, as nothing is written here", refusal)
-        history, damaged, found = survey(commits, options)
         if not options.read_only:
             store.make_root()
-            commits.claim()
-            history = [e for e in commits.list_epochs() if e not in damaged]
+        found, moving = survey(commits, options), commits.moving()
     except NotACheckpointDirectoryError:
         raise
     except NotADirectoryError as error:
         raise NotACheckpointDirectoryError(f"{store.root}: a folder on the way to it is a file ({error})") from error
     except PermissionError as error:
         raise AccessError(
-            f"{store.root}: {error}; this user (uid {os.getuid()}) needs read and write access"
+            f"{store.root}: {error}; this user (uid {os.getuid()}) needs access to read it, and to write where it is "
+            "to be created"
         ) from error
+    for text in found.foreign.values():
+        logging.error("%s. It is left alone: other epochs can be used, saving under its number is refused", text)
+    if moving and not options.read_only:
+        logging.warning(
+            "%s: an earlier run was killed while it replaced %s %s, which will be back after the next write. claim() "
+            "does that now: call it before you choose what to restore",
+            store.root,
+            "epoch" if len(moving) == 1 else "epochs",
+            ", ".join(map(str, moving)),
+        )
     return {
         "directory": store.root,
-        "incarnation": commits.incarnation,
+        "opening": layout.new_id(),
         "nodes": list(nodes),
-        "history": history,
-        "damaged": damaged,
-        "attached": found,
+        "survey": found.to_wire(),
     }
-
-
-def _refusal(commits: Commits, foreign: Sequence[str]) -> FormatError:
-    """The error for folders that are named like an epoch and are none."""
-    for name in foreign:
-        alone = _nodes_alone(commits.store, name)
-        if alone:
-            return FormatError(
-                f"{commits.store.root}/{name}",
-                f"holds no {layout.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs that "
-                f"know nothing of each other ({', '.join(alone[:5])}). Read them with "
-                "ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this",
-            )
-    shown, lost = ", ".join(foreign[:5]), [name for name in foreign if commits.lost_records(name)]
-    if lost:
-        return FormatError(
-            f"{commits.store.root}/{lost[0]}",
-            f"is an epoch of epochckpt that lost its records: it holds no {layout.EPOCH_RECORD} (foreign: {shown}). "
-            "Without them nothing of it can be verified, so it is not read as a step of stock Orbax either. Put a "
-            "whole copy in its place, or move the folder away",
-        )
-    return FormatError(
-        f"{commits.store.root}/{foreign[0]}",
-        f"is named like an epoch but holds no {layout.EPOCH_RECORD} (foreign: {shown}), and it is no step of stock "
-        "Orbax on a file system either, as far as its files say. Choose another directory, or move these folders away",
-    )
-
-
-def _nodes_alone(store: Store, folder: str) -> list[str]:
-    """The nodes whose epochs, each by itself, lie in a foreign folder; see `node_epochs`."""
-    try:
-        inner = [entry.name for entry in store.list(folder) if entry.is_folder]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [name for name in inner if _is_alone(store, layout.join(folder, name, layout.EPOCH_RECORD))]
-
-
-def _is_alone(store: Store, path: str) -> bool:
-    try:
-        return parsing.parse_epoch(path, store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).alone
-    except (EpochCheckpointError, ValueError, OSError):  # nothing, or another's: a sweep has <seed>/<step>/epoch.json
-        return False
 
 
 def _check_directory(store: Store, create: bool) -> None:

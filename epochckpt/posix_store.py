@@ -162,6 +162,10 @@ class PosixStore(Store):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
             _sync_folder(os.path.dirname(folder), os.path.dirname(folder))
 
+    def may_write(self) -> bool:
+        """One access(2); True for a root that is missing."""
+        return os.access(self.root, os.W_OK | os.X_OK) or not os.path.isdir(self.root)
+
     def link(self, path: str, target: str) -> None:
         """One symlink(2), where the file system has it."""
         place = self._place(path)

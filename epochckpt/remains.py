@@ -7,7 +7,7 @@ place that reads all of them:
 | --- | --- |
 | `incarnation-<id>.orbax-checkpoint-tmp/` | a run's staging; it stays while the run lives, empty between saves |
 | `node-<node>-<id>.orbax-checkpoint-tmp/` | the same of a job that saves epochs of one node |
-| in them `<epoch>-<ordinal>/` | an attempt |
+| in them `<epoch>-<try>/` | an attempt |
 | in them `swept-*`, `gone-*`, `discarded-*`, `deleted-*`, `removed-*`, `uncertain-*` | out of sight, on its way out |
 | in them `replaced-*`, `damaged-*` | epochs on the move: the next run puts them where they belong |
 | `rolled-back-<id>/`, `damaged-<id>/`, the folder that `todelete_subdir` named | epochs that are kept out of sight |
@@ -196,7 +196,8 @@ def _look_into_staging(store: Store, home: str, now_ns: int, found: Remains) -> 
             continue
         tried = _ATTEMPT.match(name)
         if tried:
-            row = _attempt(store, path, int(tried[1]), f"{token}-{tried[2]}", node, now_ns)
+            attempt = f"{token}-{tried[2] if node else name}"
+            row = _attempt(store, path, int(tried[1]), attempt, node, now_ns)
             if row is not None:
                 found.attempts.append(row)
         elif _MOVING.match(name):

@@ -13,6 +13,8 @@ from epochckpt.errors import SaveError
 from epochckpt.preempting import PREEMPTED_EXIT_CODE
 from epochckpt.status import SaveOutcome
 
+FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
+
 _SHOWN = 5
 
 
@@ -28,6 +30,7 @@ class RunResult:
         failed_saves: (epoch, reason) of the saves of this run that failed.
         preempted: it stopped because it was preempted, or was while it ended.
         finished: a stop condition ended it: started again it does not go on, as long as the condition holds.
+        fenced_off: a newer run has taken over the directory; this one ended at once, without `download` and `exit`.
         resumed_from: the epoch that it went on from; None from scratch.
         held_secs: how long saving has kept this process from training.
         slowest_node: the node that took longest to write, and its seconds in all; None if nothing was written.
@@ -42,6 +45,7 @@ class RunResult:
     failed_saves: tuple[tuple[int, str], ...]
     preempted: bool
     finished: bool
+    fenced_off: bool
     resumed_from: int | None
     held_secs: float
     slowest_node: tuple[str, float] | None
@@ -50,7 +54,9 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """For `sys.exit`: 0, or 75 (sysexits' EX_TEMPFAIL: start it again) if it was preempted."""
+        """For `sys.exit`: 0; 75 (EX_TEMPFAIL of sysexits.h) if it was preempted: start it again; 76 if fenced off."""
+        if self.fenced_off:
+            return FENCED_OFF_EXIT_CODE
         return PREEMPTED_EXIT_CODE if self.preempted else 0
 
     def __str__(self) -> str:

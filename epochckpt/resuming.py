@@ -11,7 +11,7 @@ from absl import logging
 from epochckpt import blobs as blob_lib
 from epochckpt import containers
 from epochckpt.boundary import Exchange
-from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError, say
+from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError, say
 from epochckpt.keeping import Keeper, Restored
 from epochckpt.reporting import Handler
 from epochckpt.tasks import TaskGroup
@@ -36,8 +36,10 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
     Raises:
         EpochNotFoundError: the named epoch is not there, or there is none although there should be.
         DamagedError: there are epochs, and none of them can be used.
+        FormatError: there are none, but folders that are named like epochs.
         InvalidArgumentError: `resume="never"` in a directory that has epochs.
     """
+    keeper.claim()
     if keeper.chooses:
         if resume == NEVER:
             return None
@@ -55,6 +57,7 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
         return {
             "epochs": epochs[-20:],
             "damaged": keeper.damaged()[-20:],
+            "foreign": list(keeper.foreign().values())[-1:],
             "known": handler.last_epoch() if resume != NEVER else None,
         }
 
@@ -65,6 +68,12 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
             keeper.directory,
             f"it has the epochs {', '.join(map(str, damaged))}, and none of them can be used (the log says why). "
             "Nothing is started over there: move them away, or take another directory",
+        )
+    if found["foreign"] and not epochs:
+        raise FormatError(
+            keeper.directory,
+            f"it has no epoch, but something under the name of one: {found['foreign'][0]}. Nothing is started over "
+            "there",
         )
     if resume == NEVER:
         if epochs:

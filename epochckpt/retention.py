@@ -88,6 +88,17 @@ class History:
             self._requested = dict(self._committed)
         self.attach(attached)
 
+    def adopt(self, epochs: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Takes storage's word for what is committed by now, keeping what is known of each; `requested` stays as it is.
+
+        Returns:
+            Epochs that are new, and those that are gone.
+        """
+        with self._lock:
+            before, now = self._committed, sorted(epochs)
+            self._committed = {e: before.get(e) or EpochInfo(e, self._load) for e in now}
+            return [e for e in now if e not in before], [e for e in before if e not in self._committed]
+
     def request(self, info: EpochInfo) -> None:
         """An epoch was asked for."""
         with self._lock:

@@ -31,7 +31,7 @@ from epochckpt.tasks import TaskGroup
 
 T = TypeVar("T")
 
-PREEMPTED, FINISHED = "preempted", "was finished already"
+PREEMPTED, FINISHED, FENCED_OFF = "preempted", "was finished already", "fenced off"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ class _Verdict:
     stop: dict[str, str]  # why, by the condition's repr
     interrupted: bool
     save: bool
+    fenced_off: str  # how a node learned that a newer run has taken over
     again: bool  # if it fails, it may be tried once more
     exists: bool  # it is on storage, and is to be replaced
     outcomes: list[dict[str, Any]]
@@ -94,7 +95,7 @@ class Run:
         self._agreed = False
         self._began, self._before = time.monotonic(), 0.0
         self._epoch, self._partial, self._reason = 0, False, ""
-        self._finished = self._preempted = False
+        self._finished = self._preempted = self._fenced_off = False
         self._resumed_from: int | None = None
         self._at: int | None = 0
         self._states: Mapping[str, Any] = {}  # of the stop conditions, after the last epoch that they were shown
@@ -140,8 +141,11 @@ class Run:
         while not self._reason:
             self._train_epoch(self._epoch if self._partial else self._epoch + 1)
         self._at = None
-        self._saves.drain(self._epoch, self._settings.raise_if_not_saved)
-        if not self._preempted:
+        if not self._fenced_off:
+            fenced_off = self._saves.drain(self._epoch, self._settings.raise_if_not_saved)
+            if fenced_off:
+                self._end_fenced_off(self._epoch, fenced_off)
+        if not self._preempted and not self._fenced_off:
             self._conclude()
         self._handler.run_ended(self._epoch, self._reason)
         return self._result()
@@ -257,6 +261,9 @@ class Run:
         if preempted:  # a part of a condition that is only true for that does not end the job
             verdict.stop = {c: why for c, why in verdict.stop.items() if why != repr(stop.preempted)}
         stops = verdict.stop
+        if verdict.fenced_off:
+            self._end_fenced_off(epoch, verdict.fenced_off)
+            return
         self._finished, self._preempted = bool(stops), preempted
         self._reason = "; ".join([PREEMPTED] * preempted + list(stops.values()))
         if verdict.interrupted and not self._job.resumable:
@@ -308,16 +315,19 @@ class Run:
                 "interrupted": left,
                 "save": refused is None,
                 "again": able,
+                "fenced_off": next((f["fenced_off"] for f in found if f["fenced_off"]), ""),
                 "exists": self._saves.exists(epoch),
                 "outcomes": ended,
             }
 
         mine: Any = {"reasons": reasons, "interrupted": interrupted, "problem": problem}
+        mine["fenced_off"] = self._saves.fenced_off()
         if isinstance(problem, Exception):
             mine = problem
         verdict = _Verdict(**self._exchange.meet(f"end of epoch {epoch}", mine, decide))
         self._saves.enter(verdict.outcomes)
-        self._saves.ledger.check(self._settings.max_consecutive_save_failures)
+        if not verdict.fenced_off:
+            self._saves.ledger.check(self._settings.max_consecutive_save_failures)
         return verdict
 
     def _save(self, epoch: int, prepared: Any, metrics: Mapping[str, Any], verdict: _Verdict, force: bool) -> None:
@@ -405,6 +415,11 @@ class Run:
         self._exchange.meet(what, None, lambda found: None)
         return value
 
+    def _end_fenced_off(self, epoch: int, why: str) -> None:
+        """A newer run saves to the directory: whatever this one would train could not be saved."""
+        self._epoch, self._fenced_off, self._reason = epoch, True, f"{FENCED_OFF}: {why}"
+        logging.error("the run ends after epoch %d: %s", epoch, why)
+
     def _result(self) -> RunResult:
         elapsed, ledger = time.monotonic() - self._began, self._saves.ledger
         return RunResult(
@@ -415,6 +430,7 @@ class Run:
             failed_saves=tuple(ledger.failed),
             preempted=self._preempted,
             finished=self._finished,
+            fenced_off=self._fenced_off,
             resumed_from=self._resumed_from,
             held_secs=ledger.held_secs,
             slowest_node=ledger.slowest_node,

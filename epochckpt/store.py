@@ -235,6 +235,10 @@ class Store(ABC):
     def make_root(self) -> None:
         """Creates the root and its parents durably where they are missing; nothing to do on object stores."""
 
+    def may_write(self) -> bool:
+        """Whether this user may make and remove names in the root, as far as can be said without trying."""
+        return True
+
     @abstractmethod
     def link(self, path: str, target: str) -> None:
         """Creates a symlink; its name is durable after `sync_folder`.

@@ -67,7 +67,7 @@ def replace_and_die(directory: str, place: str) -> None:
 def open_and_die(directory: str) -> None:
     """A run that is killed as soon as it has moved the staging of the one before it."""
     kill_at("after rename 1")
-    ec.CheckpointManager(directory)
+    ec.CheckpointManager(directory).claim()
 
 
 def replace_in_a_job(directory: str) -> list[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pathlib
 import threading
 import time
@@ -15,6 +17,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import attempts, coordination, opening
+from epochckpt.commit_rename import RenameCommits
 from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -158,7 +161,7 @@ def commit_unheard(job: Job, manager: ec.CheckpointManager, epoch: int, node_1_g
         commit(manager, epoch)
         manager._commits.publish = publish
     else:
-        manager._coordinator.unheard = ("/verdict/2/0",)
+        manager._coordinator.unheard = ("/verdict/2-0/0",)
         assert save(manager, epoch)
         with pytest.raises(UncertainError, match="verdict"):
             manager.wait_until_finished()
@@ -284,6 +287,55 @@ def test_save_never_waits_for_another_node(job: Job, monkeypatch: pytest.MonkeyP
     assert errors[: len(late)] == late
     assert {tuple(e.nodes) for e in late} == {("process_1",)}
     assert all("waiting for their nodes" in e.reason for e in errors[len(late) :])
+
+
+def test_a_silent_primary_holds_no_other_nodes_saves(job: Job) -> None:
+    """The other node saves far ahead of the primary, without waiting; once the primary comes, all of it commits."""
+    epochs, ahead = list(range(8)), threading.Event()
+
+    def process(number: int) -> Any:
+        manager = job.open()
+        commit(manager, 100)  # from here on both know who has claimed the directory
+        if number == 0:
+            assert ahead.wait(WAIT_SECS), "the other node waits for the primary"
+        for epoch in epochs:
+            assert save(manager, epoch, force=True)
+        ahead.set()
+        manager.wait_until_finished()
+        return list(manager.all_steps())
+
+    assert job.run(process) == [[*epochs, 100]] * 2
+
+
+def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that fails, and one that a delete makes: the other node never waits for a word that does not come."""
+    claim, refused = RenameCommits.claim, threading.Event()
+
+    def failing(commits: Any) -> None:
+        if not refused.is_set():
+            refused.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        claim(commits)
+
+    def process(number: int) -> Any:
+        with job.open() as manager:
+            commit(manager, 1)
+        job.meet()
+        manager = job.open()
+        monkeypatch.setattr(RenameCommits, "claim", failing)
+        job.meet()
+        assert save(manager, 2)
+        with pytest.raises(SaveError, match="Input/output error"):
+            manager.wait_until_finished()
+        with pytest.raises(EpochNotFoundError):
+            manager.delete(17)
+        commit(manager, 3)
+        manager.delete(1)
+        commit(manager, 4)
+        manager.close()
+        return list(manager.all_steps())
+
+    assert job.run(process) == [[3, 4]] * 2
 
 
 def test_a_node_that_is_slow_but_answers_costs_no_save(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,9 @@ try:
     m = ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=read_only))
     if what == "restore":
         m.restore(1)
+    elif what == "write":
+        assert m.all_steps() == [0, 1]
+        m.save(9, args=ocp.args.StandardSave({"x": 1}))
     print("NO ERROR")
 except errors.EpochCheckpointError as error:
     print(f"{type(error).__name__}|{isinstance(error, PermissionError)}|{error}".replace(chr(10), " "))
@@ -198,20 +201,58 @@ def test_no_permission_is_an_access_error(run: pathlib.Path, what: str, path: st
     assert str(run) in done.stdout or path.removeprefix("run/") in done.stdout
 
 
-def test_a_foreign_epoch_folder_is_refused(run: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`5/` without epoch.json: refused by name at open, nothing written; who only reads is told, and goes on."""
-    (run / "5").mkdir()
-    (run / "5" / "weights.bin").write_text("precious")
+def leave_unfinished(directory: pathlib.Path, step: int) -> None:
+    """What stock Orbax leaves of a step when it is killed on a store without rename: no record of its end."""
+    with ocp.CheckpointManager(directory.parent / "stock") as stock:
+        stock.save(step, args=Save({"x": np.zeros(2)}))
+    left = directory.parent / "stock" / str(step)
+    (left / "_CHECKPOINT_METADATA").unlink()
+    (left / "default" / "_METADATA").unlink()
+    left.rename(directory / str(step))
+
+
+@pytest.mark.parametrize("what", ["folder", "empty", "orbax"])
+def test_what_lies_under_an_epochs_number_and_is_none_is_left_alone(
+    run: pathlib.Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`5/` that is no epoch: the directory opens, restores and saves other numbers; it is named once, never touched."""
+    if what == "orbax":
+        leave_unfinished(run, 5)
+    else:
+        (run / "5").mkdir()
+    if what == "folder":
+        (run / "5" / "weights.bin").write_text("precious")
     with unchanged(run):
-        with pytest.raises(errors.FormatError, match="5") as caught:
-            ec.CheckpointManager(run)
-        assert "epoch.json" in str(caught.value)
-        assert caught.value.path.endswith("/5")
         caplog.clear()
-        with ec.CheckpointManager(run, options=READ_ONLY) as manager:
-            assert 5 not in manager.all_steps()
-            assert manager.restore(None) is not None
-        assert any("/5: is named like an epoch" in r.getMessage() for r in caplog.records if r.levelname == "ERROR")
+        for options in (READ_ONLY, None):
+            with ec.CheckpointManager(run, options=options) as manager:
+                assert manager.all_steps() == [0, 1]
+                assert manager.restore(None) is not None
+                assert list(manager.foreign_folders()) == [5]
+        said = [r.getMessage() for r in caplog.records if f"{run}/5 is named like an epoch" in r.getMessage()]
+        assert len(said) == 2, "once per manager"
+    with ec.CheckpointManager(run) as manager, unchanged(run / "5"):
+        for force in (False, True):
+            with pytest.raises(errors.EpochExistsError, match=r"/5 is named like an epoch .* move the folder away"):
+                manager.save(5, args=Save({"x": np.zeros(2)}), force=force)
+        for epoch in (4, 6):
+            assert manager.save(epoch, args=Save({"x": np.full(2, epoch)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 1, 4, 6]
+        assert (manager.restore(6)["x"] == 6).all()
+        shutil.move(run / "5", run.parent / "5")
+        manager.reload()
+        assert manager.foreign_folders() == {}
+        assert manager.save(5, args=Save({"x": np.zeros(2)}), force=True)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 1, 4, 5, 6]
+        shutil.move(run.parent / "5", run / "7")  # nobody knew of it when the save began
+        assert manager.save(7, args=Save({"x": np.zeros(2)}))
+        with pytest.raises(errors.SaveError, match=r"/7 is named like an epoch"):
+            manager.wait_until_finished()
+        shutil.move(run / "7", run / "5.away")
+        shutil.rmtree(run / "5")
+        shutil.move(run / "5.away", run / "5")
 
 
 def test_a_stock_orbax_directory_is_opened_without_a_change(tmp_path: pathlib.Path) -> None:
@@ -933,6 +974,7 @@ def examples() -> list[Exception]:
         errors.LateNodesError: [(3, ["process_1", "process_2"], 6.0)],
         errors.BufferChangedError: [(3, "a/b")],
         errors.TaskError: [("step", "epoch", "trainer_0", 3, "reason")],
+        errors.UnfinishedError: [("/d", [1, 2], "reason")],
         errors.UploadError: [(3, "elsewhere", "reason")],
         errors.ErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
     }

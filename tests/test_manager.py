@@ -36,6 +36,7 @@ from epochckpt.errors import (
     InvalidArgumentError,
     NotACheckpointDirectoryError,
     SaveError,
+    UnfinishedError,
     UnsupportedError,
 )
 from tests.managers import traced_memory
@@ -367,10 +368,13 @@ def test_item_metadata_is_a_restore_target(directory: str) -> None:
 
 
 def test_root_metadata_is_written_once(directory: str) -> None:
-    """For the whole directory; a later manager reads it and does not replace it."""
-    with ec.CheckpointManager(directory, metadata={"model": "small", "n": 3}):
-        pass
+    """For the whole directory, with the first write; a later manager reads it and does not replace it."""
+    with ec.CheckpointManager(directory, metadata={"model": "small", "n": 3}) as m:
+        assert m.metadata().custom_metadata == {"model": "small", "n": 3}
+        assert read_only(directory).metadata().custom_metadata == {}
+        m.claim()
     with ec.CheckpointManager(directory, metadata={"model": "other"}) as m:
+        m.claim()
         found = m.metadata()
         assert isinstance(found, ocp.metadata.RootMetadata)
         assert found.custom_metadata == {"model": "small", "n": 3}
@@ -379,6 +383,7 @@ def test_root_metadata_is_written_once(directory: str) -> None:
 def test_stock_orbax_reads_the_root_metadata(tmp_path: pathlib.Path) -> None:
     """It lies where Orbax keeps it, in its form."""
     with ec.CheckpointManager(tmp_path, metadata={"model": "small"}) as m:
+        m.claim()
         assert m.metadata().custom_metadata == {"model": "small"}
     with ocp.CheckpointManager(tmp_path) as stock:
         assert stock.metadata().custom_metadata == {"model": "small"}
@@ -883,13 +888,13 @@ def interrupt_rollback(m: ec.CheckpointManager) -> None:
         tap = Tap(m, "rename", lambda path: path == "2", no_space)
     else:
         tap = Tap(m, "remove", lambda path: path == "2/epoch.json", no_space)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UnfinishedError, match="No space left"):
         m.rollback_to(0)
     tap.remove()
 
 
 def test_an_interrupted_rollback_is_obeyed_and_finished(directory: str) -> None:
-    """Readers in between see its end state; the next open completes it."""
+    """Readers in between see its end state; the next write completes it."""
     m = ec.CheckpointManager(directory)
     save_all(m, range(4))
     interrupt_rollback(m)
@@ -901,6 +906,8 @@ def test_an_interrupted_rollback_is_obeyed_and_finished(directory: str) -> None:
     assert (reader.restore(None)["w"] == 0).all()
     assert reader.status(2).state == "absent"
     with ec.CheckpointManager(directory) as again:
+        assert again.all_steps() == [0]
+        again.claim()
         assert again.all_steps() == [0]
         names = [e.name for e in store_of(again).list("")]
         assert "rollback.json" not in names

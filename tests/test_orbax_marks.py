@@ -113,7 +113,7 @@ FOREIGN: dict[str, Callable[[pathlib.Path], None]] = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_what_is_not_proved_to_be_a_step_is_refused_and_untouched(
+def test_what_is_not_proved_to_be_a_step_is_none_and_untouched(
     tmp_path: pathlib.Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Retention would delete it: a sweep, TensorFlow's, zarr's or a database's folders that are named by numbers."""
@@ -121,16 +121,22 @@ def test_what_is_not_proved_to_be_a_step_is_refused_and_untouched(
     FOREIGN[what](tmp_path / "2022")
     before = len(list(tmp_path.rglob("*")))
     with unchanged(tmp_path):
-        for options in (None, Options(max_to_keep=1)):
-            with pytest.raises(errors.FormatError, match="no step of stock Orbax") as caught:
-                ec.CheckpointManager(tmp_path, options=options)
-            assert caught.value.path.endswith("/1")
-        with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
-            assert manager.all_steps() == []
-            with pytest.raises(errors.EpochNotFoundError):
-                manager.restore(1)
+        for options in (None, READ_ONLY):
+            with ec.CheckpointManager(tmp_path, options=options) as manager:
+                assert manager.all_steps() == []
+                assert list(manager.foreign_folders()) == [1, 2022]
+                with pytest.raises(errors.EpochNotFoundError):
+                    manager.restore(1)
     assert len(list(tmp_path.rglob("*"))) == before
-    assert any("/1: is named like an epoch" in r.getMessage() for r in caplog.records if r.levelname == "ERROR")
+    assert f"{tmp_path}/1 is named like an epoch" in caplog.text
+    manager = ec.CheckpointManager(tmp_path, options=Options(max_to_keep=1))
+    with unchanged(tmp_path / "1"), unchanged(tmp_path / "2022"), manager:
+        for epoch in (2, 3):
+            assert manager.save(epoch, args=Save({"x": np.zeros(1)}))
+        with pytest.raises(errors.EpochExistsError, match="no finished step of stock Orbax"):
+            manager.save(2022, args=Save({"x": np.zeros(1)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3]
 
 
 # -- what is one, and what retention may delete ----------------------------------------------------------------------
@@ -294,8 +300,12 @@ def test_an_epoch_of_ours_that_lost_its_records_is_recognized(
     if not says:
         text.write_text("The checkpoint was committed.\n")
     with unchanged(run):
-        with pytest.raises(errors.FormatError, match=r"/3: is an epoch of epochckpt that lost its records"):
-            ec.CheckpointManager(run, options=Options(max_to_keep=1))
+        manager = ec.CheckpointManager(run, options=Options(max_to_keep=1))
+        with (
+            manager,
+            pytest.raises(errors.EpochExistsError, match=r"/3 is an epoch of epochckpt that lost its records"),
+        ):
+            manager.save(3, args=Save(tree_of(3)))
         with ec.CheckpointManager(run, options=READ_ONLY) as manager:
             assert manager.all_steps() == [1, 2]
             with pytest.raises(errors.EpochNotFoundError):

@@ -721,13 +721,15 @@ def test_an_epoch_of_ours_without_its_record_is_no_step_of_orbax(run: pathlib.Pa
     with ec.CheckpointManager(run) as manager:
         manager.save(3, args=Save(tree_of(3)))
     (run / "3" / "epoch.json").unlink()
-    with unchanged(run), pytest.raises(errors.FormatError, match=r"3: .*lost its records.*no epoch.json"):
-        ec.CheckpointManager(run)
+    with unchanged(run), ec.CheckpointManager(run) as manager:
+        assert manager.all_steps() == [1, 2]
+        with pytest.raises(errors.EpochExistsError, match=r"/3 .*lost its records.*no epoch.json"):
+            manager.save(3, args=Save(tree_of(3)))
 
 
 @pytest.mark.parametrize("inside", ["nothing", "a file", "a folder", "json"])
-def test_a_folder_of_somebody_else_is_refused_among_steps_of_orbax(run: pathlib.Path, inside: str) -> None:
-    """Neither ours nor Orbax's: named, and nothing is written."""
+def test_a_folder_of_somebody_else_is_left_alone_among_steps_of_orbax(run: pathlib.Path, inside: str) -> None:
+    """Neither ours nor Orbax's: named, and nothing is written there."""
     (run / "5").mkdir()
     if inside == "a file":
         (run / "5" / "weights.bin").write_text("precious")
@@ -736,9 +738,11 @@ def test_a_folder_of_somebody_else_is_refused_among_steps_of_orbax(run: pathlib.
     elif inside == "json":
         (run / "5" / "notes").mkdir()
         (run / "5" / "notes" / "metadata").write_text(json.dumps({"a": 1}))
-    with unchanged(run), pytest.raises(errors.FormatError, match="stock Orbax") as caught:
-        ec.CheckpointManager(run)
-    assert caught.value.path.endswith("/5")
+    with unchanged(run), ec.CheckpointManager(run) as manager:
+        assert manager.all_steps() == [1, 2]
+        assert list(manager.foreign_folders()) == [5]
+        with pytest.raises(errors.EpochExistsError, match=r"/5 .*stock Orbax"):
+            manager.save(5, args=Save(tree_of(5)))
 
 
 @abandoned_reads

@@ -233,6 +233,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(tmp_path: pathlib.Path, place: str
         with ec.CheckpointManager(tmp_path / "run", options=READ_ONLY) as reader:
             assert value_of(reader, 1) == KILLS[place]
     with ec.CheckpointManager(tmp_path / "run") as manager:
+        manager.claim()
         assert manager.all_steps() == [1, 2]
         assert [value_of(manager, epoch) for epoch in (1, 2)] == [KILLS[place], 2]
         replace(manager, 1, 1000)
@@ -250,6 +251,7 @@ def test_runs_that_are_killed_before_they_put_it_back_do_not_lose_it(tmp_path: p
             (outcome,) = job.wait(60)
         assert outcome.returncode == -signal.SIGKILL, outcome.stdout
     with ec.CheckpointManager(directory) as manager:
+        manager.claim()
         assert [value_of(manager, epoch) for epoch in manager.all_steps()] == [1, 2]
 
 
@@ -262,6 +264,7 @@ def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, mo
         interrupted.delete(1)
         interrupted._attempts.drain_removals()
     with ec.CheckpointManager(tmp_path / "run") as manager:
+        manager.claim()
         assert manager.all_steps() == [2]
 
 
@@ -270,6 +273,7 @@ def test_without_putting_back_the_kill_is_found_out(tmp_path: pathlib.Path, monk
     monkeypatch.setattr(RenameCommits, "_put_back", lambda self, folder: None)
     kill(tmp_path / "run", "after rename 1")
     with ec.CheckpointManager(tmp_path / "run") as manager:
+        manager.claim()
         assert manager.all_steps() == [2]
 
 
@@ -333,6 +337,7 @@ def test_an_older_run_cannot_replace(directory: str, late: bool, monkeypatch: py
     def take_over() -> None:
         if not newer:
             newer.append(ec.CheckpointManager(directory))
+            newer[0].claim()
 
     if late:
         exchange, swap = PosixStore.exchange, KvStore.replace
@@ -372,6 +377,7 @@ def test_a_record_that_a_newer_run_swept_away_gives_way_to_the_old_one(monkeypat
             swap(*given)
             return
         newer.append(ec.CheckpointManager(url))
+        newer[0].claim()
         swap(*given)
         swapped.set()
         assert swept.wait(30)

@@ -257,7 +257,7 @@ def write_in_place() -> None:
         self.store.create(f"{epoch}/epoch.json", record)
         self._folders[epoch] = str(epoch)
 
-    commit_rename.RenameCommits._staging = lambda self, epoch, attempt: self.names.build(epoch)  # type: ignore
+    commit_rename.RenameCommits._staging = lambda self, attempt: attempt.split("-")[1]  # type: ignore
     commit_rename.RenameCommits.publish = publish  # type: ignore
 
 
@@ -320,7 +320,11 @@ def run(
 
 
 def open_and_check(directory: str, outside: str, log: Log, logger: CommitLogger) -> ec.CheckpointManager:
-    """Opens a manager, and logs every way in which the directory is not what the log promises."""
+    """Opens a manager, and logs every way in which the directory is not what the log promises.
+
+    Every other start claims the directory at once, and then looks at what is left beside the epochs; the rest leave
+    that to the first save.
+    """
     events = read_log(outside)  # all who wrote it are dead, or have written no commit yet
     begun: list[Any] = []
     original = worker.start
@@ -340,20 +344,26 @@ def open_and_check(directory: str, outside: str, log: Log, logger: CommitLogger)
             item_names=("state", "note"),
             logger=logger,
         )
+        problems = list(check(manager, events))
+        if (manager.latest_step() or 0) % 2 == 0:
+            before = list(manager.all_steps())
+            manager.claim()
+            if list(manager.all_steps()) != before:
+                problems.append(f"before the claim there were {before}, after it {manager.all_steps()}")
+            for future in begun:
+                future.result(30)
+            problems += check_swept(manager, directory)
     finally:
         worker.start = original
     logger.latest_step = manager.latest_step
-    for future in begun:
-        future.result(30)
-    problems = list(check(manager, directory, events))
     for problem in problems:
         log.write("violation", what=problem)
     log.write("checked", epochs=list(manager.all_steps()), problems=len(problems))
     return manager
 
 
-def check(manager: ec.CheckpointManager, directory: str, events: list[dict[str, Any]]) -> Any:
-    """Yields what is wrong with a directory that has just been opened and swept."""
+def check(manager: ec.CheckpointManager, events: list[dict[str, Any]]) -> Any:
+    """Yields what is wrong with a directory that has just been opened."""
     steps, latest = list(manager.all_steps()), manager.latest_step()
     committed, requested = epochs_in(events, "committed"), epochs_in(events, "requested")
     if committed and (latest is None or latest < max(committed)):
@@ -377,10 +387,17 @@ def check(manager: ec.CheckpointManager, directory: str, events: list[dict[str, 
         wrong = wrong_content(manager, None, latest)
         if wrong:
             yield f"the newest restores as something else: {wrong}"
+
+
+def check_swept(manager: ec.CheckpointManager, directory: str) -> Any:
+    """Yields what is left beside the epochs in a directory that has just been claimed and swept."""
     if jax.process_index() == 0:
-        left = set(os.listdir(directory)) - {str(e) for e in steps}
+        left = set(os.listdir(directory)) - {str(e) for e in manager.all_steps()}
         own = [name for name in left if name.startswith("incarnation-")]
         if len(left) != 1 or len(own) != 1:
             yield f"the start left {sorted(left)} beside the epochs"
-        elif os.listdir(os.path.join(directory, own[0])):
-            yield f"the start left {os.listdir(os.path.join(directory, own[0]))} in its own staging"
+            return
+        found = set(os.listdir(os.path.join(directory, own[0])))
+        ahead = {name for name in found if name.endswith("-0") and jax.process_count() > 1}  # another process saves
+        if found - ahead != {"owner.json"}:
+            yield f"the start left {found} in its own staging"

@@ -1,0 +1,81 @@
+"""What processes do in the tests of `test_claiming`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.errors import FencedError
+from tests.processes import run_worker
+
+
+def args(value: float) -> Any:
+    """A save of one array."""
+    return ocp.args.StandardSave({"w": np.full(4, float(value))})
+
+
+def look(directory: str) -> list[Any]:
+    """What somebody does who only wants to see: opens the directory as a trainer would, reads everything, leaves."""
+    with ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        latest = manager.latest_step()
+        assert latest is not None
+        assert manager.should_save(latest + 1)
+        assert manager.verify(latest).ok
+        manager.reload()
+        manager.item_metadata(latest)
+        manager.metrics(latest)
+        manager.status(latest)
+        value = manager.restore(None)["w"].tolist()
+    return [latest, value]
+
+
+def take_over(directory: str, epoch: int) -> None:
+    """A run that saves one epoch and closes."""
+    with ec.CheckpointManager(directory) as manager:
+        manager.save(epoch, args=args(epoch), force=True)
+
+
+def die_after_a_save(directory: str) -> None:
+    """A run that claims the directory and is killed."""
+    manager = ec.CheckpointManager(directory)
+    manager.save(1, args=args(1))
+    manager.wait_until_finished()
+    os.kill(os.getpid(), 9)
+
+
+def train_until_fenced_off(directory: str) -> list[Any]:
+    """A run of several processes; in epoch 2 another run takes its directory over. What became of it, and what ran."""
+    ran: list[str] = []
+    session = ec.DistributedSession()
+    job = ec.Job()
+
+    @job.init
+    def init(ws: ec.Workspace) -> None:
+        ws["n"] = np.zeros(1)
+
+    @job.epoch
+    def train(ws: ec.Workspace) -> None:
+        ran.append(f"epoch {ws.epoch}")
+        if ws.epoch == 2:
+            manager.wait_until_finished()
+            if jax.process_index() == 0:
+                run_worker("tests.claim_jobs:take_over", {"directory": directory, "epoch": 100}, 1)
+        elif ws.epoch == 3:
+            manager._attempts.drain()
+
+    job.download(lambda ws: ran.append("download"))
+    job.exit(lambda ws: ran.append("exit"))
+    job.stop_when(ec.stop.max_epochs(5))
+    manager = ec.CheckpointManager(directory)
+    runner = ec.JobRunner(job, manager)
+    runner.train(session)
+    with pytest.raises(FencedError):
+        manager.close()
+    result = runner.result
+    return [result.exit_code, result.fenced_off, result.stop_reason, ran]
