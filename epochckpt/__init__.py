@@ -14,7 +14,7 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
         node_staging node_epochs manager following attaching copying export_orbax export_safetensors exporting importing
     F4  conditions stop workspace tasks job session containers blobs boundary metrics preempting result keeping
         keep_epochs keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
-        run_saves running runner upload_staging upload_nodes upload caffe2
+        run_saves first_epoch running runner upload_staging upload_nodes upload caffe2
     F5  rows escaping naming run_notes surveying remains recognising epoch_rows overview gc
         lone_nodes orbax_leaves details leaf_reading stats changes same_bytes diffing plain
         html_style html_parts html_overview html_sharding html_tree html_epoch html_compare html_views

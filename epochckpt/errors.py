@@ -4,6 +4,7 @@
 EpochCheckpointError
 ├── InvalidArgumentError (ValueError)        the call itself is wrong; nothing was done
 │   ├── UnsupportedError                     understood, but not supported: says the modern or supported form
+│   ├── WorkspaceAttributeError (AttributeError)  a workspace keeps blobs, and no attributes
 │   └── UnknownNameError (KeyError)          no item, leaf, node or file of this name; offers near ones
 ├── EpochNotFoundError (FileNotFoundError)   no such committed epoch; lists those that exist
 │   └── EpochDeleted                         it was there when we began, and was deleted or replaced meanwhile
@@ -67,6 +68,10 @@ class UnknownNameError(InvalidArgumentError, KeyError):
     """There is no item, leaf, node or file of this name; the message offers near ones."""
 
     __str__ = Exception.__str__  # KeyError's own would put quotes around it
+
+
+class WorkspaceAttributeError(InvalidArgumentError, AttributeError):
+    """A workspace keeps blobs, `ws["best"]`, and what is not to be saved in `ws.live`; other attributes it has not."""
 
 
 class EpochNotFoundError(EpochCheckpointError, FileNotFoundError):

@@ -12,6 +12,7 @@ from absl import logging
 from epochckpt import keepers, metadata
 from epochckpt.boundary import Exchange
 from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.first_epoch import ERROR, IGNORE, WARN
 from epochckpt.job import Job
 from epochckpt.keeping import Keeper
 from epochckpt.preempting import listening
@@ -64,6 +65,9 @@ class JobRunner:
             `ws.should_stop()`; what is not finished then is dropped, or saved if the epoch is resumable. None: until
             the epoch is finished.
         max_consecutive_save_failures: raise SaveError when more saves in a row have failed; None: never.
+        unsaved_blobs: what to do about blobs that are not checkpointed and stay from epoch to epoch, once, after the
+            first epoch: `warn`, `error` (raise InvalidArgumentError) or `ignore`. Those that `include` and `exclude`
+            leave out are not meant.
         raise_if_not_saved: raise SaveError if the last epoch could not be saved, instead of only saying so.
         exchange_timeout_secs: how long the nodes wait for each other between epochs.
         progress: show a progress bar; None: where output is a terminal or a notebook.
@@ -83,6 +87,7 @@ class JobRunner:
         deadline_secs: float | None = None,
         max_consecutive_save_failures: int | None = None,
         raise_if_not_saved: bool = False,
+        unsaved_blobs: str = WARN,
         exchange_timeout_secs: float = 600.0,
         progress: bool | None = None,
     ):
@@ -104,6 +109,10 @@ class JobRunner:
             kind = type(upload_task_group_builder).__name__
             raise InvalidArgumentError(
                 f"upload_task_group_builder needs a method build(epoch, manager); {kind} has none"
+            )
+        if unsaved_blobs not in (WARN, ERROR, IGNORE):
+            raise InvalidArgumentError(
+                f"unsaved_blobs must be {WARN!r}, {ERROR!r} or {IGNORE!r}, got {unsaved_blobs!r}"
             )
         for name, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
@@ -127,6 +136,7 @@ class JobRunner:
             deadline_secs=deadline_secs,
             max_consecutive_save_failures=limit,
             raise_if_not_saved=raise_if_not_saved,
+            unsaved_blobs=unsaved_blobs,
         )
         self._timeout, self._progress = exchange_timeout_secs, progress
         self._result: RunResult | None = None

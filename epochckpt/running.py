@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from absl import logging
 
 from epochckpt import blobs as blob_lib
+from epochckpt import first_epoch, stop
 from epochckpt import metrics as metrics_lib
-from epochckpt import stop
 from epochckpt.boundary import Exchange
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.job import Job, OfEpoch
@@ -45,6 +45,7 @@ class Settings:
     deadline_secs: float | None
     max_consecutive_save_failures: int | None
     raise_if_not_saved: bool
+    unsaved_blobs: str
 
 
 @dataclasses.dataclass
@@ -98,6 +99,7 @@ class Run:
         self._finished = self._preempted = self._fenced_off = False
         self._resumed_from: int | None = None
         self._at: int | None = 0
+        self._looked_back = False
         self._states: Mapping[str, Any] = {}  # of the stop conditions, after the last epoch that they were shown
 
     @property
@@ -123,8 +125,7 @@ class Run:
             self._phase(self._job.init_group)
             kept = self._job.nodes_to_checkpoint() or self._session.nodes
             self._names = {n: list(ws) if n in kept else [] for n, ws in self._session.workspaces().items()}
-        include, exclude = self._settings.include, self._settings.exclude
-        self._names = {n: blob_lib.chosen(blobs, include, exclude) for n, blobs in self._names.items()}
+        self._names = {n: self._chosen(blobs) for n, blobs in self._names.items()}
         if self._keeper is not None:
             self._keeper.agree_on_names(self._session, self._exchange, self._names)
             self._agreed = True
@@ -164,9 +165,9 @@ class Run:
         )
         if restored is None:
             return None
-        spaces, chosen = self._session.workspaces(), (self._settings.include, self._settings.exclude)
+        spaces = self._session.workspaces()
         declared = {name for workspace in spaces.values() for name in workspace.targets}
-        check_targets(restored, spaces, blob_lib.chosen(sorted(declared), *chosen), self._keeper.directory)
+        check_targets(restored, spaces, self._chosen(sorted(declared)), self._keeper.directory)
         self._epoch = self._at = self._resumed_from = self._saves.ledger.last_committed = restored.epoch
         self._names = restored.names
         self._partial = bool(restored.notes.get("partial"))
@@ -246,6 +247,7 @@ class Run:
         problem: Exception | str | None = None
         if not stopper.stopped:
             try:
+                self._look_back(epoch, returned, metrics)
                 ctx = self._context(epoch, metrics, preempted)
                 answers = [stop.checked(c, c(ctx), epoch) for c in conditions]
                 self._states = stop.save_states(conditions)
@@ -273,6 +275,21 @@ class Run:
         self._epoch = epoch
         self._bar.at(epoch, metrics)
         self._save(epoch, prepared, metrics, verdict, force=bool(self._reason))
+
+    def _look_back(self, epoch: int, returned: Mapping[str, Sequence[Any]], metrics: Mapping[str, Any]) -> None:
+        """Once, after the first epoch: says what its tasks have made that will be lost."""
+        if self._looked_back:
+            return
+        self._looked_back = True
+        first_epoch.check_metrics(returned, self._job.epoch_group.tasks(), metrics, self._session.nodes[0])
+        if self._keeper is None:
+            return
+        kept = self._job.nodes_to_checkpoint() or self._session.nodes
+        spaces = {node: ws for node, ws in self._session.workspaces().items() if node in kept}
+        first_epoch.check_blobs(epoch, spaces, self._names, self._chosen, self._settings.unsaved_blobs)
+
+    def _chosen(self, names: Iterable[str]) -> list[str]:
+        return blob_lib.chosen(names, self._settings.include, self._settings.exclude)
 
     def _context(self, epoch: int, metrics: Mapping[str, Any], preempted: bool = False) -> stop.Context:
         elapsed = time.monotonic() - self._began

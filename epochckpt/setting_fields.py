@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from epochckpt import setting_kinds as kinds
 from epochckpt import setting_rules
 from epochckpt.errors import InvalidArgumentError
+from epochckpt.first_epoch import ERROR, IGNORE, WARN
 from epochckpt.options import StorageOptions
 from epochckpt.resuming import AUTO, MUST, NEVER
 
@@ -188,6 +189,12 @@ class Fields:
     )
     exclude: tuple[str, ...] = _is(
         (), kinds.TEXTS, f"{RUNNER}.exclude", "Do not checkpoint blobs that match one of these patterns."
+    )
+    unsaved_blobs: str = _is(
+        WARN,
+        kinds.choice(WARN, ERROR, IGNORE),
+        f"{RUNNER}.unsaved_blobs",
+        "What to do after the first epoch about blobs that stay from epoch to epoch and are not checkpointed.",
     )
     preemption_deadline_secs: float | None = _is(
         None,

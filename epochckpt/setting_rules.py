@@ -53,6 +53,7 @@ _NOT_READ_ONLY = {
     "resume": "nothing is trained",
     "include": "nothing is saved",
     "exclude": "nothing is saved",
+    "unsaved_blobs": "nothing is saved",
     "preemption_deadline_secs": "nothing is trained",
     "max_consecutive_save_failures": "nothing is saved",
     "raise_if_not_saved": "nothing is saved",

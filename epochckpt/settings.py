@@ -125,6 +125,7 @@ class Settings(setting_fields.Fields):
             "deadline_secs": self.preemption_deadline_secs,
             "max_consecutive_save_failures": self.max_consecutive_save_failures,
             "raise_if_not_saved": self.raise_if_not_saved,
+            "unsaved_blobs": self.unsaved_blobs,
             "exchange_timeout_secs": self.exchange_timeout_secs,
             "progress": self.progress,
         }

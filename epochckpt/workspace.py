@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 
-from epochckpt.errors import InvalidArgumentError
+from epochckpt.errors import InvalidArgumentError, WorkspaceAttributeError
 
 Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
 
 DEFAULT_NODE = "process_0"
+
+_ATTRIBUTES = frozenset({"node", "live", "epoch"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Workspace(MutableMapping[str, Any]):
     The workspace of a session with several nodes has theirs as children: `ws["trainer_0/total"]` is a blob of one of
     them, `ws["total"]` works if only one has it.
 
+    Other attributes cannot be set: they would be lost.
+
     Attributes:
         node: the node's name.
         live: a namespace of anything, never checkpointed.
@@ -55,6 +59,14 @@ class Workspace(MutableMapping[str, Any]):
         self._children: dict[str, Workspace] = {}
         self._stopper: Callable[[], bool] | None = None
         self._traced: Callable[[], Mapping[str, Any]] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _ATTRIBUTES and not name.startswith("_"):
+            raise WorkspaceAttributeError(
+                f"ws.{name} = … would not be saved: write ws[{name!r}] = … for a blob, which is checkpointed if it is "
+                f"there after init, or ws.live.{name} = … for what is not to be saved"
+            )
+        super().__setattr__(name, value)
 
     def target(self, name: str, abstract: Any = None, *, reshard: Reshard | None = None) -> None:
         """Says how a blob comes back from a checkpoint; called in `@job.setup`.

@@ -230,6 +230,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "one folder's name, none of those that epochckpt gives, or nothing": st.none()
     | st.sampled_from(["ttl=1h", "old epochs"]),
     "max or min": st.sampled_from(["max", "min"]),
+    "warn or error or ignore": st.sampled_from(["warn", "error", "ignore"]),
     "json, json:FILE or sqlite:FILE, or none": st.none() | st.sampled_from(["json", "json:/a b", "sqlite:x:y"]),
     "texts with commas between them": st.lists(TEXT.filter(lambda text: text == text.strip()), max_size=3),
 }

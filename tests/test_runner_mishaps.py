@@ -85,6 +85,69 @@ def test_a_finished_run_trains_on_when_its_conditions_do_not_say_that_it_is(tmp_
     assert ended(lambda ctx: ctx.metrics["unknown until now"] > 0 if ctx.epoch == 6 else True)[0] == 7
 
 
+def test_blobs_that_a_resumed_run_would_lack_are_named_once(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of epoch tasks, and those of setup that the resumed epoch lacks; not those that are left out on purpose."""
+
+    def said(epochs: int, **how: Any) -> list[str]:
+        def epoch(ws: ec.Workspace) -> None:
+            ws["momentum"] = ws.get("momentum", 0) + 1
+            ws["cache.a"] = ws.epoch
+
+        caplog.clear()
+        job = job_of(epochs, epoch)
+        job.setup(lambda ws: ws.update(new=1) if epochs > 2 else None)
+        with ec.CheckpointManager(tmp_path) as manager:
+            run(job, manager, **how)
+        return [r.message for r in caplog.records if "not checkpointed" in r.message]
+
+    (first,) = said(2, exclude=["cache.*"])
+    assert "'momentum' of node process_0. They" in first
+    assert "after epoch 1:" in first
+    (resumed,) = said(4)
+    assert "'new', 'momentum', 'cache.a' of node process_0" in resumed
+    assert said(6, unsaved_blobs="ignore") == []
+    with pytest.raises(errors.InvalidArgumentError, match=r"after epoch 7: 'new', 'momentum' of node"):
+        said(9, unsaved_blobs="error", exclude=["cache.*"])
+    assert run(job_of(2, lambda ws: ws.update(more=1)), None, unsaved_blobs="error")[0].epoch == 2  # nothing is saved
+    with pytest.raises(ValueError, match="unsaved_blobs must be"):
+        run(job_of(1), None, unsaved_blobs=True)
+
+
+def test_attributes_of_a_workspace_are_refused() -> None:
+    """They would be lost; blobs and `live` are kept."""
+    ws = ec.Workspace()
+    with pytest.raises(AttributeError, match=r"write ws\['best'\] = .*ws.live.best = ") as caught:
+        ws.best = 3  # type: ignore[attr-defined]
+    assert isinstance(caught.value, errors.InvalidArgumentError)
+    ws.epoch, ws.live.best = 3, 4
+    with pytest.raises(errors.InvalidArgumentError, match="task '<lambda>' of group 'epoch'"):
+        run(job_of(1, lambda ws: setattr(ws, "best", 3)))
+
+
+def test_numbers_that_are_no_metrics_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What a task returns beside a mapping is only its output; an answer to a stop condition is meant as that."""
+    for returned in (0.5, 7, jnp.ones(()), (np.float32(1), 2), [1.0]):
+        caplog.clear()
+        run(job_of(2, lambda ws, returned=returned: returned))
+        (said,) = [r.message for r in caplog.records if "no metric" in r.message]
+        assert f"task '<lambda>' returned a {type(returned).__name__}" in said
+    caplog.clear()
+    for fine in (None, True, jnp.array(True), {"loss": 1.0}, "text", object()):
+        run(job_of(1, lambda ws, fine=fine: fine))
+    assert "no metric" not in caplog.text
+
+    job = ec.Job()
+    for number, node in enumerate("ab"):
+        ec.Task(lambda ws, number=number: {"loss": 1.0, f"loss_{number}": 1.0}, group=job.epoch_group, node=node)
+    ec.epoch_limiter(job, 2)
+    run(job)
+    assert [r.message for r in caplog.records if "not kept" in r.message] == [
+        "metrics ['loss_1'] of node b are not kept: those of the first node, a, count"
+    ]
+
+
 def test_nodes_of_one_process_leave_an_epoch_together(tmp_path: pathlib.Path) -> None:
     """A notice that comes when one node has finished the epoch does not make another leave it: it would be trained
     twice by the first."""

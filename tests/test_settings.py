@@ -59,6 +59,7 @@ SAMPLES: dict[str, Any] = {
     "resume": 12,
     "include": ("a", "b*"),
     "exclude": ("c,d", '"e"'),
+    "unsaved_blobs": "error",
     "preemption_deadline_secs": 0.0,
     "max_consecutive_save_failures": 0,
     "raise_if_not_saved": True,
