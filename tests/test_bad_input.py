@@ -976,6 +976,7 @@ def examples() -> list[Exception]:
         errors.TaskError: [("step", "epoch", "trainer_0", 3, "reason")],
         errors.UnfinishedError: [("/d", [1, 2], "reason")],
         errors.UploadError: [(3, "elsewhere", "reason")],
+        errors.UnfinishedError: [("/d", [3, 4], "reason")],
         errors.ErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
     }
     classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.EpochCheckpointError)]
