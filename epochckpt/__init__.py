@@ -9,9 +9,9 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
         node_writer node_file node_reader handlers orbax_marks orbax_steps aside owners commit commit_rename commit_put
         attached retention
     F3  args tree_metadata renaming targets restoring casting node_items items saving attempt writing opening claiming
-        attempts
-        removal status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading epochs metadata
-        node_staging node_epochs manager following attaching copying export_orbax export_safetensors exporting importing
+        attempts removal status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy reading
+        epochs metadata node_staging node_epochs manager following attaching repairing copying export_orbax
+        export_safetensors exporting importing
     F4  conditions stop workspace tasks job session containers blobs boundary metrics preempting result keeping
         keep_epochs keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
         run_saves first_epoch running runner upload_staging upload_nodes upload caffe2
@@ -35,6 +35,7 @@ from epochckpt.job import Job, epoch_limiter
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
 from epochckpt.preempting import PREEMPTED_EXIT_CODE
+from epochckpt.repairing import repair_view
 from epochckpt.result import FENCED_OFF_EXIT_CODE, RunResult
 from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
 from epochckpt.session import DistributedSession, LocalHostScheduler, LocalSession
@@ -81,5 +82,6 @@ __all__ = [
     "import_",
     "inspect",
     "metadata",
+    "repair_view",
     "stop",
 ]

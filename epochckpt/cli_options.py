@@ -17,6 +17,7 @@ exit codes:
   2    wrong usage
   3    no such directory, epoch or leaf, or no checkpoint directory
   4    no permission, or storage cannot be reached
+  5    verify: only the Orbax view is damaged; epochckpt reads the epochs, stock Orbax may not (--repair-view)
   70   a fault of epochckpt itself
   130  interrupted (Ctrl-C)
   141  whoever read the output went away (| head)
@@ -214,7 +215,13 @@ def _verify(commands: _Commands) -> None:
         commands,
         "verify",
         "read every byte of epochs and compare it with the recorded checksums",
-        "examples:\n  epochckpt verify /data/run\n  epochckpt verify /data/run 11 12 || echo damaged",
+        "examples:\n  epochckpt verify /data/run\n  epochckpt verify /data/run 11 12 || echo damaged\n"
+        "  epochckpt verify /data/run --repair-view",
+    )
+    added.add_argument(
+        "--repair-view",
+        action="store_true",
+        help="make the Orbax view, by which stock Orbax reads an epoch, anew where it is damaged or gone",
     )
     added.add_argument(
         "epochs", metavar="EPOCH", nargs="*", type=epoch, help="numbers, `latest`, `best` (with --metric); default: all"

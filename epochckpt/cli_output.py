@@ -16,7 +16,7 @@ from epochckpt import plain
 from epochckpt.escaping import shown
 from epochckpt.text_table import WARN
 
-OK, FOUND, USAGE, MISSING, UNREACHABLE, FAULT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 70, 130, 141
+OK, FOUND, USAGE, MISSING, UNREACHABLE, VIEW, FAULT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 5, 70, 130, 141
 
 
 _PIECE = 2**14  # characters

@@ -26,7 +26,7 @@ def record_for(record: EpochRecord, target: Store) -> EpochRecord:
     left_out = record.orbax_left_out if target.renames else None
     if target.renames and record.objects:  # a view could not be made where it was saved
         left_out = {}
-    return dataclasses.replace(record, objects=not target.renames, orbax_left_out=left_out)
+    return dataclasses.replace(record, objects=not target.renames, orbax_left_out=left_out, orbax_view=None)
 
 
 def copy_node(reader: EpochReader, number: int, target: Store, folder: str) -> None:

@@ -8,9 +8,7 @@ key-value store without being copied.
 from __future__ import annotations
 
 import itertools
-import os
 import struct
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import google_crc32c
@@ -42,16 +40,18 @@ class Index:
         self._keys = len(keys)
         self._head = _node_head(keys, [entries[k] for k in keys])
 
-    def files(self, values: Mapping[bytes, bytes]) -> dict[str, bytes]:
-        """The two files, by name.
+    def files(self, values: Mapping[bytes, bytes], token: bytes, written_ns: int) -> dict[str, bytes]:
+        """The two files, by name: a function of all that is given, so that they can be made again.
 
         Args:
             values: other values for some keys, as long as those that they replace.
+            token: 16 bytes that no other database has.
+            written_ns: when, Unix time.
         """
         inline = {**self._inline, **values}
         assert [*map(len, inline.values())] == [*map(len, self._inline.values())]
         node = _envelope(_NODE_MAGIC, b"".join([self._head, *inline.values()]))
-        return {NODE: node, MANIFEST: _manifest(len(node), self._keys, self._indirect_bytes)}
+        return {NODE: node, MANIFEST: _manifest(len(node), self._keys, self._indirect_bytes, token, written_ns)}
 
 
 def _node_head(keys: Sequence[bytes], values: Sequence[bytes | Piece]) -> bytes:
@@ -76,9 +76,9 @@ def _node_head(keys: Sequence[bytes], values: Sequence[bytes | Piece]) -> bytes:
     return b"".join(body)
 
 
-def _manifest(node_bytes: int, keys: int, indirect_bytes: int) -> bytes:
+def _manifest(node_bytes: int, keys: int, indirect_bytes: int, token: bytes, written_ns: int) -> bytes:
     config = [
-        os.urandom(16),
+        token,
         b"\0",  # a single manifest file
         _varints((MAX_INLINE_BYTES, _MAX_NODE_BYTES)),
         bytes([_ARITY_LOG2]),
@@ -89,7 +89,7 @@ def _manifest(node_bytes: int, keys: int, indirect_bytes: int) -> bytes:
         b"\0",  # its root is a leaf
         _varints((0, 0, node_bytes)),  # in the first file, from its start
         _varints((keys, node_bytes, indirect_bytes)),
-        struct.pack("<Q", time.time_ns()),
+        struct.pack("<Q", written_ns),
         _varint(0),  # no older versions
     ]
     return _envelope(_MANIFEST_MAGIC, b"".join([*config, _file_table([NODE]), *version]))

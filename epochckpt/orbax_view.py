@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from epochckpt import layout, ocdbt, orbax_left_out, orbax_sharding
+from epochckpt import checksum, layout, ocdbt, orbax_left_out, orbax_sharding
 from epochckpt import tree as tree_lib
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.records import EpochRecord, ItemRecord
@@ -144,7 +144,8 @@ class Views:
             return False
         kept = {i: (params.names[i], s) for i, s in scalars.items() if s and i in params.names}
         fresh = {f"{path}/0".encode(): s[1] for path, s in kept.values() if s[0] != _TEXT}
-        files = {**known.index.files(fresh), **known.files}
+        token = bytes.fromhex(checksum.digest(f"{record.attempt} {name}".encode()))
+        files = {**known.index.files(fresh, token, record.committed_ns), **known.files}
         strings = {path: values[i] for i, (path, s) in kept.items() if s[0] == _TEXT}
         if strings:
             files["_strings.json"] = _json(strings)

@@ -200,6 +200,7 @@ def _epoch_record(fields: _Fields, nodes: tuple[NodeEntry, ...], items: dict[str
         fields.numbers("timings"),
         _left_out(fields),
         alone,
+        _view(fields),
     )
 
 
@@ -224,6 +225,21 @@ def _left_out(fields: _Fields) -> dict[str, dict[str, str]] | None:
     found = fields.mapping(name)
     if not all(isinstance(d, dict) and all(isinstance(v, str) for v in d.values()) for d in found.values()):
         raise fields.fail(name, "reasons by leaf, by item")
+    return found
+
+
+def _view(fields: _Fields) -> dict[str, tuple[int, str]] | None:
+    name = "orbax_view"
+    if fields.data.get(name) is None:
+        return None
+    found = {}
+    for path, row in fields.mapping(name).items():
+        if not isinstance(row, list) or len(row) != 2 or not layout.is_file_path(path):
+            raise fields.fail(name, "[length, digest] by path")
+        size, digest = row
+        if type(size) is not int or not 0 <= size < _MAX_BYTES or not isinstance(digest, str):
+            raise fields.fail(name, "[length, digest] by path")
+        found[path] = size, digest
     return found
 
 

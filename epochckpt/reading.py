@@ -207,6 +207,9 @@ class Browsable:
     def verify(self, epoch: int) -> status.Verification:
         """Reads every byte of a committed epoch, of all nodes, and compares it with what was written.
 
+        Damage of the Orbax view, by which stock Orbax reads the epoch, is told apart: see `view_damage`, and
+        `epochckpt.repair_view`.
+
         Stock Orbax keeps no checksums: of its epochs it says whether they are whole and can be read; see `note`.
         """
         return self._reading.verify(epoch_number(epoch))

@@ -148,6 +148,8 @@ class EpochRecord:
         orbax_left_out: what the Orbax view lacks: reasons by leaf name, by item; None where none was asked for. The
             item `*` stands for the whole view: none could be made.
         alone: the epoch of one node by itself: its files lie beside the record, see `node_epochs`.
+        orbax_view: length and xxh3-128 of the Orbax view's files, by path in the epoch's folder; None where there is no
+            view. Its links are not listed: they follow from the rest.
     """
 
     epoch: int
@@ -164,6 +166,7 @@ class EpochRecord:
     timings: Mapping[str, float]
     orbax_left_out: Mapping[str, Mapping[str, str]] | None = None
     alone: bool = False
+    orbax_view: Mapping[str, tuple[int, str]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -207,6 +210,7 @@ class EpochRecord:
                 "committed_ns": self.committed_ns,
                 "timings": dict(self.timings),
                 "orbax_left_out": self.orbax_left_out,
+                "orbax_view": None if self.orbax_view is None else {p: list(f) for p, f in self.orbax_view.items()},
                 **({"alone": True} if self.alone else {}),
             }
         )

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from epochckpt import checksum, layout
+from epochckpt import checksum, layout, orbax_view_files
 from epochckpt import tree as tree_lib
 from epochckpt.errors import DamagedError, EpochCheckpointError, kept
 from epochckpt.grid import ArrayItem, Leaf
@@ -20,6 +20,8 @@ from epochckpt.records import EpochRecord
 from epochckpt.store import Store
 from epochckpt.targets import Shardings
 from epochckpt.tree_metadata import TreeMetadata
+
+NO_VIEW = "the Orbax view is not there, as in a copy that left it out: stock Orbax cannot read the epoch, epochckpt can"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,20 +93,23 @@ class Verification:
         nbytes: bytes that its records say it has.
         damage: one error per damaged place, each naming its file and, where there is one, its leaf.
         note: what could not be checked, if anything: epochs of stock Orbax have no checksums.
+        view_damage: one error per damaged place of the Orbax view. The epoch itself is whole nevertheless; stock Orbax
+            may not be able to read it until `repair_view` makes its view anew.
     """
 
     epoch: int
     nbytes: int
     damage: tuple[EpochCheckpointError, ...] = ()
     note: str = ""
+    view_damage: tuple[EpochCheckpointError, ...] = ()
 
     def __post_init__(self) -> None:
-        for error in self.damage:
+        for error in (*self.damage, *self.view_damage):
             kept(error)  # without the blocks that were read
 
     @property
     def ok(self) -> bool:
-        """Whether everything that can be checked is as it was written."""
+        """Whether the epoch is as it was written, as far as that can be checked; the Orbax view apart."""
         return not self.damage
 
     def raise_if_damaged(self) -> None:
@@ -121,7 +126,12 @@ def committed(record: EpochRecord) -> EpochStatus:
 
 def verify(reader: EpochReader, progress: Callable[[int], None] = lambda nbytes: None) -> Verification:
     """Reads every byte of an epoch; `progress` is told how many, piece by piece, from any thread."""
-    return Verification(reader.record.epoch, reader.record.nbytes, tuple(reader.verify_all(progress)))
+    damage = tuple(reader.verify_all(progress))
+    view = orbax_view_files.check(reader.store, reader.folder, reader.record)
+    if view.absent or view.damage:
+        reader.check_present("it was being verified")
+    note = NO_VIEW if view.absent else ""
+    return Verification(reader.record.epoch, reader.record.nbytes, damage, note, tuple(view.damage.values()))
 
 
 def item_metadata(record: EpochRecord, directory: Any, of_files: Callable[[str, str], Any]) -> Any:

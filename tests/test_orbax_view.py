@@ -381,12 +381,14 @@ def test_copies_are_read_by_everybody(tmp_path: pathlib.Path, way: str) -> None:
     COPIES[way](tmp_path / "run", tmp_path / "copy")
     shutil.rmtree(tmp_path / "run")
     with ec.CheckpointManager(tmp_path / "copy", options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        assert manager.verify(5).ok
+        found = manager.verify(5)
+        assert found.ok
+        assert bool(found.view_damage) == (way == "shutil.make_archive zip")
         assert stock_states.differences(manager.restore(5, args=ocp.args.StandardRestore(tree)), tree) == []
     assert "list/0[0:2]" in load_file(tmp_path / "copy" / "5" / "process_0" / "default.safetensors")
     if way == "shutil.make_archive zip":
         assert not any((tmp_path / "copy" / "5" / "default" / "process_0").iterdir())
-        return
+        assert ec.repair_view(tmp_path / "copy", 5) == ["default"]
     target = stock_states.abstract(tree)
     read = ocp.StandardCheckpointer().restore(tmp_path / "copy" / "5" / "default", target)
     assert stock_states.differences(read, tree) == []
