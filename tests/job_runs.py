@@ -283,6 +283,11 @@ def wrong_session() -> str:
     return ""
 
 
+def one_after_the_other(directory: str, functions: list[str]) -> dict[str, Any]:
+    """Functions of this module, each with a directory of its own: starting processes takes longer than they do."""
+    return {name: globals()[name](f"{directory}/{name}") for name in functions}
+
+
 def stop_on_the_word_of_one_node(directory: str) -> list[dict[str, Any]]:
     """Jobs of two named nodes that end when a task's output, or a blob, of the second one says so, or nobody's."""
 
@@ -341,3 +346,17 @@ def save_beside(directory: str) -> list[Any]:
             assert runner.load_blobs_from_checkpoints(["w"], epoch, other)
             found.append(other.workspace()["w"])
         return [found, runner.result.last_committed_epoch, list(runner.result.failed_saves)]
+
+
+def unsaved_on_one(directory: str) -> str:
+    """An epoch task makes a blob on one process only, and that is an error."""
+    job = ec.Job()
+    job.init(lambda ws: ws.update(w=0))
+    job.epoch(lambda ws: ws.update(momentum=1) if jax.process_index() == 1 else None)
+    ec.epoch_limiter(job, 2)
+    with ec.CheckpointManager(directory) as manager:
+        try:
+            ec.JobRunner(job, manager, unsaved_blobs="error").train(ec.DistributedSession())
+        except ec.errors.InvalidArgumentError as error:
+            return str(error)
+    return ""

@@ -64,19 +64,32 @@ def test_a_stop_that_is_decided_on_one_node_stops_all_after_the_same_epoch(tmp_p
         assert {(one["epoch"], one["committed"], one["finished"]) for one in found} == {(3, 3, True)}
 
 
-def test_an_output_or_a_blob_of_one_node_stops_all(tmp_path: pathlib.Path) -> None:
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What became of several jobs that two processes have run."""
+    functions = ["stop_on_the_word_of_one_node", "save_beside", "unsaved_on_one"]
+    return run("one_after_the_other", 2, directory=str(tmp_path_factory.mktemp("on_two")), functions=functions)
+
+
+def test_an_output_or_a_blob_of_one_node_stops_all(on_two: list[dict[str, Any]]) -> None:
     """A process without that node has no vote; what no node has is an error on all."""
-    for found in run("stop_on_the_word_of_one_node", 2, directory=str(tmp_path)):
+    for ends in on_two:
+        found = ends["stop_on_the_word_of_one_node"]
         reasons = ["output 'value' of task '<lambda>'", "blob 'done'", "blob 'trainer_1/done'"]
         assert [(one["epoch"], one["committed"], one["reason"]) for one in found[:3]] == [(3, 3, r) for r in reasons]
         assert 'blob "nobody\'s": no node has it' in found[3]["error"]
         assert "the task has run on no node; is it in the epoch group?" in found[4]["error"]
 
 
-def test_a_run_goes_on_beside_what_is_loaded_and_saved_in_another_session(tmp_path: pathlib.Path) -> None:
+def test_a_run_goes_on_beside_what_is_loaded_and_saved_in_another_session(on_two: list[dict[str, Any]]) -> None:
     """On all processes; see test_beside_a_run."""
-    for number, found in enumerate(run("save_beside", 2, directory=str(tmp_path))):
-        assert found == [[10 * number + w for w in (0, 1, 2, 3, 4, 5, 1)], 5, []]
+    for number, ends in enumerate(on_two):
+        assert ends["save_beside"] == [[10 * number + w for w in (0, 1, 2, 3, 4, 5, 1)], 5, []]
+
+
+def test_a_blob_that_one_process_would_lose_is_an_error_on_all(on_two: list[dict[str, Any]]) -> None:
+    """If it was asked for; the node is named."""
+    assert ["'momentum' of node process_1" in ends["unsaved_on_one"] for ends in on_two] == [True, True]
 
 
 @pytest.mark.parametrize("who", [0, 1])
