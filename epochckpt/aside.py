@@ -14,7 +14,7 @@ from epochckpt.errors import FormatError
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-    """`rollback.json`: epochs that do not count any more; readers obey it, the next open for writing finishes it.
+    """`rollback.json`: epochs that do not count any more; readers obey it, the next run that writes finishes it.
 
     A rollback always has one. A deletion needs one only where no rename can take the epoch out of sight at once.
 

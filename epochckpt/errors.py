@@ -235,8 +235,8 @@ class UncertainError(SaveError):
 class UnfinishedError(EpochCheckpointError, RuntimeError):
     """A rollback or a deletion is recorded and holds, but the epochs could not be moved or removed yet.
 
-    Nobody sees them any more. They are moved when the directory is next opened for writing, rolled back, or saved to
-    under one of their numbers, if what is in the way is gone by then; until then these numbers cannot be saved.
+    Nobody sees them any more. They are moved by the first write of the next run, by a rollback, or by a save of one of
+    their numbers, if what is in the way is gone by then; until then these numbers cannot be saved.
 
     Attributes:
         epochs: their numbers.
@@ -245,8 +245,8 @@ class UnfinishedError(EpochCheckpointError, RuntimeError):
     def __init__(self, directory: str, epochs: Sequence[int], reason: str):
         super().__init__(
             f"{directory}: epochs {', '.join(map(str, epochs))} are rolled back or deleted, as rollback.json says, and "
-            f"nobody sees them any more; but they could not be moved away ({reason}). Remove the cause; then opening "
-            "the directory for writing, or saving one of these epochs, finishes it"
+            f"nobody sees them any more; but they could not be moved away ({reason}). Remove the cause; then the "
+            "first write of the next run, or a save of one of these epochs, finishes it"
         )
         self.epochs = list(epochs)
 

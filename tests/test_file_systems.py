@@ -208,6 +208,7 @@ def test_epochs_that_no_rename_moves_are_deleted_and_rolled_back(layered: Any) -
     shutil.move(below / "5", older / "replaced-0123456789abcdef" / "5")
     directory = mount()
     with ec.CheckpointManager(directory) as manager:
+        manager.claim()
         assert values(manager) == {e: e for e in range(1, 8)}  # 5 was put back
         manager.delete(7)
         manager.let_replace(2)
