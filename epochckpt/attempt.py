@@ -45,6 +45,8 @@ class Attempt:
         held_secs: how long the training thread was held.
         collecting: on the primary: when it began to wait for the other nodes' reports; 0 before.
         reports: what the processes have written, by process: see `writing`.
+        binding: whether this node has done what it cannot take back, so that it may not call the attempt failed by
+            itself any more: on the primary, begun to commit it; elsewhere, reported its part.
     """
 
     epoch: int
@@ -71,6 +73,7 @@ class Attempt:
     written: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     done: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     reports: dict[int, Any] = dataclasses.field(default_factory=dict)
+    binding: bool = False
 
     @property
     def name(self) -> str:

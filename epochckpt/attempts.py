@@ -5,6 +5,8 @@ Guarantees:
 - every wait is bounded, and an attempt always ends: committed, failed, or (on a node other than the primary that
   could not hear the verdict) uncertain;
 - only the primary decides. A node's report is its last act on its staging;
+- what a node has called failed is never committed with its help: giving an attempt up and the step after which it may
+  be committed exclude each other, under one lock. After that step it can only be called uncertain;
 - attempts of one manager are written one after the other and end in order.
 
 An attempt is called `<epoch>-<try>` on every process: all make the same calls. Keys (all below the prefix that the
@@ -86,10 +88,11 @@ class Attempts:
         self._pool = worker.Pool(options.io_threads)
         self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()
         self._memory = options.host_memory_limit_bytes or memory.default_limit()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pending: list[Attempt] = []
         self._errors: list[SaveError] = []
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, tuple[str, str]] = {}
+        self._unheard: collections.deque[Attempt] = collections.deque(maxlen=_REMEMBERED)
         self._reported: collections.deque[str] = collections.deque()
         self._spoken: collections.deque[str] = collections.deque()
         self._resident: collections.deque[int] = collections.deque()  # epochs whose bytes the page cache may hold
@@ -155,8 +158,8 @@ class Attempts:
         with self._lock:
             return list(self._pending)
 
-    def failure(self, epoch: int) -> str | None:
-        """Why the last attempt at an epoch failed, if it did."""
+    def failure(self, epoch: int) -> tuple[str, str] | None:
+        """How the last attempt at an epoch ended, if not well (`failed`, `uncertain`), and why."""
         with self._lock:
             return self._failed.get(epoch)
 
@@ -185,12 +188,31 @@ class Attempts:
         """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed.
 
         That is the case only when a system call of this node's own hangs. What it still writes goes into staging that
-        nobody will commit: the primary's own clock has run out, too, and a follower's report comes too late.
+        nobody will commit: this node neither reports it nor, on the primary, commits it.
         """
         while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
             if attempt.deadline.left() + _VERDICT_MARGIN_SECS <= 0:
-                late = self.nodes.hosted_names
-                self._end(attempt, LateNodesError(attempt.epoch, late, attempt.deadline.secs))
+                self._give_up(attempt)
+
+    def _give_up(self, attempt: Attempt) -> None:
+        epoch, secs, state = attempt.epoch, attempt.deadline.secs, attempt.state
+        with self._lock:
+            if attempt.binding:
+                reason = f"storage has not answered, long after its {secs:g} s were over ({state})"
+                self._end(attempt, UncertainError(epoch, reason))
+            else:
+                self._end(attempt, LateNodesError(epoch, self.nodes.hosted_names, secs))
+
+    def _bind(self, attempt: Attempt) -> None:
+        """From here on this node may not give the attempt up any more.
+
+        Raises:
+            SaveError: it has done so.
+        """
+        with self._lock:
+            if attempt.done.done():
+                raise SaveError(attempt.epoch, f"{self.nodes.hosted_names[0]} has given it up")
+            attempt.binding = True
 
     # -- writing, on every node ----------------------------------------------------------------------------------
 
@@ -211,9 +233,10 @@ class Attempts:
         attempt.drop()
         if not self._coordinator.primary:
             try:
+                self._bind(attempt)
                 self._coordinator.put(f"{self._key('report', attempt)}/{self._coordinator.process}", report)
-            except CoordinationError as caught:
-                error = error or caught
+            except (CoordinationError, SaveError) as caught:
+                error = error or kept(caught)
         attempt.reports[self._coordinator.process] = report
         alone = self._coordinator.processes == 1
         attempt.state = "written, waiting for " + ("its commit" if alone else "the other nodes")
@@ -294,12 +317,15 @@ class Attempts:
         """Takes an attempt off the list, once; what was given up stays so."""
         with self._lock:
             if attempt.done.done():
+                if failure is None:
+                    logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
                 return
             never_written = attempt.state == QUEUED
             attempt.state = "committed" if failure is None else "failed"
             self._pending.remove(attempt)
             if failure is not None:
-                self._failed[attempt.epoch] = failure.reason
+                state = "uncertain" if isinstance(failure, UncertainError) else "failed"
+                self._failed[attempt.epoch] = (state, failure.reason)
                 if attempt.error is None:  # else its caller has been told
                     self._errors.append(failure)
             self._on_end(attempt, failure)
@@ -366,6 +392,7 @@ class Attempts:
         def still_in_time() -> None:
             if attempt.deadline.passed():
                 raise SaveError(attempt.epoch, f"its {attempt.deadline.secs:g} s were over just before the rename")
+            self._bind(attempt)
 
         data = record.to_bytes()
         remove = self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces)
@@ -394,15 +421,32 @@ class Attempts:
         except CoordinationError as silence:
             if not self._claim.known:  # nothing has been written
                 raise error or SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}") from None
-            if self._commits.read_attempt(attempt.epoch) == self._id(attempt):
+            if self._is_there(attempt):
                 return Committed(attempt.epoch, attempt.metrics, time.time_ns(), ())
+            self._unheard.append(attempt)
             raise UncertainError(
                 attempt.epoch,
                 f"the primary's verdict did not arrive ({silence}), and it is not on storage at this moment",
             ) from silence
+        self._hear_late()
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return Committed.from_wire(attempt.epoch, verdict)
+
+    def _hear_late(self) -> None:
+        """Verdicts that had not come in time: the primary speaks in order, so that they are there now, if ever."""
+        while self._unheard:
+            attempt = self._unheard.popleft()
+            try:
+                verdict = self._coordinator.get(f"{self._key('verdict', attempt)}/0", 0.001)
+            except CoordinationError:
+                verdict = Committed(attempt.epoch, attempt.metrics, time.time_ns(), ()).to_wire()
+            if "error" not in verdict and self._is_there(attempt):
+                logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
+                self._on_commit(Committed.from_wire(attempt.epoch, verdict))
+
+    def _is_there(self, attempt: Attempt) -> bool:
+        return self._commits.read_attempt(attempt.epoch) == self._id(attempt)
 
     def _named(self, processes: Sequence[int]) -> str:
         """The nodes of some processes."""

@@ -72,7 +72,7 @@ class Claim:
     def note(self, error: BaseException | None) -> None:
         """Remembers a failure that means that a newer run has taken over."""
         if isinstance(error, FencedError) and self._fenced is None:
-            self._fenced = error
+            self._fenced = FencedError(error.epoch, error.reason)  # whoever raises `error` has it hold what they hold
             logging.error(
                 "%s: %s. Nothing more is saved by this manager: save() raises FencedError from now on",
                 self._commits.store.root,

@@ -34,6 +34,7 @@ from epochckpt.errors import (
     EpochNotFoundError,
     FormatError,
     SaveError,
+    UncertainError,
     UnfinishedError,
     UnsupportedError,
     say,
@@ -415,6 +416,19 @@ class Commits(abc.ABC):
             return self.read_head(epoch).attempt
         except (EpochCheckpointError, OSError):
             return None
+
+    def is_there(self, epoch: int, attempt: str, error: Exception) -> bool:
+        """Whether an attempt has become the epoch although the decisive step has reported an error.
+
+        Raises:
+            UncertainError: storage does not say.
+        """
+        try:
+            return self.read_head(epoch).attempt == attempt
+        except EpochNotFoundError:
+            return False
+        except (EpochCheckpointError, OSError) as problem:
+            raise UncertainError(epoch, f"{say(error)}; and what is there now cannot be read ({problem})") from error
 
     def damaged(self, epochs: Iterable[int]) -> dict[int, Damaged]:
         """Remembers which attempts at these epochs cannot be used."""

@@ -178,13 +178,13 @@ class PutCommits(Commits):
                 self.store.create(path, record)
             else:
                 self.store.replace(path, old, record)
-        except FileExistsError:
-            if self.read_attempt(epoch) != attempt:
+        except FileExistsError as error:
+            if not self.is_there(epoch, attempt, error):
                 raise SaveError(
                     epoch, f"{self.store.root}/{path} exists already; delete() or rollback_to() make room"
                 ) from None
         except Exception as error:
-            if self.read_attempt(epoch) != attempt:
+            if not self.is_there(epoch, attempt, error):
                 raise SaveError(epoch, f"putting its commit record failed: {error}") from error
         try:
             self._check_fence(epoch)

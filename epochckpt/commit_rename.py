@@ -16,12 +16,15 @@ from epochckpt import layout, orbax_left_out, orbax_marks, orbax_steps, orbax_vi
 from epochckpt.aside import Replaces, Rollback, Superseded
 from epochckpt.commit import Commits, StepNames
 from epochckpt.errors import (
+    DamagedError,
     EpochCheckpointError,
     EpochExistsError,
     FencedError,
+    FormatError,
     SaveError,
     UncertainError,
     UnfinishedError,
+    say,
 )
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store
@@ -255,18 +258,10 @@ class RenameCommits(Commits):
             if old is None:
                 self.store.rename(staging, final)
             else:
-                self._supersede(staging, final, old)
-        except FileNotFoundError:
-            if self.read_attempt(epoch) != attempt:
-                raise self.lost(epoch) from None
-        except FileExistsError:
-            raise SaveError(epoch, self._in_the_way(final)) from None
-        except OSError as error:  # over a network the rename may have happened although it reports an error
-            if self.read_attempt(epoch) != attempt:
-                reason = f"renaming it into place failed: {error}"
-                if _immovable(error):
-                    reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
-                raise SaveError(epoch, reason) from error
+                old = self._supersede(staging, final, old)
+        except OSError as error:
+            if not self._arrived(epoch, attempt, error):
+                raise self._refusal(epoch, error) from error
         try:
             self.store.sync_folder("")
             if old is not None:
@@ -285,6 +280,37 @@ class RenameCommits(Commits):
         self._folders[epoch] = final
         return None if old is None else partial(self.store.remove_tree, old)
 
+    def _arrived(self, epoch: int, attempt: str, error: OSError) -> bool:
+        """Whether the staged epoch has been put in its place by a call that has reported an error.
+
+        Over a network that can be, and can still come: what has not moved is taken away, so that it never will.
+
+        Raises:
+            UncertainError: storage does not say.
+        """
+        staging = self._staging(attempt)
+        try:
+            staged = self.read_in(staging, epoch)
+            if staged is None:
+                return self.is_there(epoch, attempt, error)
+            if staged.attempt == attempt:
+                away = self._take_away(attempt)
+                worker.logged("the remains of a save stay", lambda: self.store.remove_tree(away))
+        except (DamagedError, FormatError, OSError) as problem:
+            raise UncertainError(epoch, f"{say(error)}; and where it is now cannot be seen ({problem})") from error
+        return staged.attempt != attempt  # exchanged for the other
+
+    def _refusal(self, epoch: int, error: OSError) -> SaveError:
+        """Why a staged epoch could not be put in its place."""
+        if isinstance(error, FileNotFoundError):
+            return self.lost(epoch)
+        if isinstance(error, FileExistsError):
+            return SaveError(epoch, self._in_the_way(self.names.build(epoch)))
+        reason = f"renaming it into place failed: {error}"
+        if _immovable(error):
+            reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
+        return SaveError(epoch, reason)
+
     def _in_the_way(self, final: str) -> str:
         """What lies under the name of an epoch that was to be committed."""
         if final in self.foreign().values():
@@ -295,27 +321,30 @@ class RenameCommits(Commits):
         """Where an epoch goes that is replaced: a name in our own folder."""
         return layout.join(self._home, f"deleted-{epoch}-{attempt}")
 
-    def _supersede(self, new: str, final: str, old: str) -> None:
-        """Puts a staged epoch in the place of the one that it may replace, which goes to `old`.
+    def _supersede(self, new: str, final: str, old: str) -> str:
+        """Puts a staged epoch in the place of the one that it may replace, which goes to `old`; returns where that is.
 
         Where the file system has no exchange there is a moment without either; the next run then puts the old one
         back (`_put_back`).
         """
         try:
             self.store.exchange(new, final)
-            self.store.rename(new, old)
-            return
+            away = new
         except io.UnsupportedOperation:
             draft = layout.join(self._home, f"replaced-{layout.new_id()}")
-        self.store.make_folder(draft)
-        self.store.rename(final, layout.join(draft, final))
-        try:
-            self.store.rename(new, final)
-        except BaseException:
-            with suppress(OSError):
-                self.store.rename(layout.join(draft, final), final)
-            raise
-        self.store.rename(layout.join(draft, final), old)
+            away = layout.join(draft, final)
+            self.store.make_folder(draft)
+            try:
+                self.store.rename(final, away)
+                self.store.rename(new, final)
+            except BaseException:
+                with suppress(OSError):
+                    self.store.rename(away, final)
+                raise
+        with suppress(OSError):  # the new one is in its place, and that counts
+            self.store.rename(away, old)
+            return old
+        return away
 
     def _put_back(self, folder: str) -> None:
         """Puts an epoch back that an earlier run was killed on the way to replace, unless the new one has come."""
@@ -330,12 +359,13 @@ class RenameCommits(Commits):
         self._discard(attempt)
 
     def _discard(self, attempt: str) -> None:
+        with suppress(FileNotFoundError):
+            self.store.remove_tree(self._take_away(attempt))
+
+    def _take_away(self, attempt: str) -> str:
         away = layout.join(self._home, f"discarded-{attempt}-{layout.new_id()}")
-        try:
-            self.store.rename(self._staging(attempt), away)
-        except FileNotFoundError:
-            return
-        self.store.remove_tree(away)
+        self.store.rename(self._staging(attempt), away)
+        return away
 
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
         """See Commits."""

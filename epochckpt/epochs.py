@@ -80,7 +80,10 @@ class Epochs(Browsable):
         self._history.reset([e for e in found.epochs if e not in self._damaged], found.attached)
 
     def status(self, epoch: int) -> status.EpochStatus:
-        """What is known of an epoch: committed, saving (and what it waits for), failed (and why), damaged or absent."""
+        """What is known of an epoch: committed, saving (and what it waits for), failed or uncertain (and why), ….
+
+        See `EpochStatus`.
+        """
         epoch = epoch_number(epoch)
         for attempt in self._attempts.pending():
             if attempt.epoch == epoch:
@@ -88,7 +91,7 @@ class Epochs(Browsable):
         found = self._reading.status(epoch)
         failure = self._attempts.failure(epoch)
         if found.state == "absent" and failure is not None:
-            return status.EpochStatus(epoch, "failed", failure)
+            return status.EpochStatus(epoch, *failure)
         return found
 
     def restore(

@@ -229,7 +229,14 @@ class BufferChangedError(SaveError):
 
 
 class UncertainError(SaveError):
-    """This process cannot know whether the epoch was committed; look again with `reload()`."""
+    """This process cannot know whether the epoch was, or will be, committed; look again with `reload()`.
+
+    All processes must call that alike. Where the commit still takes place, each hears of it with a later save, too.
+    """
+
+    def __init__(self, epoch: int, reason: str):
+        EpochCheckpointError.__init__(self, f"it is uncertain whether epoch {epoch} was committed: {reason}")
+        self.epoch, self.reason = epoch, reason
 
 
 class UnfinishedError(EpochCheckpointError, RuntimeError):

@@ -41,6 +41,7 @@ from epochckpt.errors import (
     UncertainError,
     UnsupportedError,
     as_save_error,
+    say,
     unreadable,
 )
 from epochckpt.handlers import Handlers
@@ -285,7 +286,7 @@ class NodeEpochs:
         except FileNotFoundError:
             raise
         except OSError as error:  # over a network the rename may have happened although it reports an error
-            if self._attempt(record.epoch) != record.attempt:
+            if not self._is_there(record, error):
                 raise SaveError(record.epoch, f"renaming it to {self.store.root}/{final} failed: {error}") from error
         try:
             self.store.sync_folder(parent)
@@ -351,8 +352,12 @@ class NodeEpochs:
                 f"{self.store.root}/{final} exists and holds no {layout.EPOCH_RECORD}: not replaced. Move it away",
             )
 
-    def _attempt(self, epoch: int) -> str | None:
+    def _is_there(self, record: EpochRecord, error: OSError) -> bool:
+        """See `Commits.is_there`."""
         try:
-            return self.reader(epoch).record.attempt
-        except (EpochCheckpointError, OSError):
-            return None
+            return self.reader(record.epoch).record.attempt == record.attempt
+        except EpochNotFoundError:
+            return False
+        except (EpochCheckpointError, OSError) as problem:
+            reason = f"{say(error)}; and what is there now cannot be read ({problem})"
+            raise UncertainError(record.epoch, reason) from error

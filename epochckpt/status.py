@@ -45,7 +45,8 @@ class EpochStatus:
 
     Attributes:
         epoch: its number.
-        state: `committed`, `saving`, `failed`, `damaged` or `absent`.
+        state: `committed`, `saving`, `failed`, `damaged` or `absent`; `uncertain`: not there, but this process cannot
+            know that it will not be (see `UncertainError`).
         detail: what it waits for, or why it failed; empty otherwise.
         nodes: the nodes that wrote it, if committed; none if stock Orbax wrote it.
         orbax_nbytes: bytes of its files, if stock Orbax wrote it.
@@ -69,8 +70,8 @@ class SaveOutcome:
 
     Attributes:
         epoch: its number.
-        committed: whether the epoch exists now.
-        detail: why it was not committed; empty otherwise.
+        committed: whether the epoch exists now; False also where that is uncertain.
+        detail: why it was not committed, or why that is uncertain; empty otherwise.
         held_secs: how long the training thread was held.
         secs: from the call of `save` to the end.
         nodes: how long each node wrote, in seconds by name, as far as this process knows: the primary knows all.

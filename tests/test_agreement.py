@@ -28,7 +28,7 @@ from epochckpt.errors import (
     SaveError,
     UncertainError,
 )
-from epochckpt.posix_store import PosixWriter
+from epochckpt.posix_store import PosixStore, PosixWriter
 
 WAIT_SECS = 30.0
 
@@ -253,6 +253,32 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
         return after, list(manager.all_steps())
 
     assert job.run(process) == [([1], [1])] * 2
+
+
+def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past every timeout it is uncertain everywhere; when it takes place after all, the next save tells everybody."""
+    monkeypatch.setattr(attempts, "_VERDICT_MARGIN_SECS", 0.5)
+    go, rename = threading.Event(), PosixStore.rename
+
+    def hang(store: PosixStore, src: str, dst: str, **kwargs: Any) -> None:
+        if dst == "1":
+            assert go.wait(2 * WAIT_SECS)
+        rename(store, src, dst, **kwargs)
+
+    monkeypatch.setattr(PosixStore, "rename", hang)
+
+    def process(number: int) -> Any:
+        manager = job.open(save_timeout_secs=3.0)
+        assert save(manager, 1)
+        with pytest.raises(UncertainError, match="uncertain whether epoch 1 was committed"):
+            manager.wait_until_finished()
+        between = manager.status(1).state, list(manager.all_steps())
+        job.meet()
+        go.set()
+        commit(manager, 2)
+        return *between, list(manager.all_steps())
+
+    assert job.run(process) == [("uncertain", [], [1, 2])] * 2
 
 
 def test_save_never_waits_for_another_node(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -746,6 +746,31 @@ def test_a_rename_that_is_not_durable_is_taken_back(
     assert [entry.name[:9] for entry in (tmp_path / home).iterdir()] == ([] if exchange else ["uncertain"])
 
 
+@pytest.mark.parametrize("happens", [True, False])
+def test_a_rename_of_which_nothing_can_be_seen_is_uncertain(
+    tmp_path: pathlib.Path, happens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reports an error, and the epoch cannot be read: "not committed" might not be true."""
+    session, manager = filled(), single(tmp_path)
+    session.run(manager.init())
+    rename = posix_store.PosixStore.rename
+
+    def fails(self: Any, src: str, dst: str, **given: Any) -> None:
+        if happens:
+            rename(self, src, dst, **given)
+        patch.setattr(posix_store.PosixStore, "read", lambda *given, **named: refuse())
+        refuse()
+
+    def refuse() -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix_store.PosixStore, "rename", fails)
+        with pytest.raises(errors.UncertainError, match="cannot be read"):
+            session.run(manager.save(0))
+    assert NodeEpochs(tmp_path, "a").epochs() == ([0] if happens else [])
+
+
 def test_damage_is_found_and_stays_with_its_blob(tmp_path: pathlib.Path) -> None:
     train(multi(tmp_path), ec.LocalSession(), ["a"], 0)
     (file,) = (tmp_path / "0" / "a").glob("*fc_w*.safetensors")

@@ -28,14 +28,17 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 import epochckpt as ec
 from epochckpt import attempts, memory
+from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
     EpochNotFoundError,
     ErrorGroup,
     InvalidArgumentError,
+    LateNodesError,
     NotACheckpointDirectoryError,
     SaveError,
+    UncertainError,
     UnfinishedError,
     UnsupportedError,
 )
@@ -516,6 +519,38 @@ def test_a_failed_commit_leaves_no_epoch(directory: str, m: ec.CheckpointManager
     tap.remove()
     assert read_only(directory).all_steps() == []
     save_all(m, [0])
+
+
+@pytest.mark.parametrize("committing", [True, False])
+def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
+    directory: str, committing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the decisive call has begun it is uncertain, and nothing is deleted; given up before, it never comes."""
+    monkeypatch.setattr(attempts, "_VERDICT_MARGIN_SECS", 0.0)
+    m = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
+    save_all(m, [0])
+    if committing and store_of(m).renames:
+        tap = Tap(m, "rename", lambda path: "/1-" in path)
+    elif committing:
+        tap = hold_commits(m)
+    else:
+        tap = Tap(m, "open_writer", is_data)
+    assert save(m, 1)
+    assert tap.reached.wait(WAIT_SECS)
+    m._attempts.pending()[0].deadline = Deadline(0)
+    m._attempts.drain()
+    with pytest.raises(UncertainError if committing else LateNodesError) as caught:
+        m.check_for_errors()
+    assert ("not committed" in str(caught.value)) is not committing
+    assert m.status(1).state == ("uncertain" if committing else "failed")
+    assert m.all_steps() == read_only(directory).all_steps() == [0]
+    tap.let_go()
+    m.wait_until_finished()
+    assert m._attempts._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    m.wait_until_finished()
+    assert m.all_steps() == read_only(directory).all_steps() == ([1] if committing else [0])
+    assert m.status(1).state == ("committed" if committing else "failed")
+    m.close()
 
 
 def test_close_raises_what_nobody_was_told(directory: str) -> None:

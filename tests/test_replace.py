@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -11,6 +12,7 @@ import shutil
 import signal
 import threading
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -323,6 +325,79 @@ def test_without_exchange_a_rename_that_fails_puts_the_old_one_back(
             with pytest.raises(SaveError, match="renaming it into place failed"):
                 manager.wait_until_finished()
         assert value_of(manager, 1) == 1
+
+
+@pytest.mark.parametrize("call", ["exchange", "rename", "put"])
+@pytest.mark.parametrize("blind", [False, True])
+@pytest.mark.parametrize("happens", [False, True])
+def test_what_a_call_that_reports_an_error_has_done_is_looked_up(
+    tmp_path: pathlib.Path, call: str, blind: bool, happens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is committed if it is there, failed if it cannot come any more, and uncertain if nothing can be read."""
+    failing = threading.Event()
+    kind: Any = KvStore if call == "put" else PosixStore
+    real, read = {name: getattr(kind, name) for name in ("exchange", "rename", "replace")}, kind.read
+
+    def broken(name: str, concerned: Callable[[str, str], bool]) -> Callable[..., None]:
+        def do(self: Any, one: str, other: Any, *given: Any, **named: Any) -> None:
+            concerns = concerned(one, other)
+            if happens or not concerns:
+                real[name](self, one, other, *given, **named)
+            if concerns:
+                failing.set()
+                raise OSError(errno.EIO, os.strerror(errno.EIO), one)
+
+        return do
+
+    def unreadable(self: Any, path: str, **named: Any) -> bytes:
+        if blind and failing.is_set():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return read(self, path, **named)
+
+    with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}/" if call == "put" else tmp_path) as manager:
+        save(manager, 1, 1)
+        manager.let_replace(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "read", unreadable)
+            if call == "put":
+                patch.setattr(kind, "replace", broken("replace", lambda path, data: True))
+            elif call == "exchange":
+                patch.setattr(kind, "exchange", broken("exchange", lambda one, other: other == "1"))
+            else:
+                patch.setattr(kind, "exchange", no_exchange)
+                patch.setattr(kind, "rename", broken("rename", lambda src, dst: dst == "1" and "/1-" in src))
+            manager.save(1, args=args(10))
+            error: type[SaveError] | None = UncertainError if blind else None if happens else SaveError
+            with pytest.raises(error) if error else contextlib.nullcontext() as caught:
+                manager.wait_until_finished()
+        if caught is not None:
+            assert ("not committed" in str(caught.value)) is not blind
+        manager.reload()
+        assert value_of(manager, 1) == (10 if happens else 1)
+        replace(manager, 1, 100)
+        assert value_of(manager, 1) == 100
+    if call != "put":
+        assert sorted(os.listdir(tmp_path)) == ["1"]
+
+
+def test_an_exchanged_epoch_is_committed_wherever_the_old_one_is(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one cannot be moved on to where it is removed: the new one is in its place all the same."""
+    rename = PosixStore.rename
+
+    def failing(self: Any, src: str, dst: str, *, replace: bool = False) -> None:
+        if "/deleted-1-" in dst:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), src)
+        rename(self, src, dst, replace=replace)
+
+    with ec.CheckpointManager(tmp_path) as manager:
+        save(manager, 1, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixStore, "rename", failing)
+            replace(manager, 1, 10)
+        assert value_of(manager, 1) == 10
+    assert sorted(os.listdir(tmp_path)) == ["1"]
 
 
 @pytest.mark.parametrize("late", [False, True])
