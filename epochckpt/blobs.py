@@ -34,14 +34,15 @@ def item_names(blobs: Iterable[str], nodes: Collection[str] = ()) -> dict[str, s
 
     Args:
         blobs: names of blobs.
-        nodes: names of nodes, which items cannot have.
+        nodes: names of nodes; items cannot have the names of their folders.
     """
-    return {blob: _item_name(blob, nodes) for blob in blobs}
+    folders = {layout.folder_name(node) for node in nodes}
+    return {blob: _item_name(blob, folders) for blob in blobs}
 
 
-def _item_name(blob: str, nodes: Collection[str]) -> str:
+def _item_name(blob: str, folders: Collection[str]) -> str:
     try:
-        if not blob.endswith(OWN_SUFFIX) and blob not in nodes:
+        if not blob.endswith(OWN_SUFFIX) and blob not in folders:
             return layout.check_item_name(blob)
     except InvalidArgumentError:
         pass

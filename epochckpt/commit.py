@@ -193,7 +193,8 @@ class Commits(abc.ABC):
             inner = [entry.name for entry in self.store.list(folder) if entry.is_folder]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [name for name in inner if self._is_alone(layout.join(folder, name, layout.EPOCH_RECORD))]
+        alone = [name for name in inner if self._is_alone(layout.join(folder, name, layout.EPOCH_RECORD))]
+        return [layout.shown_name(name) for name in alone]
 
     def _is_alone(self, path: str) -> bool:
         try:

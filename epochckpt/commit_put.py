@@ -143,7 +143,7 @@ class PutCommits(Commits):
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
-        return layout.join(self.names.build(epoch), node, attempt)
+        return layout.join(self.names.build(epoch), layout.folder_name(node), attempt)
 
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""

@@ -179,7 +179,7 @@ class RenameCommits(Commits):
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
-        return layout.join(self._staging(attempt), node)
+        return layout.join(self._staging(attempt), layout.folder_name(node))
 
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
@@ -207,7 +207,7 @@ class RenameCommits(Commits):
 
     def uncache(self, epoch: int, node: str) -> None:
         """See Commits. Its pages take the bytes of the next epoch, instead of pages that nobody has touched yet."""
-        folder = layout.join(self.folder(epoch), node)
+        folder = layout.join(self.folder(epoch), layout.folder_name(node))
         with suppress(OSError):  # deleted meanwhile, as a rule
             for entry in self.store.list(folder):
                 if entry.name.endswith(layout.DATA_SUFFIX):

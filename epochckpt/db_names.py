@@ -15,8 +15,8 @@ DB_TYPE = "epochckpt"  # the one kind of storage
 
 
 def get_ckpt_filename(node_name: str, epoch: int) -> str:
-    """Where a node's epoch lies below the prefix: `<epoch>/<node>`."""
-    return layout.join(str(epoch_number(epoch)), layout.check_node_name(str(node_name)))
+    """Where a node's epoch lies below the prefix: `<epoch>/<node>`, with the name of the node's folder."""
+    return layout.join(str(epoch_number(epoch)), layout.folder_name(layout.check_node_name(str(node_name))))
 
 
 def db_name(

@@ -125,7 +125,7 @@ def _checked(commits: Commits, row: EpochRow) -> EpochRow:
             return _with_nodes(row, [_checked_node(commits, row.folder, record, i) for i in range(len(record.nodes))])
         nodes = []
         for node in row.nodes:
-            at = layout.join(row.folder, node.name)
+            at = layout.join(row.folder, layout.folder_name(node.name))
             own = commits.read_in(at, row.epoch) if node.state == COMMITTED else None
             nodes.append(node if own is None else _checked_node(commits, at, own, 0))
         return _with_nodes(row, nodes)
@@ -194,11 +194,11 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
         try:
             record = commits.read_in(at, epoch)
         except (EpochCheckpointError, OSError) as error:
-            found.append((NodeRow(name, 0, None, DAMAGED, say(error)), None))
+            found.append((NodeRow(layout.shown_name(name), 0, None, DAMAGED, say(error)), None))
             continue
         if record is None:
             continue
-        if not record.alone or record.nodes[0].name != name:
+        if not record.alone or record.nodes[0].folder != name:
             return None  # a checkpoint directory whose name is a number, for example
         row = of_record(record, folder)
         found.append((row.nodes[0], row))

@@ -53,7 +53,7 @@ def write(reader: EpochReader, record: EpochRecord, target: Store, allow_left_ou
                 for block in reader.blocks(node, file):
                     writer.write(start, block)
                     start += len(block)
-    numbers = {entry.name: i for i, entry in enumerate(record.nodes)}
+    numbers = {entry.folder: i for i, entry in enumerate(record.nodes)}
     for path in view.links:
         item, name = path.split("/")[0], path.split("/")[-1]
         if record.items[item].arrays is None:

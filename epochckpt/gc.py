@@ -240,7 +240,7 @@ def _rows_of_objects(attempts: Sequence[EpochRow]) -> list[RemainRow]:
     """One row for each node's part of an attempt: they have no folder in common."""
     return [
         RemainRow(
-            layout.join(attempt.folder, node.name, attempt.attempt),
+            layout.join(attempt.folder, layout.folder_name(node.name), attempt.attempt),
             ATTEMPT,
             node.nbytes,
             None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from epochckpt import layout
@@ -37,6 +38,11 @@ class Nodes:
     def hosted_names(self) -> list[str]:
         """Names of the nodes that this process hosts."""
         return self.names_of(self.process)
+
+    @functools.cached_property
+    def folders(self) -> frozenset[str]:
+        """Names of the folders of all nodes."""
+        return frozenset(map(layout.folder_name, self.names))
 
     @property
     def rows(self) -> list[tuple[str, int]]:

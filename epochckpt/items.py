@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -282,9 +282,9 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
     return TreeRequest(target, args.restore_args, True, sources=sources)
 
 
-def check_names(names: Sequence[str], nodes: Sequence[str], known: Sequence[str]) -> None:
-    """Checks item names against the format, the nodes' names, and those that the manager was given, if any."""
+def check_names(names: Sequence[str], folders: Collection[str], known: Sequence[str]) -> None:
+    """Checks item names against the format, the nodes' folders, and those that the manager was given, if any."""
     for name in names:
-        layout.check_item_name(name, tuple(nodes))
+        layout.check_item_name(name, folders)
         if known and name not in known:
             raise InvalidArgumentError(f"item {name!r} is not among item_names={list(known)}")

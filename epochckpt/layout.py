@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
+from collections.abc import Collection
 
 from epochckpt.errors import FormatError, InvalidArgumentError
 
@@ -71,17 +72,22 @@ def is_free_folder(name: object) -> bool:
 
 def check_node_name(name: object) -> str:
     """Returns `name` if it may name a node, else raises InvalidArgumentError."""
-    if not is_name(name) or name in _RESERVED | _IN_VIEWS:
+    if not is_node_name(name):
         raise InvalidArgumentError(
-            f"node name {name!r} is not usable: expected a letter or digit followed by letters, digits, "
-            f"'.', '_' or '-' "
-            f"(at most {MAX_NAME}), not one of {sorted(_RESERVED | _IN_VIEWS)}"
+            f"node name {name!r} is not usable: expected a text without "
+            f"'/', which stands between a node and its blob, and of at most {MAX_NAME} characters in the name of its "
+            "folder, where some count three times"
         )
     return str(name)
 
 
+def is_node_name(name: object) -> bool:
+    """Whether `name` may name a node; its folder is called `folder_name(name)`."""
+    return isinstance(name, str) and len(name) > 0 and "/" not in name and is_name(folder_name(name))
+
+
 def folder_name(name: str) -> str:
-    """What any name is called in a path: the name itself where it may name a node, else an escaped form of it.
+    """What the folder of a node is called: the node's name where that will do, else an escaped form of it.
 
     No two names have one form, and `shown_name` gives the name back. `trainer:0` becomes `x-trainer-3a0`: `x-`, then
     letters, digits, `.` and `_` as they are, and `-` with two hex digits for each byte (UTF-8) of other characters.
@@ -107,16 +113,18 @@ def _escaped(name: str) -> str:
     return _ESCAPED + _UNSAFE.sub(lambda found: f"-{ord(found[0]):02x}", raw)
 
 
-def check_item_name(name: object, nodes: tuple[str, ...] = ()) -> str:
-    """Returns `name` if it may name an item beside `nodes`, else raises InvalidArgumentError."""
+def check_item_name(name: object, folders: Collection[str] = ()) -> str:
+    """Returns `name` if it may name an item beside the folders of nodes, else raises InvalidArgumentError."""
     if not is_name(name) or name in _RESERVED or _PART.search(str(name)) or str(name).endswith(DATA_SUFFIX):
         raise InvalidArgumentError(
             f"item name {name!r} is not usable: expected a letter or digit followed by letters, digits, "
             f"'.', '_' or '-' "
             f"(at most {MAX_NAME}), not ending in '-' and five digits or '.safetensors', not one of {sorted(_RESERVED)}"
         )
-    if name in nodes:
-        raise InvalidArgumentError(f"item {name!r} has the name of a node of this job; rename the item or pass node=")
+    if name in folders:
+        raise InvalidArgumentError(
+            f"item {name!r} has the name of a node of this job, or of its folder; rename the item or pass node="
+        )
     return str(name)
 
 
@@ -133,13 +141,13 @@ def parse_incarnation(name: str) -> str | None:
 
 def node_staging_folder(node: str, token: str) -> str:
     """Staging folder of a job that saves epochs of one node by itself: carries the node, see `node_epochs`."""
-    return f"node-{node}-{token}{TMP_SUFFIX}"
+    return f"node-{folder_name(node)}-{token}{TMP_SUFFIX}"
 
 
 def parse_node_staging(name: str) -> str | None:
     """The node, if `name` is such a folder, else None."""
     found = _NODE_STAGING.match(name)
-    return found[1] if found else None
+    return shown_name(found[1]) if found else None
 
 
 def metrics_file(source: str) -> str:
@@ -173,6 +181,13 @@ def is_file_path(name: object) -> bool:
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_FILE_PATH or not _PLAIN.match(name):
         return False
     return all(part not in ("", ".", "..") and len(part.encode()) <= _MAX_PART for part in name.split("/"))
+
+
+def check_recorded_node(path: str, name: object) -> str:
+    """Returns a node's name read from a record if it may be one, else raises FormatError naming `path`."""
+    if not is_node_name(name):
+        raise FormatError(path, f"holds the node name {str(name)[:80]!r}, which is not allowed in this format")
+    return str(name)
 
 
 def check_recorded_name(path: str, name: object) -> str:

@@ -189,7 +189,8 @@ class Leaves:
         if self._lone:
             each = [status.verify(reader, progress) for reader in self._lone.values()]
             wrong = [error for one in each for error in one.damage]
-            wrong += [DamagedError(layout.join(self._folder, node), said) for node, said in self._unread.items()]
+            unread = {layout.join(self._folder, layout.folder_name(node)): said for node, said in self._unread.items()}
+            wrong += [DamagedError(path, said) for path, said in unread.items()]
             return status.Verification(self.record.epoch, sum(one.nbytes for one in each), tuple(wrong))
         if self._reader is not None:
             return status.verify(self._reader, progress)

@@ -27,8 +27,8 @@ def readers(commits: Commits, epoch: int, pool: Pool) -> tuple[dict[str, EpochRe
         try:
             record = commits.read_in(at, epoch, parsing.parse_epoch)
         except (EpochCheckpointError, OSError) as error:
-            problems[name] = say(error)
+            problems[layout.shown_name(name)] = say(error)
             continue
-        if record is not None and record.alone and record.nodes[0].name == name:
-            found[name] = EpochReader(commits.store, at, record, pool)
+        if record is not None and record.alone and record.nodes[0].folder == name:
+            found[record.nodes[0].name] = EpochReader(commits.store, at, record, pool)
     return found, problems

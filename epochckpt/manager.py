@@ -170,7 +170,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 f"{self._directory}: nodes are named before the first save; this manager has saved as "
                 f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"
             )
-        items.check_names(self._item_names, nodes.names, ())
+        items.check_names(self._item_names, nodes.folders, ())
         self._take_nodes(nodes)
 
     def introduce_handler(self) -> None:
@@ -304,7 +304,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
 
     def _prepare(self, args: Any) -> saving.Prepared:
         wanted = items.to_save(args, self._handlers)
-        items.check_names([i.name for i in wanted], self._nodes.names, self._item_names)
+        items.check_names([i.name for i in wanted], self._nodes.folders, self._item_names)
         return self._planner.prepare(wanted)
 
     def is_saving_in_progress(self) -> bool:

@@ -291,8 +291,10 @@ class SqliteMetadataHandler(DirectoryHandler):
         return self._id
 
     def _node(self, name: str) -> str:
-        parts = [name, *reversed(name.split("/"))]
-        return next((part for part in parts if part in self._nodes), name)
+        if name in self._nodes:
+            return name
+        known = {layout.folder_name(node): node for node in self._nodes}
+        return next((known[part] for part in reversed(name.split("/")) if part in known), name)
 
 
 def _writable(path: str) -> str:

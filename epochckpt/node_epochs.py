@@ -113,7 +113,7 @@ class NodeEpochs:
 
     def folder(self, epoch: int) -> str:
         """Where an epoch of this node lies, relative to the directory."""
-        return layout.join(f"{self._lead}{epoch_number(epoch)}", self.node)
+        return layout.join(f"{self._lead}{epoch_number(epoch)}", layout.folder_name(self.node))
 
     def exists(self, epoch: int) -> bool:
         """Whether this node has committed an epoch. False where the directory is missing."""

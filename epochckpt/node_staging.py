@@ -104,7 +104,7 @@ def _put_back(store: Store, node: str, swept: str) -> None:
         elif entry.name.startswith(REPLACED):
             parent = entry.name.removeprefix(REPLACED).partition("-")[0]
             with suppress(FileExistsError):
-                store.rename(path, layout.join(parent, node))
+                store.rename(path, layout.join(parent, layout.folder_name(node)))
                 store.sync_folder(parent)
 
 

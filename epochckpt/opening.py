@@ -240,8 +240,9 @@ def _decide(
     item_names: Sequence[str],
 ) -> dict[str, Any]:
     """On the primary: looks at the directory; makes it if it is missing."""
+    folders = {layout.folder_name(node) for node in nodes}
     for item in item_names:
-        layout.check_item_name(item, tuple(nodes))
+        layout.check_item_name(item, folders)
     store = open_store(directory, folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     try:

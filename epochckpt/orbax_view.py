@@ -96,7 +96,7 @@ class Views:
         handlers = {}
         for node in record.nodes if beside_nodes else ():
             if not any(f.name and f.item == layout.JSON_FILE for f in node.files):  # that link's name is taken
-                handlers[node.name] = JSON_HANDLER
+                handlers[node.folder] = JSON_HANDLER
         for name, item in record.items.items():
             handlers[name] = item.handler
             if item.kind == "files":
@@ -126,7 +126,7 @@ class Views:
 
     def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> bool:
         """Adds an item of arrays; returns False where Orbax can be given none of it."""
-        places = tuple((n.name, tuple(f for f in n.files if f.item == name)) for n in record.nodes)
+        places = tuple((n.folder, tuple(f for f in n.files if f.item == name)) for n in record.nodes)
         values = {
             i: tree_lib.value_from_json(arrays.leaves[i].name, arrays.leaves[i].kind, v) for i, v in item.values.items()
         }
@@ -344,7 +344,7 @@ def _locate(record: EpochRecord, name: str, arrays: ArrayItem, params: _Params) 
                     params.entries[key.encode()] = (path, start, arrays.cell_bytes(leaf))
                     used = True
             if used:
-                params.nodes.add(entry.name)
+                params.nodes.add(entry.folder)
 
 
 def _chunk(arrays: ArrayItem, leaf: int, cell: int) -> str:

@@ -114,7 +114,7 @@ def parse_node(path: str, data: bytes) -> NodeRecord:
     return NodeRecord(
         fields.integer("epoch"),
         fields.text("attempt"),
-        layout.check_recorded_name(path, fields.data.get("node")),
+        layout.check_recorded_node(path, fields.data.get("node")),
         fields.integer("process"),
         fields.integer("processes"),
         fields.text("plan"),
@@ -258,7 +258,7 @@ def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
     if not isinstance(entry, list) or len(entry) != 6 or not isinstance(entry[5], list):
         raise problem
     name, process, size, digest, secs, files = entry
-    layout.check_recorded_name(path, name)
+    layout.check_recorded_node(path, name)
     if type(process) is not int or type(size) is not int or not 0 < size <= MAX_RECORD_BYTES:
         raise problem
     if (

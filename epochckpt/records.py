@@ -113,6 +113,11 @@ class NodeEntry:
     secs: float = 0.0
 
     @property
+    def folder(self) -> str:
+        """Name of its folder."""
+        return layout.folder_name(self.name)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its files."""
         return sum(f.size for f in self.files)
@@ -177,8 +182,8 @@ class EpochRecord:
         """Folder of a node's files, relative to the epoch's folder (object stores: named by attempt)."""
         if self.alone:
             return ""
-        name = self.nodes[node].name
-        return layout.join(name, self.attempt) if self.objects else name
+        folder = self.nodes[node].folder
+        return layout.join(folder, self.attempt) if self.objects else folder
 
     def to_bytes(self) -> bytes:
         """The file's content."""

@@ -227,7 +227,7 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | Non
     if whole is None:
         return None
     nodes = []
-    for name, is_folder in [(alone, True)] if alone else surveying.names(store, path):
+    for name, is_folder in [(layout.folder_name(alone), True)] if alone else surveying.names(store, path):
         row = _node(store, path if alone else layout.join(path, name), name) if is_folder else None
         if row is not None:
             nodes.append(row)
@@ -271,7 +271,7 @@ def _node(store: Store, path: str, name: str) -> NodeRow | None:
             secs = record.timings.get("write_secs")
         except (EpochCheckpointError, OSError, ValueError):  # being written just now, or gone
             written = False
-    return NodeRow(name, size.nbytes, secs, "written" if written else "writing")
+    return NodeRow(layout.shown_name(name), size.nbytes, secs, "written" if written else "writing")
 
 
 def _links_up(store: Store, path: str, names: Collection[str]) -> bool:

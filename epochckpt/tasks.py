@@ -39,7 +39,7 @@ class Node(_Within):
     """Inside `with Node("trainer_0"):` tasks are made for that node.
 
     Args:
-        name: a letter or digit, then letters, digits, '.', '_' or '-': it names a folder.
+        name: any text without '/'. The node's folder is called so; characters that may not stand there are escaped.
     """
 
     _variable = _node

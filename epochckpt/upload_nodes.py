@@ -65,7 +65,8 @@ def _copy(epochs: NodeEpochs, epoch: int, target: Store, replace: bool) -> None:
     if there:
         logging.info("epoch %d of node %s is in %s already", epoch, epochs.node, target.root)
         return
-    staging = f"{PREFIX}{epochs.node}-{layout.new_id()}{layout.TMP_SUFFIX}"
+    node = layout.folder_name(epochs.node)
+    staging = f"{PREFIX}{node}-{layout.new_id()}{layout.TMP_SUFFIX}"
     try:
         copying.copy_node(reader, 0, target, staging)
         reader.check_present("it was being uploaded")
@@ -75,7 +76,7 @@ def _copy(epochs: NodeEpochs, epoch: int, target: Store, replace: bool) -> None:
             target.make_folder(str(epoch))
         target.sync_folder("")
         if target.exists(reader.folder):  # a copy that is not whole, or is to give way: nothing else was let through
-            target.rename(reader.folder, f"{PREFIX}{epochs.node}-{layout.new_id()}{layout.TMP_SUFFIX}")
+            target.rename(reader.folder, f"{PREFIX}{node}-{layout.new_id()}{layout.TMP_SUFFIX}")
         target.rename(staging, reader.folder)
         target.sync_folder(str(epoch))
     finally:
@@ -85,9 +86,10 @@ def _copy(epochs: NodeEpochs, epoch: int, target: Store, replace: bool) -> None:
 
 def _sweep(target: Store, node: str) -> None:
     """Removes what uploads of this node left, nothing of other nodes, which may be at work."""
-    ours = re.compile(f"{PREFIX}{re.escape(node)}-[0-9a-f]{{16}}{re.escape(layout.TMP_SUFFIX)}")
+    folder = layout.folder_name(node)
+    ours = re.compile(f"{PREFIX}{re.escape(folder)}-[0-9a-f]{{16}}{re.escape(layout.TMP_SUFFIX)}")
     for entry in target.list(""):
         if entry.is_folder and ours.fullmatch(entry.name):
-            away = f"{PREFIX}{node}-{layout.new_id()}{layout.TMP_SUFFIX}"
+            away = f"{PREFIX}{folder}-{layout.new_id()}{layout.TMP_SUFFIX}"
             target.rename(entry.name, away)
             target.remove_tree(away)
