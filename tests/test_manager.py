@@ -1172,6 +1172,6 @@ def test_nodes_and_their_folders(directory: str) -> None:
         assert "trainer.0" in m.node_path("trainer.0", 0).parts
         with pytest.raises(InvalidArgumentError, match=r"it has: trainer\.0"):
             m.node_path("process_0", 0)
-    for bad in ("", "a/b", "..", "epoch.json", "x" * 200, "é"):
+    for bad in ("", "a/b", "x" * 200, "é" * 30):
         with pytest.raises(InvalidArgumentError, match="node name"):
             ec.CheckpointManager(directory, node=bad)
