@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,6 +137,7 @@ class _Wrapped(Condition):
         name = getattr(function, "__qualname__", None)
         self._name = name if isinstance(name, str) else type(function).__qualname__
         self._stateful = all(callable(getattr(function, method, None)) for method in ("get_state", "set_state"))
+        self._fresh: list[Any] = []  # the state that it began with, once that is known
 
     def holds(self, ctx: Context) -> bool:
         return checked(self, self._function(ctx), ctx.epoch)
@@ -144,8 +146,15 @@ class _Wrapped(Condition):
         return self._function.get_state() if self._stateful else None
 
     def set_state(self, state: Any) -> None:
-        if self._stateful and state is not None:  # what is not ours need not know what None stands for
+        if not self._stateful:
+            return
+        if state is not None:
             self._function.set_state(state)
+        elif self._fresh:  # what is not ours need not know what None stands for
+            self._function.set_state(copy.deepcopy(self._fresh[0]))
+        else:  # it has not been used yet
+            with suppress(Exception):  # the end of the first epoch says it
+                self._fresh.append(copy.deepcopy(self._function.get_state()))
 
     def __repr__(self) -> str:
         return self._name
@@ -173,7 +182,7 @@ def as_condition(obj: Any) -> Condition:
     """A condition as it is; anything else that can be called with a `Context`, as a condition.
 
     The state of a callable is kept if it has both `get_state()` and `set_state(state)` (never called with None), under
-    its `__qualname__` or its type's.
+    its `__qualname__` or its type's. A run from scratch gives it back the state that it had before the first run.
 
     Raises:
         InvalidArgumentError: it cannot be called, or is a class.

@@ -223,6 +223,7 @@ class Run:
         try:
             held = [holds(condition) for condition in self._job.stop_conditions]
             mine: Any = any(held)
+            stop.load_states(self._job.stop_conditions, restored.notes.get("stop"))  # callables may have counted this
         except Exception as error:
             mine = error
         return self._exchange.meet("whether training is over", mine, decide)

@@ -20,6 +20,23 @@ from epochckpt import errors, reporting
 from tests.processes import run_worker
 
 
+class Counts:
+    """True when it has been called so often."""
+
+    def __init__(self, limit: int):
+        self.limit, self.calls = limit, 0
+
+    def __call__(self, ctx: Any) -> bool:
+        self.calls += 1
+        return self.calls >= self.limit
+
+    def get_state(self) -> int:
+        return self.calls
+
+    def set_state(self, state: int) -> None:
+        self.calls = state
+
+
 def job_of(epochs: int, epoch: Any = None, **blobs: Any) -> ec.Job:
     """A job of one node with these blobs."""
     job = ec.Job()
@@ -41,6 +58,18 @@ def test_a_job_that_runs_again_from_scratch_starts_with_fresh_conditions() -> No
     job = job_of(100, lambda ws: {"loss": 1.0})
     job.stop_when(ec.stop.no_improvement("loss", patience=3, mode="min"))
     assert [run(job)[0].epoch for _ in range(2)] == [4, 4]
+    job = job_of(100)
+    job.stop_when(Counts(5))
+    assert [run(job)[0].epoch for _ in range(3)] == [5, 5, 5]
+
+
+def test_asking_whether_a_run_has_ended_counts_for_nothing(tmp_path: pathlib.Path) -> None:
+    """A callable that counts its calls is asked once more, and has counted the epochs alone."""
+    for limit, epoch in ((3, 3), (5, 5)):
+        job = job_of(100)
+        job.stop_when(Counts(limit))
+        with ec.CheckpointManager(tmp_path) as manager:
+            assert run(job, manager)[0].epoch == epoch
 
 
 def test_values_of_an_earlier_run_do_not_stop_the_next(tmp_path: pathlib.Path) -> None:
