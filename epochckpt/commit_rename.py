@@ -166,8 +166,9 @@ class RenameCommits(Commits):
 
     def begin(self, epoch: int, attempt: str) -> None:
         """See Commits."""
-        for given_up in list(self._given_up):  # a node that came late may have made its staging again
-            self._discard(given_up)
+        for given_up in list(self._given_up):
+            if self.store.exists(self._staging(given_up)):  # a node that came late has made it again
+                self._discard(given_up)
         self._make_staging(epoch, attempt)
 
     def _make_staging(self, epoch: int, attempt: str) -> None:

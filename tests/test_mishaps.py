@@ -30,6 +30,7 @@ from epochckpt.errors import (
     MismatchError,
     SaveError,
     UncertainError,
+    UnfinishedError,
     UnsupportedError,
 )
 from epochckpt.restoring import TreeRequest, restore_tree
@@ -407,10 +408,11 @@ def test_an_epoch_that_a_newer_run_has_swept_does_not_stay_visible(monkeypatch: 
 
     def take_over() -> None:
         runs.append(ec.CheckpointManager(url))
+        runs[0].claim()
         assert hold.reached.wait(WAIT_SECS)
         if early:
             hold.go.set()
-            assert eventually(lambda: not store.exists(older._store, f"2/process_0/{older._commits.incarnation}-2"))
+            assert eventually(lambda: not store.exists(older._store, f"2/process_0/{older._commits.incarnation}-2-0"))
 
     when_fence_is_checked(older, 2, take_over)
     assert older.save(2, args=Save(state(2)))
@@ -439,6 +441,7 @@ def test_an_epoch_that_a_newer_run_found_committed_keeps_its_data(monkeypatch: p
         create(path, data)
         if path == "2/epoch.json":
             runs.append(ec.CheckpointManager(url))
+            runs[0].claim()
 
     monkeypatch.setattr(older._store, "create", put)
     assert older.save(2, args=Save(state(2)))
@@ -479,23 +482,24 @@ def test_a_damaged_epoch_of_another_name_format_is_replaced(tmp_path: pathlib.Pa
         assert value_of(manager.restore(None)) == 22
 
 
-def test_a_rollback_over_epochs_of_another_name_format_is_finished_by_the_next_open(
+def test_a_rollback_over_epochs_of_another_name_format_is_finished_by_the_next_claim(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted before the first epoch moved: readers obey it at once, the next open moves them."""
+    """Interrupted before the first epoch moved: readers obey it at once, the next claim moves them."""
     old, both = formats()
     fill(str(tmp_path), 1, 2, 3, options=old)
     manager = ec.CheckpointManager(tmp_path, options=both)
     once = Once(
         monkeypatch, manager._store, "rename", OSError(errno.EIO, "killed"), lambda src, *_: src.startswith("step_")
     )
-    with pytest.raises(OSError, match="killed"):
+    with pytest.raises(UnfinishedError, match="killed"):
         manager.rollback_to(1)
     assert once.hits == 1
     assert (tmp_path / "step_3").exists()
     assert on_storage(str(tmp_path), both) == [1]
     with ec.CheckpointManager(tmp_path, options=both) as manager:
         assert list(manager.all_steps()) == [1]
+        manager.claim()
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_1"]
     assert sorted(p.parent.name for p in tmp_path.glob("rolled-back-*/*/epoch.json")) == ["step_2", "step_3"]
     assert not (tmp_path / layout.ROLLBACK_RECORD).exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -609,32 +610,34 @@ def test_an_epoch_that_cannot_be_this_jobs_is_refused_before_anything_runs(tmp_p
 # -- saves that fail -----------------------------------------------------------------------------------------------
 
 
-def fenced(tmp_path: pathlib.Path) -> Any:
-    """A manager that cannot commit any more: a newer one has taken over the directory."""
-    manager = ec.CheckpointManager(tmp_path)
-    ec.CheckpointManager(tmp_path).close()
+def broken(tmp_path: pathlib.Path) -> Any:
+    """A manager that cannot commit any more: a file has taken the place of its directory."""
+    manager = ec.CheckpointManager(tmp_path / "run")
+    manager.claim()
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").touch()
     return manager
 
 
 def test_a_save_that_fails_at_every_epoch_still_trains_to_the_end(tmp_path: pathlib.Path) -> None:
     """It is visible, and the end is not silent."""
     log = Log()
-    last, session, runner = run(counting_job(log, 4), fenced(tmp_path))
+    last, session, runner = run(counting_job(log, 4), broken(tmp_path))
     result = runner.result
     assert (last, session.workspace()["sum"], log.events[-1]) == (4, 10, "exit")
     assert result.last_committed_epoch is None
     assert {epoch for epoch, _ in result.failed_saves} == {0, 1, 2, 3, 4}
-    assert "a newer run has taken over" in str(result)
+    assert "Not a directory" in str(result)
 
 
 def test_failures_can_be_bounded_and_a_lost_last_epoch_can_raise(tmp_path: pathlib.Path) -> None:
     """As asked."""
     log = Log()
     with pytest.raises(errors.SaveError, match="max_consecutive_save_failures=2"):
-        run(counting_job(log, 50), fenced(tmp_path / "a"), max_consecutive_save_failures=2)
+        run(counting_job(log, 50), broken(tmp_path / "a"), max_consecutive_save_failures=2)
     assert len(log.events) < 20
     with pytest.raises(errors.SaveError, match="epoch 3 was not committed: it is the last of the run"):
-        run(counting_job(Log(), 3), fenced(tmp_path / "b"), raise_if_not_saved=True)
+        run(counting_job(Log(), 3), broken(tmp_path / "b"), raise_if_not_saved=True)
 
 
 def test_a_full_disk_does_not_stop_training_and_is_named(disk: pathlib.Path) -> None:
@@ -884,5 +887,5 @@ def test_the_upload_comes_before_the_download(tmp_path: pathlib.Path) -> None:
         run(counting_job(log, 1), manager, upload_task_group_builder=Upload())
     assert log.events[3:] == ["build 1 of [0, 1]", "upload", "download", "exit"]
     log.events.clear()
-    run(counting_job(log, 1), fenced(tmp_path / "b"), upload_task_group_builder=Upload())
+    run(counting_job(log, 1), broken(tmp_path / "b"), upload_task_group_builder=Upload())
     assert log.events[3:] == ["download", "exit"]
