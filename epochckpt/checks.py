@@ -49,13 +49,13 @@ HINTS = {
     "num_deletion_threads": "epochs are always deleted in the background",
     "atomicity_options": "an epoch is always committed atomically, in our own way",
     "temporary_path_class": "an epoch is always committed atomically, in our own way",
+    "enable_per_process_directory_creation": "with primary_host=None every process makes its own directory in any case",
     "lightweight_initialize": "opening is fast in any case",
 }
 """Fields that concern Orbax's own engine and change nothing here, and why."""
 
 REFUSED = {
     "todelete_full_path": "use todelete_subdir, or leave it out to delete",
-    "enable_per_process_directory_creation": "nodes share one directory",
     "should_keep_fn": "use preservation_policy",  # only in older Orbax
 }
 """Fields that would change which data exists, and are not supported."""
@@ -76,12 +76,6 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
             raise UnsupportedError(
                 f"{name} is an option of a newer Orbax that this epochckpt does not know; leave it out"
             )
-    processes = options.multiprocessing_options
-    if processes.primary_host != 0 or processes.active_processes is not None:
-        raise UnsupportedError(
-            "multiprocessing_options with another primary_host or active_processes is not supported: "
-            "every process of the job takes part, and process 0 commits"
-        )
     excluded = [n for n in ("keep_time_interval", "max_to_keep", "keep_period") if getattr(options, n)]
     if options.preservation_policy is not None and excluded:
         raise InvalidArgumentError(f"preservation_policy and {excluded[0]} exclude each other; pass one of them")

@@ -125,7 +125,7 @@ def _vote(
     if bad:
         answer = from_wire(bad[0]) if error is None else error
     elif missing:
-        late = ", ".join(f"process {p}" for p in sorted(missing))
+        late = coordinator.named(missing)
         answer = CoordinationTimeoutError(f"{late} did not say within {timeout_secs:g} s whether it can restore")
     coordinator.put(f"{key}/verdict/0", {"ok": True} if answer is None else {"error": to_wire(answer)})
     return answer

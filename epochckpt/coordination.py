@@ -5,7 +5,8 @@ Guarantees:
   client do not when the service is away, so they run where they can be abandoned;
 - nothing is a barrier; a key is written once.
 
-Which process is which is decided here alone: the number of a node is its JAX process index, the primary is node 0.
+Which process is which is decided here alone: the processes that take part are numbered from 0, the primary is number 0,
+the others follow in the order of their JAX process indices. As a rule these numbers are those indices.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ import abc
 import contextlib
 import json
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 
 from epochckpt import worker
-from epochckpt.errors import CoordinationError, CoordinationTimeoutError, UnsupportedError, from_wire, to_wire
+from epochckpt.errors import (
+    CoordinationError,
+    CoordinationTimeoutError,
+    InvalidArgumentError,
+    UnsupportedError,
+    from_wire,
+    to_wire,
+)
 
 T = TypeVar("T")
 
@@ -45,10 +53,24 @@ class Deadline:
 
 
 class Coordinator(abc.ABC):
-    """What the processes of a job need to agree. Values are JSON."""
+    """What the processes of a job need to agree. Values are JSON.
+
+    Attributes:
+        process: number of this process.
+        ids: JAX process index of every process that takes part, by number.
+    """
 
     process: int
-    processes: int
+    ids: tuple[int, ...]
+
+    @property
+    def processes(self) -> int:
+        """How many processes take part."""
+        return len(self.ids)
+
+    def named(self, processes: Iterable[int]) -> str:
+        """Some processes, for messages."""
+        return ", ".join(f"process {self.ids[process]}" for process in sorted(processes))
 
     @abc.abstractmethod
     def put(self, key: str, value: Any) -> None:
@@ -123,9 +145,16 @@ class Coordinator(abc.ABC):
 
 
 class SingleProcess(Coordinator):
-    """One process agrees with itself and needs no service."""
+    """One process agrees with itself and needs no service.
 
-    process, processes = 0, 1
+    Args:
+        id: its JAX process index.
+    """
+
+    process = 0
+
+    def __init__(self, id: int = 0):
+        self.ids = (id,)
 
     def put(self, key: str, value: Any) -> None:
         """Nobody listens."""
@@ -143,10 +172,16 @@ class SingleProcess(Coordinator):
 
 
 class JaxCoordinator(Coordinator):
-    """Over the coordination service that `jax.distributed.initialize` started."""
+    """Over the coordination service that `jax.distributed.initialize` started.
 
-    def __init__(self, client: Any, process: int, processes: int):
-        self._client, self.process, self.processes = client, process, processes
+    Args:
+        client: of that service.
+        ids: see `Coordinator`.
+        id: JAX process index of this process.
+    """
+
+    def __init__(self, client: Any, ids: Sequence[int], id: int):
+        self._client, self.process, self.ids = client, ids.index(id), tuple(ids)
 
     def put(self, key: str, value: Any) -> None:
         """See Coordinator."""
@@ -234,20 +269,42 @@ class Preemption:
             cls._feeds.remove(answer)
 
 
-def connect(read_only: bool) -> Coordinator:
-    """The coordinator of this job.
+def connect(
+    read_only: bool, primary_host: int | None = 0, active_processes: Collection[int] | None = None
+) -> Coordinator:
+    """The coordinator of this job, or of the part of it that Orbax's `MultiprocessingOptions` describe.
+
+    Args:
+        read_only: nothing is agreed on.
+        primary_host: JAX process index of the primary; None: every process is one, and agrees with nobody.
+        active_processes: JAX process indices of those that take part; None: all.
 
     Raises:
+        InvalidArgumentError: this process, or the primary, takes no part.
         UnsupportedError: a Pathways single controller, or several processes without `jax.distributed`.
     """
     if read_only:
         return SingleProcess()
-    processes = jax.process_count()
-    if processes == 1:
-        if len({d.process_index for d in jax.devices()}) > 1:
-            raise UnsupportedError(
-                "one process controls devices of several (a Pathways single controller); "
-                "epochckpt does not support that yet"
-            )
-        return SingleProcess()
-    return JaxCoordinator(ocp.multihost.get_jax_distributed_client(), jax.process_index(), processes)
+    processes, me = jax.process_count(), jax.process_index()
+    if processes == 1 and len({d.process_index for d in jax.devices()}) > 1:
+        raise UnsupportedError(
+            "one process controls devices of several (a Pathways single controller); "
+            "epochckpt does not support that yet"
+        )
+    active = range(processes) if active_processes is None else sorted(active_processes)
+    if not set(active) <= set(range(processes)) or me not in active:
+        raise InvalidArgumentError(
+            f"multiprocessing_options: active_processes={list(active)}, and this is process {me} of {processes}; "
+            "construct the manager on those processes only, and name only processes of the job"
+        )
+    if primary_host is None:
+        return SingleProcess(me)
+    if primary_host not in active:
+        raise InvalidArgumentError(
+            f"multiprocessing_options: primary_host={primary_host} takes no part, here are processes {list(active)}; "
+            "name one of them, or None if each process has a directory of its own"
+        )
+    ids = [primary_host, *(id for id in active if id != primary_host)]
+    if len(ids) == 1:
+        return SingleProcess(me)
+    return JaxCoordinator(ocp.multihost.get_jax_distributed_client(), ids, me)

@@ -19,12 +19,14 @@ class Nodes:
         process: number of this process.
         processes: how many the job has; if several, node i is process i.
         given: the names were given to the manager's constructor (`node=`), on this process or on another one.
+        ids: JAX process index of every process, by its number; empty: the numbers themselves.
     """
 
     names: tuple[str, ...] = ("process_0",)
     process: int = 0
     processes: int = 1
     given: bool = False
+    ids: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -46,13 +48,18 @@ class Nodes:
 
     @property
     def rows(self) -> list[tuple[str, int]]:
-        """(name, process) by node number."""
-        return [(name, 0 if self.processes == 1 else number) for number, name in enumerate(self.names)]
+        """(name, JAX process index) by node number."""
+        one = self.processes == 1
+        return [(name, self.id_of(0 if one else number)) for number, name in enumerate(self.names)]
 
     @property
     def writers(self) -> dict[int, int]:
-        """The number of each process's first node, by process."""
-        return {process: self.numbers_of(process)[0] for process in range(self.processes)}
+        """The number of each process's first node, by JAX process index."""
+        return {self.id_of(process): self.numbers_of(process)[0] for process in range(self.processes)}
+
+    def id_of(self, process: int) -> int:
+        """The JAX process index of a process."""
+        return self.ids[process] if self.ids else process
 
     def numbers_of(self, process: int) -> range:
         """Numbers of the nodes that a process hosts."""

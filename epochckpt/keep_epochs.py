@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from epochckpt import args as own_args
 from epochckpt import blobs as blob_lib
 from epochckpt.boundary import Exchange
-from epochckpt.errors import EpochNotFoundError, SaveError
+from epochckpt.errors import EpochNotFoundError, SaveError, UnsupportedError
 from epochckpt.keeping import (
     BARE,
     NOTES,
@@ -50,7 +50,17 @@ class EpochKeeper(Keeper):
         return self._manager.node_names
 
     def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
-        """See Keeper."""
+        """See Keeper.
+
+        Raises:
+            UnsupportedError: other processes save with the manager than run the job.
+        """
+        processes = self._manager.processes
+        if processes not in (None, session.coordinator.ids):
+            raise UnsupportedError(
+                f"the manager of {self.directory} has multiprocessing_options of its own: processes {list(processes)} "
+                "save together; JobRunner needs all of the job's, with process 0 as the primary"
+            )
         super().open(session, exchange, beside)
         self._manager.introduce_handler()
 

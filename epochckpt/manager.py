@@ -107,7 +107,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._async = self._options.enable_async_checkpointing and legacy.is_asynchronous(checkpointers)
         self._item_names = tuple(item_names or self._handlers.names)
         self._multi: bool | None = True if self._item_names else (False if self._handlers.single else None)
-        coordinator = coordination.connect(self._options.read_only)
+        asked = self._options.multiprocessing_options
+        coordinator = coordination.connect(self._options.read_only, asked.primary_host, asked.active_processes)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self._prefix, self._damaged = opened.prefix, opened.commits.damaged(opened.damaged)
@@ -146,6 +147,11 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
     def directory(self) -> epath.Path:
         """The directory, resolved."""
         return self._directory
+
+    @property
+    def processes(self) -> tuple[int, ...] | None:
+        """JAX process indices of the processes that save together, the primary first; None if it is read only."""
+        return None if self._options.read_only else self._coordinator.ids
 
     @property
     def node_names(self) -> tuple[str, ...]:

@@ -57,19 +57,6 @@ from epochckpt.saving import Planner
 from epochckpt.storage import open_store
 
 
-@dataclasses.dataclass(frozen=True)
-class _Alone(Nodes):
-    """One node, which knows of no other: in a `jax.distributed` job, too."""
-
-    @property
-    def rows(self) -> list[tuple[str, int]]:
-        return [(self.names[0], self.process)]
-
-    @property
-    def writers(self) -> dict[int, int]:
-        return {self.process: 0}
-
-
 class NodeEpochs:
     """The epochs of one node in a directory that other jobs may share.
 
@@ -99,7 +86,7 @@ class NodeEpochs:
 
     @functools.cached_property
     def _nodes(self) -> Nodes:
-        return _Alone((self.node,), process=jax.process_index())  # not before it is used: it starts jax's backend
+        return Nodes((self.node,), ids=(jax.process_index(),))  # not before it is used: it starts jax's backend
 
     @functools.cached_property
     def _here(self) -> Here:

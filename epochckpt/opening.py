@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -33,7 +34,8 @@ from epochckpt.options import StorageOptions
 from epochckpt.storage import open_store
 from epochckpt.store import Store
 
-_opens = itertools.count()  # managers are constructed in the same order on every process
+_opens: collections.Counter[str] = collections.Counter()
+"""How many managers were constructed by the same processes: these do so in the same order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +169,8 @@ def open_directory(
             items named like a node.
         CoordinationTimeoutError: a process did not come to open it; says which.
     """
-    number = next(_opens) if coordinator.processes > 1 else 0  # first of all: every process counts alike
-    own = hosting.check_names(_default_name(coordinator.process) if node is None else node)
+    base = _base(coordinator, options)  # first of all: every process counts alike
+    own = hosting.check_names(_default_name(coordinator.ids[coordinator.process]) if node is None else node)
     if coordinator.processes > 1 and not (node is None or isinstance(node, str)):
         raise InvalidArgumentError(
             f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
@@ -179,14 +181,13 @@ def open_directory(
         answer = _decide(directory, options, names, own, item_names)
         prefix = ""
     else:
-        base = f"epochckpt/open/{number}"
         if not coordinator.primary:
             try:
                 coordinator.put(f"{base}/hello/{coordinator.process}", {"node": own[0]})
             except CoordinationError as error:
                 raise CoordinationError(
-                    f"process {coordinator.process} could not say hello ({error}). A process that was relaunched into "
-                    "a running job cannot join its managers: restart the whole job"
+                    f"{coordinator.named([coordinator.process])} could not say hello ({error}). A process that was "
+                    "relaunched into a running job cannot join its managers: restart the whole job"
                 ) from error
         wait = storage.open_timeout_secs
 
@@ -200,10 +201,8 @@ def open_directory(
     store = open_store(answer["directory"], folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     found = tuple(answer["nodes"])
-    given = node is not None or (
-        coordinator.processes > 1 and found != tuple(map(_default_name, range(coordinator.processes)))
-    )
-    nodes = Nodes(found, coordinator.process, coordinator.processes, given)
+    given = node is not None or (coordinator.processes > 1 and found != tuple(map(_default_name, coordinator.ids)))
+    nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
     seen = Survey.from_wire(answer["survey"])
     refused = commits.write_refusal() if coordinator.primary and not options.read_only else None
     if refused is not None:
@@ -211,6 +210,17 @@ def open_directory(
     return Opened(
         coordinator, store, commits, prefix, nodes, seen.epochs, seen.damaged, seen.foreign, seen.attached, refused
     )
+
+
+def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> str:
+    """Where the coordination keys of an opening live: below its processes, and a number that all of them count."""
+    asked = options.multiprocessing_options
+    group = [asked.barrier_sync_key_prefix] if asked.barrier_sync_key_prefix else []
+    if asked.primary_host != 0 or asked.active_processes is not None:
+        group += map(str, coordinator.ids)
+    base = layout.join("epochckpt/open", quote(".".join(group), safe=""))
+    _opens[base] += coordinator.processes > 1
+    return f"{base}/{_opens[base]}"
 
 
 def _default_name(process: int) -> str:
@@ -221,14 +231,15 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
     others = set(range(1, coordinator.processes))
     found, missing = coordinator.gather(prefix, others, Deadline(wait))
     if missing:
-        late = ", ".join(f"process {p}" for p in sorted(missing))
+        late = coordinator.named(missing)
         raise CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
     nodes = [name] + [str(found[p]["node"]) for p in sorted(others)]
     first: dict[str, int] = {}
     for p, n in enumerate(nodes):
         q = first.setdefault(n, p)
         if p != q:
-            raise InvalidArgumentError(f"processes {q} and {p} both call their node {n!r}; node= must be unique")
+            both = f"{coordinator.named([q])} and {coordinator.named([p])}"
+            raise InvalidArgumentError(f"{both} both call their node {n!r}; node= must be unique")
     return nodes
 
 

@@ -83,6 +83,7 @@ def plan_item(
     node_of_process: Mapping[int, int],
     split_bytes: int,
     part_bytes: int | None,
+    alone: bool = False,
 ) -> ItemPlan:
     """Plans one item.
 
@@ -93,11 +94,12 @@ def plan_item(
         node_of_process: node number by JAX process index.
         split_bytes: replicated arrays larger than this are cut for several of their holders.
         part_bytes: bound on the size of one data file, or None.
+        alone: nobody else may hold a part of it.
 
     Raises:
         InvalidArgumentError: a leaf that cannot be saved, by name.
     """
-    builder = _Builder(name, node_of_process, split_bytes)
+    builder = _Builder(name, node_of_process, split_bytes, alone)
     for path, value in pairs:
         builder.add(path, value)
     item = builder.finish()
@@ -108,8 +110,8 @@ def plan_item(
 
 
 class _Builder:
-    def __init__(self, name: str, node_of_process: Mapping[int, int], split_bytes: int):
-        self.name, self.split_bytes = name, split_bytes
+    def __init__(self, name: str, node_of_process: Mapping[int, int], split_bytes: int, alone: bool):
+        self.name, self.split_bytes, self.alone = name, split_bytes, alone
         self.node_of_process = node_of_process
         self.leaves: list[Leaf] = []
         self.names: dict[str, int] = {}
@@ -182,15 +184,20 @@ class _Builder:
         known = (sharding, value.ndim if isinstance(sharding, NamedSharding) else value.shape)
         if known not in self.cells:
             counts, cell_of_device = device_cells(sharding, tuple(value.shape))
-            nodes, alone = {}, len(self.node_of_process) == 1
+            nodes: dict[int, set[int]] = {}
+            elsewhere: dict[int, Any] = {}
             for device, cell in cell_of_device.items():
                 node = self.node_of_process.get(device.process_index)
                 if node is None:
-                    raise InvalidArgumentError(
-                        f"leaf {name!r} lies on {device}, whose process is no node of this manager"
-                        + (" (NodeSave takes arrays that only this process holds)" if alone else "")
-                    )
-                nodes.setdefault(cell, set()).add(node)
+                    elsewhere[cell] = device
+                else:
+                    nodes.setdefault(cell, set()).add(node)
+            lost = elsewhere if self.alone else {c: d for c, d in elsewhere.items() if c not in nodes}
+            if lost:
+                raise InvalidArgumentError(
+                    f"leaf {name!r} lies on {next(iter(lost.values()))}, whose process is no node of this manager"
+                    + (" (NodeSave takes arrays that only this process holds)" if self.alone else "")
+                )
             holders = tuple(tuple(sorted(nodes[c])) for c in range(math.prod(counts)))
             if len(self.node_of_process) > 1 and len({n for h in holders for n in h}) == 1:
                 raise InvalidArgumentError(

@@ -137,9 +137,10 @@ class Planner:
             item.name,
             pairs,
             node=0 if alone else self._nodes.hosted[0],
-            node_of_process={self._nodes.process: 0} if alone else self._nodes.writers,
+            node_of_process={self._nodes.id_of(self._nodes.process): 0} if alone else self._nodes.writers,
             split_bytes=self._options.split_bytes,
             part_bytes=self._part_bytes,
+            alone=alone,
         )
 
     def _digest(self, plans: Sequence[plan_lib.ItemPlan], others: Sequence[Any]) -> str:

@@ -51,7 +51,7 @@ class InMemory(coordination.Coordinator):
     """
 
     def __init__(self, service: Service, process: int, processes: int):
-        self._service, self.process, self.processes = service, process, processes
+        self._service, self.process, self.ids = service, process, tuple(range(processes))
         self.opened = 0
         self.unheard: tuple[str, ...] = ()
 
@@ -89,13 +89,13 @@ class Job:
         self._local, self.directory = threading.local(), directory
         self.processes = 2
         self.together = threading.Barrier(self.processes)
-        monkeypatch.setattr(coordination, "connect", lambda read_only: self._local.coordinator)
-        monkeypatch.setattr(opening, "_opens", self)
+        monkeypatch.setattr(coordination, "connect", lambda *args: self._local.coordinator)
+        monkeypatch.setattr(opening, "_base", self._base)
 
-    def __next__(self) -> int:
+    def _base(self, coordinator: Any, options: Any) -> str:
         """Every process counts its own managers."""
-        self._local.coordinator.opened += 1
-        return self._local.coordinator.opened
+        coordinator.opened += 1
+        return f"epochckpt/open/{coordinator.opened}"
 
     def open(self, save_timeout_secs: float = WAIT_SECS) -> ec.CheckpointManager:
         """The manager of the calling process."""

@@ -125,8 +125,8 @@ def metrics(directory: pathlib.Path, options: Any) -> Any:
 def refusal(directory: pathlib.Path, options: Any) -> str:
     try:
         ec.CheckpointManager(directory, options=options).close()
-    except ec.errors.UnsupportedError as error:
-        return str(error).split()[0]
+    except ec.errors.InvalidArgumentError as error:
+        return str(error).split(":")[0]
     return "opened"
 
 

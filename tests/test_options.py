@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint.checkpoint_managers import ContinuousCheckpointingPolicy
@@ -14,7 +15,8 @@ from orbax.checkpoint.checkpoint_managers import ContinuousCheckpointingPolicy
 import epochckpt as ec
 from epochckpt import checks
 from epochckpt.commit_rename import RenameCommits
-from epochckpt.errors import UnsupportedError
+from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from tests.processes import run_worker
 
 Options = ocp.CheckpointManagerOptions
 WAIT_SECS = 30.0
@@ -63,37 +65,26 @@ HINTS: dict[str, Any] = {
     "atomicity_options": object(),
     "temporary_path_class": object,
     "lightweight_initialize": True,
+    "enable_per_process_directory_creation": True,
 }
 
 
 @pytest.mark.parametrize("name", sorted(checks.HINTS.keys() & {f.name for f in dataclasses.fields(Options)}))
 def test_hints_are_accepted_with_one_line(name: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """They change nothing, and the log says so."""
-    with (
-        caplog.at_level(logging.INFO, "absl"),
-        ec.CheckpointManager(tmp_path, options=Options(**{name: HINTS[name]})) as m,
-    ):
+    beside = {"multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=None)}
+    options = Options(**{name: HINTS[name]}, **(beside if name == "enable_per_process_directory_creation" else {}))
+    with caplog.at_level(logging.INFO, "absl"), ec.CheckpointManager(tmp_path, options=options) as m:
         save(m, 1)
         m.wait_until_finished()
         assert m.all_steps() == [1]
     assert sum(name in r.getMessage() for r in caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        Options(todelete_full_path="away"),
-        Options(multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes={0})),
-        Options(
-            enable_per_process_directory_creation=True,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=None),
-        ),
-    ],
-)
-def test_what_would_change_the_data_is_refused_by_name(options: Options, tmp_path: pathlib.Path) -> None:
+def test_what_would_change_the_data_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     """Before anything is written."""
-    with pytest.raises(UnsupportedError, match=r"todelete_full_path|active_processes|enable_per_process"):
-        ec.CheckpointManager(tmp_path / "run", options=options)
+    with pytest.raises(UnsupportedError, match="todelete_full_path"):
+        ec.CheckpointManager(tmp_path / "run", options=Options(todelete_full_path="away"))
     assert not (tmp_path / "run").exists()
 
 
@@ -151,3 +142,31 @@ def test_continuous_checkpointing(tmp_path: pathlib.Path, check: bool, monkeypat
             assert save(manager, 1) is not check
         finally:
             gate.set()
+
+
+def test_a_part_of_the_processes_may_save_and_another_may_be_the_primary(tmp_path: pathlib.Path) -> None:
+    """`multiprocessing_options`, in one job of three processes; `primary_host=None` is a directory for each."""
+    for me, found in enumerate(run_worker("tests.part_jobs:some", {"directory": str(tmp_path)}, 3)):
+        assert found.pop("another primary") == [[1, 0, 2], ["process_1", "process_0", "process_2"], [1, 3], True, True]
+        assert found.pop("all") == [[0, 1, 2], [f"process_{i}" for i in range(3)], [1, 3], True, True]
+        assert found.pop(f"own {me}") == [[me], [f"process_{me}"], [1, 3], True, True]
+        expected = {} if me == 1 else {"some": [[2, 0], ["process_2", "process_0"], [1, 3], True, True]}
+        assert found == expected
+    with ocp.CheckpointManager(tmp_path / "some") as stock:
+        target = {"host": np.zeros(3, int), "parts": np.zeros(12, np.float32), "whole": np.zeros(12, np.float32)}
+        found = stock.restore(3, args=ocp.args.StandardRestore(target))
+    assert [x.tolist() for x in found.values()] == [[2, 2, 2], list(range(12)), list(range(12))]
+
+
+def test_multiprocessing_options_of_a_single_process(tmp_path: pathlib.Path) -> None:
+    """It is process 0, and may be the primary for itself alone; another one there is not."""
+    for fits in ({"primary_host": None}, {"active_processes": {0}}, {"barrier_sync_key_prefix": "x"}):
+        options = Options(multiprocessing_options=ocp.options.MultiprocessingOptions(**fits))
+        with ec.CheckpointManager(tmp_path, options=options) as manager:
+            assert manager.processes == (0,)
+    for wrong in ({"primary_host": 1}, {"active_processes": {0, 1}}, {"active_processes": set()}):
+        options = Options(multiprocessing_options=ocp.options.MultiprocessingOptions(**wrong))
+        with pytest.raises(InvalidArgumentError, match="multiprocessing_options"):
+            ec.CheckpointManager(tmp_path, options=options)
+        with ec.CheckpointManager(tmp_path, options=dataclasses.replace(options, read_only=True)) as reader:
+            assert reader.processes is None
