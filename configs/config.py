@@ -5,7 +5,9 @@ CONFIG = config_flags.DEFINE_config_file("config")
 …
 settings = ec.flags.from_config(CONFIG.value.checkpoint)
 with settings.manager() as manager:
-    settings.runner(job, manager).train(ec.LocalSession())
+    runner = settings.runner(job, manager)
+    runner.train(ec.LocalSession())
+sys.exit(runner.result.exit_code)
 
 python train.py --config=configs/config.py --config.checkpoint.directory=/runs/my_run --config.eval_every=20
 """

@@ -36,7 +36,7 @@ from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
 from epochckpt.preempting import PREEMPTED_EXIT_CODE
 from epochckpt.repairing import repair_view
-from epochckpt.result import FENCED_OFF_EXIT_CODE, RunResult
+from epochckpt.result import FENCED_OFF_EXIT_CODE, UNSAVED_EXIT_CODE, RunResult
 from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
 from epochckpt.session import DistributedSession, LocalHostScheduler, LocalSession
 from epochckpt.status import EpochStatus, NodeStatus, SaveOutcome, Verification
@@ -49,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FENCED_OFF_EXIT_CODE",
     "PREEMPTED_EXIT_CODE",
+    "UNSAVED_EXIT_CODE",
     "CheckpointManager",
     "Cluster",
     "CopyUpload",

@@ -38,6 +38,7 @@ class OrbaxKeeper(Keeper):
         self._asked: tuple[int, float, float] | None = None
         self._ended: list[SaveOutcome] = []
         self._replace: set[int] = set()
+        self._discarded: int | None = None
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         """See Keeper."""
@@ -197,8 +198,13 @@ class OrbaxKeeper(Keeper):
         committed = epoch in self.epochs()
         if not committed and not detail:  # no failure: with best_fn it goes at once if others are better
             logging.warning("stock Orbax saved epoch %d and deleted it, as its options say", epoch)
+            self._discarded = epoch
             return
         self._ended.append(SaveOutcome(epoch, committed, detail, held, time.monotonic() - began, {}))
+
+    def discarded(self, epoch: int) -> bool:
+        """See Keeper."""
+        return epoch == self._discarded
 
     def drain(self) -> None:
         """See Keeper. Also of saves that another keeper of this manager has begun: Orbax lists them already."""

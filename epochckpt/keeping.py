@@ -155,6 +155,11 @@ class Keeper(abc.ABC):
     def drain(self) -> None:
         """Waits until no save is in flight; failures show in `outcomes`."""
 
+    def discarded(self, epoch: int) -> bool:
+        """On the primary: whether an epoch was saved and then deleted at once, because the manager's options say so."""
+        del epoch
+        return False
+
     @abc.abstractmethod
     def roll_back(self, epoch: int) -> None:
         """Makes an earlier epoch the latest, durably.

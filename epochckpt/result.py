@@ -14,7 +14,7 @@ from epochckpt.preempting import PREEMPTED_EXIT_CODE
 from epochckpt.status import SaveOutcome
 
 FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
-
+UNSAVED_EXIT_CODE = 74  # EX_IOERR of sysexits.h
 _SHOWN = 5
 
 
@@ -27,6 +27,7 @@ class RunResult:
         epoch: the last epoch.
         partial: the last epoch was left in the middle; it is saved as it is, and will be entered again.
         last_committed_epoch: the newest epoch that is on storage; None if there is none, or no manager.
+        unsaved: why the last epoch is not on storage; empty if it is, and without a manager.
         failed_saves: (epoch, reason) of the saves of this run that failed.
         preempted: it stopped because it was preempted, or was while it ended.
         finished: a stop condition ended it: started again it does not go on, as long as the condition holds.
@@ -42,6 +43,7 @@ class RunResult:
     epoch: int
     partial: bool
     last_committed_epoch: int | None
+    unsaved: str
     failed_saves: tuple[tuple[int, str], ...]
     preempted: bool
     finished: bool
@@ -54,9 +56,15 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """For `sys.exit`: 0; 75 (EX_TEMPFAIL of sysexits.h) if it was preempted: start it again; 76 if fenced off."""
+        """For `sys.exit`: the first of these that is true.
+
+        76 if it was fenced off: do not start it again. 74 (EX_IOERR of sysexits.h) if the last epoch is not on storage.
+        75 (EX_TEMPFAIL) if it was preempted: start it again. 0.
+        """
         if self.fenced_off:
             return FENCED_OFF_EXIT_CODE
+        if self.unsaved:
+            return UNSAVED_EXIT_CODE
         return PREEMPTED_EXIT_CODE if self.preempted else 0
 
     def __str__(self) -> str:

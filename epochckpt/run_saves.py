@@ -10,7 +10,7 @@ from absl import logging
 
 from epochckpt import result
 from epochckpt.boundary import Exchange
-from epochckpt.errors import CoordinationTimeoutError, SaveError, say
+from epochckpt.errors import CoordinationTimeoutError, say
 from epochckpt.keeping import Keeper, Names
 from epochckpt.reporting import Handler
 from epochckpt.status import SaveOutcome
@@ -134,43 +134,40 @@ class Saves:
         """How this process learned that a newer run has taken over; empty as long as it has not."""
         return "" if self._keeper is None else self._keeper.fenced_off()
 
-    def drain(self, epoch: int, must: bool) -> str:
+    def drain(self, epoch: int) -> tuple[str, str]:
         """Waits for saves in flight; the last epoch, if it was not saved, is tried once more.
 
         Args:
             epoch: the last epoch of the run.
-            must: it has to be saved.
 
         Returns:
-            How a process learned that a newer run has taken over; empty if none has.
-
-        Raises:
-            SaveError: it was not saved, and has to be.
+            Why it is not on storage; empty if it is, or if there is no manager. And how a process learned that a newer
+            run has taken over; empty if none has.
         """
         keeper = self._keeper
         if keeper is None:
-            return ""
+            return "", ""
 
         def look(found: list[str]) -> dict[str, Any]:
             outcomes, fenced_off = self.ended(), next(filter(None, found), "")
             saved = self.is_saved(epoch) or any(one["committed"] and one["epoch"] == epoch for one in outcomes)
+            saved = saved or keeper.discarded(epoch)
             again = self._retry is not None and not saved and not fenced_off  # only then the handler is asked once more
-            return {"outcomes": outcomes, "accessible": again and self.accessible(epoch), "fenced_off": fenced_off}
+            again = again and self.accessible(epoch)
+            return {"outcomes": outcomes, "saved": saved, "again": again, "fenced_off": fenced_off}
 
         for _ in range(2):
             keeper.drain()
             answer = self._exchange.meet("last save", self.fenced_off(), look)
             self.enter(answer["outcomes"])
-            if answer["fenced_off"] and not self.is_saved(epoch):
-                return answer["fenced_off"]
-            if self._retry is None or self.is_saved(epoch) or not answer["accessible"]:
+            if answer["saved"]:
+                return "", ""
+            if answer["fenced_off"]:
+                return answer["fenced_off"], answer["fenced_off"]
+            if self._retry is None or not answer["again"]:
                 break
             retry, self._retry = self._retry, None
             retry()
-        if self.is_saved(epoch):
-            return ""
         reason = dict(self.ledger.failed).get(epoch, "it was not asked for")
-        if must:
-            raise SaveError(epoch, f"it is the last of the run: {reason}")
         logging.error("the last epoch, %d, was not saved: %s", epoch, reason)
-        return ""
+        return reason, ""

@@ -11,7 +11,7 @@ from absl import logging
 
 from epochckpt import keepers, metadata
 from epochckpt.boundary import Exchange
-from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.first_epoch import ERROR, IGNORE, WARN
 from epochckpt.job import Job
 from epochckpt.keeping import Keeper
@@ -48,8 +48,8 @@ class JobRunner:
     3. `epoch_group`; every stop condition is evaluated; the epoch is saved; over if any was true.
     4. The last save is waited for; then the upload, `download_group`, `exit_group`.
 
-    A save that fails never stops training; it shows in `result`. SIGTERM, or JAX's preemption notice, ends the run
-    after the epoch that it came in (see `deadline_secs`), with that epoch committed.
+    A save that fails does not stop training, unless many fail in a row; it shows in `result`. SIGTERM, or JAX's
+    preemption notice, ends the run after the epoch that it came in (see `deadline_secs`), with that epoch committed.
 
     Args:
         job: what to run.
@@ -68,7 +68,8 @@ class JobRunner:
         unsaved_blobs: what to do about blobs that are not checkpointed and stay from epoch to epoch, once, after the
             first epoch: `warn`, `error` (raise InvalidArgumentError) or `ignore`. Those that `include` and `exclude`
             leave out are not meant.
-        raise_if_not_saved: raise SaveError if the last epoch could not be saved, instead of only saying so.
+        raise_if_not_saved: raise SaveError if the last epoch could not be saved, when everything else is done; `result`
+            is there then, too. False: only say so.
         exchange_timeout_secs: how long the nodes wait for each other between epochs.
         progress: show a progress bar; None: where output is a terminal or a notebook.
     """
@@ -85,8 +86,8 @@ class JobRunner:
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         deadline_secs: float | None = None,
-        max_consecutive_save_failures: int | None = None,
-        raise_if_not_saved: bool = False,
+        max_consecutive_save_failures: int | None = 5,
+        raise_if_not_saved: bool = True,
         unsaved_blobs: str = WARN,
         exchange_timeout_secs: float = 600.0,
         progress: bool | None = None,
@@ -135,10 +136,9 @@ class JobRunner:
             exclude=exclude,
             deadline_secs=deadline_secs,
             max_consecutive_save_failures=limit,
-            raise_if_not_saved=raise_if_not_saved,
             unsaved_blobs=unsaved_blobs,
         )
-        self._timeout, self._progress = exchange_timeout_secs, progress
+        self._timeout, self._progress, self._must_save = exchange_timeout_secs, progress, raise_if_not_saved
         self._result: RunResult | None = None
         self._run: Run | None = None
 
@@ -199,6 +199,8 @@ class JobRunner:
                     workspace.ask_when_to_stop(None)
         self._result = result
         logging.info("%s", result)
+        if result.unsaved and self._must_save and not result.fenced_off:
+            raise SaveError(result.epoch, f"it is the last of the run: {result.unsaved}")
         return result.epoch
 
     def load_blobs_from_checkpoints(self, blob_names: Sequence[str], epoch: int, session: Session) -> bool:

@@ -44,7 +44,6 @@ class Settings:
     exclude: Sequence[str] | None
     deadline_secs: float | None
     max_consecutive_save_failures: int | None
-    raise_if_not_saved: bool
     unsaved_blobs: str
 
 
@@ -95,7 +94,7 @@ class Run:
         self._names: Names = {}
         self._agreed = False
         self._began, self._before = time.monotonic(), 0.0
-        self._epoch, self._partial, self._reason = 0, False, ""
+        self._epoch, self._partial, self._reason, self._unsaved = 0, False, "", ""
         self._finished = self._preempted = self._fenced_off = False
         self._resumed_from: int | None = None
         self._at: int | None = 0
@@ -143,7 +142,7 @@ class Run:
             self._train_epoch(self._epoch if self._partial else self._epoch + 1)
         self._at = None
         if not self._fenced_off:
-            fenced_off = self._saves.drain(self._epoch, self._settings.raise_if_not_saved)
+            self._unsaved, fenced_off = self._saves.drain(self._epoch)
             if fenced_off:
                 self._end_fenced_off(self._epoch, fenced_off)
         if not self._preempted and not self._fenced_off:
@@ -435,7 +434,7 @@ class Run:
 
     def _end_fenced_off(self, epoch: int, why: str) -> None:
         """A newer run saves to the directory: whatever this one would train could not be saved."""
-        self._epoch, self._fenced_off, self._reason = epoch, True, f"{FENCED_OFF}: {why}"
+        self._epoch, self._fenced_off, self._reason, self._unsaved = epoch, True, f"{FENCED_OFF}: {why}", why
         logging.error("the run ends after epoch %d: %s", epoch, why)
 
     def _result(self) -> RunResult:
@@ -445,6 +444,7 @@ class Run:
             epoch=self._epoch,
             partial=self._partial,
             last_committed_epoch=ledger.last_committed,
+            unsaved=self._unsaved,
             failed_saves=tuple(ledger.failed),
             preempted=self._preempted,
             finished=self._finished,

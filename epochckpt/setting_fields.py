@@ -204,13 +204,13 @@ class Fields:
         "or saved as it is if it is resumable. None: until its end.",
     )
     max_consecutive_save_failures: int | None = _is(
-        None,
+        5,
         kinds.maybe(kinds.integer()),
         f"{RUNNER}.max_consecutive_save_failures",
         "End the run when more saves than this in a row have failed. None: never.",
     )
     raise_if_not_saved: bool = _is(
-        False, kinds.BOOLEAN, f"{RUNNER}.raise_if_not_saved", "End with an error if the last epoch could not be saved."
+        True, kinds.BOOLEAN, f"{RUNNER}.raise_if_not_saved", "End with an error if the last epoch could not be saved."
     )
     exchange_timeout_secs: float = _is(
         600.0,

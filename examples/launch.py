@@ -4,7 +4,8 @@
         app.run(lambda _: launch.main(train))
 
 `main` starts the program again, once per process, with flags that say which one it is; there it calls `train`, whose
-exit status is the process's: 0, or 75 if it was preempted: start it again. On a cluster its scheduler does all this.
+exit status is the process's: 0; 75 if it was preempted: start it again; 74 if its last epoch is not saved. On a
+cluster its scheduler does all this.
 """
 
 import contextlib

@@ -178,8 +178,9 @@ def test_a_missing_directory_means_failing_saves_and_a_job_that_trains_to_its_en
     """It is never created, and the result says what happened."""
     totals: dict[str, list[int]] = {}
     manager = ec.caffe2.MultiNodeCheckpointManager(str(tmp_path / "missing"), "epochckpt")
-    runner = ec.JobRunner(job_runs.node_job(3, totals), manager)
+    runner = ec.JobRunner(job_runs.node_job(3, totals), manager, raise_if_not_saved=False)
     assert runner.train(ec.LocalSession()) == 3
+    assert runner.result.exit_code == ec.UNSAVED_EXIT_CODE
     assert totals["trainer_1"] == expected(1, 3)
     assert {epoch for epoch, _ in runner.result.failed_saves} == {0, 1, 2, 3}
     assert runner.result.last_committed_epoch is None

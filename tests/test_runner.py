@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -622,8 +624,9 @@ def broken(tmp_path: pathlib.Path) -> Any:
 def test_a_save_that_fails_at_every_epoch_still_trains_to_the_end(tmp_path: pathlib.Path) -> None:
     """It is visible, and the end is not silent."""
     log = Log()
-    last, session, runner = run(counting_job(log, 4), broken(tmp_path))
+    last, session, runner = run(counting_job(log, 4), broken(tmp_path), raise_if_not_saved=False)
     result = runner.result
+    assert (result.exit_code, result.unsaved) == (ec.UNSAVED_EXIT_CODE, dict(result.failed_saves)[4])
     assert (last, session.workspace()["sum"], log.events[-1]) == (4, 10, "exit")
     assert result.last_committed_epoch is None
     assert {epoch for epoch, _ in result.failed_saves} == {0, 1, 2, 3, 4}
@@ -636,8 +639,62 @@ def test_failures_can_be_bounded_and_a_lost_last_epoch_can_raise(tmp_path: pathl
     with pytest.raises(errors.SaveError, match="max_consecutive_save_failures=2"):
         run(counting_job(log, 50), broken(tmp_path / "a"), max_consecutive_save_failures=2)
     assert len(log.events) < 20
-    with pytest.raises(errors.SaveError, match="epoch 3 was not committed: it is the last of the run"):
-        run(counting_job(Log(), 3), broken(tmp_path / "b"), raise_if_not_saved=True)
+    with pytest.raises(errors.SaveError, match=r"epoch 3 was not committed: it is the last of the run"):
+        run(counting_job(Log(), 3), broken(tmp_path / "b"))
+
+
+class Away(ec.metadata.JsonMetadataHandler):
+    """Says that storage cannot be reached."""
+
+    def cp_accessible(self, epoch: int | None = None) -> bool:
+        return False
+
+
+def test_a_last_epoch_that_is_not_on_storage_is_an_error_and_an_exit_code(managers: Managers) -> None:
+    """By default `train` raises, when download and exit have run; the result is there, and its exit code is 74."""
+    log, session = Log(), ec.LocalSession()
+    runner = ec.JobRunner(counting_job(log, 3), managers(), metadata_handler=Away())
+    with pytest.raises(
+        errors.SaveError, match=r"epoch 3 was not committed: it is the last of the run: .*storage is away"
+    ):
+        runner.train(session)
+    assert log.events[-2:] == ["download", "exit"]
+    assert runner.result.exit_code == ec.UNSAVED_EXIT_CODE == 74
+    assert "storage is away" in runner.result.unsaved
+    log = Log()
+    with pytest.raises(errors.SaveError, match=r"6 saves in a row have failed, .*max_consecutive_save_failures=5"):
+        ec.JobRunner(counting_job(log, 50), managers(), metadata_handler=Away()).train(ec.LocalSession())
+    assert log.events[-1] == "epoch 5"
+
+
+@pytest.mark.parametrize(("saves", "code"), [("all", 75), ("none", 74), ("no manager", 75)])
+def test_preempted_says_start_again_only_if_the_epoch_is_on_storage(
+    tmp_path: pathlib.Path, saves: str, code: int
+) -> None:
+    """A scheduler that starts it again would lose work that is nowhere: 74 comes first."""
+    job = counting_job(Log(), 5)
+    job.epoch(lambda ws: os.kill(os.getpid(), signal.SIGTERM) if ws.epoch == 2 else None)
+    manager = None if saves == "no manager" else ec.CheckpointManager(tmp_path)
+    handler = Away() if saves == "none" else None
+    _, _, runner = run(job, manager, metadata_handler=handler, raise_if_not_saved=False)
+    assert (runner.result.preempted, runner.result.epoch, runner.result.exit_code) == (True, 2, code)
+    if manager is not None:
+        manager.close()
+
+
+def test_without_a_manager_the_exit_code_is_0() -> None:
+    """Nothing was to be saved."""
+    _, _, runner = run(counting_job(Log(), 1))
+    assert (runner.result.exit_code, runner.result.unsaved) == (0, "")
+
+
+def test_a_last_epoch_that_stock_orbax_deletes_as_worse_is_no_failure(tmp_path: pathlib.Path) -> None:
+    """Its options say so; the epoch was saved."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, best_fn=lambda metrics: metrics["loss"], best_mode="max")
+    with ocp.CheckpointManager(tmp_path / "c", options=options) as manager:
+        _, _, runner = run(counting_job(Log(), 3), manager)  # the loss falls: epoch 1 is the best
+        assert 3 not in manager.all_steps()
+    assert (runner.result.exit_code, runner.result.last_committed_epoch) == (0, 1)
 
 
 def test_a_full_disk_does_not_stop_training_and_is_named(disk: pathlib.Path) -> None:
@@ -809,7 +866,7 @@ def test_a_blob_that_disappears_fails_the_save_and_not_the_training(managers: Ma
     """It is named in the result."""
     job = counting_job(Log(), 2)
     job.epoch_group.tasks()[0].fn = lambda ws: ws.pop("array", None) is None or None
-    _, _, runner = run(job, managers())
+    _, _, runner = run(job, managers(), raise_if_not_saved=False)
     failed = [(epoch, "blob 'array'" in reason) for epoch, reason in runner.result.failed_saves]
     assert failed == [(1, True), (2, True)]
     assert runner.result.last_committed_epoch == 0
@@ -887,5 +944,6 @@ def test_the_upload_comes_before_the_download(tmp_path: pathlib.Path) -> None:
         run(counting_job(log, 1), manager, upload_task_group_builder=Upload())
     assert log.events[3:] == ["build 1 of [0, 1]", "upload", "download", "exit"]
     log.events.clear()
-    run(counting_job(log, 1), broken(tmp_path / "b"), upload_task_group_builder=Upload())
+    with pytest.raises(errors.SaveError):
+        run(counting_job(log, 1), broken(tmp_path / "b"), upload_task_group_builder=Upload())
     assert log.events[3:] == ["download", "exit"]

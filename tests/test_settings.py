@@ -62,7 +62,7 @@ SAMPLES: dict[str, Any] = {
     "unsaved_blobs": "error",
     "preemption_deadline_secs": 0.0,
     "max_consecutive_save_failures": 0,
-    "raise_if_not_saved": True,
+    "raise_if_not_saved": False,
     "exchange_timeout_secs": 11.0,
     "progress": False,
     "follow_interval_secs": 0.25,
