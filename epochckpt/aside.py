@@ -66,13 +66,15 @@ def parse_rollback(data: bytes) -> Rollback:
 
 @dataclasses.dataclass(frozen=True)
 class Damaged:
-    """An epoch that could not be read.
+    """An epoch whose bytes are not those that were written. Another attempt at its number is another epoch.
 
     Attributes:
         attempt: its attempt id, or None where not even its record can be used.
+        reason: what was found.
     """
 
     attempt: str | None
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

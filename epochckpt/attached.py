@@ -24,6 +24,7 @@ from epochckpt.errors import (
     EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
+    StorageError,
     UnsupportedError,
     unreadable,
 )
@@ -177,13 +178,16 @@ def by_folder(commits: Commits) -> dict[str, list[str]]:
 
 
 def read(commits: Commits, paths: Iterable[str], epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
-    """The metrics of some files, by source; what is about another attempt, or cannot be used, is left out.
+    """The metrics of some files, by source; what is about another attempt, damaged or not permitted, is left out.
 
     Args:
         commits: the directory.
         paths: the files.
         epoch: the epoch that they lie beside.
         attempt: its attempt.
+
+    Raises:
+        StorageError: storage does not give one of them.
     """
     out: dict[str, Mapping[str, Any]] = {}
     for path in sorted(paths):
@@ -195,7 +199,9 @@ def read(commits: Commits, paths: Iterable[str], epoch: int, attempt: str) -> di
         except FileNotFoundError:
             continue
         except (EpochCheckpointError, ValueError, OSError) as error:
-            shown = unreadable(path, error) if type(error) is OSError else error
+            shown = unreadable(path, error) if isinstance(error, OSError) else error
+            if isinstance(shown, StorageError):
+                raise shown from error
             logging.warning("%s: attached metrics are left out: %s", commits.store.root, shown)
             continue
         if (file.epoch, file.attempt, file.source) == (epoch, attempt, source):

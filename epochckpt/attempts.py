@@ -446,7 +446,11 @@ class Attempts:
                 self._on_commit(Committed.from_wire(attempt.epoch, verdict))
 
     def _is_there(self, attempt: Attempt) -> bool:
-        return self._commits.read_attempt(attempt.epoch) == self._id(attempt)
+        """Whether storage says that an attempt is committed."""
+        try:
+            return self._commits.read_attempt(attempt.epoch) == self._id(attempt)
+        except OSError:  # it says nothing
+            return False
 
     def _named(self, processes: Sequence[int]) -> str:
         """The nodes of some processes."""

@@ -20,13 +20,13 @@ from __future__ import annotations
 import abc
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import logging
 
 from epochckpt import layout, orbax_steps, parsing, records
-from epochckpt.aside import Damaged, Replaces, Rollback, parse_rollback
+from epochckpt.aside import Replaces, Rollback, parse_rollback
 from epochckpt.errors import (
     AccessError,
     DamagedError,
@@ -258,13 +258,24 @@ class Commits(abc.ABC):
 
     def hidden(self) -> frozenset[int]:
         """The epochs that a rollback is setting aside just now."""
+        rollback = self.rollback()
+        return frozenset() if rollback is None else frozenset(rollback.epochs)
+
+    def rollback(self) -> Rollback | None:
+        """The rollback that is under way, or was interrupted; None without one.
+
+        Raises:
+            DamagedError, FormatError: its record cannot be used.
+        """
         try:
             data = self.store.read(layout.ROLLBACK_RECORD, limit_bytes=2**24)
         except (FileNotFoundError, NotADirectoryError):
-            return frozenset()
+            return None
         except OSError as error:
             raise unreadable(layout.ROLLBACK_RECORD, error) from error
-        return frozenset(parse_rollback(data).epochs)
+        except ValueError as error:
+            raise FormatError(layout.ROLLBACK_RECORD, str(error)) from None
+        return parse_rollback(data)
 
     @abc.abstractmethod
     def _is_foreign(self, folder: str) -> bool:
@@ -412,10 +423,14 @@ class Commits(abc.ABC):
         return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def read_attempt(self, epoch: int) -> str | None:
-        """Attempt id of the committed epoch on storage, or None."""
+        """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
+
+        Raises:
+            AccessError, StorageError: nobody knows: storage does not say.
+        """
         try:
             return self.read_head(epoch).attempt
-        except (EpochCheckpointError, OSError):
+        except (DamagedError, FormatError, EpochNotFoundError):
             return None
 
     def is_there(self, epoch: int, attempt: str, error: Exception) -> bool:
@@ -430,10 +445,6 @@ class Commits(abc.ABC):
             return False
         except (EpochCheckpointError, OSError) as problem:
             raise UncertainError(epoch, f"{say(error)}; and what is there now cannot be read ({problem})") from error
-
-    def damaged(self, epochs: Iterable[int]) -> dict[int, Damaged]:
-        """Remembers which attempts at these epochs cannot be used."""
-        return {epoch: Damaged(self.read_attempt(epoch)) for epoch in epochs}
 
     def require(self, epoch: int) -> list[int]:
         """The committed epochs; raises EpochNotFoundError, which lists them, unless this one is among them."""
@@ -460,11 +471,9 @@ class Commits(abc.ABC):
         Raises:
             UnfinishedError: something is in the way. It holds nevertheless: nobody sees its epochs.
         """
-        try:
-            data = self.store.read(layout.ROLLBACK_RECORD, limit_bytes=2**24)
-        except (FileNotFoundError, NotADirectoryError):
+        rollback = self.rollback()
+        if rollback is None:
             return
-        rollback = parse_rollback(data)
         what = "deletion of epochs" if rollback.to is None else f"rollback to epoch {rollback.to}"
         logging.warning("%s: finishing the %s that was begun before", self.store.root, what)
         self._finish(rollback)

@@ -19,6 +19,7 @@ from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     EpochExistsError,
+    EpochNotFoundError,
     FencedError,
     FormatError,
     SaveError,
@@ -66,9 +67,11 @@ class RenameCommits(Commits):
             return True
         try:
             record = self.read_record(epoch)
-        except EpochCheckpointError:  # gone, for example: as every other epoch
+            sure = not isinstance(record, orbax_steps.OrbaxRecord) or record.sure
+        except EpochNotFoundError:  # as every other epoch
             return True
-        sure = not isinstance(record, orbax_steps.OrbaxRecord) or record.sure
+        except EpochCheckpointError:
+            sure = False
         if not sure and epoch not in self._kept:
             self._kept.add(epoch)
             logging.warning(

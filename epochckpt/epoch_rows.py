@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from absl import logging
+
 from epochckpt import attached, keeping, layout, orbax_marks, orbax_steps, remains, surveying
 from epochckpt.commit import Commits
-from epochckpt.errors import EpochCheckpointError, say
+from epochckpt.errors import EpochCheckpointError, StorageError, say
 from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.records import EpochRecord
 from epochckpt.rows import COMMITTED, DAMAGED, EpochRow, NodeRow, RemainRow
@@ -18,7 +20,9 @@ _TRIES = 5  # to look at an epoch that others keep replacing
 _ALONE_NOTES, _ALONE_BLOBS = "notes", "blobs"  # where the managers of `ec.caffe2` keep the runner's notes, and items
 
 
-def read(commits: Commits, folder: str, epoch: int, *, brief: bool = False) -> EpochRow | RemainRow | None:
+def read(
+    commits: Commits, folder: str, epoch: int, *, brief: bool = False, sure: bool = False
+) -> EpochRow | RemainRow | None:
     """What a folder is that is named like an epoch.
 
     Args:
@@ -26,9 +30,13 @@ def read(commits: Commits, folder: str, epoch: int, *, brief: bool = False) -> E
         folder: the folder.
         epoch: the number that its name stands for.
         brief: without its nodes, and of stock Orbax's steps without their size; for many that are not shown.
+        sure: somebody acts on it: that storage does not answer is raised, and not shown as damage.
 
     Returns:
         Its row, damaged if its record cannot be used; a RemainRow if it is no epoch; None if it is gone.
+
+    Raises:
+        StorageError: only if `sure`.
     """
     try:
         record = commits.read_in(folder, epoch)
@@ -40,6 +48,8 @@ def read(commits: Commits, folder: str, epoch: int, *, brief: bool = False) -> E
             _of_orbax(commits, folder, epoch, brief) or _of_nodes(commits, folder, epoch) or _of_none(commits, folder)
         )
     except (EpochCheckpointError, OSError) as error:
+        if sure and isinstance(error, StorageError):
+            raise
         if not _is_there(commits, folder):
             return None
         return EpochRow(epoch, DAMAGED, detail=say(error), folder=folder)
@@ -78,8 +88,12 @@ def with_metrics(commits: Commits, row: EpochRow) -> EpochRow:
     """The row of one epoch with the metrics that were attached to it."""
     if row.state != COMMITTED or not row.attempt:
         return row
-    paths = commits.store.find(layout.METRICS_PREFIX, row.folder)
-    return with_attached(row, attached.read(commits, paths, row.epoch, row.attempt)) if paths else row
+    try:
+        paths = commits.store.find(layout.METRICS_PREFIX, row.folder)
+        return with_attached(row, attached.read(commits, paths, row.epoch, row.attempt)) if paths else row
+    except StorageError as error:
+        logging.warning("attached metrics are left out: %s", error)
+        return row
 
 
 def split_notes(custom: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
@@ -17,7 +17,7 @@ from epochckpt.checks import check_args
 from epochckpt.claiming import Claim
 from epochckpt.commit import Commits
 from epochckpt.coordination import Coordinator
-from epochckpt.errors import FencedError, InvalidArgumentError, UnfinishedError
+from epochckpt.errors import FencedError, InvalidArgumentError, UnfinishedError, say
 from epochckpt.handlers import Handlers
 from epochckpt.options import StorageOptions
 from epochckpt.reading import Browsable, epoch_number
@@ -71,13 +71,17 @@ class Epochs(Browsable):
 
         Raises:
             CoordinationTimeoutError: the primary's answer did not come in time.
+            StorageError: storage does not answer; this manager knows what it knew before.
         """
         self._attempts.drain()
-        wire = self._agree("reload", lambda: opening.survey(self._commits, self._options).to_wire())
-        found = opening.Survey.from_wire(wire)
-        self._damaged |= self._commits.damaged(found.damaged)
-        self._foreign = found.foreign
-        self._history.reset([e for e in found.epochs if e not in self._damaged], found.attached)
+        self._look()
+
+    def _look(self) -> None:
+        """Takes storage's word, as the primary hears it, for what is committed and what is damaged."""
+        seen = self._agree("reload", lambda: opening.survey(self._commits, self._options, self._damaged).to_wire())
+        survey = opening.Survey.from_wire(seen)
+        self._damaged, self._foreign = survey.damaged, survey.foreign
+        self._history.reset(survey.epochs, survey.attached)
 
     def status(self, epoch: int) -> status.EpochStatus:
         """What is known of an epoch: committed, saving (and what it waits for), failed or uncertain (and why), ….
@@ -118,7 +122,8 @@ class Epochs(Browsable):
         Raises:
             EpochNotFoundError: there is no such epoch; says which there are.
             MismatchError: the target does not fit; lists every leaf.
-            DamagedError: bytes differ from what was written.
+            DamagedError: bytes differ from what was written; without a number: those of every epoch.
+            StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
         """
         args = legacy.restore_args(self._handlers, items, restore_kwargs, args)
         multi = check_args(args, self._multi, restoring=True)
@@ -132,7 +137,13 @@ class Epochs(Browsable):
             _, value = self.restore_newest(lambda epoch: reading.restore(epoch, args))
         else:
             self._attempts.drain()
-            value = self._choose(candidates, lambda epoch: reading.restore(epoch, args), reading.commits.store).value
+            commits = reading.commits
+            value = self._choose(
+                candidates,
+                lambda epoch: reading.restore(epoch, args),
+                lambda rejected: (self._agree("look", commits.list_epochs), {}),
+                commits.store,
+            ).value
         self._multi = multi
         return value
 
@@ -147,8 +158,9 @@ class Epochs(Browsable):
         them cannot read it.
 
         Args:
-            restore: is given an epoch's number, and raises DamagedError, FormatError or EpochNotFoundError if the epoch
-                cannot be used, as this manager's members do; another error ends the search on every process.
+            restore: is given an epoch's number, and raises DamagedError or FormatError if the epoch is damaged,
+                EpochNotFoundError if it is not there any more, as this manager's members do; another error ends the
+                search on every process.
             among: the epochs that may be taken, ascending; None: all.
 
         Returns:
@@ -157,18 +169,44 @@ class Epochs(Browsable):
         Raises:
             EpochNotFoundError: there is no epoch at all.
             DamagedError: there are, but none of them can be read.
+            StorageError: storage does not answer; no older epoch is taken instead.
         """
         self._attempts.drain()
-        choice = self._choose(self.all_steps() if among is None else among, restore, self._store)
-        self._damaged |= self._commits.damaged(choice.rejected)
-        self._history.drop(choice.rejected)
+        attempts: dict[int, str | None] = {}
+
+        def attempt(epoch: int) -> T:
+            if self._coordinator.primary:  # what the verdict will be about: another attempt is another epoch
+                attempts[epoch] = self._commits.read_attempt(epoch)
+            return restore(epoch)
+
+        def reject(rejected: Mapping[int, Exception]) -> None:
+            self._damaged |= {e: Damaged(attempts.get(e), say(error)) for e, error in rejected.items()}
+            self._history.drop(rejected)
+
+        def allowed(epoch: int) -> bool:
+            return among is None or epoch in among
+
+        def look_again(rejected: Mapping[int, Exception]) -> choosing.Look:
+            reject(rejected)
+            self._look()
+            damaged = {epoch: found.reason for epoch, found in self._damaged.items() if allowed(epoch)}
+            return [epoch for epoch in self.all_steps() if allowed(epoch)], damaged
+
+        choice = self._choose(self.all_steps() if among is None else among, attempt, look_again, self._store)
+        reject(choice.rejected)
         return choice.epoch, choice.value
 
-    def _choose(self, candidates: Sequence[int], restore: Callable[[int], T], store: Store) -> choosing.Choice[T]:
+    def _choose(
+        self,
+        candidates: Sequence[int],
+        restore: Callable[[int], T],
+        look_again: Callable[[Mapping[int, Exception]], choosing.Look],
+        store: Store,
+    ) -> choosing.Choice[T]:
         self._calls += 1
         key = f"{self._prefix}/restore/{self._calls}"
         wait = self._storage.restore_timeout_secs
-        return choosing.newest_readable(candidates, restore, self._coordinator, key, wait, store.root)
+        return choosing.newest_readable(candidates, restore, look_again, self._coordinator, key, wait, store.root)
 
     def delete(self, step: int) -> None:
         """Deletes an epoch, also the newest. In a job of several processes all must call it.

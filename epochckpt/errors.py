@@ -11,6 +11,7 @@ EpochCheckpointError
 ├── EpochExistsError (StepAlreadyExistsError, a ValueError)
 ├── NotACheckpointDirectoryError (NotADirectoryError)
 ├── AccessError (PermissionError)            the directory may not be read or written
+├── StorageError (OSError)                   storage did not answer: this says nothing about the data
 ├── FormatError (ValueError)                 a record is not what the format allows
 │   └── FormatVersionError                   written by a newer epochckpt
 ├── DamagedError (ValueError)                bytes differ from what was written; names file and leaf
@@ -113,6 +114,27 @@ class NotACheckpointDirectoryError(EpochCheckpointError, NotADirectoryError):
 
 class AccessError(EpochCheckpointError, PermissionError):
     """The directory may not be read or written by this user."""
+
+
+class StorageError(EpochCheckpointError, OSError):
+    """Storage did not answer, also when it was asked again. This says nothing about the data, and decides nothing.
+
+    Attributes:
+        path: the file or folder.
+        problem: what happened.
+        errno: what the operating system said.
+    """
+
+    errno: int | None = None  # not that of OSError, which is lost by pickling
+    __str__ = Exception.__str__  # that of OSError says something else once there is a file name
+
+    def __init__(self, path: str, error: OSError):
+        problem = f"storage did not answer: {error}"
+        super().__init__(
+            f"{path}: {problem}. That says nothing about the data, so nothing was decided and nothing changed: start "
+            "again when it answers. If it never will (a broken disk), move away what lies there"
+        )
+        self.path, self.problem, self.errno = path, problem, error.errno
 
 
 class FormatError(EpochCheckpointError, ValueError):
@@ -310,16 +332,27 @@ class ErrorGroup(SaveError):
         self.epoch, self.reason = errors[-1].epoch, "; ".join(e.reason for e in errors)
 
 
-_DAMAGE = frozenset({errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EIO})
+_DAMAGE = frozenset({errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENAMETOOLONG})
+_TOLD = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}) | _DAMAGE
+
+
+def is_passing(error: OSError) -> bool:
+    """Whether a failed read says nothing about what is stored: a time-out, a bad sector, too many open files.
+
+    What tells something: there is no such file, it is none that can be read, or not by this user.
+    """
+    return error.errno is not None and error.errno not in _TOLD and not isinstance(error, EpochCheckpointError)
 
 
 def unreadable(path: str, error: OSError) -> Exception:
-    """What it means that a file of an epoch cannot be read: missing, damaged, not permitted; else the error itself."""
+    """What it means that a file of an epoch cannot be read: missing, damaged, not permitted, or no answer."""
+    if isinstance(error, EpochCheckpointError):
+        return error
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return DamagedError(path, "is missing")
     if isinstance(error, PermissionError):
         return AccessError(f"{path}: {error}")
-    return DamagedError(path, f"cannot be read: {error}") if error.errno in _DAMAGE else error
+    return DamagedError(path, f"cannot be read: {error}") if error.errno in _DAMAGE else StorageError(path, error)
 
 
 def say(error: BaseException) -> str:

@@ -40,6 +40,7 @@ def follow(
 
     Raises:
         InvalidArgumentError: interval_secs is not positive.
+        StorageError: storage does not answer, also when asked again; call it anew, with the last epoch as `after`.
     """
     if not interval_secs > 0:
         raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
@@ -67,7 +68,7 @@ class _Followed:
     def __init__(self, commits: Commits, after: int):
         self._commits = commits
         self._after = after
-        self._attempts: dict[int, str | None] = {}  # by epoch, ascending; None: its record could not be read
+        self._attempts: dict[int, str | None] = {}  # by epoch, ascending; None: its record is damaged
 
     def new(self) -> Iterator[int]:
         """The epochs that are there now and were not yielded yet, ascending."""
@@ -76,7 +77,10 @@ class _Followed:
         last = next(reversed(self._attempts), self._after)
         for epoch in there:
             if epoch > last:
-                self._attempts[epoch] = self._commits.read_attempt(epoch)
+                attempt = self._commits.read_attempt(epoch)
+                if attempt is None and epoch not in self._commits.list_epochs():
+                    continue  # deleted just now
+                self._attempts[epoch] = attempt
                 yield epoch
 
     def _forget(self, there: frozenset[int]) -> None:

@@ -363,6 +363,12 @@ def _url(spec: Mapping[str, Any]) -> str:
     return f"{spec['driver']}://{f'{place}/' if place else ''}{spec['path']}"
 
 
+def told_errno(error: BaseException) -> int | None:
+    """What the operating system said, in an error of TensorStore's; None where it does not tell."""
+    code = _ERRNO.search(str(error))
+    return int(code[1]) if code else None
+
+
 @contextmanager
 def _translated(name: str) -> Generator[None]:
     """TensorStore's errors, which are ValueErrors that begin with a status, as what they mean here."""
@@ -372,6 +378,4 @@ def _translated(name: str) -> Generator[None]:
         status, _, text = str(error).partition(":")
         if status == "OUT_OF_RANGE":
             raise EOFError(f"{name}: {text.strip()}") from error
-        code = _ERRNO.search(text)
-        number = int(code[1]) if code else _STATUS.get(status, errno.EIO)
-        raise OSError(number, str(error), name) from error
+        raise OSError(told_errno(error) or _STATUS.get(status, errno.EIO), str(error), name) from error

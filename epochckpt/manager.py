@@ -111,7 +111,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         coordinator = coordination.connect(self._options.read_only, asked.primary_host, asked.active_processes)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
-        self._prefix, self._damaged = opened.prefix, opened.commits.damaged(opened.damaged)
+        self._prefix, self._damaged = opened.prefix, opened.damaged
         self._pool = worker.Pool(self._storage.io_threads)
         self._history = History(self._commits.read_head)
         self._history.reset(opened.history, opened.attached)

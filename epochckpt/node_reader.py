@@ -230,14 +230,23 @@ class EpochReader:
             raise unreadable(path, error) from error
 
     def check_present(self, detail: str) -> None:
-        """Raises EpochDeleted unless the commit record is still the one this reader began with."""
+        """Raises EpochDeleted unless the commit record is still the one this reader began with.
+
+        Raises:
+            AccessError, StorageError: nobody knows: storage does not say.
+        """
         path = layout.join(self.folder, layout.EPOCH_RECORD)
         try:
-            now = parsing.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES))
-        except FileNotFoundError:
+            now = parsing.parse_head(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES))
+        except (FileNotFoundError, NotADirectoryError):
             raise EpochDeleted(self.record.epoch, self.store.root, detail) from None
-        except (EpochCheckpointError, ValueError, OSError):
+        except (DamagedError, FormatError, ValueError):
             return
+        except OSError as error:
+            found = unreadable(path, error)
+            if isinstance(found, DamagedError):
+                return
+            raise found from error
         if now.attempt != self.record.attempt:
             raise EpochDeleted(self.record.epoch, self.store.root, "another attempt is committed there now")
 

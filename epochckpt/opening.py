@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import attached, checksum, hosting, layout, retention
+from epochckpt.aside import Damaged
 from epochckpt.commit import Commits, StepNames
 from epochckpt.commit_put import PutCommits
 from epochckpt.commit_rename import RenameCommits
@@ -28,12 +29,15 @@ from epochckpt.errors import (
     FormatVersionError,
     InvalidArgumentError,
     NotACheckpointDirectoryError,
+    say,
 )
 from epochckpt.hosting import Nodes
 from epochckpt.options import StorageOptions
+from epochckpt.posix_store import is_folder
 from epochckpt.storage import open_store
-from epochckpt.store import Store
+from epochckpt.store import Store, patiently
 
+_LOOKS = 16  # at a directory whose newest epoch is deleted again and again
 _opens: collections.Counter[str] = collections.Counter()
 """How many managers were constructed by the same processes: these do so in the same order."""
 
@@ -61,7 +65,7 @@ class Opened:
     prefix: str
     nodes: Nodes
     history: list[int]
-    damaged: list[int]
+    damaged: dict[int, Damaged]
     foreign: dict[int, str]
     attached: dict[int, Any]
     refused: AccessError | None
@@ -93,62 +97,89 @@ class Survey:
 
     Attributes:
         epochs: the committed epochs, ascending, without the damaged ones.
-        damaged: the newest ones, as far as they turn out to be damaged.
+        damaged: those that were found to be damaged before, and the newest ones, as far as a look at them tells.
         foreign: what lies under the number of an epoch and is none, in words, by number.
         attached: metrics that were attached to epochs, by epoch, if the options need them.
     """
 
     epochs: list[int]
-    damaged: list[int]
+    damaged: dict[int, Damaged]
     foreign: dict[int, str]
     attached: dict[int, Any]
 
     def to_wire(self) -> dict[str, Any]:
         """Its form as JSON."""
+        damaged = [[epoch, found.attempt, found.reason] for epoch, found in self.damaged.items()]
         attached = checksum.pack_by_number(self.attached, "metrics")
         foreign = sorted(self.foreign.items())
-        return {"epochs": self.epochs, "damaged": self.damaged, "foreign": foreign, "attached": attached}
+        return {"epochs": self.epochs, "damaged": damaged, "foreign": foreign, "attached": attached}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
         """The inverse of `to_wire`."""
+        damaged = {epoch: Damaged(attempt, reason) for epoch, attempt, reason in wire["damaged"]}
         attached = checksum.unpack_by_number(wire["attached"])
-        return cls(wire["epochs"], wire["damaged"], dict(map(tuple, wire["foreign"])), attached)
+        return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached)
 
 
-def survey(commits: Commits, options: ocp.CheckpointManagerOptions) -> Survey:
+def survey(
+    commits: Commits, options: ocp.CheckpointManagerOptions, known: Mapping[int, Damaged] | None = None
+) -> Survey:
     """Looks at a directory.
+
+    Args:
+        commits: the directory.
+        options: say whether metrics are needed.
+        known: what was found to be damaged before. It still is as long as the same attempt is there.
 
     Raises:
         FormatVersionError: the newest epoch was written by a newer epochckpt.
+        StorageError: storage does not answer; nothing is decided then.
     """
-    epochs, damaged = commits.list_epochs(), []
+    epochs = commits.list_epochs()
+    there = {epoch: found for epoch, found in (known or {}).items() if epoch in epochs}
+    damaged = {epoch: found for epoch, found in there.items() if commits.read_attempt(epoch) == found.attempt}
+    epochs, looks = [e for e in epochs if e not in damaged], 0
     while epochs:
+        epoch = epochs[-1]
         try:
-            _look_at(commits, epochs[-1])
+            found = _look_at(commits, epoch)
+        except EpochNotFoundError:  # deleted just now: others may have been deleted, too, and newer ones committed
+            looks += 1
+            epochs = epochs[:-1] if looks > _LOOKS else [e for e in commits.list_epochs() if e not in damaged]
+            continue
+        if found is None:
             break
+        where = commits.store.root
+        logging.error("%s: epoch %d is damaged and will not be used: %s", where, epoch, found.reason)
+        damaged[epoch] = found
+        epochs.pop()
+    metrics: dict[int, Any] = {}
+    if retention.reads_metrics(options):
+        metrics = attached.of_epochs(commits, epochs, commits.read_attempt)
+    foreign = {epoch: commits.obstacle(name) for epoch, name in commits.foreign().items()}
+    return Survey(epochs, damaged, foreign, metrics)
+
+
+def _look_at(commits: Commits, epoch: int) -> Damaged | None:
+    """What is wrong with an epoch, as far as its records and the sizes of its files tell.
+
+    Raises:
+        EpochNotFoundError: it is not there any more.
+        FormatVersionError, AccessError, StorageError: it cannot be told.
+    """
+    while True:  # one that is replaced meanwhile is looked at again
+        attempt = None
+        try:
+            record = commits.read_record(epoch)
+            attempt = record.attempt
+            commits.check_shallow(record)
+            return None
         except FormatVersionError:
             raise
-        except (DamagedError, FormatError, EpochNotFoundError) as error:
-            logging.error("%s: epoch %d is damaged and will not be used: %s", commits.store.root, epochs[-1], error)
-            damaged.append(epochs.pop())
-    found: dict[int, Any] = {}
-    if retention.reads_metrics(options):
-        found = attached.of_epochs(commits, epochs, commits.read_attempt)
-    foreign = {epoch: commits.obstacle(name) for epoch, name in commits.foreign().items()}
-    return Survey(epochs, damaged, foreign, found)
-
-
-def _look_at(commits: Commits, epoch: int) -> None:
-    """Raises what `read_record` and `check_shallow` raise; an epoch that is replaced meanwhile is looked at again."""
-    while True:
-        record = commits.read_record(epoch)
-        try:
-            commits.check_shallow(record)
-            return
-        except DamagedError:
-            if commits.read_attempt(epoch) in (record.attempt, None):
-                raise
+        except (DamagedError, FormatError) as error:
+            if attempt is None or commits.read_head(epoch).attempt == attempt:
+                return Damaged(attempt, say(error))
 
 
 def open_directory(
@@ -291,10 +322,13 @@ def _decide(
 def _check_directory(store: Store, create: bool) -> None:
     if not store.renames:
         return
-    with contextlib.suppress(FileNotFoundError):  # `exists` calls a directory missing that this user may not reach
-        os.lstat(store.root)
-    if os.path.lexists(store.root) and not os.path.isdir(store.root):
-        kind = "a broken link" if os.path.islink(store.root) and not os.path.exists(store.root) else "a file"
+    try:
+        found = patiently(store.root, lambda: os.lstat(store.root))
+    except FileNotFoundError:
+        if create:
+            return
+        problem = f"{store.root} does not exist, and options.create is False; check the path"
+        raise NotACheckpointDirectoryError(problem) from None
+    if not is_folder(store.root):
+        kind = "a broken link" if stat.S_ISLNK(found.st_mode) and not os.path.exists(store.root) else "a file"
         raise NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")
-    if not os.path.exists(store.root) and not create:
-        raise NotACheckpointDirectoryError(f"{store.root} does not exist, and options.create is False; check the path")

@@ -25,8 +25,18 @@ import tensorstore as ts
 
 from epochckpt import layout, msgpack_file, orbax_marks, orbax_steps
 from epochckpt import tree as tree_lib
-from epochckpt.errors import AccessError, DamagedError, EpochCheckpointError, FormatError, UnsupportedError, unreadable
+from epochckpt.errors import (
+    AccessError,
+    DamagedError,
+    EpochCheckpointError,
+    FormatError,
+    StorageError,
+    UnsupportedError,
+    is_passing,
+    unreadable,
+)
 from epochckpt.grid import Box, Leaf
+from epochckpt.kv_store import told_errno
 from epochckpt.orbax_tree import leaves_of, value_types
 from epochckpt.store import Store
 from epochckpt.tree import KeyPath
@@ -326,6 +336,9 @@ class OrbaxItem:
         except _TOLERATED as error:
             if "PERMISSION_DENIED" in str(error):
                 raise AccessError(f"{self._at}: {str(error)[:500]}") from error
+            code = error.errno if isinstance(error, OSError) else told_errno(error)
+            if code and is_passing(told := OSError(code, str(error)[:500])):
+                raise StorageError(self._at, told) from error
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
             problem = f"cannot be read: {str(error)[:500]}"

@@ -15,14 +15,15 @@ zarr `.zarray`. POSIX only. A folder that is named like an epoch and has no `epo
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from epochckpt import layout
-from epochckpt.errors import DamagedError, unreadable
-from epochckpt.store import Store
+from epochckpt.errors import DamagedError, StorageError, unreadable
+from epochckpt.store import Store, patiently
 
 STEP_RECORD = "_CHECKPOINT_METADATA"
 TREE_RECORD = "_METADATA"
@@ -50,13 +51,22 @@ def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
     """
     if os.path.islink(_full(store, folder)):
         return False
+
+    def holds_tree() -> bool:
+        inner = [n for n, kind in entries.items() if kind == "folder" and layout.TMP_SUFFIX not in n]
+        inner = [n for n in inner if not n.isdigit() and not is_epoch(n)]
+        return _has_tree(store, folder, entries) or any(_is_item(store, layout.join(folder, n)) for n in inner)
+
     try:
         entries = look(store, folder)
-        record = step_record(store, folder)
-        if record is None and not _has_tree(store, folder, entries):
-            inner = [n for n, kind in entries.items() if kind == "folder" and layout.TMP_SUFFIX not in n]
-            inner = [n for n in inner if not n.isdigit() and not is_epoch(n)]
-            if not any(_is_item(store, layout.join(folder, name)) for name in inner):
+        try:
+            record = step_record(store, folder)
+        except StorageError:  # a bad sector: it does not matter where the folder is a step without it, too
+            record = None
+            if not holds_tree():
+                raise
+        else:
+            if record is None and not holds_tree():
                 return False
         return not _is_ours(store, folder, entries, record)
     except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
@@ -106,8 +116,12 @@ def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
 
 def look(store: Store, at: str) -> dict[str, str]:
     """The entries of a folder by name: `folder`, `link` (not followed), or `file`."""
-    with os.scandir(_full(store, at)) as entries:
-        found = [(e.name, e.is_symlink(), e.is_dir(follow_symlinks=False)) for e in entries]
+
+    def read() -> list[tuple[str, bool, bool]]:
+        with os.scandir(_full(store, at)) as entries:
+            return [(e.name, e.is_symlink(), e.is_dir(follow_symlinks=False)) for e in entries]
+
+    found = patiently(_full(store, at), read)
     return {name: "link" if link else "folder" if folder else "file" for name, link, folder in sorted(found)}
 
 
@@ -172,19 +186,22 @@ def _links_to_node(store: Store, at: str, entries: Mapping[str, str]) -> bool:
     """Whether a link of the view is there: `metadata -> node.json`, or `<file> -> ../<node>/<item>/<file>`."""
     item = at.rpartition("/")[2]
     for name in (n for n, kind in entries.items() if kind == "link"):
-        target = os.readlink(os.path.join(_full(store, at), name))
+        path = os.path.join(_full(store, at), name)
+        target = patiently(path, functools.partial(os.readlink, path))
         if target == layout.NODE_RECORD or (target.startswith("../") and target.endswith(f"/{item}/{name}")):
             return True
     return False
 
 
 def _start(store: Store, path: str) -> bytes:
-    """The first bytes of a file; empty if it cannot be read."""
+    """The first bytes of a file; empty if it is none that can be read."""
     try:
         with store.open_reader(path) as reader:
             data = bytearray(min(reader.size, 256))
             reader.read_into(0, memoryview(data))
             return bytes(data)
+    except StorageError:
+        raise
     except (OSError, EOFError):
         return b""
 

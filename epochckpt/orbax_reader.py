@@ -28,12 +28,14 @@ from epochckpt.errors import (
     EpochDeleted,
     Mismatch,
     MismatchError,
+    StorageError,
     UnsupportedError,
+    is_passing,
     say,
-    unreadable,
 )
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.handlers import Handlers
+from epochckpt.kv_store import told_errno
 from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.orbax_tree import SavedShardings, StoredTree, leaves_of, value_types
 from epochckpt.store import Store
@@ -292,7 +294,12 @@ class StepReader:
                 raise EpochDeleted(self.record.epoch, self._store.root, say(error)) from error
             if any(isinstance(e, PermissionError) or "PERMISSION_DENIED" in str(e) for e in causes):
                 raise AccessError(f"{at}: {causes[-1]}") from error
-            if any(_is_passing(at, e) for e in causes):
+            for cause in causes:
+                code = told_errno(cause)
+                told = cause if isinstance(cause, OSError) else OSError(code, str(cause)) if code else None
+                if told is not None and is_passing(told):
+                    raise StorageError(at, told) from error
+            if any(isinstance(e, MemoryError | RuntimeError | Warning) for e in causes):  # nothing of the data
                 raise
             problem = f"Orbax cannot read item {name!r} ({type(causes[-1]).__name__}: {str(causes[-1])[:800]})"
             raise orbax_steps.half_written(self.record.epoch, at, problem) from error
@@ -304,13 +311,6 @@ def _causes(error: BaseException) -> list[BaseException]:
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     return chain
-
-
-def _is_passing(at: str, error: BaseException) -> bool:
-    """Whether an error says nothing about the data: memory, open files, the device, a warning made an error."""
-    if isinstance(error, OSError):
-        return not isinstance(unreadable(at, error), DamagedError)
-    return isinstance(error, MemoryError | RuntimeError | Warning) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _plain(number: int, leaf: Leaf) -> Want:

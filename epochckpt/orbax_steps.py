@@ -16,10 +16,10 @@ from typing import Any
 from absl import logging
 
 from epochckpt import layout, orbax_marks
-from epochckpt.errors import DamagedError, FormatError, unreadable
+from epochckpt.errors import DamagedError, FormatError, StorageError, kept, unreadable
 from epochckpt.orbax_marks import COMMIT, MAX_BYTES, OCDBT, STEP_RECORD, TREE_RECORD
 from epochckpt.records import EpochRecord
-from epochckpt.store import Store
+from epochckpt.store import Store, patiently
 
 ARRAY_RECORDS = "array_metadatas"
 AGGREGATE = "checkpoint"  # a whole tree as msgpack, or its structure: before there was a `_METADATA`
@@ -39,12 +39,14 @@ class OrbaxRecord(EpochRecord):
         folders: folder of each item, relative to the step's; `""` in the old layout that has no folders of items.
         handlers: the handler that Orbax recorded for each item, as far as it did.
         problems: what is wrong with small files that the step is read without, by path.
+        unread: which of them storage did not give: they may be good, and what is said without them may be wrong.
         sure: nothing is missing that says what the folder is and how good; else retention leaves it alone.
     """
 
     folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
     handlers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unread: Mapping[str, StorageError] = dataclasses.field(default_factory=dict)
     sure: bool = False
 
     @property
@@ -61,7 +63,8 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
     """
     entries = {e.name: e.is_folder for e in store.list(folder)}
     problems: dict[str, str] = {}
-    info = _json(store, layout.join(folder, STEP_RECORD), problems)
+    unread: dict[str, StorageError] = {}
+    info = _json(store, layout.join(folder, STEP_RECORD), problems, unread)
     handlers = info.get("item_handlers")
     if _is_bare(entries, handlers):
         folders = {layout.DEFAULT_ITEM: ""}
@@ -69,13 +72,15 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
     else:
         folders = {n: n for n, is_folder in sorted(entries.items()) if is_folder and layout.TMP_SUFFIX not in n}
     recorded = {n: h for n, h in handlers.items() if isinstance(h, str)} if isinstance(handlers, dict) else {}
-    metrics = _metrics(store, folder, METRICS in recorded, problems) if {METRICS} & {*folders, *recorded} else None
+    metrics = (
+        _metrics(store, folder, METRICS in recorded, problems, unread) if {METRICS} & {*folders, *recorded} else None
+    )
     for path, problem in problems.items():
         logging.warning("%s/%s %s; the step is read without it", store.root, path, problem)
     committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
     attempt = f"orbax-{committed}"
     if committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
-        found = os.stat(os.path.join(store.root, folder))
+        found = patiently(folder, lambda: os.stat(os.path.join(store.root, folder)))
         committed, attempt = found.st_mtime_ns, f"orbax-folder-{found.st_ino}"
     started = _nanoseconds(info.get("init_timestamp_nsecs"))
     custom = info.get("custom_metadata")
@@ -95,6 +100,7 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
         folders=folders,
         handlers=recorded,
         problems=problems,
+        unread=unread,
         sure=not problems and orbax_marks.has_orbax_fields(info) and not _holds_steps(store, folder),
     )
 
@@ -266,19 +272,24 @@ def _first_file(at: str, entries: Mapping[str, bool], epoch: int) -> str:
     return layout.join(at, files[0])
 
 
-def _json(store: Store, path: str, problems: dict[str, str]) -> dict[str, Any]:
+def _json(store: Store, path: str, problems: dict[str, str], unread: dict[str, StorageError]) -> dict[str, Any]:
     """A small JSON object that the step can be read without; empty if it cannot be used, which is noted."""
-    found, problem = orbax_marks.read_object(store, path)
+    try:
+        found, problem = orbax_marks.read_object(store, path)
+    except StorageError as error:
+        found, problem, unread[path] = None, f"cannot be read: {error}", kept(error)
     if problem:
         problems[path] = problem
     return found or {}
 
 
-def _metrics(store: Store, folder: str, recorded: bool, problems: dict[str, str]) -> dict[str, Any] | None:
+def _metrics(
+    store: Store, folder: str, recorded: bool, problems: dict[str, str], unread: dict[str, StorageError]
+) -> dict[str, Any] | None:
     """The metrics of a step."""
     path = layout.join(folder, METRICS, METRICS)
-    found = _json(store, path, problems)
-    if recorded and not store.exists(path):
+    found = _json(store, path, problems, unread)
+    if recorded and path not in unread and not store.exists(path):
         problems[path] = f"is missing; {STEP_RECORD} names it"
     return found or None
 

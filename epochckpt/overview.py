@@ -16,7 +16,13 @@ import orbax.checkpoint as ocp
 from epochckpt import attached, epoch_rows, layout, recognising, remains
 from epochckpt.commit import Commits
 from epochckpt.commit_put import PutCommits
-from epochckpt.errors import AccessError, EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError
+from epochckpt.errors import (
+    AccessError,
+    EpochCheckpointError,
+    InvalidArgumentError,
+    NotACheckpointDirectoryError,
+    StorageError,
+)
 from epochckpt.opening import commits_of, step_names
 from epochckpt.rows import COMMITTED, IN_PROGRESS, LEFTOVER, EpochRow, Overview, RemainRow
 from epochckpt.storage import open_store
@@ -214,7 +220,11 @@ class _Look:
 
         def complete(place: int) -> None:
             row = wanted[place]
-            found = attached.read(self._commits, files[row.folder], row.epoch, row.attempt)
+            try:
+                found = attached.read(self._commits, files[row.folder], row.epoch, row.attempt)
+            except StorageError as error:
+                self._said[row.folder] = str(error)
+                return
             wanted[place] = epoch_rows.with_attached(row, found)
 
         self._commits.store.each(complete, places)

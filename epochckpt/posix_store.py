@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import io
 import os
 import stat
@@ -18,8 +19,9 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
+from epochckpt.errors import StorageError
 from epochckpt.handle import Handle
-from epochckpt.store import Entry, Reader, Store, Writer, check_path, check_piece, copy_file
+from epochckpt.store import Entry, Reader, Store, Writer, check_path, check_piece, copy_file, patiently
 
 WRITE_BACK_BYTES = 1 << 20
 """Writes from this size on start their own write-back."""
@@ -68,8 +70,9 @@ class PosixStore(Store):
 
     def exists(self, path: str) -> bool:
         """Whether stat(2) finds it."""
+        target = self._target(path)
         try:
-            os.stat(self._target(path))
+            patiently(self._name(path), lambda: os.stat(target))
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
@@ -77,6 +80,9 @@ class PosixStore(Store):
     def open_reader(self, path: str) -> PosixReader:
         """Opens a regular file; anything else is refused."""
         check_path(path, root_allowed=False)
+        return patiently(self._name(path), lambda: self._open_reader(path))
+
+    def _open_reader(self, path: str) -> PosixReader:
         name = self._name(path)
         # Non-blocking, because a pipe of that name would otherwise wait for a writer. The resolved path is
         # opened, so that a last component swapped for a symlink after the check is refused.
@@ -121,9 +127,13 @@ class PosixStore(Store):
 
     def list(self, path: str) -> list[Entry]:
         """One scandir, without a stat per entry."""
-        with _named(self._name(path)), os.scandir(self._target(path)) as entries:
-            found = [Entry(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        return sorted(found, key=lambda entry: entry.name)
+        target = self._target(path)
+
+        def look() -> list[Entry]:
+            with _named(self._name(path)), os.scandir(target) as entries:
+                return [Entry(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+
+        return sorted(patiently(self._name(path), look), key=lambda entry: entry.name)
 
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
         """One scandir per folder."""
@@ -149,7 +159,7 @@ class PosixStore(Store):
         """Creates what is missing from the top down, and flushes each folder that got a new name."""
         missing = []
         folder = self.root
-        while not os.path.isdir(folder):
+        while not is_folder(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
         for folder in reversed(missing):
@@ -158,7 +168,7 @@ class PosixStore(Store):
                     self._make(folder)
                 else:
                     os.mkdir(folder)
-            if not os.path.isdir(folder):
+            if not is_folder(folder):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
             _sync_folder(os.path.dirname(folder), os.path.dirname(folder))
 
@@ -248,7 +258,7 @@ class PosixStore(Store):
     def _target(self, path: str) -> str:
         """The full path with symlinks resolved, which must lie in the root."""
         name = self._name(path)
-        root, target = os.path.realpath(self.root), os.path.realpath(name)
+        root, target = patiently(name, lambda: (_resolved(self.root), _resolved(name)))
         if target != root and not target.startswith(os.path.join(root, "")):
             raise PermissionError(
                 errno.EACCES, f"a symlink leads out of the root {self.root}, to {target}: refused", name
@@ -284,7 +294,8 @@ class PosixReader(Reader):
         done = 0
         with self.handle.use() as fd, _named(self.handle.name):
             while done < len(whole):
-                count = os.preadv(fd, [whole[done : done + _CALL_BYTES]], offset + done)
+                rest = whole[done : done + _CALL_BYTES]
+                count = patiently(self.handle.name, functools.partial(os.preadv, fd, [rest], offset + done))
                 if not count:
                     raise EOFError(
                         f"{self.handle.name}: bytes [{offset}, {offset + len(whole)}) asked for; "
@@ -350,6 +361,28 @@ def _named(name: str) -> Generator[None]:
     except OSError as error:
         error.filename = name
         raise
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is a folder, or a link to one.
+
+    Raises:
+        StorageError: storage does not answer; `os.path.isdir` would say no.
+    """
+    try:
+        return stat.S_ISDIR(patiently(path, lambda: os.stat(path)).st_mode)
+    except StorageError:
+        raise
+    except OSError:
+        return False
+
+
+def _resolved(path: str) -> str:
+    """The path with symlinks resolved, of what is missing as far as it is there; unlike realpath, with its errors."""
+    try:
+        return os.path.realpath(path, strict=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return os.path.realpath(path)
 
 
 def _start_write_back(fd: int, offset: int, length: int) -> None:

@@ -13,7 +13,13 @@ from etils import epath
 
 from epochckpt import attached, items, layout, status
 from epochckpt.commit import Commits, StepNames
-from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
+from epochckpt.errors import (
+    DamagedError,
+    EpochCheckpointError,
+    EpochNotFoundError,
+    FormatError,
+    InvalidArgumentError,
+)
 from epochckpt.handlers import Handlers
 from epochckpt.node_items import Here, Nothing
 from epochckpt.node_reader import EpochReader
@@ -84,13 +90,17 @@ class Reading:
             return status.Verification(epoch, 0, (error,))
 
     def status(self, epoch: int) -> status.EpochStatus:
-        """Committed, damaged or absent."""
+        """Committed, damaged or absent.
+
+        Raises:
+            AccessError, StorageError: it cannot be told.
+        """
         try:
             reader = self.reader(epoch)
             return reader.status() if isinstance(reader, StepReader) else status.committed(reader.record)
         except EpochNotFoundError:
             return status.EpochStatus(epoch, "absent")
-        except EpochCheckpointError as error:
+        except (DamagedError, FormatError) as error:
             return status.EpochStatus(epoch, "damaged", str(error))
 
     def node_path(self, node: str, epoch: int) -> epath.Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import attached, layout, retention, worker
+from epochckpt import attached, layout, retention
 from epochckpt.aside import Rollback, Superseded
 from epochckpt.attempt import Committed
 from epochckpt.commit import Commits
@@ -35,12 +35,7 @@ def retire(
     infos = [i for i in history.committed() if i.step != fresh.epoch]
     by_number = {i.step: i for i in infos}
     if retention.reads_metrics(options):
-        found = worker.logged(
-            "attached metrics could not be read",
-            lambda: attached.of_epochs(commits, by_number, lambda epoch: by_number[epoch].attempt),
-        )
-        if found is not None:
-            history.attach(found)
+        history.attach(attached.of_epochs(commits, by_number, lambda epoch: by_number[epoch].attempt))
     infos.append(EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns))
     gone = retention.superfluous(options, sorted(infos, key=operator.attrgetter("step")))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest

@@ -16,6 +16,7 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import attached
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError
+from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.records import EpochRecord
 
 
@@ -45,6 +46,8 @@ class EpochInfo:
         if load is not None:
             try:
                 record = load(self.step)
+                for error in record.unread.values() if isinstance(record, OrbaxRecord) else ():
+                    raise error
                 self._metrics, self._time_ns, self._attempt = record.metrics, record.committed_ns, record.attempt
             except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
                 logging.warning("epoch %d has no readable record: it counts as one without metrics", self.step)

@@ -8,7 +8,9 @@ Guarantees that the floors above build on, the same for every store:
   folder that holds it (on object stores at once).
 - A flush that failed is reported and never tried again: the second try would lie
   (https://wiki.postgresql.org/wiki/Fsync_Errors).
-- Nothing is retried here, except what a signal interrupted. Whoever calls decides.
+- A read that storage does not answer (`errors.is_passing`) is asked again a few times, for about a second, and then
+  ends in an error that says nothing about the data. Nothing that changes something is tried again, except what a
+  signal interrupted: whoever calls decides.
 - Every path is checked before it is used, and no read leaves the root through a symlink.
 
 Only stores with `renames` have folders that exist on their own: there `make_folder` and `rename` fail where a
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import io
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -26,12 +29,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
+from absl import logging
+
 from epochckpt import worker
+from epochckpt.errors import StorageError, is_passing
 
 T = TypeVar("T")
 
 _THREADS = 16  # of object stores
 _PIECE_BYTES = 4 * 2**20
+_PAUSES_SECS = (0.05, 0.2, 0.75)  # before storage is asked again
 
 
 @dataclass(frozen=True)
@@ -327,6 +334,30 @@ class Store(ABC):
         Raises:
             OSError: something could not be removed, or files kept appearing (`ENOTEMPTY`).
         """
+
+
+def patiently(name: str, read: Callable[[], T]) -> T:
+    """Reads, and reads again after a pause where storage does not answer.
+
+    Args:
+        name: what is read, for messages.
+        read: does it; may be called several times.
+
+    Raises:
+        StorageError: it did not answer in the end either.
+        OSError: an answer that is none of the data.
+    """
+    for pause in (*_PAUSES_SECS, None):
+        try:
+            return read()
+        except OSError as error:
+            if not is_passing(error):
+                raise
+            if pause is None:
+                raise StorageError(name, error) from error
+            logging.warning("%s: storage does not answer (%s), asking again", name, error)
+            threading.Event().wait(pause)
+    raise AssertionError  # the last round returns or raises
 
 
 @contextmanager

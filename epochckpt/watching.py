@@ -1,7 +1,8 @@
 """Following a live run: what changes in a directory, as events. Looks at names and sizes only, and talks to nobody.
 
-A look costs the listing of the directory and of what is under way; a record is read once, when its epoch appears. What
-comes and goes between two looks is not seen.
+A look costs the listing of the directory and of what is under way; a record is read once, when its epoch appears, and
+those of the newest epoch and of damaged ones at every look: another may have their number by now. What comes and goes
+between two looks is not seen.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ class Watcher:
         """What has changed since the last look; all that is there at the first one.
 
         Raises:
-            OSError: the directory cannot be looked at.
+            StorageError, OSError: the directory cannot be looked at.
         """
         now = time.time_ns()
         # Attempts first: one that is committed meanwhile is then seen in its new place, and not as failed.
         attempts = {row.attempt: row for row in remains.find(self._commits, now).attempts}
         gone = [row for attempt, row in self._attempts.items() if attempt not in attempts]
-        again = {row.epoch for row in gone}
+        again = {row.epoch for row in gone} | self._replaced()
         events = []
         before = self.newest
         found = self._folders()
@@ -89,10 +90,10 @@ class Watcher:
             events.append(Event(DELETED, now, self._epochs.pop(epoch)))
         for epoch, folder in sorted(found.items()):
             known = self._epochs.get(epoch)
-            if known is not None and epoch not in again:
+            if known is not None and known.state == COMMITTED and epoch not in again:
                 continue
-            row = epoch_rows.read(self._commits, folder, epoch)
-            if isinstance(row, EpochRow) and (known is None or known.attempt != row.attempt):
+            row = epoch_rows.read(self._commits, folder, epoch, sure=True)
+            if isinstance(row, EpochRow) and (known is None or (row.attempt and known.attempt != row.attempt)):
                 self._epochs[epoch] = row
                 events.append(Event(SAVED, now, row, before))
         committed = {row.attempt for row in self._epochs.values()}
@@ -105,6 +106,12 @@ class Watcher:
             events += [event] if event is not None else []
         self._attempts = attempts
         return events
+
+    def _replaced(self) -> set[int]:
+        """The newest epoch, if another attempt has its number by now."""
+        newest = max(self._epochs.values(), key=lambda row: row.epoch, default=None)
+        attempt = None if newest is None else self._commits.read_attempt(newest.epoch)
+        return {newest.epoch} if newest is not None and attempt not in (None, newest.attempt) else set()
 
     def _under_way(self, now: int, row: EpochRow, before: EpochRow | None) -> Event | None:
         known = self._attempts.get(row.attempt)

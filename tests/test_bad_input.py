@@ -968,6 +968,7 @@ def examples() -> list[Exception]:
     made = {
         errors.EpochNotFoundError: [(None, "/d", []), (3, "/d", range(30))],
         errors.EpochDeleted: [(3, "/d", "gone")],
+        errors.StorageError: [("1/epoch.json", OSError(5, "no answer"))],
         errors.FormatError: [("1/epoch.json", "odd")],
         errors.FormatVersionError: [("1/epoch.json", "new")],
         errors.DamagedError: [("1/x", "differs"), ("1/x", "differs", "a/b")],
@@ -980,7 +981,6 @@ def examples() -> list[Exception]:
         errors.TaskError: [("step", "epoch", "trainer_0", 3, "reason")],
         errors.UnfinishedError: [("/d", [1, 2], "reason")],
         errors.UploadError: [(3, "elsewhere", "reason")],
-        errors.UnfinishedError: [("/d", [3, 4], "reason")],
         errors.ErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
     }
     classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.EpochCheckpointError)]
@@ -1016,6 +1016,7 @@ def test_every_pair_of_bases_is_caught_as_documented() -> None:
         errors.EpochExistsError: ValueError,
         errors.NotACheckpointDirectoryError: NotADirectoryError,
         errors.AccessError: PermissionError,
+        errors.StorageError: OSError,
         errors.LateNodesError: TimeoutError,
         errors.CoordinationTimeoutError: TimeoutError,
     }

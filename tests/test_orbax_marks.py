@@ -18,10 +18,11 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors, orbax_marks, orbax_steps
+from epochckpt import store as store_lib
 from epochckpt.opening import commits_of, step_names
-from epochckpt.posix_store import PosixStore
 from epochckpt.storage import open_store
 from tests import stock_states
+from tests.faults.silence import Silence
 from tests.test_bad_input import unchanged
 
 Save, Restore, Composite = ocp.args.StandardSave, ocp.args.StandardRestore, ocp.args.Composite
@@ -240,14 +241,8 @@ def test_a_record_that_the_device_cannot_read_does_not_block_the_directory(
     run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bad sector under `_CHECKPOINT_METADATA`: the arrays are there, and retention leaves them alone."""
-    real = PosixStore.open_reader
-
-    def open_reader(self: PosixStore, path: str) -> Any:
-        if path == "1/_CHECKPOINT_METADATA":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return real(self, path)
-
-    monkeypatch.setattr(PosixStore, "open_reader", open_reader)
+    monkeypatch.setattr(store_lib, "_PAUSES_SECS", ())
+    Silence(monkeypatch, run, lambda n, path: errno.EIO if path == "1/_CHECKPOINT_METADATA" else 0)
     with ec.CheckpointManager(run, options=Options(max_to_keep=1)) as manager:
         assert stock_states.differences(manager.restore(1), tree_of(1)) == []
         assert not manager.verify(1).ok

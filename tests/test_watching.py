@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import threading
 import types
@@ -232,6 +233,25 @@ def test_a_damaged_epoch_is_told_among_the_others(tmp_path: pathlib.Path) -> Non
     assert seen(list(watch(commits(tmp_path), until=2, history=1))) == [(PRESENT, 2)]
 
 
+@pytest.mark.parametrize("harm", ["its record", "its data"])
+def test_the_good_epoch_that_replaced_a_damaged_one_is_told(tmp_path: pathlib.Path, harm: str) -> None:
+    """Also if its whole save fell between two looks: a number is not an epoch, another attempt is another one."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+        save(manager, 2)
+    files = {"its record": "epoch.json", "its data": "*/*.safetensors"}
+    (path,) = (tmp_path / "2").glob(files[harm])
+    os.truncate(path, 10)
+    watcher = Watcher(commits(tmp_path))
+    assert seen(watcher.look()) == [(SAVED, 1), (SAVED, 2)]
+    assert watcher.look() == []
+    with manager_of(tmp_path) as manager:
+        assert manager.all_steps() == [1]
+        save(manager, 2)
+    assert [(e.kind, e.row.epoch, e.row.state) for e in watcher.look()] == [(SAVED, 2, "committed")]
+    assert watcher.look() == []
+
+
 def test_an_interval_must_be_positive() -> None:
     """Zero would never let go of the processor."""
     with pytest.raises(InvalidArgumentError, match="interval_secs"):
@@ -248,7 +268,7 @@ def test_a_look_costs_no_record_that_was_read_before(tmp_path: pathlib.Path, mon
         read: list[int] = []
         original = watching.epoch_rows.read
         monkeypatch.setattr(
-            watching.epoch_rows, "read", lambda c, folder, epoch: read.append(epoch) or original(c, folder, epoch)
+            watching.epoch_rows, "read", lambda *args, **kw: read.append(args[2]) or original(*args, **kw)
         )
         save(manager, 3)
         watcher.look()
