@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import orbax.checkpoint as ocp
 from epochckpt import args as own_args
 from epochckpt import blobs as blob_lib
 from epochckpt.boundary import Exchange
-from epochckpt.errors import EpochNotFoundError, SaveError, UnsupportedError
+from epochckpt.errors import EpochExistsError, EpochNotFoundError, SaveError, UnsupportedError
 from epochckpt.keeping import (
     BARE,
     NOTES,
@@ -205,13 +206,19 @@ class EpochKeeper(Keeper):
             return False
         items, types = prepared
         renamed = {item: blob for blob, item in self._items.items() if item != blob}
-        return self._manager.save(
+        save = functools.partial(
+            self._manager.save,
             epoch,
             args=ocp.args.Composite(**items),
             metrics=metrics or None,
             force=True,
             custom_metadata={NOTES: {**notes, "blobs": renamed, "types": types}},
         )
+        try:
+            return save()
+        except EpochExistsError:  # a task has saved it with the manager itself just now
+            self._manager.let_replace(epoch)
+            return save()
 
     def outcomes(self) -> list[SaveOutcome]:
         """See Keeper."""

@@ -106,6 +106,25 @@ def test_the_runs_own_save_of_an_epoch_replaces_what_was_saved_in_the_middle_of_
     assert (runner.result.last_committed_epoch, runner.result.failed_saves) == (4, ())
 
 
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("kind", [ec.CheckpointManager, ocp.CheckpointManager])
+def test_the_runs_own_save_replaces_what_a_task_has_saved_with_the_manager_itself(
+    tmp_path: pathlib.Path, kind: Any, wait: bool
+) -> None:
+    """Also while that is still being written."""
+
+    def save(ws: ec.Workspace) -> None:
+        manager.save(ws.epoch, args=ocp.args.Composite(w=ocp.args.JsonSave({"half": ws.epoch})))
+        if wait:
+            manager.wait_until_finished()
+
+    with kind(tmp_path) as manager:
+        runner = ec.JobRunner(job_of(3, save), manager)
+        runner.train(ec.LocalSession())
+        assert runner.result.failed_saves == ()
+        assert stored(runner, range(5)) == {epoch: {"w": epoch} for epoch in range(4)}
+
+
 def test_a_larger_number_stands_in_nobodys_way(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The run saves its own epochs, says that it will not go on from that one, and does not."""
     session, died = ec.LocalSession(), list[int]()
