@@ -19,10 +19,9 @@ from epochckpt.handlers import Content, Run
 from epochckpt.hosting import Nodes
 from epochckpt.plan import ItemPlan
 from epochckpt.records import DataFile, EpochRecord, ItemRecord, NodeEntry
+from epochckpt.retention import EpochInfo
 from epochckpt.saving import Prepared, checked_json, take
 from epochckpt.snapshot import Buffer
-
-QUEUED = "queued"
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,6 +46,8 @@ class Attempt:
         reports: what the processes have written, by process: see `writing`.
         binding: whether this node has done what it cannot take back, so that it may not call the attempt failed by
             itself any more: on the primary, begun to commit it; elsewhere, reported its part.
+        taken: whoever takes it out of the queue: to write it, or to let it go.
+        ended: whoever ends it.
     """
 
     epoch: int
@@ -69,11 +70,13 @@ class Attempt:
     started: float = dataclasses.field(default_factory=time.monotonic)
     held_secs: float = 0.0
     collecting: float = 0.0
-    state: str = QUEUED
+    state: str = "queued"
     written: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     done: worker.Future[Any] = dataclasses.field(default_factory=worker.Future)
     reports: dict[int, Any] = dataclasses.field(default_factory=dict)
-    binding: bool = False
+    binding: worker.Once = dataclasses.field(default_factory=worker.Once)
+    taken: worker.Once = dataclasses.field(default_factory=worker.Once)
+    ended: worker.Once = dataclasses.field(default_factory=worker.Once)
 
     @property
     def name(self) -> str:
@@ -84,6 +87,11 @@ class Attempt:
     def elapsed_secs(self) -> float:
         """Seconds since `save` was called."""
         return time.monotonic() - self.started
+
+    @property
+    def info(self) -> EpochInfo:
+        """What a policy may look at."""
+        return EpochInfo(self.epoch, metrics=self.metrics, time_ns=self.started_ns)
 
     @property
     def runs_handlers(self) -> bool:
@@ -273,7 +281,7 @@ def snapshot(
     )
 
 
-def broken(epoch: int, number: int, error: Exception, timeout_secs: float) -> Attempt:
+def broken(epoch: int, number: int, error: BaseException, timeout_secs: float) -> Attempt:
     """What takes the place of a save that this process could not begin, so that the others need not wait for it."""
     nothing: dict[str, Any] = {
         "plans": (),

@@ -19,8 +19,8 @@ that first word.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import memory, units, worker
-from epochckpt.attempt import QUEUED, Attempt, Committed
+from epochckpt.attempt import Attempt, Committed
 from epochckpt.claiming import Claim
 from epochckpt.coordination import Deadline
 from epochckpt.errors import (
@@ -88,8 +88,9 @@ class Attempts:
         self._pool = worker.Pool(options.io_threads)
         self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()
         self._memory = options.host_memory_limit_bytes or memory.default_limit()
-        self._lock = threading.RLock()
+        # Of these, one operation each, never two that belong together: see the guarantees of `worker`.
         self._pending: list[Attempt] = []
+        self._tries: dict[int, int] = {}  # how many attempts at an epoch the write lane has taken up
         self._errors: list[SaveError] = []
         self._failed: dict[int, tuple[str, str]] = {}
         self._unheard: collections.deque[Attempt] = collections.deque(maxlen=_REMEMBERED)
@@ -144,30 +145,50 @@ class Attempts:
             return pending[0], pending[0].done, "committing is slower than saving"
         return None
 
+    def next_try(self, epoch: int) -> int:
+        """The number of the next attempt at an epoch, from 0."""
+        handed = [attempt.number + 1 for attempt in self.pending() if attempt.epoch == epoch]
+        return max([self._tries.get(epoch, 0), *handed])  # in this order: whoever is not in the one is in the other
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was ever submitted."""
+        return bool(self._pending or self._tries)
+
     def submit(self, attempt: Attempt) -> None:
-        """Takes over a snapshot."""
+        """Takes over a snapshot. Of two with one number (a signal handler can make them) only the first is saved."""
         if not self._coordinator.primary:  # the primary decides by its own clock, and may have been called later
             attempt.deadline = Deadline(self._options.save_timeout_secs + _VERDICT_MARGIN_SECS)
-        with self._lock:
-            self._pending.append(attempt)
-            self._failed.pop(attempt.epoch, None)
-        self._write_lane.submit(lambda: self._write(attempt))
+        self._pending.append(attempt)  # this is the moment: what is interrupted from here on, `pending` makes good
+        self.pending()
 
     def pending(self) -> list[Attempt]:
         """Attempts without a verdict, oldest first."""
-        with self._lock:
-            return list(self._pending)
+        pending = list(self._pending)
+        if not all(attempt.taken.claimed for attempt in pending) and not self._write_lane.wake():
+            self._write_lane.submit(self._write_all)
+        return pending
+
+    def in_flight(self) -> list[Attempt]:
+        """Those of them that this process has a part in: it could begin them."""
+        return [attempt for attempt in self.pending() if attempt.error is None]
 
     def failure(self, epoch: int) -> tuple[str, str] | None:
         """How the last attempt at an epoch ended, if not well (`failed`, `uncertain`), and why."""
-        with self._lock:
-            return self._failed.get(epoch)
+        return self._failed.get(epoch)
 
     def take_errors(self) -> list[SaveError]:
         """Failures since the last call."""
-        with self._lock:
-            errors, self._errors = self._errors, []
-            return errors
+        errors = list(self._errors)
+        for error in errors:
+            with contextlib.suppress(ValueError):
+                self._errors.remove(error)
+        return errors
+
+    def after_fork(self) -> None:
+        """In a forked child: what is in flight is the parent's."""
+        self._pending.clear()
+        self._errors.clear()
 
     def drain(self, epoch: int | None = None) -> None:
         """Waits until no attempt (at one epoch, or at any) is without a verdict. Bounded: every attempt is."""
@@ -184,6 +205,11 @@ class Attempts:
         """Removes what has been hidden, in the background, after what is being done now."""
         self._commit_lane.submit(lambda: worker.logged("what was deleted could not be removed", remove))
 
+    @property
+    def longest_secs(self) -> float:
+        """No attempt goes on for longer than this."""
+        return self._options.save_timeout_secs + _VERDICT_MARGIN_SECS
+
     def _wait(self, attempt: Attempt, event: worker.Future[Any]) -> None:
         """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed.
 
@@ -193,15 +219,16 @@ class Attempts:
         while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
             if attempt.deadline.left() + _VERDICT_MARGIN_SECS <= 0:
                 self._give_up(attempt)
+                event.wait(_VERDICT_MARGIN_SECS)  # it may be ending just now
+                return
 
     def _give_up(self, attempt: Attempt) -> None:
         epoch, secs, state = attempt.epoch, attempt.deadline.secs, attempt.state
-        with self._lock:
-            if attempt.binding:
-                reason = f"storage has not answered, long after its {secs:g} s were over ({state})"
-                self._end(attempt, UncertainError(epoch, reason))
-            else:
-                self._end(attempt, LateNodesError(epoch, self.nodes.hosted_names, secs))
+        if attempt.binding.claim():  # from here on nothing binding is done any more
+            self._end(attempt, LateNodesError(epoch, self.nodes.hosted_names, secs))
+        else:
+            reason = f"storage has not answered, long after its {secs:g} s were over ({state})"
+            self._end(attempt, UncertainError(epoch, reason))
 
     def _bind(self, attempt: Attempt) -> None:
         """From here on this node may not give the attempt up any more.
@@ -209,20 +236,28 @@ class Attempts:
         Raises:
             SaveError: it has done so.
         """
-        with self._lock:
-            if attempt.done.done():
-                raise SaveError(attempt.epoch, f"{self.nodes.hosted_names[0]} has given it up")
-            attempt.binding = True
+        if not attempt.binding.claim():
+            raise SaveError(attempt.epoch, f"{self.nodes.hosted_names[0]} has given it up")
 
     # -- writing, on every node ----------------------------------------------------------------------------------
 
+    def _write_all(self) -> None:
+        """Writes what waits for it, in order; runs in the write lane alone."""
+        while waiting := [attempt for attempt in list(self._pending) if not attempt.taken.claimed]:
+            if waiting[0].taken.claim():  # else it was given up just now, while an older write hung
+                self._write(waiting[0])
+
     def _write(self, attempt: Attempt) -> None:
-        with self._lock:
-            if attempt.done.done():  # given up while an older write hung
-                return
-            attempt.state = "beginning"
+        if attempt.number < self._tries.get(attempt.epoch, 0):  # a signal handler saved inside this very `save`
+            attempt.drop()
+            if attempt.ended.claim():
+                self._leave(attempt)
+            return
+        self._tries[attempt.epoch] = attempt.number + 1
+        self._failed.pop(attempt.epoch, None)
         error: Exception | None = None
         try:
+            attempt.state = "beginning"
             self._begin(attempt)
             if attempt.error is not None:
                 raise attempt.error
@@ -315,26 +350,28 @@ class Attempts:
 
     def _end(self, attempt: Attempt, failure: SaveError | None) -> None:
         """Takes an attempt off the list, once; what was given up stays so."""
-        with self._lock:
-            if attempt.done.done():
-                if failure is None:
-                    logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
-                return
-            never_written = attempt.state == QUEUED
-            attempt.state = "committed" if failure is None else "failed"
-            self._pending.remove(attempt)
-            if failure is not None:
-                state = "uncertain" if isinstance(failure, UncertainError) else "failed"
-                self._failed[attempt.epoch] = (state, failure.reason)
-                if attempt.error is None:  # else its caller has been told
-                    self._errors.append(failure)
-            self._on_end(attempt, failure)
-            attempt.written.set(None)
-            attempt.done.set(None)
-        if never_written:
+        if not attempt.ended.claim():
+            if failure is None:
+                logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
+            return
+        attempt.state = "committed" if failure is None else "failed"
+        if failure is not None:
+            state = "uncertain" if isinstance(failure, UncertainError) else "failed"
+            self._failed[attempt.epoch] = (state, failure.reason)
+            if attempt.error is None:  # else its caller has been told
+                self._errors.append(failure)
+        self._on_end(attempt, failure)
+        if attempt.taken.claim():  # it was never written
             attempt.drop()
+        self._leave(attempt)
         if failure is not None:
             logging.error("%s: %s", self._store.root, failure)
+
+    def _leave(self, attempt: Attempt) -> None:
+        """All that is to be known of an attempt is known."""
+        self._pending.remove(attempt)
+        attempt.written.set(None)
+        attempt.done.set(None)
 
     def _decide(self, attempt: Attempt, error: Exception | None) -> tuple[Committed, Callable[[], Callable[[], None]]]:
         """Primary: waits for the reports, commits, and tells everybody."""

@@ -118,7 +118,7 @@ class Coordinator(abc.ABC):
             return answer["value"]
         try:
             value = decide()
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too
             self.put(key, {"error": to_wire(error)})
             raise
         self.put(key, {"value": value})

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import choosing, legacy, opening, removal, retention, status
+from epochckpt import choosing, legacy, opening, removal, retention, status, worker
 from epochckpt.aside import Damaged, Superseded
 from epochckpt.attempts import Attempts
 from epochckpt.checks import check_args
@@ -47,6 +47,7 @@ class Epochs(Browsable):
     _prefix: str
     _calls: int
     _multi: bool | None
+    _forked: bool
 
     def all_steps(self, read: bool = False) -> Sequence[int]:
         """The committed epochs, ascending.
@@ -243,6 +244,7 @@ class Epochs(Browsable):
         epoch = epoch_number(epoch)
         if self._options.read_only:
             raise InvalidArgumentError(f"{self._directory} is open read only: epoch {epoch} cannot be replaced")
+        self._check_own("let_replace")
         self._attempts.drain(epoch)
         self._superseded[epoch] = removal.superseded(self._commits, epoch)
 
@@ -298,21 +300,32 @@ class Epochs(Browsable):
 
         Epochs that nobody sees any more are not listed here either, also where they could not be moved away.
         """
+        self._check_own(verb)
 
-        def claimed() -> dict[str, Any]:
+        def claimed() -> dict[str, Any]:  # in another thread: one that a signal handler interrupts may not hold a lock
             self._claim.check(epoch or 0)
-            told = self._claim.take(epoch or 0)
+            told = worker.start(lambda: self._claim.take(epoch or 0)).result()
             decide()
             return told
 
         try:
-            self._claim.learn(self._agree(verb, claimed))
+            told = self._agree(verb, claimed)
+            worker.start(lambda: self._claim.learn(told)).result()
         except FencedError as error:
             self._claim.note(error)
             raise
         except UnfinishedError as error:
             self._history.drop(error.epochs)
             raise
+
+    def _check_own(self, verb: str) -> None:
+        """A process that was forked off may only read."""
+        if self._forked:
+            raise InvalidArgumentError(
+                f"{verb}: this process (pid {os.getpid()}) was forked off the one that opened {self._directory}, and "
+                "can only read with its manager. Save and delete there; or start this process with the method 'spawn', "
+                "and open another directory in it"
+            )
 
     def _agree(self, verb: str, decide: Callable[[], Any]) -> Any:
         """The primary does something, everybody takes its answer; every process must make the same calls."""

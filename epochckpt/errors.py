@@ -369,7 +369,7 @@ def as_save_error(epoch: int, error: Exception) -> SaveError:
     return failure
 
 
-def copied(epoch: int, error: Exception) -> SaveError:
+def copied(epoch: int, error: BaseException) -> SaveError:
     """A SaveError of this epoch that says the same as an error that somebody else raises."""
     same = from_wire(to_wire(error))
     return same if isinstance(same, SaveError) else SaveError(epoch, say(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -36,6 +36,7 @@ from epochckpt.errors import (
     EpochExistsError,
     ErrorGroup,
     InvalidArgumentError,
+    SaveError,
     say,
 )
 from epochckpt.hosting import Nodes
@@ -44,6 +45,8 @@ from epochckpt.options import StorageOptions
 from epochckpt.reading import Reading, epoch_number, shown_path
 from epochckpt.retention import EpochInfo, History
 from epochckpt.status import SaveOutcome
+
+_QUIET_SECS = 10.0  # how long an exit may take without a word
 
 
 class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
@@ -128,14 +131,14 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             retire=lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
             on_commit=self._committed,
             log=lambda attempt, done: self._announce(attempt, done, logger),
-            on_end=lambda attempt, failure: self._outcomes.add(attempt, failure, self._nodes),
+            on_end=self._attempt_ended,
         )
-        self._tries: dict[int, int] = {}
         self._superseded: dict[int, Superseded] = {}
         self._outcomes = outcomes.Outcomes()
         tells = coordinator.primary and not self._options.read_only
         self._informer = outcomes.Informer(metadata_handler, tells)
-        self._preemption, self._calls, self._closed = coordination.Preemption(), 0, False
+        self._preemption, self._calls = coordination.Preemption(), 0
+        self._closed = self._ended = self._forked = False
         if metadata is not None and (self._options.read_only or self._options.save_root_metadata):
             self._given_metadata = saving.checked_json(dict(metadata), "metadata")
         self._directory = shown_path(self._store.root)
@@ -171,7 +174,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         nodes = self._nodes.renamed(names)
         if nodes == self._nodes:
             return
-        if self._tries:
+        if self._attempts.used:
             raise InvalidArgumentError(
                 f"{self._directory}: nodes are named before the first save; this manager has saved as "
                 f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"
@@ -208,7 +211,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory)
             return False
-        asked = self._history.requested()
+        asked = self._history.requested([attempt.info for attempt in self._attempts.in_flight()])
         if ignore_later or step in self._superseded:
             asked = [info for info in asked if info.step < step]
         if asked and asked[-1].step >= step:
@@ -259,12 +262,17 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         step = epoch_number(step)
         if self._closed:
             raise InvalidArgumentError(f"this manager of {self._directory} is closed")
+        self._check_own("save")
         args = legacy.save_args(self._handlers, items, save_kwargs, args)
         multi = check_args(args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
         superseded = self._superseded.pop(step, None)  # this save's alone, on every process, whatever comes of it
-        if self._history.is_requested(step) and superseded is None:
+        number = self._attempts.next_try(step)
+        asked = step in [attempt.epoch for attempt in self._attempts.in_flight()] or self._history.is_known(step)
+        if asked and superseded is None:
+            if not force:
+                return False
             raise EpochExistsError(
                 f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
                 "let_replace() lets the next save take its place"
@@ -273,9 +281,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             raise EpochExistsError(
                 f"epoch {step} cannot be saved: {self._foreign[step]}; then call reload(), or save under another number"
             )
-        number = self._tries.get(step, 0)
-        self._tries[step] = number + 1
         timeout = self._storage.save_timeout_secs
+        attempt: Attempt | None = None
         try:
             self._claim.check(step)
             prepared = self._prepare(args)
@@ -291,19 +298,20 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 timeout_secs=timeout,
                 replaces=self._damaged.get(step) or superseded,
             )
-        except Exception as error:
+            if time.monotonic() - room > LONG_SECS:
+                text = "save(%d) held training until its arrays were computed and copied (%s) and handlers had run: %s"
+                size, secs = units.nbytes(attempt.copied_bytes), units.secs(time.monotonic() - room)
+                logging.log_first_n(logging.WARNING, text, 3, step, size, secs)
+            attempt.held_secs = time.monotonic() - began
+            attempt.started_ns = time.time_ns() - round(attempt.held_secs * 1e9)
+            self._attempts.submit(attempt)
+        except BaseException as error:  # Ctrl-C, too, and it may come when the snapshot is on its way
+            if attempt is not None and attempt not in self._attempts.pending():
+                attempt.drop()
             if self._coordinator.processes > 1:
                 self._attempts.submit(broken(step, number, error, timeout))
             raise
         self._multi = multi
-        self._history.request(EpochInfo(step, metrics=attempt.metrics, time_ns=attempt.started_ns))
-        attempt.held_secs = time.monotonic() - began
-        if time.monotonic() - room > LONG_SECS:
-            text = "save(%d) held training until its arrays were computed and copied (%s) and handlers had run: %s"
-            size, secs = units.nbytes(attempt.copied_bytes), units.secs(time.monotonic() - room)
-            logging.log_first_n(logging.WARNING, text, 3, step, size, secs)
-        attempt.started_ns = time.time_ns() - round(attempt.held_secs * 1e9)
-        self._attempts.submit(attempt)
         if not self._async:
             self.wait_until_finished()
         return True
@@ -350,13 +358,15 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         Raises:
             SaveError: if a save failed that nobody has been told of.
         """
-        if self._closed:
-            return
         self._closed = True
+        if self._ended or self._forked:
+            return
         self._attempts.drain_removals()
         self._informer.drain(self._storage.save_timeout_secs)
+        self._ended = True  # not before: Ctrl-C may end the waiting, and who closes again waits again
         if self._coordinator.primary:
-            self._claim.release()
+            wait = self._storage.open_timeout_secs
+            worker.logged(f"{self._directory}: at its end", lambda: worker.abandonable(self._claim.release, wait))
         self._handlers.close()
         self.check_for_errors()
 
@@ -374,8 +384,36 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             logging.error("%s: closing it failed, too: %s", self._directory, say(failure))
             error.add_note(f"Closing the checkpoint manager of {self._directory} failed, too: {say(failure)}")
 
-    def _drain_at_exit(self) -> None:
-        worker.logged(f"{self._directory}: at exit", self.close)
+    def _drain_at_exit(self) -> Callable[[], None]:
+        deadline = coordination.Deadline(self._attempts.longest_secs)
+        epochs = [attempt.epoch for attempt in self._attempts.pending()]
+        closing = worker.start(self.close)  # where it can be abandoned: a file system that is gone may never answer
+        return lambda: self._await_close(closing, deadline, epochs)
+
+    def _await_close(self, closing: worker.Future[None], deadline: coordination.Deadline, epochs: list[int]) -> None:
+        def left_to_do() -> str:
+            unsaved = ", ".join(str(epoch) for epoch in epochs if epoch not in self.all_steps())
+            return f"the save of epoch {unsaved}" if unsaved else "its clean-up"
+
+        if not closing.wait(min(_QUIET_SECS, deadline.left())):
+            what, secs = left_to_do(), deadline.left()
+            logging.warning("%s: before it exits, the program waits up to %.0f s for %s", self._directory, secs, what)
+        if closing.wait(deadline.left()):
+            worker.logged(f"{self._directory}: at exit", closing.result)
+        else:
+            logging.error(
+                "%s: the file system has not answered for %g s; the program exits without the end of %s. What was "
+                "committed before is untouched, and the next run removes what is left",
+                self._directory,
+                deadline.secs,
+                left_to_do(),
+            )
+
+    def _after_fork(self) -> None:
+        """In a forked child: this process can read, by itself; what is being saved, its parent saves."""
+        self._forked = True
+        self._coordinator = coordination.SingleProcess()
+        self._attempts.after_fork()
 
     def _announce(self, attempt: Attempt, done: Committed, logger: Any) -> None:
         """On every node, after every commit; may fail."""
@@ -395,6 +433,12 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                     if which
                 ),
             )
+
+    def _attempt_ended(self, attempt: Attempt, failure: SaveError | None) -> None:
+        """On every node, for every attempt."""
+        if failure is not None and attempt.error is None:
+            self._history.fail(attempt.info)
+        self._outcomes.add(attempt, failure, self._nodes)
 
     def _committed(self, done: Committed) -> None:
         """On every node, for every commit."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +23,6 @@ class Outcomes:
     """The outcomes of saves that ended since somebody last took them; the newest, if they are many."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._ended: collections.deque[SaveOutcome] = collections.deque(maxlen=_KEPT)
 
     def add(self, attempt: Attempt, failure: SaveError | None, nodes: Nodes) -> None:
@@ -33,15 +32,15 @@ class Outcomes:
         detail = "" if failure is None else failure.reason
         secs = attempt.node_secs(nodes)
         outcome = SaveOutcome(attempt.epoch, failure is None, detail, attempt.held_secs, attempt.elapsed_secs, secs)
-        with self._lock:
-            self._ended.append(outcome)
+        self._ended.append(outcome)
 
     def take(self) -> list[SaveOutcome]:
         """The outcomes since the last call, in order."""
-        with self._lock:
-            taken = list(self._ended)
-            self._ended.clear()
-            return taken
+        taken: list[SaveOutcome] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._ended.popleft())
+        return taken
 
 
 class Informer:
@@ -59,7 +58,6 @@ class Informer:
         self._handler = handler if active else None
         self._lane = worker.Lane()
         self._stuck = False
-        self._lock = threading.Lock()
         self._untold: tuple[str, Sequence[str]] | None = None
 
     def nodes(self, directory: str, names: Sequence[str]) -> None:
@@ -72,10 +70,13 @@ class Informer:
         Raises:
             InvalidArgumentError: the handler says that it cannot serve this directory.
         """
-        with self._lock:  # held meanwhile: what comes after is not told before
-            untold, self._untold = self._untold, None
-            if untold is not None and self._handler is not None:
-                metadata_protocol.introduce(self._handler, *untold)
+        if self._untold is not None:
+            self._lane.submit(self._introduce).result()  # in line with all else that it is told
+
+    def _introduce(self) -> None:
+        untold, self._untold = self._untold, None
+        if untold is not None and self._handler is not None:
+            metadata_protocol.introduce(self._handler, *untold)
 
     def committed(self, epoch: int, secs: Mapping[str, float]) -> None:
         """An epoch was committed; how long each node wrote."""
@@ -94,7 +95,7 @@ class Informer:
 
     def _tell(self, method: str, *args: Any, **named: Any) -> None:
         if self._handler is not None:
-            worker.logged("metadata handler: set_params failed", self.introduce)
+            worker.logged("metadata handler: set_params failed", self._introduce)
             call: Callable[..., Any] = getattr(self._handler, method)
             said = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in named.items())])
             worker.logged(f"metadata handler: {method}({said}) failed", functools.partial(call, *args, **named))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-import threading
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -77,18 +77,19 @@ class History:
 
     `committed` is what `latest_step` and `all_steps` say. `requested` is what `should_save` decides from: it depends
     only on calls that every process makes alike, not on how far the background is.
+
+    Several threads use it, and signal handlers: without locks, see `worker`. Each change is one operation of a dict.
     """
 
     def __init__(self, load: Callable[[int], EpochRecord]):
-        self._load, self._lock = load, threading.Lock()
+        self._load = load
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}
 
     def reset(self, epochs: Iterable[int], attached: Mapping[int, Mapping[str, Any]]) -> None:
         """Takes storage's word for what is committed, and what is attached to it; nothing else was asked for."""
-        with self._lock:
-            self._committed = {e: EpochInfo(e, self._load) for e in sorted(epochs)}  # any may have been replaced
-            self._requested = dict(self._committed)
+        self._committed = {e: EpochInfo(e, self._load) for e in sorted(epochs)}  # any may have been replaced
+        self.forget_failed()
         self.attach(attached)
 
     def adopt(self, epochs: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -97,59 +98,54 @@ class History:
         Returns:
             Epochs that are new, and those that are gone.
         """
-        with self._lock:
-            before, now = self._committed, sorted(epochs)
-            self._committed = {e: before.get(e) or EpochInfo(e, self._load) for e in now}
-            return [e for e in now if e not in before], [e for e in before if e not in self._committed]
+        before, now = self._committed, sorted(epochs)
+        self._committed = {e: before.get(e) or EpochInfo(e, self._load) for e in now}
+        return [e for e in now if e not in before], [e for e in before if e not in now]
 
-    def request(self, info: EpochInfo) -> None:
-        """An epoch was asked for."""
-        with self._lock:
-            self._requested[info.step] = info
+    def fail(self, info: EpochInfo) -> None:
+        """An epoch was asked for, and could not be saved."""
+        self._requested[info.step] = info
 
     def commit(self, info: EpochInfo) -> None:
-        """An epoch was committed."""
-        with self._lock:
-            self._committed[info.step] = info
-            self._requested[info.step] = info
+        """An epoch was asked for, and committed."""
+        self._committed[info.step] = self._requested[info.step] = info
 
     def attach(self, metrics: Mapping[int, Mapping[str, Any]]) -> None:
         """The primary's word on what is attached to each epoch by now; to those that it does not name, nothing is."""
-        with self._lock:
-            for epoch, info in self._committed.items():
-                info.attached = metrics.get(epoch, {})
+        for info in list(self._committed.values()):
+            info.attached = metrics.get(info.step, {})
 
     def attached(self) -> dict[int, Mapping[str, Any]]:
         """What is known to be attached to each epoch; those without anything are left out."""
-        with self._lock:
-            return {epoch: info.attached for epoch, info in self._committed.items() if info.attached}
+        return {info.step: info.attached for info in list(self._committed.values()) if info.attached}
 
     def drop(self, epochs: Iterable[int]) -> None:
         """Epochs were deleted."""
-        with self._lock:
-            for epoch in epochs:
-                self._committed.pop(epoch, None)
-                self._requested.pop(epoch, None)
+        for epoch in epochs:
+            self._committed.pop(epoch, None)
+            self._requested.pop(epoch, None)
 
     def forget_failed(self) -> None:
         """Nothing is in flight any more: what was asked for and is not committed may be asked for again."""
-        with self._lock:
-            self._requested = dict(self._committed)
+        self._requested.update(self._committed)
+        for epoch in self._requested.keys() - self._committed.keys():
+            self._requested.pop(epoch, None)
 
     def committed(self) -> list[EpochInfo]:
         """Committed epochs, ascending."""
-        with self._lock:
-            return [self._committed[e] for e in sorted(self._committed)]
+        return sorted(self._committed.values(), key=_step)
 
-    def requested(self) -> list[EpochInfo]:
-        """Epochs asked for (committed ones among them), ascending."""
-        with self._lock:
-            return [self._requested[e] for e in sorted(self._requested)]
+    def requested(self, in_flight: Iterable[EpochInfo]) -> list[EpochInfo]:
+        """Epochs asked for (committed ones among them), ascending, with those that are being saved."""
+        flying = {info.step: info for info in in_flight}
+        return sorted({**self._requested, **flying}.values(), key=_step)
 
-    def is_requested(self, epoch: int) -> bool:
-        """Whether an epoch exists or is on its way."""
-        with self._lock:
-            return epoch in self._requested
+    def is_known(self, epoch: int) -> bool:
+        """Whether an epoch exists or could not be saved."""
+        return epoch in self._requested
+
+
+_step = operator.attrgetter("step")
 
 
 def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | None:

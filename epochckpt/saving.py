@@ -96,12 +96,8 @@ class Planner:
                     problem = f"item {item.name!r} is not a pytree that can be saved: {error}"
                     raise InvalidArgumentError(problem) from error
                 key = (item.name, item.kind, plan_lib.key(flat, treedef))
-                plan = self._plans.get(key)
-                if plan is None:
-                    plan = self._plan(item, tree)
-                    self._keep(self._plans, key, plan)
-                else:
-                    self._plans.move_to_end(key)
+                plan = self._plans.pop(key, None) or self._plan(item, tree)
+                self._keep(self._plans, key, plan)
                 plans.append(plan)
                 places.append(number)
                 leaves.append(flat)

@@ -4,7 +4,11 @@ Guarantees:
 - all threads are daemons: a stuck system call can never keep the interpreter from ending; `at_exit` drains run first;
 - `Pool.run` returns when every task has ended, and raises the first error;
 - a `Lane` runs its jobs one at a time, in order, and never dies of a job's error (it goes into the job's future);
-- `abandonable` bounds a call that has no timeout of its own: the call may go on in a thread nobody waits for.
+- `abandonable` bounds a call that has no timeout of its own: the call may go on in a thread nobody waits for;
+- no lock is waited for here, nor in what the training thread shares with these threads: a signal handler may use all
+  that the code uses which it interrupts, and wait for these threads, too. Where it raises, as Ctrl-C does, what stays
+  half done is finished by the next call;
+- in a forked child, where these threads do not exist, nothing waits for them.
 
 `concurrent.futures` is not used: it refuses work once the interpreter has begun to shut down, which is exactly when
 the last save must be drained.
@@ -14,6 +18,8 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -31,35 +37,67 @@ class Future(Generic[T]):
     """A result that arrives once."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._done = False
+        self._waiters: collections.deque[threading.Lock] = collections.deque()
         self._value: T | None = None
         self._error: BaseException | None = None
 
     def set(self, value: T) -> None:
         """Gives the result."""
         self._value = value
-        self._event.set()
+        self._arrive()
 
     def fail(self, error: BaseException) -> None:
         """Gives the error."""
         self._error = error
-        self._event.set()
+        self._arrive()
+
+    def _arrive(self) -> None:
+        self._done = True
+        while self._waiters:
+            with contextlib.suppress(IndexError):  # a waiter has given up
+                self._waiters.popleft().release()
 
     def done(self) -> bool:
         """Whether a result or an error is there."""
-        return self._event.is_set()
+        return self._done
 
     def wait(self, timeout_secs: float | None = None) -> bool:
         """Waits; False if nothing came in time."""
-        return self._event.wait(timeout_secs)
+        if self._done:
+            return True
+        gate = threading.Lock()  # each wait has its own, not an Event's: a signal handler may wait inside a wait
+        gate.acquire()
+        self._waiters.append(gate)
+        if not self._done:  # else it may have arrived before the gate was there to be opened
+            gate.acquire(timeout=-1 if timeout_secs is None else min(max(timeout_secs, 0.0), threading.TIMEOUT_MAX))
+        with contextlib.suppress(ValueError):
+            self._waiters.remove(gate)
+        return self._done
 
     def result(self, timeout_secs: float | None = None) -> T:
         """The result; raises the error, or TimeoutError."""
-        if not self._event.wait(timeout_secs):
+        if not self.wait(timeout_secs):
             raise TimeoutError(f"nothing came within {timeout_secs} s")
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]
+
+
+class Once:
+    """Something that is done once, by whoever comes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @property
+    def claimed(self) -> bool:
+        """Whether somebody has come."""
+        return self._lock.locked()
+
+    def claim(self) -> bool:
+        """Whether the caller is the first."""
+        return self._lock.acquire(blocking=False)
 
 
 _idle: collections.deque[queue.SimpleQueue[Callable[[], None]]] = collections.deque()
@@ -83,14 +121,14 @@ def start(fn: Callable[[], T]) -> Future[T]:
 
     try:
         inbox = _idle.pop()
+        inbox.put(job)
     except IndexError:
         inbox = queue.SimpleQueue()
+        inbox.put(job)  # before the thread is there: whatever interrupts its start, it has something to do
         try:
             threading.Thread(target=_serve, args=(inbox,), daemon=True, name="epochckpt").start()
         except RuntimeError:  # the interpreter is ending and gives no more threads: do it here
             job()
-            return future
-    inbox.put(job)
     return future
 
 
@@ -149,41 +187,58 @@ class Lane:
 
     def __init__(self) -> None:
         self._jobs: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
-        self._lock = threading.Lock()
-        self._running = False
+        self._busy = threading.Lock()  # who has it runs the jobs; nobody waits for it
+        _lanes.add(self)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queues a job; its result or error is in the future."""
         future: Future[T] = Future()
-        with self._lock:
-            self._jobs.append((job, future))
-            if self._running:
-                return future
-            self._running = True
-        start(self._drain)
+        self._jobs.append((job, future))
+        self.wake()
         return future
 
+    def wake(self) -> bool:
+        """Has a thread run what is queued, also if a `submit` was interrupted; returns whether anything is."""
+        queued = bool(self._jobs)
+        if queued and not self._busy.locked():
+            start(self._drain)  # if another one is faster, it ends at once
+        return queued
+
     def _drain(self) -> None:
+        while self._jobs and self._busy.acquire(blocking=False):
+            try:
+                self._run()
+            finally:
+                self._busy.release()  # what was queued just before that is seen by the look above
+
+    def _run(self) -> None:
         while True:
-            with self._lock:
-                if not self._jobs:
-                    self._running = False
-                    return
+            try:
                 job, future = self._jobs.popleft()
+            except IndexError:
+                return
             try:
                 future.set(job())
             except BaseException as error:  # handed to whoever waits
                 future.fail(error)
             del job, future
 
+    def forget(self) -> None:
+        """In a forked child: its jobs are the parent's."""
+        self._jobs.clear()
+        self._busy = threading.Lock()
 
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 _drains: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def drain_at_exit(owner: Any) -> None:
-    """Calls `owner._drain_at_exit()` when the interpreter ends, before `jax.distributed` shuts down.
+    """Has `owner._drain_at_exit()` called when the interpreter ends, before `jax.distributed` shuts down.
 
-    Exit handlers run last registered first, so it is registered with the first manager: after jax's own.
+    It begins to drain and returns a call that waits for the end, bounded; all owners drain at the same time. Exit
+    handlers run last registered first, so it is registered with the first manager: after jax's own. In a forked child
+    `owner._after_fork()` is called instead, when it begins.
     """
     if not _drains:
         atexit.unregister(_drain_all)
@@ -192,5 +247,18 @@ def drain_at_exit(owner: Any) -> None:
 
 
 def _drain_all() -> None:
-    for owner in list(_drains):
-        owner._drain_at_exit()
+    for wait in [owner._drain_at_exit() for owner in list(_drains)]:
+        wait()
+
+
+def _after_fork() -> None:
+    _idle.clear()
+    for lane in list(_lanes):
+        lane.forget()
+    owners = list(_drains)
+    _drains.clear()
+    for owner in owners:
+        owner._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
