@@ -435,7 +435,7 @@ def test_a_node_that_has_not_written_yet_is_seen(run: pathlib.Path) -> None:
     os.unlink(staging / "epoch.json")
     os.unlink(staging / "b" / "node.json")
     (row,) = [r for r in overview.look(run).epochs if r.epoch == 9]
-    assert (row.attempt, row.state) == (f"{'ab' * 8}-2", "in progress")
+    assert (row.attempt, row.state) == (f"{'ab' * 8}-9-2", "in progress")
     assert [(n.name, n.state) for n in row.nodes] == [("a", "written"), ("b", "writing")]
     assert "1 of the 2 nodes" in row.detail
 
@@ -635,7 +635,8 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.state, row.age_secs) == ("in progress", None)
     assert [(n.name, n.state) for n in row.nodes] == [("a", "written"), ("b", "written")]
     monkeypatch.setattr("epochckpt.commit_put.PutCommits.sweep", lambda *_: None)
-    ec.CheckpointManager(directory).close()
+    with ec.CheckpointManager(directory) as newer:
+        newer.claim()
     (row,) = [r for r in overview.look(directory).epochs if r.epoch == 9]
     assert row.state == "leftover"
 
