@@ -92,7 +92,7 @@ class Claim:
             if self._fenced is not None:
                 raise FencedError(epoch, self._fenced.reason)
             try:
-                self._commits.claim()
+                self._commits.claim(epoch)
                 for parts, data in self._root_files.items():
                     self._commits.write_once(parts, data)
                 told = {"incarnation": self._commits.incarnation, "epochs": self._commits.list_epochs()}

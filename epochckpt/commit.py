@@ -307,10 +307,16 @@ class Commits(abc.ABC):
         )
 
     @abc.abstractmethod
-    def claim(self) -> None:
+    def claim(self, epoch: int = 0) -> None:
         """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps what they left.
 
         Whoever fails in the middle of it may call it again, as an incarnation of its own.
+
+        Args:
+            epoch: what it is needed for, for messages.
+
+        Raises:
+            FencedError: another run has claimed at the same moment, and is the later one.
         """
 
     @abc.abstractmethod

@@ -37,7 +37,7 @@ class PutCommits(Commits):
                 "this process can no longer save there",
             )
 
-    def claim(self) -> None:
+    def claim(self, epoch: int = 0) -> None:
         """See Commits."""
         data = owners.Owner.this_process().to_bytes(token=layout.new_id())
         older = max(self._numbers(), default=0)

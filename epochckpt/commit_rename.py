@@ -28,7 +28,7 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.records import EpochRecord
-from epochckpt.store import Store
+from epochckpt.store import Entry, Store
 
 _GIVEN_UP = 16  # failed attempts whose staging is looked for once more
 
@@ -83,41 +83,46 @@ class RenameCommits(Commits):
             )
         return sure
 
-    def claim(self) -> None:
+    def claim(self, epoch: int = 0) -> None:
         """See Commits."""
         self.incarnation = layout.new_id()
         self._begun.add(self.incarnation)
         self.store.make_root()  # deleted since it was opened, perhaps
         self.store.make_folder(self._home)
-        self.store.create(layout.join(self._home, layout.OWNER_FILE), owners.Owner.this_process().to_bytes())
-        swept = []
-        for entry in self.store.list(""):
-            older = layout.parse_incarnation(entry.name)
-            if older is None or older == self.incarnation:
-                continue
-            active_ns = self._last_active(entry.name)
-            away = layout.join(self._home, f"swept-{older}")
-            try:
-                self.store.rename(entry.name, away)
-            except FileNotFoundError:
-                continue  # its own process released it just now
-            except OSError as error:
-                if not _immovable(error):
-                    raise
-                self._rescue(entry.name)  # where it lies: whoever left it there, in a lower layer, is not at work
-                self.store.remove_tree(entry.name)
-                continue
-            if older not in self._begun:
-                owners.report_takeover(self.store.root, self._owner(away), active_ns)
-            self._rescue(away)
-            gone = layout.join(self._home, f"gone-{older}")  # what is half removed must not be put back by the next run
-            self.store.rename(away, gone)
-            swept.append(gone)
-        self.store.sync_folder("")
-        self._finish_if_it_can()
+        with self._fenced(epoch):  # another run may claim at the same moment: one of them is the later one
+            self.store.create(layout.join(self._home, layout.OWNER_FILE), owners.Owner.this_process().to_bytes())
+            swept = [gone for gone in map(self._sweep, self.store.list("")) if gone]
+            self.store.sync_folder("")
+            self._finish_if_it_can()
+            if not self.store.exists(self._home):
+                raise self.lost(epoch)
         if swept:
             logging.info("%s: removing what %d earlier runs left unfinished", self.store.root, len(swept))
             worker.start(lambda: [self.store.remove_tree(path) for path in swept])
+
+    def _sweep(self, entry: Entry) -> str:
+        """Fences off an earlier run, if that is its staging; returns where that is then, if something is to go."""
+        older = layout.parse_incarnation(entry.name)
+        if older is None or older == self.incarnation:
+            return ""
+        active_ns = self._last_active(entry.name)
+        away = layout.join(self._home, f"swept-{older}")
+        try:
+            self.store.rename(entry.name, away)
+        except FileNotFoundError:
+            return ""  # its own process released it just now, or another run sweeps it
+        except OSError as error:
+            if not _immovable(error):
+                raise
+            self._rescue(entry.name)  # where it lies: whoever left it there, in a lower layer, is not at work
+            self.store.remove_tree(entry.name)
+            return ""
+        if older not in self._begun:
+            owners.report_takeover(self.store.root, self._owner(away), active_ns)
+        self._rescue(away)
+        gone = layout.join(self._home, f"gone-{older}")  # what is half removed must not be put back by the next run
+        self.store.rename(away, gone)
+        return gone
 
     def _last_active(self, home: str) -> int | None:
         """When something was last made or moved in a run's staging, nanoseconds since 1970."""

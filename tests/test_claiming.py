@@ -16,7 +16,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
+from epochckpt.opening import commits_of, step_names
 from epochckpt.posix_store import PosixStore
+from epochckpt.storage import open_store
 from tests.claim_jobs import args
 from tests.processes import run_worker, start_processes
 from tests.test_bad_input import unchanged
@@ -336,3 +338,54 @@ def test_a_run_starts_nothing_over_beside_folders_that_it_cannot_tell(tmp_path: 
     job.stop_when(ec.stop.max_epochs(1))
     with ec.CheckpointManager(tmp_path) as manager, pytest.raises(errors.FormatError, match=r"/12 is named like"):
         ec.JobRunner(job, manager).train(ec.LocalSession())
+
+
+def test_of_two_runs_that_claim_at_the_same_moment_the_later_one_wins(tmp_path: pathlib.Path) -> None:
+    """Before any call to storage of the one the other claims: the first is fenced off and says so; nothing is lost."""
+
+    def overtaken(number: int) -> tuple[int, BaseException | None]:
+        run = tmp_path / str(number)
+        left = run / "incarnation-0123456789abcdef.orbax-checkpoint-tmp"
+        for path in (left / "damaged-0123456789abcdef" / "4", left / "replaced-0123456789abcdef" / "5", left / "3-1"):
+            path.mkdir(parents=True)
+        names = step_names(ocp.CheckpointManagerOptions())
+        older, newer = commits_of(open_store(run), names), commits_of(open_store(run), names)
+        calls = 0
+
+        def spy(name: str) -> Any:
+            original = getattr(older.store, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                if calls == number:
+                    newer.claim()
+                calls += 1
+                return original(*args, **kwargs)
+
+            return call
+
+        for name in ("make_root", "make_folder", "create", "list", "rename", "exists", "read", "sync_folder", "remove"):
+            setattr(older.store, name, spy(name))
+        error = None
+        try:
+            older.claim(7)
+        except Exception as caught:
+            error = caught
+        if calls > number:
+            assert (run / "damaged-0123456789abcdef" / "4").is_dir()
+            assert (run / "5").is_dir()
+        return calls, error
+
+    number = 0
+    outcomes = []
+    while True:
+        calls, error = overtaken(number)
+        if calls <= number:
+            assert error is None
+            break
+        outcomes.append(error)
+        number += 1
+    assert number > 10
+    assert outcomes[0] is None  # the other one was the earlier one
+    assert all(error is None or isinstance(error, errors.FencedError) for error in outcomes), outcomes
+    assert sum(error is not None for error in outcomes) > number // 2
