@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import orbax.checkpoint as ocp
 
 from epochckpt import checksum, layout, units, worker
 from epochckpt.aside import Replaces
@@ -43,6 +40,7 @@ class Attempt:
         error: what kept this process from taking part; reported to the others instead of files.
         held_secs: how long the training thread was held.
         collecting: on the primary: when it began to wait for the other nodes' reports; 0 before.
+        entry: for the manager's logger, see `step_log`.
         reports: what the processes have written, by process: see `writing`.
         binding: whether this node has done what it cannot take back, so that it may not call the attempt failed by
             itself any more: on the primary, begun to commit it; elsewhere, reported its part.
@@ -77,6 +75,7 @@ class Attempt:
     binding: worker.Once = dataclasses.field(default_factory=worker.Once)
     taken: worker.Once = dataclasses.field(default_factory=worker.Once)
     ended: worker.Once = dataclasses.field(default_factory=worker.Once)
+    entry: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -192,25 +191,6 @@ class Attempt:
             f"{self.elapsed_secs:.2f} s (held {self.held_secs * 1e3:.1f} ms, "
             f"slowest {slowest.name} {slowest.secs:.2f} s)"
         )
-
-    def announce(self, done: Committed, logger: Any, options: ocp.CheckpointManagerOptions) -> None:
-        """Tells an Orbax logger and Orbax's `post_finalization_callback` of a commit."""
-        if logger is not None:
-            logger.log_entry(self.log_entry(done))
-        callback = getattr(options.async_options, "post_finalization_callback", None)
-        if callback is not None:
-            callback()
-
-    def log_entry(self, done: Committed) -> dict[str, Any]:
-        """What an Orbax logger is told of a commit."""
-        when = datetime.datetime.fromtimestamp(done.committed_ns / 1e9, tz=datetime.UTC)
-        return {
-            "step": done.epoch,
-            "event_type": "save",
-            "committed": when.isoformat(),
-            "secs": self.elapsed_secs,
-            "held_secs": self.held_secs,
-        }
 
 
 @dataclasses.dataclass(frozen=True)

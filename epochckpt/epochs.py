@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,8 +21,9 @@ from epochckpt.coordination import Coordinator
 from epochckpt.errors import FencedError, InvalidArgumentError, UnfinishedError, say
 from epochckpt.handlers import Handlers
 from epochckpt.options import StorageOptions
-from epochckpt.reading import Browsable, epoch_number
+from epochckpt.reading import Browsable, epoch_number, shown_path
 from epochckpt.retention import History
+from epochckpt.step_log import StepLog
 from epochckpt.storage import open_store
 from epochckpt.store import Store
 
@@ -48,6 +50,7 @@ class Epochs(Browsable):
     _calls: int
     _multi: bool | None
     _forked: bool
+    _step_log: StepLog
 
     def all_steps(self, read: bool = False) -> Sequence[int]:
         """The committed epochs, ascending.
@@ -126,26 +129,30 @@ class Epochs(Browsable):
             DamagedError: bytes differ from what was written; without a number: those of every epoch.
             StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
         """
+        began = time.monotonic()
         args = legacy.restore_args(self._handlers, items, restore_kwargs, args)
         multi = check_args(args, self._multi, restoring=True)
         reading, candidates = self._reading, None
         if directory is not None and open_store(directory).root != self._store.root:
             reading, candidates = self._reading.elsewhere(directory, opening.step_names(self._options))
+        self._attempts.drain(step)
+        read = time.monotonic()
         if step is not None:
-            self._attempts.drain(step)
-            value = reading.restore(epoch_number(step), args)
+            step = epoch_number(step)
+            value = reading.restore(step, args)
         elif candidates is None:
-            _, value = self.restore_newest(lambda epoch: reading.restore(epoch, args))
+            step, value = self.restore_newest(lambda epoch: reading.restore(epoch, args))
         else:
-            self._attempts.drain()
             commits = reading.commits
-            value = self._choose(
+            choice = self._choose(
                 candidates,
                 lambda epoch: reading.restore(epoch, args),
                 lambda rejected: (self._agree("look", commits.list_epochs), {}),
                 commits.store,
-            ).value
+            )
+            step, value = choice.epoch, choice.value
         self._multi = multi
+        self._step_log.restored(step, str(shown_path(reading.commits.store.root)), began, read)
         return value
 
     def damaged_epochs(self) -> list[int]:

@@ -23,6 +23,7 @@ from epochckpt import (
     removal,
     retention,
     saving,
+    step_log,
     units,
     worker,
 )
@@ -90,7 +91,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             item_names: names of the items, if several are saved together with `args.Composite`.
             item_handlers: a handler for the one unnamed item, or handlers by item name. Orbax's own, unmodified, only
                 say what our engine does; others are run.
-            logger: an Orbax logger that is given one entry per save.
+            logger: an Orbax logger, which is given an entry for every commit and every `restore`.
             handler_registry: an Orbax `CheckpointHandlerRegistry`, instead of item_handlers.
             storage: how bytes get to storage, and timeouts.
             node: this process's node name, `process_<index>` by default; in a job of one process also the names of
@@ -120,6 +121,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._history.reset(opened.history, opened.attached)
         self._foreign = opened.foreign
         self._policy = retention.save_policy(self._options)
+        self._step_log = step_log.StepLog(logger)
         root_files: dict[tuple[str, str], bytes] = {}
         if metadata is not None and self._options.save_root_metadata:
             root_files[layout.ROOT_METADATA] = saving.root_metadata(metadata)
@@ -130,7 +132,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             self._storage,
             retire=lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
             on_commit=self._committed,
-            log=lambda attempt, done: self._announce(attempt, done, logger),
+            log=self._announce,
             on_end=self._attempt_ended,
         )
         self._superseded: dict[int, Superseded] = {}
@@ -286,6 +288,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         try:
             self._claim.check(step)
             prepared = self._prepare(args)
+            ready = time.monotonic()
             self._attempts.make_room(step, prepared.copied_bytes, prepared.runs_handlers)
             room = time.monotonic()
             attempt = snapshot(
@@ -304,6 +307,15 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 logging.log_first_n(logging.WARNING, text, 3, step, size, secs)
             attempt.held_secs = time.monotonic() - began
             attempt.started_ns = time.time_ns() - round(attempt.held_secs * 1e9)
+            attempt.entry = self._step_log.begun(
+                step,
+                str(self._directory),
+                began=began,
+                ready=ready,
+                room=room,
+                preempted=not force and self.reached_preemption(step),
+                waits=not self._async,
+            )
             self._attempts.submit(attempt)
         except BaseException as error:  # Ctrl-C, too, and it may come when the snapshot is on its way
             if attempt is not None and attempt not in self._attempts.pending():
@@ -415,10 +427,13 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._coordinator = coordination.SingleProcess()
         self._attempts.after_fork()
 
-    def _announce(self, attempt: Attempt, done: Committed, logger: Any) -> None:
+    def _announce(self, attempt: Attempt, done: Committed) -> None:
         """On every node, after every commit; may fail."""
         self._informer.committed(done.epoch, attempt.node_secs(self._nodes))
-        attempt.announce(done, logger, self._options)
+        self._step_log.committed(attempt.entry, done.committed_ns, attempt.elapsed_secs)
+        callback = getattr(self._options.async_options, "post_finalization_callback", None)
+        if callback is not None:
+            callback()
 
     def _adopt(self, epochs: Sequence[int]) -> None:
         """On every process, once: what is committed as the directory is claimed."""

@@ -480,15 +480,41 @@ def test_a_preempted_trainer_has_saved_its_last_step(
         assert list(manager.all_steps()) == [0, stopped]
 
 
-def test_a_logger_is_told_of_every_save(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
-    """`logger=` takes an object with `log_entry`, as the cloud logger is one."""
+def test_a_logger_is_told_of_every_save_and_restore(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
+    """`logger=` takes an object with `log_entry`, as the cloud logger is one; the entries have Orbax's fields."""
     entries: list[dict[str, Any]] = []
     logger = types.SimpleNamespace(log_entry=entries.append)
-    with manager_class(tmp_path, item_names=("items",), logger=logger) as manager:
+    state = {"w": jnp.arange(4)}
+    with manager_class(tmp_path / "run", item_names=("items",), logger=logger) as manager:
         for step in range(2):
-            save(manager, step, {"w": jnp.arange(4)})
+            save(manager, step, state)
+            manager.wait_until_finished()
+        for step in (0, None):
+            manager.restore(step, args=Composite(items=restore_args(abstract(state))))
+    with manager_class(tmp_path / "other", item_names=("items",), logger=logger) as manager:
+        save(manager, 7, state)
         manager.wait_until_finished()
-    assert [entry["step"] for entry in entries if entry.get("event_type", "save") == "save"] == [0, 1]
+        manager.restore(1, directory=tmp_path / "run", args=Composite(items=restore_args(abstract(state))))
+    assert [(entry["event_type"], entry["step"]) for entry in entries] == [
+        ("save", 0),
+        ("save", 1),
+        ("restore", 0),
+        ("restore", 1),
+        ("save", 7),
+        ("restore", 1),
+    ]
+    assert [pathlib.Path(entry["directory"]).name for entry in entries] == ["run"] * 4 + ["other", "run"]
+    statistics = ocp.logging.step_statistics
+    for entry in entries:
+        kind = statistics.SaveStepStatistics if entry["event_type"] == "save" else statistics.RestoreStepStatistics
+        assert {field.name for field in dataclasses.fields(kind)} <= entry.keys()
+        secs = {name: value for name, value in entry.items() if name.endswith(("_secs", "_sec"))}
+        assert all(value >= 0 for value in secs.values() if value is not None)
+        blocking = "_blocking" if entry["event_type"] == "save" else ""
+        for name in ("checkpoint_manager", "checkpointer"):
+            assert secs[f"{name}{blocking}_duration_secs"] is not None
+    began = [e.get("checkpoint_manager_blocking_start_time") or e.get("checkpoint_manager_start_time") for e in entries]
+    assert began == sorted(began)
 
 
 # -- several processes ---------------------------------------------------------------------------------------------
