@@ -19,7 +19,7 @@ from absl import logging
 
 from epochckpt import checksum, containers, layout
 from epochckpt import tree as tree_lib
-from epochckpt.errors import InvalidArgumentError
+from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.workspace import Workspace
 
 OWN_SUFFIX = ".own"  # of the item beside an item of arrays
@@ -173,6 +173,17 @@ def holds_spread(value: Any) -> bool:
 
 def _is_spread(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def spread_refusal(node: str, values: Mapping[str, Any]) -> UnsupportedError | None:
+    """The error of Caffe2's managers, if one of a node's blobs is not its own."""
+    for name, value in values.items():
+        if holds_spread(value):
+            return UnsupportedError(
+                f"node {node}, blob {name!r} has arrays that are spread over processes; Caffe2's managers save each "
+                "node by itself: use epochckpt.CheckpointManager"
+            )
+    return None
 
 
 def split(tree: Any) -> tuple[Any, dict[str, Any]]:

@@ -7,17 +7,19 @@ rollback, later epochs are replaced one by one. A save is committed, on each nod
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from epochckpt import blobs as blob_lib
 from epochckpt import worker
 from epochckpt.boundary import Exchange
-from epochckpt.errors import FencedError, InvalidArgumentError, say
+from epochckpt.errors import FencedError, InvalidArgumentError, UnsupportedError, say
 from epochckpt.keeping import Keeper, Names, Restored, check_blobs
 from epochckpt.multi_node import MultiNodeCheckpointManager
 from epochckpt.session import Session
 from epochckpt.single_node import CheckpointManager
 from epochckpt.status import SaveOutcome
+from epochckpt.tasks import Task, TaskGroup, joining
 
 
 class Caffe2Keeper(Keeper):
@@ -72,12 +74,12 @@ class Caffe2Keeper(Keeper):
         """See Keeper."""
         if epoch is None:
             raise InvalidArgumentError("Caffe2's managers restore the epoch that is named, or that their handler knows")
-        self._session.run(self._manager.init(self._nodes, retrieve_from_epoch=epoch))
-        self._session.run(self._manager.load(epoch))
+        self._run(lambda: self._manager.init(self._nodes, retrieve_from_epoch=epoch))
+        self._run(lambda: self._manager.load(epoch))
         self._ready = True
-        found = self._exchange.meet("stats of the load", self._stats(), list)
-        self._tell("checkpoint_load", epoch, self._merged(found))
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
+        found = self._exchange.meet("stats of the load", self._refusal(names) or self._stats(), list)
+        self._tell("checkpoint_load", epoch, self._merged(found))
         return Restored(epoch, self._manager.read_notes(epoch) or {}, names)
 
     def _managers(self) -> Mapping[str, CheckpointManager]:
@@ -96,8 +98,23 @@ class Caffe2Keeper(Keeper):
                 f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {left_out}"
             )
         kinds = check_blobs(session, names)  # each node saves by itself: what they call alike may differ
-        exchange.meet("the blobs to checkpoint", kinds, lambda _: None)
-        session.run(self._manager.init(self._nodes))
+        exchange.meet("the blobs to checkpoint", self._refusal(names) or kinds, lambda _: None)
+        self._run(lambda: self._manager.init(self._nodes))
+
+    def _refusal(self, names: Names) -> UnsupportedError | None:
+        """The error, if a blob is not one of this process's own: each node saves by itself."""
+        for node, blobs in names.items():
+            workspace = self._session.workspace(node)
+            refusal = blob_lib.spread_refusal(node, {name: workspace[name] for name in blobs if name in workspace})
+            if refusal is not None:
+                return refusal
+        return None
+
+    def _run(self, verb: Callable[[], Task | TaskGroup]) -> None:
+        """Runs what a manager's verb gives; it joins no group that surrounds the call of the runner."""
+        with joining(None):
+            runnable = verb()
+        self._session.run(runnable)
 
     def prepare(self, epoch: int, names: Names) -> Any:
         """See Keeper. The save itself looks at the blobs."""
@@ -111,7 +128,7 @@ class Caffe2Keeper(Keeper):
         self._manager.notes = dict(notes)
         began, error, fenced = time.monotonic(), "", ""
         try:
-            self._session.run(self._manager.save(epoch))
+            self._run(lambda: self._manager.save(epoch))
         except Exception as caught:  # the others are told, and training goes on
             error = say(caught)
             cause = caught if isinstance(caught, FencedError) else caught.__cause__
@@ -178,7 +195,7 @@ class Caffe2Keeper(Keeper):
         else:
             loaded = self._manager.has_epoch(epoch)
             if loaded:
-                self._session.run(self._manager.load_blobs_from_checkpoint(names, epoch))
+                self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
         if loaded:
             self._tell("checkpoint_partial_load", epoch, self._stats())
         return loaded

@@ -13,7 +13,7 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.metadata_protocol import AbstractMetadataHandler
 from epochckpt.session import Session
 from epochckpt.single_node import CheckpointManager, Manager
-from epochckpt.tasks import Task, TaskGroup
+from epochckpt.tasks import Task, TaskGroup, joining
 
 
 class MultiNodeCheckpointManager(Manager):
@@ -122,7 +122,9 @@ class MultiNodeCheckpointManager(Manager):
         """The nodes' names, once it is known that they suit this manager; the first ones stay."""
         names = node_names(nodes or ())
         if not names:
-            raise InvalidArgumentError("MultiNodeCheckpointManager needs the nodes' names, got none")
+            raise InvalidArgumentError(
+                "MultiNodeCheckpointManager needs the nodes' names, got none; a job without any has session.nodes"
+            )
         if self._managers and sorted(names) != sorted(self._managers):
             raise InvalidArgumentError(
                 f"this manager has the nodes {', '.join(self._managers)}, and was now given {', '.join(names)}; make "
@@ -147,8 +149,8 @@ class MultiNodeCheckpointManager(Manager):
     def _group(
         self, name: str, task: Callable[[CheckpointManager, str], Task], nodes: Sequence[str] | None = None
     ) -> TaskGroup:
-        group = TaskGroup(f"checkpoint {name}")
-        for node, manager in self._of(self._given() if nodes is None else nodes).items():
-            manager.take_nodes([node])
-            group.add(task(manager, node))
+        with joining(group := TaskGroup(f"checkpoint {name}")):
+            for node, manager in self._of(self._given() if nodes is None else nodes).items():
+                manager.take_nodes([node])
+                task(manager, node)
         return group

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from absl import logging
@@ -25,6 +27,8 @@ from epochckpt.run_saves import Saves
 from epochckpt.running import Run, Settings
 from epochckpt.session import DistributedSession, Session
 from epochckpt.tasks import TaskGroup
+
+_ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")
 
 
 class UploadTaskGroupBuilder(abc.ABC):
@@ -51,12 +55,15 @@ class JobRunner:
     A save that fails does not stop training, unless many fail in a row; it shows in `result`. SIGTERM, or JAX's
     preemption notice, ends the run after the epoch that it came in (see `deadline_secs`), with that epoch committed.
 
+    As in Caffe2, `job`, `checkpoint_manager`, `resume_from_epoch` and `upload_task_group_builder` are attributes, too;
+    what is assigned to them counts from the next call on. Nothing else can be assigned.
+
     Args:
         job: what to run.
         checkpoint_manager: an `epochckpt.CheckpointManager`, one of `epochckpt.caffe2`, any other
             `orbax.checkpoint.AbstractCheckpointManager`, or None: nothing is saved.
         resume_from_epoch: go back to this epoch. Later ones are set aside, before anything else happens.
-        upload_task_group_builder: uploads the last epoch.
+        upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
         resume: `auto`; `never`: from scratch, refused if there are epochs; `must`: refused if there are none.
         metadata_handler: told of what is saved; may also be given to the manager.
         include: shell patterns of the blobs to checkpoint; None: all.
@@ -92,25 +99,13 @@ class JobRunner:
         exchange_timeout_secs: float = 600.0,
         progress: bool | None = None,
     ):
-        if not isinstance(job, Job):
-            raise InvalidArgumentError(f"JobRunner runs an epochckpt.Job, got {type(job).__name__}")
         if resume not in (AUTO, NEVER, MUST):
             raise InvalidArgumentError(f"resume must be {AUTO!r}, {NEVER!r} or {MUST!r}, got {resume!r}")
-        if resume_from_epoch is not None:
-            resume_from_epoch = epoch_number(resume_from_epoch)
-            if resume == NEVER or checkpoint_manager is None:
-                what = "resume='never'" if resume == NEVER else "no checkpoint_manager"
-                raise InvalidArgumentError(f"resume_from_epoch={resume_from_epoch} contradicts {what}")
         _check_seconds("deadline_secs", deadline_secs, zero=True)
         _check_seconds("exchange_timeout_secs", exchange_timeout_secs)
         limit = max_consecutive_save_failures
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise InvalidArgumentError(f"max_consecutive_save_failures is an integer of at least 0, got {limit!r}")
-        if upload_task_group_builder is not None and not callable(getattr(upload_task_group_builder, "build", None)):
-            kind = type(upload_task_group_builder).__name__
-            raise InvalidArgumentError(
-                f"upload_task_group_builder needs a method build(epoch, manager); {kind} has none"
-            )
         if unsaved_blobs not in (WARN, ERROR, IGNORE):
             raise InvalidArgumentError(
                 f"unsaved_blobs must be {WARN!r}, {ERROR!r} or {IGNORE!r}, got {unsaved_blobs!r}"
@@ -120,17 +115,12 @@ class JobRunner:
                 raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
         self.job, self.checkpoint_manager = job, checkpoint_manager
         self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
-        keeper = keepers.keeper_of(checkpoint_manager)
-        own = keeper.handler if keeper is not None else None
-        if metadata_handler is not None and own is not None and own is not metadata_handler:
-            raise InvalidArgumentError("the manager and the runner were given different metadata handlers")
-        if metadata_handler is not None:
-            metadata.check_handler(metadata_handler)
-        self._handler = metadata_handler if own is None else own
-        self._told = keeper.tells if keeper is not None and own is not None else ()
-        self._introduced = False
+        self._given_handler = None if metadata_handler is None else metadata.check_handler(metadata_handler)
+        self._handler: Any = None
+        self._told: Collection[str] = ()
+        self._introduced: Any = None  # the manager of whose directory and nodes the handler has been told
         self._settings = Settings(
-            resume_from_epoch=resume_from_epoch,
+            resume_from_epoch=None,  # `train` looks at the attribute
             resume=resume,
             include=include,
             exclude=exclude,
@@ -141,6 +131,45 @@ class JobRunner:
         self._timeout, self._progress, self._must_save = exchange_timeout_secs, progress, raise_if_not_saved
         self._result: RunResult | None = None
         self._run: Run | None = None
+        self._check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = type(self) is JobRunner or name in inspect.signature(JobRunner).parameters  # not a subclass's
+        if own and not name.startswith("_") and name not in _ASSIGNABLE:  # it would be ignored
+            raise AttributeError(
+                f"JobRunner.{name} cannot be assigned; {', '.join(_ASSIGNABLE)} can. Give JobRunner(…) anything else"
+            )
+        super().__setattr__(name, value)
+
+    def _check(self) -> None:
+        """Looks whether the attributes fit together, which may have been set since the construction.
+
+        Raises:
+            InvalidArgumentError: they do not.
+        """
+        manager, builder = self.checkpoint_manager, self.upload_task_group_builder
+        if not isinstance(self.job, Job):
+            raise InvalidArgumentError(f"JobRunner runs an epochckpt.Job, got {type(self.job).__name__}")
+        if self.resume_from_epoch is not None:
+            self.resume_from_epoch = epoch_number(self.resume_from_epoch)
+            if self._settings.resume == NEVER or manager is None:
+                what = "resume='never'" if self._settings.resume == NEVER else "no checkpoint_manager"
+                raise InvalidArgumentError(f"resume_from_epoch={self.resume_from_epoch} contradicts {what}")
+        if builder is not None and not callable(getattr(builder, "build", None)):
+            kind = type(builder).__name__
+            raise InvalidArgumentError(
+                f"upload_task_group_builder needs a method build(epoch, manager); {kind} has none"
+            )
+        if builder is not None and manager is None:
+            raise InvalidArgumentError(
+                "upload_task_group_builder uploads the last epoch, and without a checkpoint_manager there is none"
+            )
+        keeper = keepers.keeper_of(manager)
+        own = keeper.handler if keeper is not None else None
+        if self._given_handler is not None and own is not None and own is not self._given_handler:
+            raise InvalidArgumentError("the manager and the runner were given different metadata handlers")
+        self._handler = self._given_handler if own is None else own
+        self._told = keeper.tells if keeper is not None and own is not None else ()
 
     @property
     def result(self) -> RunResult:
@@ -178,7 +207,7 @@ class JobRunner:
             try:
                 keeper.open(session, exchange)
                 handler.set_params(keeper.directory, keeper.told_nodes(session))
-                self._introduced = True
+                self._introduced = self.checkpoint_manager
             except Exception as error:
                 exchange.bring(error)
                 raise
@@ -187,7 +216,8 @@ class JobRunner:
             listening(distributed, keeper is not None and keeper.asks_jax) as notice,
             bar(self._progress, exchange.primary, self.job.stop_conditions) as shown,
         ):
-            run = Run(self.job, self._settings, session, exchange, keeper, handler, notice, shown, self._upload)
+            settings = dataclasses.replace(self._settings, resume_from_epoch=self.resume_from_epoch)
+            run = Run(self.job, settings, session, exchange, keeper, handler, notice, shown, self._upload)
             self._run = run
             try:
                 result = run.train()
@@ -287,9 +317,9 @@ class JobRunner:
 
     def _introduce(self, handler: Handler, keeper: Keeper | None, session: Session) -> None:
         """Tells the metadata handler which nodes save where, if no run has."""
-        if keeper is not None and not self._introduced:
+        if keeper is not None and self._introduced is not self.checkpoint_manager:
             handler.set_params(keeper.directory, keeper.told_nodes(session))
-            self._introduced = True
+            self._introduced = self.checkpoint_manager
 
     def _upload(self, epoch: int) -> TaskGroup | None:
         if self.upload_task_group_builder is None:
@@ -304,6 +334,7 @@ class JobRunner:
 
     def _open(self, session: Session, verb: str = "") -> Keeper | None:
         """Brings job, session and manager together: the same nodes everywhere. Gives a keeper for this session."""
+        self._check()
         if self.checkpoint_manager is None and verb:
             raise InvalidArgumentError(f"{verb} needs a checkpoint manager; give JobRunner one")
         if not isinstance(session, Session):

@@ -37,6 +37,9 @@ class Session(abc.ABC):
     def open(self, nodes: Sequence[str]) -> None:
         """Takes the nodes of a job, all of them, in order; the runner calls it before anything runs.
 
+        By hand it is needed only in a `DistributedSession`, and there only if the first group that runs does not name
+        one node for each process.
+
         Raises:
             InvalidArgumentError: the session cannot run these.
         """
@@ -197,6 +200,18 @@ class DistributedSession(Session):
                 f"{self._coordinator.processes} processes; a DistributedSession needs one process per node"
             )
         self._nodes = tuple(nodes)
+
+    def _meet(self, tasks: Sequence[Task]) -> None:
+        """A session that no runner has opened takes the nodes of a group that names one for each process, in order."""
+        named = dict.fromkeys(task.node for task in tasks if task.node is not None)
+        if not self._nodes and not named.keys() <= set(self.nodes):
+            if len(named) != self._coordinator.processes:
+                raise InvalidArgumentError(
+                    f"these tasks name {', '.join(named)}, and the session does not know the job's nodes yet. Name all "
+                    f"{self._coordinator.processes}, in the order of the processes: session.open([…])"
+                )
+            self.open(list(named))
+        super()._meet(tasks)
 
     def _default_nodes(self) -> tuple[str, ...]:
         return tuple(f"process_{i}" for i in range(self._coordinator.processes))

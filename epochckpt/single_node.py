@@ -15,12 +15,12 @@ from absl import logging
 
 from epochckpt import blobs, containers, layout
 from epochckpt.db_names import check_type, db_name, name_list, node_names
-from epochckpt.errors import FormatError, InvalidArgumentError, SaveError, UnsupportedError
+from epochckpt.errors import FormatError, InvalidArgumentError, SaveError
 from epochckpt.metadata_protocol import AbstractMetadataHandler, answered_epoch, check_handler
 from epochckpt.node_epochs import NodeEpochs
 from epochckpt.node_reader import EpochReader
 from epochckpt.reading import epoch_number
-from epochckpt.tasks import Task, joining
+from epochckpt.tasks import Task
 from epochckpt.workspace import Workspace
 
 
@@ -270,11 +270,11 @@ class CheckpointManager(Manager):
             self._where = ws.node
             return fn(ws)
 
-        with joining(None):
-            return Task(run, node=self._runs_on, name=f"checkpoint: {name}")
+        return Task(run, node=self._runs_on, name=f"checkpoint: {name}")
 
     def _init(self, ws: Workspace, epoch: int | None, path_prefix: str | os.PathLike[str] | None) -> list[str]:
         if epoch is None:
+            self._check_own({name: ws[name] for name in ws})
             self._blob_names = list(ws)
         else:
             self._blob_names = list(_items_by_blob(self._at(path_prefix).reader(epoch)))
@@ -295,12 +295,9 @@ class CheckpointManager(Manager):
             )
         with self._timed(epoch, None):
             states = {name: blobs.state_of(ws[name]) for name in names}
-            spread = [n for n in names if blobs.kind_of(self._node_name, n, states[n]) == blobs.SPREAD]
-            if spread:
-                raise UnsupportedError(
-                    f"node {self._node_name}, blob {spread[0]!r} has arrays that are spread over processes; these "
-                    "managers save each node by itself: use epochckpt.CheckpointManager"
-                )
+            for name in names:
+                blobs.kind_of(self._node_name, name, states[name])  # raises where one cannot be saved
+            self._check_own(states)
             items = blobs.item_names(names)
             recorded = {name: self._recorder.record(name, states[name]) for name in names}
             types = {name: one for name, one in recorded.items() if one is not None}
@@ -358,6 +355,12 @@ class CheckpointManager(Manager):
         self._last, began = None, time.monotonic()
         yield
         self._last = db_name(epoch, self._node_name, self._db_prefix, path_prefix), time.monotonic() - began
+
+    def _check_own(self, values: Mapping[str, Any]) -> None:
+        """Refuses blobs that are not this node's own."""
+        refusal = blobs.spread_refusal(self._node_name, values)
+        if refusal is not None:
+            raise refusal
 
     def _check_initialised(self, verb: str) -> None:
         if not self._initialised:

@@ -260,9 +260,8 @@ def distributed(directory: str) -> dict[str, Any]:
     )
     third = caffe2.MultiNodeCheckpointManager(directory, "epochckpt")
     session.run(ec.Task(lambda ws: ws.update(spread=spread)))
-    session.run(third.init(nodes))
     try:
-        session.run(third.save(3))
+        session.run(third.init(nodes))
         refused = ""
     except errors.UnsupportedError as error:
         refused = str(error)

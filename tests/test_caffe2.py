@@ -383,13 +383,6 @@ def test_the_folder_may_have_another_name_than_the_node(tmp_path: pathlib.Path) 
     assert (tmp_path / "0" / "temp_node" / "epoch.json").exists()
 
 
-def test_tasks_join_no_group_that_surrounds_them(tmp_path: pathlib.Path) -> None:
-    with ec.Job() as job:
-        assert single(tmp_path).init().group is None
-        assert len(multi(tmp_path).init(["a", "b"])) == 2
-    assert not job.epoch_group.tasks()
-
-
 def test_one_node_from_scratch_and_resumed(tmp_path: pathlib.Path) -> None:
     train(single(tmp_path), ec.LocalSession(), ["a"], 2)
     assert NodeEpochs(tmp_path, "a").epochs() == [0, 1, 2]
