@@ -45,7 +45,7 @@ class Place:
     def __init__(self, args: argparse.Namespace, output: Output, directory: str | None = None):
         self.directory = args.directory if directory is None else directory
         self.options = options_of(args)
-        self.commits = overview.open_commits(self.directory, self.options)
+        self.commits = overview.open_commits(self.directory, self.options, single=True)
         self._args, self._output = args, output
 
     def row(self, epoch: int | str, *, check: bool = True) -> EpochRow:
@@ -74,7 +74,7 @@ class Place:
         if row is not None:
             return row
         hint = naming.near_epochs(epoch, self.commits.list_epochs())
-        raise Stop(MISSING, f"{self.commits.store.root}: no epoch {epoch}; {hint}")
+        raise Stop(MISSING, f"{overview.place(self.commits)}: no epoch {epoch}; {hint}")
 
     def _marked(self, which: str) -> EpochRow:
         """The latest epoch that is whole, or the best."""
@@ -86,7 +86,7 @@ class Place:
                 self._output.note(f"newer, but damaged: {', '.join(map(str, newer[-_NEAR:]))}; see `epochckpt ls`")
             return row
         why = seen.problems.get("") or "no epoch can be used"
-        raise Stop(MISSING, f"{self.commits.store.root}: no {which} epoch: {why}")
+        raise Stop(MISSING, f"{overview.place(self.commits)}: no {which} epoch: {why}")
 
     def _look(self) -> Overview:
         """The newest epoch, and the latest and the best that are whole, as far as a look at their files tells."""

@@ -48,7 +48,13 @@ _ignored: set[str] = set()  # said once per process
 
 
 class StepNames:
-    """Names of epochs' folders, by Orbax's step NameFormat."""
+    """Names of epochs' folders, by Orbax's step NameFormat.
+
+    Attributes:
+        only: the one folder that is looked at, whatever else lies beside it; empty: all are.
+    """
+
+    only = ""
 
     def __init__(self, name_format: Any):
         self._format = name_format

@@ -32,6 +32,9 @@ def inspect(
 ) -> Inspection:
     """Opens a directory of checkpoints to look at; a live one, a damaged one, or one of stock Orbax.
 
+    The folder of a single epoch will do, too: one of ours, a step of stock Orbax, or what a plain Orbax checkpointer
+    saved. It is the only epoch then, `.latest`.
+
     In a notebook the result shows itself, and so does everything that it is asked for::
 
         run = inspect("/checkpoints/run", metric="loss", mode="min")
@@ -122,12 +125,12 @@ class Inspection(Shown):
         options: ocp.CheckpointManagerOptions | None = None,
     ):
         self._given, self._metric, self._mode, self._options = os.fspath(directory), metric, mode, options
-        self._commits = overview.open_commits(directory, options)
+        self._commits = overview.open_commits(directory, options, single=True)
 
     @property
     def directory(self) -> str:
         """Its path or URL, in full."""
-        return self._commits.store.root
+        return overview.place(self._commits)
 
     def overview(self, limit: int | None = 100, *, check: bool = True) -> Overview:
         """The rows of the directory.

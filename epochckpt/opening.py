@@ -13,7 +13,7 @@ from urllib.parse import quote
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import attached, checksum, hosting, layout, retention
+from epochckpt import attached, checksum, hosting, layout, retention, step_folders
 from epochckpt.aside import Damaged
 from epochckpt.commit import Commits, StepNames
 from epochckpt.commit_put import PutCommits
@@ -301,6 +301,8 @@ def _decide(
             f"{store.root}: {error}; this user (uid {os.getuid()}) needs access to read it, and to write where it is "
             "to be created"
         ) from error
+    if not (found.epochs or found.damaged or found.foreign):
+        _look_beside(store, names)
     for text in found.foreign.values():
         logging.error("%s. It is left alone: other epochs can be used, saving under its number is refused", text)
     if moving and not options.read_only:
@@ -317,6 +319,31 @@ def _decide(
         "nodes": list(nodes),
         "survey": found.to_wire(),
     }
+
+
+def _look_beside(store: Store, names: StepNames) -> None:
+    """Looks why a directory has no epochs: it may be one, or they may be named otherwise.
+
+    Raises:
+        NotACheckpointDirectoryError: it is the folder of a single epoch.
+    """
+    try:
+        entries = [(entry.name, entry.is_folder) for entry in store.list("")]
+    except OSError:  # it is missing, or may be read and not listed
+        return
+    here = {name for name, _ in entries}
+    if step_folders.is_single(here):
+        above, what = os.path.dirname(store.root.rstrip("/")), "the folder of a single epoch"
+        if step_folders.is_item(store, here):
+            above, what = os.path.dirname(above), "an item of an epoch"
+        raise NotACheckpointDirectoryError(
+            f"{store.root} is {what}, or of what a plain Orbax checkpointer saved; expected the directory that holds "
+            f"the epochs. Open {above}, if it is that; look at this folder with ec.inspect or "
+            "`epochckpt show`; restore a folder of a plain checkpointer with that checkpointer"
+        )
+    otherwise = step_folders.named_otherwise(store, [one for one in entries if names.parse(one[0]) is None])
+    if otherwise:
+        logging.warning("%s has no epoch under the names that are expected, but %s", store.root, otherwise)
 
 
 def _check_directory(store: Store, create: bool) -> None:

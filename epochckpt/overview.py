@@ -13,8 +13,8 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import attached, epoch_rows, layout, recognising, remains
-from epochckpt.commit import Commits
+from epochckpt import attached, epoch_rows, layout, recognising, remains, step_folders
+from epochckpt.commit import Commits, StepNames
 from epochckpt.commit_put import PutCommits
 from epochckpt.errors import (
     AccessError,
@@ -26,6 +26,7 @@ from epochckpt.errors import (
 from epochckpt.opening import commits_of, step_names
 from epochckpt.rows import COMMITTED, IN_PROGRESS, LEFTOVER, EpochRow, Overview, RemainRow
 from epochckpt.storage import open_store
+from epochckpt.store import Store
 
 CHECKED_FILES = 2000
 """About so many files are looked at; the newest epochs come first."""
@@ -33,12 +34,32 @@ CHECKED_FILES = 2000
 _LOOKED_INTO = 3  # committed epochs on an object store, for attempts beside them
 
 
-def open_commits(directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions | None = None) -> Commits:
+class _OneName(StepNames):
+    """The folder of one epoch, whatever it is called."""
+
+    def __init__(self, only: str, epoch: int):
+        self.only, self._epoch = only, epoch
+
+    @property
+    def several(self) -> bool:
+        return False
+
+    def build(self, epoch: int) -> str:
+        return self.only if epoch == self._epoch else f"{self.only}.{epoch}"
+
+    def parse(self, name: str) -> int | None:
+        return self._epoch if name == self.only else None
+
+
+def open_commits(
+    directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions | None = None, *, single: bool = False
+) -> Commits:
     """The epochs of a directory, for reading.
 
     Args:
         directory: a path or a URL.
         options: the step name format, if it is not the default.
+        single: the folder of one epoch will do: of ours, of stock Orbax, or of a tree that an Orbax checkpointer saved.
 
     Raises:
         NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
@@ -55,11 +76,27 @@ def open_commits(directory: str | os.PathLike[str], options: ocp.CheckpointManag
             problem = recognising.file if os.path.exists(store.root) else recognising.missing
             raise NotACheckpointDirectoryError(f"{store.root} {problem(store.root)}")
         found = [(entry.name, entry.is_folder) for entry in store.list("")]
+        names = {name for name, _ in found}
+        if single and step_folders.is_single(names) and not step_folders.is_item(store, names):
+            return _single(store)
         if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found)):
             raise NotACheckpointDirectoryError(f"{store.root} {recognising.folder(store, found)}")
     except PermissionError as error:
         raise no_access(commits, error) from error
     return commits
+
+
+def _single(store: Store) -> Commits:
+    """The epoch that lies in a folder, seen from the directory above it."""
+    root = os.path.realpath(store.root) if store.renames else store.root.rstrip("/")
+    above, _, name = root.rpartition("/")
+    return commits_of(open_store(above or "/"), _OneName(name, step_folders.number_of(store)))
+
+
+def place(commits: Commits) -> str:
+    """Where the epochs lie, for people: the directory, or the folder of the one epoch."""
+    only = commits.names.only
+    return layout.join(commits.store.root.rstrip("/"), only) if only else commits.store.root
 
 
 def no_access(commits: Commits, error: OSError) -> AccessError:
@@ -108,7 +145,7 @@ def look(
         raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
-    commits = open_commits(directory, options)
+    commits = open_commits(directory, options, single=True)
     try:
         return _Look(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
     except PermissionError as error:
@@ -127,7 +164,7 @@ class _Look:
     def overview(self, limit: int | None, check: bool, kept: str | None) -> Overview:
         now_ns = time.time_ns()
         # attempts first: one that is committed meanwhile is then seen in its new place
-        found = remains.find(self._commits, now_ns, kept)
+        found = remains.Remains() if self._commits.names.only else remains.find(self._commits, now_ns, kept)
         folders = self._folders()
         order = sorted(folders, reverse=True)
         shown = set(order if limit is None else order[:limit])
@@ -151,12 +188,12 @@ class _Look:
         marked = [dataclasses.replace(row, latest=epoch == latest, best=epoch == best) for epoch, row in rows.items()]
         committed = {row.attempt for row in marked}
         attempts = [row for row in found.attempts if row.attempt not in committed]
-        if isinstance(self._commits, PutCommits):
+        if isinstance(self._commits, PutCommits) and not self._commits.names.only:
             unread = [folders[epoch] for epoch in order if epoch not in rows]
             newest = [folders[epoch] for epoch in order[:_LOOKED_INTO]]
             attempts += remains.orphans(self._commits, {*newest, *unread} - {row.folder for row in hidden})
         return Overview(
-            directory=self._commits.store.root,
+            directory=place(self._commits),
             epochs=tuple(sorted([*marked, *attempts], key=_order)),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
@@ -181,6 +218,10 @@ class _Look:
         names, folders = self._commits.names, dict[int, str]()
         entries = self._commits.store.list("")
         hidden = self._hidden() if any(e.name == layout.ROLLBACK_RECORD for e in entries) else frozenset()
+        if not any(entry.is_folder and names.parse(entry.name) is not None for entry in entries):
+            said = step_folders.named_otherwise(self._commits.store, [(e.name, e.is_folder) for e in entries])
+            if said:
+                self._said[""] = said
         for entry in entries:
             epoch = names.parse(entry.name) if entry.is_folder else None
             if epoch is None or epoch in hidden:

@@ -6,11 +6,11 @@ import difflib
 import os
 import re
 
-from epochckpt import layout, orbax_marks, orbax_steps, surveying
+from epochckpt import layout, orbax_marks, orbax_steps, step_folders, surveying
 from epochckpt.store import Store
 
 _SHOWN = 6
-_RECORDS = (layout.EPOCH_RECORD, orbax_marks.STEP_RECORD)
+_RECORDS = step_folders.RECORDS
 _LOOKED_INTO = 50
 _STEP_LIKE = re.compile(r"(?:\A|_)\d+\Z")
 _PROJECTS = {
@@ -75,7 +75,7 @@ def folder(store: Store, found: list[tuple[str, bool]]) -> str:
     if not names:
         other = "is empty" if store.renames else "holds nothing that this user can see"
         return f"{other}: nothing was saved there yet, or it is another one; check the path"
-    if layout.EPOCH_RECORD in names:
+    if layout.EPOCH_RECORD in names and layout.NODE_RECORD not in names:
         return f"is the folder of a single epoch; pass its parent, {above}"
     if layout.NODE_RECORD in names:
         return f"is the folder of one node of an epoch; pass the directory above the epoch, {os.path.dirname(above)}"
@@ -89,12 +89,9 @@ def folder(store: Store, found: list[tuple[str, bool]]) -> str:
     if names & {".zarray", ".zattrs", "zarr.json"}:
         return "is an array of zarr, such as an item of stock Orbax is made of; pass the directory above the step"
     below = [n for n, is_folder in found if is_folder and not n.startswith(".")][:_LOOKED_INTO]
-    epochs = [name for name in below if _has_one(store, name, _RECORDS)]
-    if epochs:
-        return (
-            f"holds epochs whose folders are named otherwise ({_few(epochs, '/')}): give the manager's step_prefix or "
-            "step_format_fixed_length"
-        )
+    otherwise = step_folders.named_otherwise(store, found)
+    if otherwise:
+        return otherwise
     inner = [name for name in below if _holds_epochs(store, name)]
     if inner:
         return f"holds checkpoint directories and is none itself: pass one of them ({_few(inner, '/')})"
@@ -110,14 +107,7 @@ def _holds_epochs(store: Store, name: str) -> bool:
         if any(layout.parse_incarnation(n) or layout.parse_node_staging(n) for n in inner):
             return True
         steps = [layout.join(name, n) for n in inner if _STEP_LIKE.search(n)][:_SHOWN]
-        return any(_has_one(store, step, (*_RECORDS, orbax_marks.TREE_RECORD)) for step in steps)
-    except OSError:  # it may not be looked into
-        return False
-
-
-def _has_one(store: Store, folder: str, records: tuple[str, ...]) -> bool:
-    try:
-        return any(store.exists(layout.join(folder, record)) for record in records)
+        return any(step_folders.has_one(store, step, (*_RECORDS, orbax_marks.TREE_RECORD)) for step in steps)
     except OSError:  # it may not be looked into
         return False
 

@@ -356,7 +356,7 @@ def test_watch_says_by_its_code_that_an_epoch_is_damaged(run_cli: Any, tmp_path:
     ("argv", "expected"),
     [
         (["ls", "{run}x"], "does not exist"),
-        (["ls", "{run}/1"], "run"),
+        (["watch", "{run}/1"], "is the folder of a single epoch; pass its parent"),
         (["watch", "{run}x"], "does not exist"),
         (["show", "{run}", "7"], "near: 1, 2, 3"),
         (["verify", "{run}", "1", "7"], "near: 1, 2, 3"),

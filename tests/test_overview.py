@@ -649,12 +649,10 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("nowhere/run", "does not exist"),
         ("rum", "near it: run"),
-        ("run/1", "single epoch; pass its parent, {tmp}/run"),
         ("run/1/a", "one node of an epoch; pass the directory above the epoch, {tmp}/run"),
         ("run/1/epoch.json", "a record of an epoch"),
         ("run/1/a/default.safetensors", "a safetensors file"),
         ("run/1/default", "one item of a step of stock Orbax"),
-        ("stock/3", "a single step of stock Orbax; pass its parent, {tmp}/stock"),
         ("", "pass one of them (run/, stock/)"),
         ("numbers", "pass one of them (0/, 1/)"),
         ("empty", "is empty"),
@@ -713,7 +711,7 @@ def test_epochs_of_other_names_are_recognised(tmp_path: pathlib.Path) -> None:
             manager.save(1, args=Save({"x": np.ones(2)}))
         for path in (tmp_path / name).glob("incarnation-*"):
             path.rmdir()
-        with pytest.raises(NotACheckpointDirectoryError, match=r"named otherwise .*1/.*step_prefix"):
+        with pytest.raises(NotACheckpointDirectoryError, match=rf"named otherwise .*1/.*{next(iter(options))}="):
             overview.look(tmp_path / name)
         shown = overview.look(tmp_path / name, options=ocp.CheckpointManagerOptions(**options))
         assert [row.epoch for row in shown.epochs] == [1]

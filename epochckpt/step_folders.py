@@ -1,0 +1,85 @@
+"""Folders of epochs that are not where, or not called as, a reader expects them: a single epoch; another name format.
+
+By content: a name alone proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from epochckpt import layout, orbax_marks, parsing, records
+from epochckpt.errors import EpochCheckpointError
+from epochckpt.store import Store
+
+RECORDS = (layout.EPOCH_RECORD, orbax_marks.STEP_RECORD)
+_LOOKED_INTO = 50
+_SHOWN = 6
+_NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<number>\d+)\Z")
+_NUMBER = re.compile(r"\d+\Z")
+_NUMBERED = re.compile(r"[/._-](\d{1,18})\Z")
+
+
+def is_single(names: set[str]) -> bool:
+    """Whether a folder with these entries is one epoch: of ours, a step of stock Orbax, or a tree that Orbax saved."""
+    return layout.NODE_RECORD not in names and bool(names & {*RECORDS, orbax_marks.TREE_RECORD})
+
+
+def is_item(store: Store, names: set[str]) -> bool:
+    """Whether such a folder of a tree is only one item of the epoch above it."""
+    if names & set(RECORDS):
+        return False
+    above = os.path.dirname(store.root.rstrip("/"))
+    return store.renames and any(os.path.exists(os.path.join(above, record)) for record in RECORDS)
+
+
+def number_of(store: Store) -> int:
+    """The number of the epoch that lies in a folder: as recorded, else as the folder is named, else 0."""
+    try:
+        data = store.read(layout.EPOCH_RECORD, limit_bytes=records.MAX_RECORD_BYTES)
+        return parsing.parse_head(layout.EPOCH_RECORD, data).epoch
+    except (OSError, ValueError, EpochCheckpointError):  # of stock Orbax, or damaged
+        found = _NUMBERED.search(store.root.rstrip("/"))
+        return int(found[1]) if found else 0
+
+
+def named_otherwise(store: Store, found: list[tuple[str, bool]]) -> str:
+    """What to say of epochs below a folder, if there are any: no reader sees them under the names that it expects.
+
+    Args:
+        store: the folder.
+        found: its entries that are not named like an epoch, with whether each is a folder.
+    """
+    below = [n for n, is_folder in found if is_folder and not n.startswith(".") and layout.TMP_SUFFIX not in n]
+    epochs = [name for name in below[:_LOOKED_INTO] if _NUMBER.search(name) and has_one(store, name, RECORDS)]
+    if not epochs:
+        return ""
+    shown = ", ".join(f"{name}/" for name in epochs[:_SHOWN])
+    shown = shown if len(epochs) <= _SHOWN else f"{shown}, … ({len(epochs)} in all)"
+    return f"holds epochs whose folders are named otherwise ({shown}): {_advice(epochs)}"
+
+
+def _advice(names: list[str]) -> str:
+    """What to pass so that they are seen."""
+    parsed = [match for name in names if (match := _NAME.match(name))]
+    prefixes = {match["prefix"] or "" for match in parsed}
+    if len(parsed) < len(names) or len(prefixes) != 1:
+        return "no step_prefix and no step_format_fixed_length means all of them; pass a step_name_format"
+    (prefix,) = prefixes
+    lengths = {len(match["number"]) for match in parsed}
+    padded = any(match["number"] != str(int(match["number"])) for match in parsed)
+    options = [("step_prefix", prefix)] if prefix else []
+    options += [("step_format_fixed_length", max(lengths))] if padded else []
+    if not options:
+        return "pass no step_prefix and no step_format_fixed_length"
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options)
+    said = ", ".join(f"{name}={value!r}" for name, value in options)
+    return f"pass CheckpointManagerOptions({said}), or {flags} to the command"
+
+
+def has_one(store: Store, folder: str, names: tuple[str, ...]) -> bool:
+    """Whether one of these files is in a folder; False where this user may not look."""
+    try:
+        return any(store.exists(layout.join(folder, name)) for name in names)
+    except OSError:
+        return False
