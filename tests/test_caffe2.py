@@ -5,6 +5,7 @@ import gc
 import inspect
 import json
 import pathlib
+import re
 import shutil
 import signal
 from typing import Any
@@ -806,12 +807,17 @@ def test_a_record_that_belongs_elsewhere_is_refused(tmp_path: pathlib.Path) -> N
         ec.LocalSession().run(single(tmp_path, "c").load_blobs_from_checkpoint([TOTAL], 0))
 
 
-def test_other_readers_of_such_a_directory(tmp_path: pathlib.Path) -> None:
-    """A `CheckpointManager` refuses it, and says what it is; `follow` sees no epoch; nothing is deleted."""
+def test_other_readers_of_such_a_directory(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A `CheckpointManager` sees no epoch and says what is there; so does a save of that number; nothing is deleted."""
     train(multi(tmp_path), ec.LocalSession(), ["a", "b"], 1)
     before = files(tmp_path)
-    with pytest.raises(errors.FormatError, match=r"epochs of single nodes.*\(a, b\).*ec\.caffe2"):
-        ec.CheckpointManager(tmp_path)
+    with ec.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == []
+        assert re.search(r"epochs of single nodes.*\(a, b\).*ec\.caffe2", caplog.text)
+        with pytest.raises(errors.EpochCheckpointError, match="epochs of single nodes"):
+            manager.save(1, args=ocp.args.StandardSave({"x": 1}), force=True)
+            manager.wait_until_finished()
+    assert files(tmp_path) == before
     with ec.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         assert manager.all_steps() == []
         assert manager.latest_step() is None
