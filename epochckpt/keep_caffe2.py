@@ -53,7 +53,7 @@ class Caffe2Keeper(Keeper):
         several = isinstance(self._manager, MultiNodeCheckpointManager)
         self._nodes = [n for n in self._wanted or session.nodes if several or n in session.hosted]
         self._ready = beside
-        if not beside:
+        if not beside or not self._manager.introduced:
             self._manager.set_params(self._nodes)
 
     def told_nodes(self, session: Session) -> list[str]:

@@ -29,6 +29,7 @@ class Manager(abc.ABC):
 
     Attributes:
         notes: JSON that is written with each save (not in Caffe2); `read_notes` gives it back.
+        introduced: whether `set_params` was called (not in Caffe2).
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Manager(abc.ABC):
         self._db_prefix, self._db_type = os.fspath(db_prefix), db_type
         self._handler = None if metadata_handler is None else check_handler(metadata_handler)
         self.notes: dict[str, Any] = {}
+        self.introduced = False
 
     @property
     def db_prefix(self) -> str:
@@ -75,6 +77,7 @@ class Manager(abc.ABC):
                 path_prefix=prefix,
                 path_type=path_type,
             )
+        self.introduced = True
 
     def get_resume_from_epoch_id(self, user_epoch: int | None = None) -> int | None:
         """The epoch to resume from; None: from scratch.

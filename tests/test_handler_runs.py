@@ -92,6 +92,22 @@ def test_each_event_is_told_once(tmp_path: pathlib.Path, kind: str, where: str) 
         assert sorted(map(repr, map(brief, calls))) == sorted(map(repr, map(brief, expected[user_epoch])))
 
 
+@pytest.mark.parametrize(("kind", "where"), [*CASES, ("stock Orbax", "runner")])
+def test_a_load_without_a_run_introduces_the_handler(tmp_path: pathlib.Path, kind: str, where: str) -> None:
+    """It hears of directory and nodes before the seconds, once."""
+    nodes = NODES if kind in ("ours", "many nodes") else ["a"]
+    with manager_of(kind, tmp_path / "run") as manager:
+        ec.JobRunner(job_of(nodes), manager).train(ec.LocalSession())
+    handler = FromCaffe2()
+    with manager_of(kind, tmp_path / "run", handler if where != "runner" else None) as manager:
+        more = {"metadata_handler": handler} if where != "manager" else {}
+        runner = ec.JobRunner(job_of(nodes), manager, **more)
+        for epoch in (1, 2):
+            assert runner.load_blobs_from_checkpoints(["total"], epoch, ec.LocalSession())
+    begin, action = ("set_params", "run", "epochckpt", nodes, None, None), ("report", "checkpoint_partial_load")
+    assert [brief(call) for call in handler.calls] == [begin, action, action]
+
+
 def brief(call: Any) -> Any:
     return call[:2] if call[0] == "report" else call
 
