@@ -29,18 +29,21 @@ HONOURED = frozenset(
         "todelete_subdir",
         "read_only",
         "enable_async_checkpointing",
-        "async_options",
+        "async_options.timeout_secs",
+        "async_options.post_finalization_callback",
         "should_save_fn",
-        "file_options",
+        "file_options.path_permission_mode",
         "save_root_metadata",
         "save_decision_policy",
         "preservation_policy",
         "prevent_write_metrics",
         "enable_should_save_is_saving_in_progress_check",
-        "multiprocessing_options",
+        "multiprocessing_options.primary_host",
+        "multiprocessing_options.active_processes",
+        "multiprocessing_options.barrier_sync_key_prefix",
     }
 )
-"""Fields of CheckpointManagerOptions that do here what they do in Orbax."""
+"""Fields of CheckpointManagerOptions, and of the options in it, that do here what they do in Orbax."""
 
 HINTS = {
     "cleanup_tmp_directories": "what an earlier run left unfinished is always cleaned up",
@@ -50,9 +53,14 @@ HINTS = {
     "atomicity_options": "an epoch is always committed atomically, in our own way",
     "temporary_path_class": "an epoch is always committed atomically, in our own way",
     "enable_per_process_directory_creation": "with primary_host=None every process makes its own directory in any case",
+    "async_options.barrier_sync_fn": "there are no barriers",
+    "async_options.create_directories_asynchronously": "folders are always made in the background",
+    "file_options.skip_sync_file_validations": "save() never looks at files before it returns",
     "lightweight_initialize": "opening is fast in any case",
 }
 """Fields that concern Orbax's own engine and change nothing here, and why."""
+
+_NESTED = frozenset({"async_options", "file_options", "multiprocessing_options"})
 
 REFUSED = {
     "todelete_full_path": "use todelete_subdir, or leave it out to delete",
@@ -67,8 +75,7 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
     Raises:
         UnsupportedError: by name; also for options that a newer Orbax has and this version does not know.
     """
-    default = type(options)()
-    changed = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(default, f.name)]
+    changed = _changed(options)
     for name in changed:
         if name in REFUSED:
             raise UnsupportedError(f"{name} is not supported: {REFUSED[name]}")
@@ -88,11 +95,21 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
             "'ttl=1h', that is named neither like an epoch nor like the folders that epochckpt makes itself"
         )
     hints = [f"{name} ({HINTS[name]})" for name in changed if name in HINTS]
-    if getattr(options.async_options, "barrier_sync_fn", None) is not None:
-        hints.append("async_options.barrier_sync_fn (there are no barriers)")
     if hints:
         logging.info("options that change nothing here: %s", "; ".join(hints))
     return options
+
+
+def _changed(options: Any, prefix: str = "") -> list[str]:
+    """Names of the fields that are not at their defaults; those of the options in it as `file_options.…`."""
+    default, found = type(options)(), list[str]()
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in _NESTED:
+            found += [] if value is None else _changed(value, f"{field.name}.")
+        elif value != getattr(default, field.name):
+            found.append(prefix + field.name)
+    return found
 
 
 def storage_options(options: ocp.CheckpointManagerOptions, storage: StorageOptions | None) -> StorageOptions:

@@ -12,11 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint.checkpoint_managers import FixedIntervalPolicy, LatestN
+from orbax.checkpoint.checkpoint_managers import FixedIntervalPolicy, LatestN, preservation_policy
 
 import epochckpt as ec
-from epochckpt import checks
+from epochckpt import checks, coordination, opening
 from epochckpt.commit_rename import RenameCommits
+from tests.test_options import fields_of, option
 
 WAIT_SECS = 30.0
 LOSSES = (5.0, 1.0, 3.0, 4.0, 2.0)
@@ -130,6 +131,14 @@ def refusal(directory: pathlib.Path, options: Any) -> str:
     return "opened"
 
 
+def bound(directory: pathlib.Path, options: Any) -> float:
+    return checks.storage_options(options, None).save_timeout_secs
+
+
+def keys(directory: pathlib.Path, options: Any) -> str:
+    return opening._base(coordination.SingleProcess(), options).rpartition("/")[0]
+
+
 def loss(found: Mapping[str, Any]) -> float:
     return found["loss"]
 
@@ -168,9 +177,10 @@ CASES: dict[str, Case] = {
     "todelete_subdir": Case("bin", deleted, ["bin/7"]),
     "read_only": Case(True, saves, False),
     "enable_async_checkpointing": Case(False, held, (False, [True, True])),
-    "async_options": Case(ocp.AsyncOptions(post_finalization_callback=lambda: CALLS.append(None)), told, 5),
+    "async_options.timeout_secs": Case(7, bound, 7),
+    "async_options.post_finalization_callback": Case(lambda: CALLS.append(None), told, 5),
     "should_save_fn": Case(lambda step, last: step % 3 == 1, run, [1, 4]),
-    "file_options": Case(ocp.options.FileOptions(path_permission_mode=0o750), modes, {0o750}),
+    "file_options.path_permission_mode": Case(0o750, modes, {0o750}),
     "save_root_metadata": Case(False, root_metadata, {}),
     "save_decision_policy": Case(FixedIntervalPolicy(3), run, [0, 3]),
     "preservation_policy": Case(LatestN(2), run, [3, 4]),
@@ -181,11 +191,21 @@ CASES: dict[str, Case] = {
         (True, [True, True]),
         {"save_decision_policy": ocp.checkpoint_managers.ContinuousCheckpointingPolicy()},
     ),
-    "multiprocessing_options": Case(
-        ocp.options.MultiprocessingOptions(primary_host=1), refusal, "multiprocessing_options"
-    ),
+    "multiprocessing_options.primary_host": Case(1, refusal, "multiprocessing_options"),
+    "multiprocessing_options.active_processes": Case({0, 1}, refusal, "multiprocessing_options"),
+    "multiprocessing_options.barrier_sync_key_prefix": Case("mine", keys, "epochckpt/open/mine"),
 }
-FIELDS = {f.name for f in dataclasses.fields(Options)}
+POLICIES: dict[str, tuple[Callable[[Any], Any], list[int]]] = {  # of LOSSES, and what is left
+    "PreserveAll": (lambda kind: kind(), [0, 1, 2, 3, 4]),
+    "LatestN": (lambda kind: kind(2), [3, 4]),
+    "LatestDuration": (lambda kind: kind(datetime.timedelta(days=1)), [0, 1, 2, 3, 4]),
+    "EveryNSeconds": (lambda kind: kind(10_000), [0, 4]),
+    "EveryNSteps": (lambda kind: kind(2), [0, 2, 4]),
+    "EveryNStepsClosest": (lambda kind: kind(3), [0, 3, 4]),
+    "CustomSteps": (lambda kind: kind([1, 3]), [1, 3, 4]),
+    "BestN": (lambda kind: kind(get_metric_fn=loss, n=1), [0, 2, 4]),
+    "AnyPreservationPolicy": (lambda kind: kind([LatestN(1)]), [4]),
+}
 
 
 def test_every_honoured_option_has_a_case() -> None:
@@ -193,9 +213,22 @@ def test_every_honoured_option_has_a_case() -> None:
     assert CASES.keys() == checks.HONOURED
 
 
-@pytest.mark.parametrize("name", sorted(checks.HONOURED & FIELDS))
+def test_every_preservation_policy_of_the_installed_orbax_is_asked(tmp_path: pathlib.Path) -> None:
+    """One of a newer Orbax needs a case here; older ones lack some."""
+    base = preservation_policy.PreservationPolicy
+    known = {n: k for n, k in vars(preservation_policy).items() if isinstance(k, type) and base in k.__mro__[1:]}
+    assert known.keys() <= POLICIES.keys()
+    for name, kind in known.items():
+        make, left = POLICIES[name]
+        assert run(tmp_path / name, Options(preservation_policy=make(kind))) == left, name
+    if "LatestDuration" in known:
+        options = Options(preservation_policy=known["LatestDuration"](datetime.timedelta(0)))
+        assert run(tmp_path / "none", options) == [4], "the newest is never deleted"
+
+
+@pytest.mark.parametrize("name", sorted(checks.HONOURED & fields_of(Options)))
 def test_the_option_does_what_it_says_and_dropping_it_is_seen(tmp_path: pathlib.Path, name: str) -> None:
     """With it what is expected, without it something else."""
     case = CASES[name]
-    assert case.look(tmp_path / "with", Options(**{name: case.value}, **case.beside)) == case.expected
+    assert case.look(tmp_path / "with", Options(**option(name, case.value), **case.beside)) == case.expected
     assert case.look(tmp_path / "without", Options(**case.beside)) != case.expected

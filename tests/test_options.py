@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import pathlib
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -19,6 +21,12 @@ from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from tests.processes import run_worker
 
 Options = ocp.CheckpointManagerOptions
+NESTED: dict[str, Any] = {
+    "async_options": ocp.AsyncOptions,
+    "file_options": ocp.options.FileOptions,
+    "multiprocessing_options": ocp.options.MultiprocessingOptions,
+}
+DOCS = pathlib.Path(__file__).parent.parent / "docs" / "orbax.md"
 WAIT_SECS = 30.0
 
 
@@ -26,20 +34,42 @@ def save(manager: ec.CheckpointManager, epoch: int, **kwargs: Any) -> bool:
     return manager.save(epoch, args=ocp.args.StandardSave({"a": jnp.full(3, epoch)}), **kwargs)
 
 
+def fields_of(options: Any, prefix: str = "") -> set[str]:
+    """Names of all fields, those of the options in it with a dot."""
+    found: set[str] = set()
+    for field in dataclasses.fields(options):
+        kind = NESTED.get(field.name)
+        found |= {prefix + field.name} if kind is None else fields_of(kind, f"{field.name}.")
+    return found
+
+
+def option(name: str, value: Any) -> dict[str, Any]:
+    """The argument of the options with this name."""
+    outer, _, inner = name.rpartition(".")
+    return {outer: NESTED[outer](**{inner: value})} if outer else {inner: value}
+
+
 def test_every_field_is_known() -> None:
-    """A new Orbax cannot add an option that we ignore without a word."""
-    fields = {f.name for f in dataclasses.fields(Options)}
+    """A new Orbax cannot add an option that we ignore without a word, also not in the options that are in options."""
+    fields = fields_of(Options)
     kinds = [checks.HONOURED, set(checks.HINTS), set(checks.REFUSED)]
     assert sum(map(len, kinds)) == len(set().union(*kinds))
     assert fields <= set().union(*kinds)
 
 
+def is_policy(kind: Any) -> bool:
+    """Whether it is one of Orbax's policies, of either kind."""
+    kinds = (ocp.checkpoint_managers.PreservationPolicy, ocp.checkpoint_managers.SaveDecisionPolicy)
+    return isinstance(kind, type) and any(base in kind.__mro__[1:] for base in kinds)
+
+
 def test_the_docs_name_every_option_argument_and_member() -> None:
     """docs/orbax.md leaves none out."""
-    text = (pathlib.Path(__file__).parent.parent / "docs" / "orbax.md").read_text(encoding="utf-8")
+    text = DOCS.read_text(encoding="utf-8")
     text = text.replace("Save/Restore`", "Save` `Restore`")
     members = {name for name in dir(ocp.AbstractCheckpointManager) if not name.startswith("_")}
-    words = {f.name for f in dataclasses.fields(Options)} | members
+    words = {name.rpartition(".")[2] for name in fields_of(Options)} | NESTED.keys() | members
+    words |= {name for name in dir(ocp.checkpoint_managers) if is_policy(getattr(ocp.checkpoint_managers, name))}
     words |= {name.removesuffix("Save") for name in dir(ocp.args) if name.endswith("Save")}
     assert [w for w in sorted(words) if w not in text] == []
 
@@ -52,9 +82,19 @@ def test_an_option_of_a_newer_orbax_is_refused(tmp_path: pathlib.Path) -> None:
         fancy: bool = False
 
     ec.CheckpointManager(tmp_path / "a", options=Newer()).close()
-    with pytest.raises(UnsupportedError, match="fancy is an option of a newer Orbax"):
-        ec.CheckpointManager(tmp_path / "b", options=Newer(fancy=True))
-    assert not (tmp_path / "b").exists()
+
+    @dataclasses.dataclass(frozen=True)
+    class NewerFiles(ocp.options.FileOptions):
+        quick: bool = False
+
+    ec.CheckpointManager(tmp_path / "a", options=Options(file_options=NewerFiles())).close()
+    for options, name in (
+        (Newer(fancy=True), "fancy"),
+        (Options(file_options=NewerFiles(quick=True)), r"file_options\.quick"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"{name} is an option of a newer Orbax"):
+            ec.CheckpointManager(tmp_path / "b", options=options)
+        assert not (tmp_path / "b").exists()
 
 
 HINTS: dict[str, Any] = {
@@ -66,14 +106,19 @@ HINTS: dict[str, Any] = {
     "temporary_path_class": object,
     "lightweight_initialize": True,
     "enable_per_process_directory_creation": True,
+    "async_options.barrier_sync_fn": lambda **_: None,
+    "async_options.create_directories_asynchronously": False,
+    "file_options.skip_sync_file_validations": True,
 }
 
 
-@pytest.mark.parametrize("name", sorted(checks.HINTS.keys() & {f.name for f in dataclasses.fields(Options)}))
+@pytest.mark.parametrize("name", sorted(checks.HINTS.keys() & fields_of(Options)))
 def test_hints_are_accepted_with_one_line(name: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """They change nothing, and the log says so."""
     beside = {"multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=None)}
-    options = Options(**{name: HINTS[name]}, **(beside if name == "enable_per_process_directory_creation" else {}))
+    options = Options(
+        **option(name, HINTS[name]), **(beside if name == "enable_per_process_directory_creation" else {})
+    )
     with caplog.at_level(logging.INFO, "absl"), ec.CheckpointManager(tmp_path, options=options) as m:
         save(m, 1)
         m.wait_until_finished()
@@ -170,3 +215,26 @@ def test_multiprocessing_options_of_a_single_process(tmp_path: pathlib.Path) -> 
             ec.CheckpointManager(tmp_path, options=options)
         with ec.CheckpointManager(tmp_path, options=dataclasses.replace(options, read_only=True)) as reader:
             assert reader.processes is None
+
+
+def test_what_isinstance_says(tmp_path: pathlib.Path) -> None:
+    """It is Orbax's abstract class, not its manager; docs/orbax.md has the line that changes this, for a process."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        assert ocp.AbstractCheckpointManager in type(manager).__mro__
+        assert not isinstance(manager, ocp.CheckpointManager)
+    (line,) = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if "CheckpointManager.register(" in line]
+    script = f"""
+import epochckpt
+import orbax.checkpoint as ocp
+{line.strip(".`")}
+job = epochckpt.Job()
+job.init(lambda ws: ws.update(w=1))
+job.epoch(lambda ws: ws.update(w=ws["w"] + 1))
+job.stop_when(epochckpt.stop.max_epochs(1))
+with epochckpt.CheckpointManager({str(tmp_path / "job")!r}) as manager:
+    assert isinstance(manager, ocp.CheckpointManager)
+    epochckpt.JobRunner(job, manager, progress=False).train(epochckpt.LocalSession())
+    assert manager.all_steps() == [0, 1]
+    assert manager.nodes(1) == ["process_0"]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
