@@ -4,7 +4,7 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
 
     F0  errors units memory options layout tree hosting
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
-        run_database
+        calls run_database
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view orbax_view_files parsing
         node_writer node_file node_reader handlers orbax_marks orbax_steps aside owners commit commit_rename commit_put
         attached retention step_folders

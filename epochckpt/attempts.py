@@ -88,6 +88,7 @@ class Attempts:
         self._pool = worker.Pool(options.io_threads)
         self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()
         self._memory = options.host_memory_limit_bytes or memory.default_limit()
+        self.last = ""  # the name of the last attempt that was submitted
         # Of these, one operation each, never two that belong together: see the guarantees of `worker`.
         self._pending: list[Attempt] = []
         self._tries: dict[int, int] = {}  # how many attempts at an epoch the write lane has taken up
@@ -159,6 +160,7 @@ class Attempts:
         """Takes over a snapshot. Of two with one number (a signal handler can make them) only the first is saved."""
         if not self._coordinator.primary:  # the primary decides by its own clock, and may have been called later
             attempt.deadline = Deadline(self._options.save_timeout_secs + _VERDICT_MARGIN_SECS)
+        self.last = attempt.name
         self._pending.append(attempt)  # this is the moment: what is interrupted from here on, `pending` makes good
         self.pending()
 

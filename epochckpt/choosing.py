@@ -30,6 +30,13 @@ from epochckpt.errors import (
 )
 
 _MARGIN_SECS = 60.0
+
+
+def patience(timeout_secs: float) -> float:
+    """How long the others wait for the primary, which waits for all of them."""
+    return 2 * timeout_secs + _MARGIN_SECS
+
+
 _LOOKS = 16  # at a directory whose epochs are deleted again and again
 
 
@@ -69,7 +76,7 @@ def newest_readable(
     An epoch that is deleted is no damage: it shows that the list of candidates is old.
 
     Args:
-        candidates: committed epochs, ascending; the primary's count.
+        candidates: committed epochs, ascending; the primary's, on every process.
         restore: restores one; raises DamagedError or FormatError if it is damaged, EpochNotFoundError if it is gone;
             another error says nothing about the epoch, and ends the search on every process.
         look_again: given what was rejected so far, looks at storage again; the same on every process. It is called
@@ -84,7 +91,7 @@ def newest_readable(
         DamagedError: there are, but none of them can be read; names the reason for the newest.
         CoordinationTimeoutError: a process did not vote, or the primary's answer did not come.
     """
-    found = coordinator.agree(f"{prefix}/candidates", lambda: list(candidates), 2 * timeout_secs + _MARGIN_SECS)
+    found = candidates
     rejected: dict[int, Exception] = {}
     damaged: Mapping[int, str] = {}
     gone: list[int] = []
@@ -149,10 +156,15 @@ def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_s
     if not coordinator.primary:
         coordinator.put(f"{key}/vote/{coordinator.process}", mine)
         try:
-            verdict = coordinator.get(f"{key}/verdict/0", 2 * timeout_secs + _MARGIN_SECS)
+            verdict = coordinator.get(f"{key}/verdict/0", patience(timeout_secs))
         except EpochCheckpointError as silence:
             if error is not None and not _is_verdict(error):
                 return error
+            if isinstance(silence, CoordinationTimeoutError):
+                primary, secs = coordinator.named([0]), patience(timeout_secs)
+                raise CoordinationTimeoutError(
+                    f"the primary, {primary}, did not say within {secs:g} s which epoch restore(None) takes"
+                ) from None
             raise silence
         return from_wire(verdict["error"]) if "error" in verdict else None
     deadline = Deadline(timeout_secs)

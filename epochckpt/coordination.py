@@ -58,10 +58,12 @@ class Coordinator(abc.ABC):
     Attributes:
         process: number of this process.
         ids: JAX process index of every process that takes part, by number.
+        nodes: name of each one's node, as soon as that is known; for messages.
     """
 
     process: int
     ids: tuple[int, ...]
+    nodes: Sequence[str] = ()
 
     @property
     def processes(self) -> int:
@@ -70,7 +72,8 @@ class Coordinator(abc.ABC):
 
     def named(self, processes: Iterable[int]) -> str:
         """Some processes, for messages."""
-        return ", ".join(f"process {self.ids[process]}" for process in sorted(processes))
+        names = self.nodes or [f"process {index}" for index in self.ids]
+        return ", ".join(names[process] for process in sorted(processes))
 
     @abc.abstractmethod
     def put(self, key: str, value: Any) -> None:
@@ -95,7 +98,7 @@ class Coordinator(abc.ABC):
 
     @abc.abstractmethod
     def forget(self, prefix: str) -> None:
-        """Deletes everything under `prefix/`; failures are ignored, the keys only cost memory."""
+        """Deletes a key and everything under `prefix/`; failures are ignored, the keys only cost memory."""
 
     @property
     def primary(self) -> bool:

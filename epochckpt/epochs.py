@@ -14,6 +14,7 @@ from etils import epath
 from epochckpt import choosing, legacy, opening, removal, retention, status, worker
 from epochckpt.aside import Damaged, Superseded
 from epochckpt.attempts import Attempts
+from epochckpt.calls import Calls
 from epochckpt.checks import check_args
 from epochckpt.claiming import Claim
 from epochckpt.commit import Commits
@@ -46,8 +47,7 @@ class Epochs(Browsable):
     _foreign: dict[int, str]
     _claim: Claim
     _directory: epath.Path
-    _prefix: str
-    _calls: int
+    _calls: Calls
     _multi: bool | None
     _forked: bool
     _step_log: StepLog
@@ -73,6 +73,9 @@ class Epochs(Browsable):
     def reload(self) -> None:
         """Waits for saves in flight, and looks at storage again. In a job of several processes all must call it.
 
+        A process that calls it alone harms nothing: the primary looks; another one raises in the end, and knows what it
+        knew. `status` and `verify` look at storage from one process alone.
+
         Raises:
             CoordinationTimeoutError: the primary's answer did not come in time.
             StorageError: storage does not answer; this manager knows what it knew before.
@@ -82,7 +85,7 @@ class Epochs(Browsable):
 
     def _look(self) -> None:
         """Takes storage's word, as the primary hears it, for what is committed and what is damaged."""
-        seen = self._agree("reload", lambda: opening.survey(self._commits, self._options, self._damaged).to_wire())
+        seen = self._agree("reload()", lambda: opening.survey(self._commits, self._options, self._damaged).to_wire())
         survey = opening.Survey.from_wire(seen)
         self._damaged, self._foreign = survey.damaged, survey.foreign
         self._history.reset(survey.epochs, survey.attached)
@@ -211,10 +214,9 @@ class Epochs(Browsable):
         look_again: Callable[[Mapping[int, Exception]], choosing.Look],
         store: Store,
     ) -> choosing.Choice[T]:
-        self._calls += 1
-        key = f"{self._prefix}/restore/{self._calls}"
         wait = self._storage.restore_timeout_secs
-        return choosing.newest_readable(candidates, restore, look_again, self._coordinator, key, wait, store.root)
+        with self._calls.vote(candidates, choosing.patience(wait)) as (found, prefix):
+            return choosing.newest_readable(found, restore, look_again, self._coordinator, prefix, wait, store.root)
 
     def delete(self, step: int) -> None:
         """Deletes an epoch, also the newest. In a job of several processes all must call it.
@@ -316,7 +318,7 @@ class Epochs(Browsable):
             return told
 
         try:
-            told = self._agree(verb, claimed)
+            told = self._agree(f"{verb}({'' if epoch is None else epoch})", claimed)
             worker.start(lambda: self._claim.learn(told)).result()
         except FencedError as error:
             self._claim.note(error)
@@ -334,9 +336,6 @@ class Epochs(Browsable):
                 "and open another directory in it"
             )
 
-    def _agree(self, verb: str, decide: Callable[[], Any]) -> Any:
-        """The primary does something, everybody takes its answer; every process must make the same calls."""
-        self._calls += 1
-        wait = self._storage.open_timeout_secs
-        key = f"{self._prefix}/call/{self._calls}/{verb}"
-        return self._coordinator.agree(key, decide, wait if self._coordinator.primary else 2 * wait)
+    def _agree(self, call: str, decide: Callable[[], Any]) -> Any:
+        """The primary does something, everybody takes its answer; see `calls`."""
+        return self._calls.answer(call, decide, 2 * self._storage.open_timeout_secs)

@@ -251,9 +251,10 @@ class BufferChangedError(SaveError):
 
 
 class UncertainError(SaveError):
-    """This process cannot know whether the epoch was, or will be, committed; look again with `reload()`.
+    """This process cannot know whether the epoch was, or will be, committed; `status(epoch)` says what storage has.
 
-    All processes must call that alike. Where the commit still takes place, each hears of it with a later save, too.
+    So does `reload()`, which all processes call alike. Where the commit still takes place, each hears of it with a
+    later save, too.
     """
 
     def __init__(self, epoch: int, reason: str):

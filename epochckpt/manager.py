@@ -30,6 +30,7 @@ from epochckpt import (
 from epochckpt.aside import Superseded
 from epochckpt.attempt import Attempt, Committed, broken, snapshot
 from epochckpt.attempts import LONG_SECS, Attempts
+from epochckpt.calls import Calls, forget_opening
 from epochckpt.checks import check_args, check_options, storage_options
 from epochckpt.claiming import Claim
 from epochckpt.epochs import Epochs
@@ -139,7 +140,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._outcomes = outcomes.Outcomes()
         tells = coordinator.primary and not self._options.read_only
         self._informer = outcomes.Informer(metadata_handler, tells)
-        self._preemption, self._calls = coordination.Preemption(), 0
+        self._preemption = coordination.Preemption()
+        self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
         self._closed = self._ended = self._forked = False
         if metadata is not None and (self._options.read_only or self._options.save_root_metadata):
             self._given_metadata = saving.checked_json(dict(metadata), "metadata")
@@ -194,6 +196,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
 
     def _take_nodes(self, nodes: Nodes) -> None:
         self._nodes = self._attempts.nodes = nodes
+        self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
         self._reading = Reading(self._commits, self._pool, self._storage.verify, Here(self._handlers, nodes))
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = saving.Planner(nodes, self._storage, part_bytes)
@@ -379,6 +382,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         if self._coordinator.primary:
             wait = self._storage.open_timeout_secs
             worker.logged(f"{self._directory}: at its end", lambda: worker.abandonable(self._claim.release, wait))
+        forget_opening(self._coordinator, self._prefix)
         self._handlers.close()
         self.check_for_errors()
 

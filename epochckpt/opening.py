@@ -13,7 +13,7 @@ from urllib.parse import quote
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import attached, checksum, hosting, layout, retention, step_folders
+from epochckpt import attached, calls, checksum, hosting, layout, retention, step_folders
 from epochckpt.aside import Damaged
 from epochckpt.commit import Commits, StepNames
 from epochckpt.commit_put import PutCommits
@@ -229,6 +229,7 @@ def open_directory(
         # the others wait longer: the primary may come late, and then waits for the latest
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
         prefix = f"{base}/{answer['opening']}"
+        calls.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
     store = open_store(answer["directory"], folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     found = tuple(answer["nodes"])

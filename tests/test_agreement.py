@@ -78,7 +78,7 @@ class InMemory(coordination.Coordinator):
 
     def forget(self, prefix: str) -> None:
         with self._service.changed:
-            for key in [k for k in self._service.values if k.startswith(f"{prefix}/")]:
+            for key in [k for k in self._service.values if k == prefix or k.startswith(f"{prefix}/")]:
                 del self._service.values[key]
 
 
@@ -239,7 +239,7 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
             hear = manager._attempts._on_commit
 
             def late(done: Any) -> None:
-                manager._coordinator.get(f"{manager._prefix}/call/1/delete", WAIT_SECS)
+                manager._coordinator.get(f"{manager._prefix}/call/2-0/delete(2)/0", WAIT_SECS)
                 hear(done)
 
             manager._attempts._on_commit = late
