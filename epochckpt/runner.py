@@ -307,7 +307,9 @@ class JobRunner:
                 keeper.save(epoch, prepared, {}, notes, True)
                 keeper.drain()
             else:
-                logging.warning("epoch %d is not saved: the metadata handler says that the storage is away", epoch)
+                logging.warning(
+                    "epoch %d is not saved: the metadata handler does not say that the storage can be reached", epoch
+                )
         except Exception as error:
             logging.warning("epoch %d could not be saved: %s", epoch, say(error))
         for one in keeper.outcomes():

@@ -324,7 +324,7 @@ class Run:
             refused = next((f["problem"] for f in found if f["problem"]), None)
             able = refused is None
             if able and self._keeper is not None and not self._saves.accessible(epoch):
-                refused = "the metadata handler says that the storage is away"
+                refused = "the metadata handler does not say that the storage can be reached"
             ended = self._saves.ended(None if refused is None else SaveOutcome(epoch, False, refused, 0.0, 0.0, {}))
             stops = {c: next(filter(None, texts)) for c, texts in zip(conditions, said, strict=True) if any(texts)}
             return {

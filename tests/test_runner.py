@@ -655,12 +655,12 @@ def test_a_last_epoch_that_is_not_on_storage_is_an_error_and_an_exit_code(manage
     log, session = Log(), ec.LocalSession()
     runner = ec.JobRunner(counting_job(log, 3), managers(), metadata_handler=Away())
     with pytest.raises(
-        errors.SaveError, match=r"epoch 3 was not committed: it is the last of the run: .*storage is away"
+        errors.SaveError, match=r"epoch 3 was not committed: it is the last of the run: .*storage can be reached"
     ):
         runner.train(session)
     assert log.events[-2:] == ["download", "exit"]
     assert runner.result.exit_code == ec.UNSAVED_EXIT_CODE == 74
-    assert "storage is away" in runner.result.unsaved
+    assert "storage can be reached" in runner.result.unsaved
     log = Log()
     with pytest.raises(errors.SaveError, match=r"6 saves in a row have failed, .*max_consecutive_save_failures=5"):
         ec.JobRunner(counting_job(log, 50), managers(), metadata_handler=Away()).train(ec.LocalSession())
