@@ -2,7 +2,7 @@
 
 Imports go strictly downwards; a test checks it (within a floor: only to the left).
 
-    F0  errors units memory options layout tree hosting
+    F0  escaping naming errors units memory options layout tree hosting
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
         calls run_database
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view orbax_view_files parsing
@@ -15,7 +15,7 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F4  conditions stop workspace tasks job session containers blobs boundary metrics preempting result keeping
         keep_epochs keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
         run_saves first_epoch running runner upload_staging upload_nodes upload caffe2
-    F5  rows escaping naming run_notes surveying remains recognising epoch_rows overview gc
+    F5  rows run_notes surveying remains recognising epoch_rows overview gc
         lone_nodes orbax_leaves details leaf_reading stats changes same_bytes diffing plain
         html_style html_parts html_overview html_sharding html_tree html_epoch html_compare html_views
         text_table text_tree text_leaves text_overview text_views plots

@@ -49,6 +49,16 @@ def matches(item: str, leaf: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(leaf, pattern) or fnmatch.fnmatchcase(f"{item}:{leaf}", pattern)
 
 
+def no_match(pattern: str, known: Iterable[str]) -> str:
+    """What to say of a pattern, or a name, of leaves that matches none."""
+    listed = list(known)
+    quoted = repr(shown(pattern, limit=_LIMIT))
+    below = pattern.rstrip("/") + "/"
+    if any(other.startswith(below) for other in listed):
+        return f"no leaf matches {quoted}; those below it match {shown(f'{below}*', limit=_LIMIT)!r}"
+    return f"no leaf matches {quoted}; {near(pattern, listed)}"
+
+
 def no_leaf(name: str, known: Iterable[str]) -> str:
     """What to say of a leaf that is not there."""
     listed = list(known)

@@ -83,8 +83,9 @@ class StepReader:
         """Single leaves by shell patterns of their names, as NumPy arrays and Python values."""
         self._check()
         arrays = [name for name in self.record.names if self._kind(name) == "arrays"]
-        tree = self._tree(items.chosen_arrays(self.record.epoch, arrays, item))
-        chosen = restoring.matching(tree.leaves, [patterns] if isinstance(patterns, str) else patterns)
+        item = items.chosen_arrays(self.record.epoch, arrays, item)
+        tree = self._tree(item)
+        chosen = restoring.matching(f"epoch {self.record.epoch}, item {item!r}", tree.leaves, patterns)
         values = self._deliver(tree, tree.leaves, [_plain(i, tree.leaves[i]) for i in chosen])
         return dict(zip((tree.leaves[i].name for i in chosen), values, strict=True))
 

@@ -77,7 +77,7 @@ class Reading:
             return reader.leaves(patterns, item)
         arrays = [name for name, r in reader.record.items.items() if r.arrays is not None]
         item = items.chosen_arrays(epoch, arrays, item)
-        return read_leaves(reader, item, [patterns] if isinstance(patterns, str) else patterns)
+        return read_leaves(reader, item, patterns)
 
     def verify(self, epoch: int, progress: Callable[[int], None] = lambda nbytes: None) -> status.Verification:
         """Reads every byte; `progress` is told how many, piece by piece, of epochs that are not stock Orbax's."""
@@ -243,6 +243,10 @@ class Browsable:
 
         Returns:
             Values by leaf name.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            UnknownNameError: one of the patterns matches no leaf; names those that are near.
         """
         return self._reading.leaves(epoch_number(epoch), patterns, item)
 

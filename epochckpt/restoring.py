@@ -13,9 +13,10 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.sharding import SingleDeviceSharding
 
+from epochckpt import naming
 from epochckpt import plan as plan_lib
 from epochckpt import tree as tree_lib
-from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError
+from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
 from epochckpt.grid import ArrayItem, Box, Leaf
 from epochckpt.node_reader import EpochReader, Request, whole
 from epochckpt.renaming import Sources
@@ -108,16 +109,33 @@ def _restore_args(item: str, tree: Any) -> dict[str, ocp.RestoreArgs]:
     return found
 
 
-def matching(leaves: Sequence[Leaf], patterns: Sequence[str]) -> list[int]:
-    """Numbers of the leaves whose names match any of the shell patterns."""
-    return [i for i, leaf in enumerate(leaves) if any(fnmatch.fnmatchcase(leaf.name, p) for p in patterns)]
+def matching(where: str, leaves: Sequence[Leaf], patterns: str | Sequence[str]) -> list[int]:
+    """Numbers of the leaves whose names match any of the shell patterns.
+
+    Args:
+        where: the item, for messages.
+        leaves: its leaves.
+        patterns: one or several.
+
+    Raises:
+        UnknownNameError: one of the patterns matches no leaf; names those that are near.
+    """
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    names = [leaf.name for leaf in leaves]
+    found: set[int] = set()
+    for pattern in wanted:
+        numbers = [i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)]
+        if names and not numbers:
+            raise UnknownNameError(f"{where}: {naming.no_match(pattern, names)}")
+        found.update(numbers)
+    return sorted(found)
 
 
-def read_leaves(reader: EpochReader, name: str, patterns: Sequence[str]) -> dict[str, Any]:
+def read_leaves(reader: EpochReader, name: str, patterns: str | Sequence[str]) -> dict[str, Any]:
     """Leaves whose names match any of the shell patterns, as NumPy arrays and Python values, by name."""
     item = reader.record.items[name].arrays
     assert item is not None, "callers choose array items"
-    chosen = matching(item.leaves, patterns)
+    chosen = matching(f"epoch {reader.record.epoch}, item {name!r}", item.leaves, patterns)
     wants = [Want(i, "python" if item.leaves[i].dtype is None else "numpy") for i in chosen]
     wants = [w if item.leaves[w.leaf].kind not in tree_lib.EMPTY_KINDS else Want(-1, "keep") for w in wants]
     wants = [dataclasses.replace(w, form="python") if item.leaves[w.leaf].kind[:4] == "long" else w for w in wants]

@@ -168,6 +168,8 @@ def test_every_layout_of_orbax_can_be_inspected(layouts: dict[str, pathlib.Path]
         np.testing.assert_array_equal(leaves["params/both"], np.asarray(expected["params"]["both"]))
         with pytest.raises(errors.InvalidArgumentError, match=item):
             manager.restore_leaves(3, "*", item="other")
+        with pytest.raises(errors.UnknownNameError, match="'stpe'; near: 'step'"):
+            manager.restore_leaves(3, "stpe")
 
 
 @pytest.mark.parametrize("state", ["linen", "nnx"])

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
-from epochckpt.errors import InvalidArgumentError, MismatchError
+from epochckpt.errors import InvalidArgumentError, MismatchError, UnknownNameError
 from tests.processes import run_worker
 
 JAX_TYPES = [
@@ -582,7 +582,17 @@ def test_leaves_by_pattern(layers: ec.CheckpointManager) -> None:
     arrays = {k: got.pop(k) for k in [k for k in got if k.startswith("params")]}
     assert list(arrays) == ["params/layer1/bias", "params/layer2/bias"]
     assert got == {"step": 7, "name": "run", "text": "y" * 5000, "nothing": None}
-    assert layers.restore_leaves(0, "no such leaf") == {}
+
+
+def test_a_pattern_that_matches_no_leaf_is_refused_with_near_names(layers: ec.CheckpointManager) -> None:
+    """Each of several patterns has to match; a part of the tree is told how to ask for what lies below it."""
+    with pytest.raises(UnknownNameError, match=r"epoch 0, item 'default'.*'stpe'; near: 'step'"):
+        layers.restore_leaves(0, "stpe")
+    with pytest.raises(UnknownNameError, match=r"'params/\*/kernal'; near: 'params/layer[012]/kernel'"):
+        layers.restore_leaves(0, ["step", "params/*/kernal"])
+    with pytest.raises(UnknownNameError, match=r"'params'; those below it match 'params/\*'"):
+        layers.restore_leaves(0, "params")
+    assert layers.restore_leaves(0, []) == {}
 
 
 def test_partial_restore(layers: ec.CheckpointManager) -> None:
