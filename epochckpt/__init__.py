@@ -6,8 +6,8 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
         calls run_database
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view orbax_view_files parsing
-        node_writer node_file node_reader handlers orbax_marks orbax_steps aside owners commit commit_rename commit_put
-        attached retention step_folders
+        node_writer node_file node_reader handlers orbax_marks orbax_steps aside owners placing commit commit_rename
+        commit_put attached retention step_folders
     F3  args tree_metadata renaming targets restoring casting node_items items saving step_log attempt writing opening
         claiming attempts removal status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy
         reading epochs metadata node_staging node_epochs manager following attaching repairing copying export_orbax

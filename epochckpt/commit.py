@@ -18,6 +18,7 @@ put (object stores).
 from __future__ import annotations
 
 import abc
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -466,16 +467,34 @@ class Commits(abc.ABC):
         return epochs
 
     def write_once(self, parts: tuple[str, str], data: bytes) -> None:
-        """Primary: writes a small file `folder/name` of the directory itself, unless it exists."""
+        """Primary: writes a small file of JSON, `folder/name` of the directory itself, unless it has that file.
+
+        One that is torn, by a power cut for example, is written anew.
+        """
         folder, name = parts
+        path, old = layout.join(folder, name), None
         try:
-            if not self.store.exists(layout.join(folder, name)):
-                if not self.store.exists(folder):
-                    self.store.make_folder(folder)
-                self.store.create(layout.join(folder, name), data)
-                self.store.sync_folder(folder)
+            old = self.store.read(path, limit_bytes=2**24)
+            json.loads(old)
+            return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (ValueError, RecursionError) as error:
+            if old is None:  # larger than any of ours
+                raise
+            logging.warning("%s/%s is no JSON (%s): it is written anew", self.store.root, path, error)
+        try:
+            if not self.store.exists(folder):
+                self.store.make_folder(folder)
+                self.store.sync_folder("")
+            self._write_file(path, data, old)
+            self.store.sync_folder(folder)
         except FileExistsError:
-            logging.info("%s/%s was written by another process", folder, name)
+            logging.info("%s was written by another process", path)
+
+    @abc.abstractmethod
+    def _write_file(self, path: str, data: bytes, old: bytes | None) -> None:
+        """Writes a small file at once; FileExistsError if there is another than this old one."""
 
     def finish_rollback(self) -> None:
         """Completes a rollback, or a deletion, that was begun before.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import errno
-import io
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,7 +10,17 @@ from functools import partial
 
 from absl import logging
 
-from epochckpt import layout, orbax_left_out, orbax_marks, orbax_steps, orbax_view, orbax_view_files, owners, worker
+from epochckpt import (
+    layout,
+    orbax_left_out,
+    orbax_marks,
+    orbax_steps,
+    orbax_view,
+    orbax_view_files,
+    owners,
+    placing,
+    worker,
+)
 from epochckpt.aside import Replaces, Rollback, Superseded
 from epochckpt.commit import Commits, StepNames
 from epochckpt.errors import (
@@ -105,24 +113,11 @@ class RenameCommits(Commits):
         older = layout.parse_incarnation(entry.name)
         if older is None or older == self.incarnation:
             return ""
-        active_ns = self._last_active(entry.name)
-        away = layout.join(self._home, f"swept-{older}")
-        try:
-            self.store.rename(entry.name, away)
-        except FileNotFoundError:
-            return ""  # its own process released it just now, or another run sweeps it
-        except OSError as error:
-            if not _immovable(error):
-                raise
-            self._rescue(entry.name)  # where it lies: whoever left it there, in a lower layer, is not at work
-            self.store.remove_tree(entry.name)
-            return ""
-        if older not in self._begun:
-            owners.report_takeover(self.store.root, self._owner(away), active_ns)
-        self._rescue(away)
-        gone = layout.join(self._home, f"gone-{older}")  # what is half removed must not be put back by the next run
-        self.store.rename(away, gone)
-        return gone
+        active_ns, owner = self._last_active(entry.name), self._owner(entry.name)
+        away = placing.take_over(self.store, self._home, entry.name)
+        if away is not None and older not in self._begun:
+            owners.report_takeover(self.store.root, owner, active_ns)
+        return away or ""
 
     def _last_active(self, home: str) -> int | None:
         """When something was last made or moved in a run's staging, nanoseconds since 1970."""
@@ -142,31 +137,9 @@ class RenameCommits(Commits):
     def moving(self) -> list[int]:
         """See Commits."""
         homes = [entry.name for entry in self.store.list("") if layout.parse_incarnation(entry.name) is not None]
-        found = [name for home in homes for name in self._out_of_place(home)]
-        return sorted(epoch for name in found if (epoch := self.names.parse(name)) is not None)
-
-    def _out_of_place(self, staging: str) -> list[str]:
-        """Epochs in the staging of an earlier run, or in what it swept, that `_rescue` would put back."""
-        found = []
-        with suppress(FileNotFoundError, NotADirectoryError):  # released just now
-            for entry in self.store.list(staging):
-                path = layout.join(staging, entry.name)
-                if entry.name.startswith("replaced-"):
-                    found += [e.name for e in self.store.list(path) if not self.store.exists(e.name)]
-                elif entry.name.startswith("swept-"):
-                    found += self._out_of_place(path)
-        return found
-
-    def _rescue(self, swept: str) -> None:
-        """Takes out of the staging of an earlier run what it was killed on the way to move, or to rescue itself."""
-        for kept in self.store.list(swept):
-            path = layout.join(swept, kept.name)
-            if kept.name.startswith("damaged-"):  # killed while it was being set aside
-                self._move(path, kept.name)
-            elif kept.name.startswith("replaced-"):
-                self._put_back(path)
-            elif kept.name.startswith("swept-"):
-                self._rescue(path)
+        found = [where for home in homes for _, where in placing.on_the_move(self.store, home)]
+        epochs = [self.names.parse(where) for where in found if not self.store.exists(where)]
+        return sorted(epoch for epoch in epochs if epoch is not None)
 
     def join_incarnation(self, incarnation: str) -> None:
         """See Commits."""
@@ -259,33 +232,17 @@ class RenameCommits(Commits):
             raise self.lost(epoch) from None
         check()
         present = replaces is not None and self.read_attempt(epoch) == replaces.attempt
-        old = self._old(epoch, attempt) if present and isinstance(replaces, Superseded) else None
-        if present and old is None:
+        replace = present and isinstance(replaces, Superseded)
+        if present and not replace:
             with self._fenced(epoch):
                 self._set_damaged_aside(epoch)
+        old = None
         try:
-            if old is None:
-                self.store.rename(staging, final)
-            else:
-                old = self._supersede(staging, final, old)
+            old = placing.put(self.store, self._home, staging, final, replace=replace)
         except OSError as error:
             if not self._arrived(epoch, attempt, error):
                 raise self._refusal(epoch, error) from error
-        try:
-            self.store.sync_folder("")
-            if old is not None:
-                self.store.sync_folder(self._home)
-        except OSError as error:
-            reason = f"{self.store.root} could not be made durable after the rename ({error})"
-            uncertain = layout.join(self._home, f"uncertain-{attempt}")
-            try:
-                if old is None:
-                    self.store.rename(final, uncertain)
-                else:  # the old one comes back
-                    self._supersede(old, final, uncertain)
-            except OSError as problem:
-                raise UncertainError(epoch, f"{reason}, and it could not be taken out of sight ({problem})") from error
-            raise UncertainError(epoch, f"{reason}; it was taken out of sight") from error
+        placing.settle(self.store, self._home, epoch, final, old)
         self._folders[epoch] = final
         return None if old is None else partial(self.store.remove_tree, old)
 
@@ -316,7 +273,7 @@ class RenameCommits(Commits):
         if isinstance(error, FileExistsError):
             return SaveError(epoch, self._in_the_way(self.names.build(epoch)))
         reason = f"renaming it into place failed: {error}"
-        if _immovable(error):
+        if placing.immovable(error):
             reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
         return SaveError(epoch, reason)
 
@@ -325,42 +282,6 @@ class RenameCommits(Commits):
         if final in self.foreign().values():
             return f"something else is in the way: {self.obstacle(final)}"
         return f"{self.store.root}/{final} exists already; delete() or rollback_to() make room"
-
-    def _old(self, epoch: int, attempt: str) -> str:
-        """Where an epoch goes that is replaced: a name in our own folder."""
-        return layout.join(self._home, f"deleted-{epoch}-{attempt}")
-
-    def _supersede(self, new: str, final: str, old: str) -> str:
-        """Puts a staged epoch in the place of the one that it may replace, which goes to `old`; returns where that is.
-
-        Where the file system has no exchange there is a moment without either; the next run then puts the old one
-        back (`_put_back`).
-        """
-        try:
-            self.store.exchange(new, final)
-            away = new
-        except io.UnsupportedOperation:
-            draft = layout.join(self._home, f"replaced-{layout.new_id()}")
-            away = layout.join(draft, final)
-            self.store.make_folder(draft)
-            try:
-                self.store.rename(final, away)
-                self.store.rename(new, final)
-            except BaseException:
-                with suppress(OSError):
-                    self.store.rename(away, final)
-                raise
-        with suppress(OSError):  # the new one is in its place, and that counts
-            self.store.rename(away, old)
-            return old
-        return away
-
-    def _put_back(self, folder: str) -> None:
-        """Puts an epoch back that an earlier run was killed on the way to replace, unless the new one has come."""
-        for epoch in self.store.list(folder):
-            if not self.store.exists(epoch.name):
-                logging.warning("%s: %s is put back, it was about to be replaced", self.store.root, epoch.name)
-                self._move(layout.join(folder, epoch.name), epoch.name)
 
     def discard(self, epoch: int, attempt: str) -> None:
         """See Commits."""
@@ -372,7 +293,7 @@ class RenameCommits(Commits):
             self.store.remove_tree(self._take_away(attempt))
 
     def _take_away(self, attempt: str) -> str:
-        away = layout.join(self._home, f"discarded-{attempt}-{layout.new_id()}")
+        away = placing.removed(self._home)
         self.store.rename(self._staging(attempt), away)
         return away
 
@@ -380,27 +301,22 @@ class RenameCommits(Commits):
         """See Commits."""
         name = self.folder(epoch)
         kept = None if into is None else layout.join(into, name)
-        if into is not None and not self.store.exists(into):
-            self.store.make_folder(into)
         if kept is not None and self.store.exists(kept):
             raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
-        away = layout.join(self._home, f"deleted-{epoch}-{layout.new_id()}")
+        away = placing.removed(self._home, name)
         with self._fenced(epoch):
             try:
-                self.store.rename(name, away)  # also on the way to `into`, which a newer run would not take from us
+                if kept is None:
+                    self.store.rename(name, away)
+                else:
+                    placing.keep(self.store, self._home, name, kept)
             except OSError as error:
-                if not _immovable(error):
+                if not placing.immovable(error):
                     raise
                 self.roll_back(Rollback(None, (epoch,), layout.new_id(), into))
                 return lambda: None
-        if kept is not None:
-            try:
-                self.store.rename(away, kept)
-            except OSError:
-                self.store.rename(away, name)
-                raise
         self.store.sync_folder("")
-        return lambda: self.store.remove_tree(away)  # nothing is there any more if it was kept
+        return lambda: self.store.remove_tree(away)  # nothing is there if it was kept
 
     def roll_back(self, rollback: Rollback) -> None:
         """See Commits."""
@@ -420,57 +336,28 @@ class RenameCommits(Commits):
     def _move_rolled_back(self, rollback: Rollback) -> None:
         folder = rollback.folder
         with self._fenced(rollback.about):
-            if folder is not None and not self.store.exists(folder):
-                draft = layout.join(self._home, f"discarded-{layout.new_id()}")
-                self.store.make_folder(draft)
-                self.store.rename(draft, folder)
+            if folder is not None:
+                placing.make_folder(self.store, self._home, folder)
             for epoch in sorted(rollback.epochs, reverse=True):
                 name = self.folder(epoch)
                 if not self.store.exists(name):
                     continue
-                if folder is None or self.store.exists(layout.join(folder, name)):  # or copied, see `_move`
-                    self._remove_here(name)
+                if folder is None or self.store.exists(layout.join(folder, name)):  # or copied
+                    placing.remove_here(self.store, self._home, name)
                 else:
-                    self._move(name, layout.join(folder, name))
+                    placing.move(self.store, self._home, name, layout.join(folder, name))
                 self.store.sync_folder("")
             if folder is not None:
                 self.store.sync_folder(folder)
             # not removed where it lies: by now it may be the record of a newer run
-            done = layout.join(self._home, f"done-{rollback.id}")
+            done = layout.join(self._home, f"done-{layout.new_id()}")
             self.store.rename(layout.ROLLBACK_RECORD, done)
             self.store.sync_folder("")
             self.store.remove(done)
 
-    def _move(self, src: str, dst: str) -> None:
-        """Renames a folder; one that no rename moves is copied, and the original removed.
-
-        The copy goes by way of our own folder, so that it fails if a newer run has taken over. What must be hidden
-        meanwhile is hidden by a record.
-        """
-        try:
-            self.store.rename(src, dst)
-            return
-        except OSError as error:
-            if not _immovable(error):
-                raise
-        draft = layout.join(self._home, f"discarded-{layout.new_id()}")
-        self.store.copy_tree(src, draft)
-        self.store.rename(draft, dst)
-        self.store.sync_folder(dst.rpartition("/")[0])
-        self._remove_here(src)
-
-    def _remove_here(self, path: str) -> None:
-        """Removes a folder that no rename moves, unless a newer run has taken over.
-
-        One that takes over after that look, finishes all this itself, and saves an epoch of this name before we have
-        come to the end, could lose that epoch: only where no rename is possible.
-        """
-        self.store.list(self._home)  # raises FileNotFoundError
-        self.store.remove_tree(path)
-
     def release(self) -> None:
         """See Commits."""
-        self.store.remove_tree(self._home)
+        placing.leave(self.store, self._home)
         self.store.sync_folder("")
 
     def _set_damaged_aside(self, epoch: int) -> None:
@@ -478,16 +365,18 @@ class RenameCommits(Commits):
         if not self.store.exists(name):
             return
         away = f"damaged-{layout.new_id()}"
-        draft = layout.join(self._home, away)  # by way of our own folder: what lies there may be a newer run's by now
-        self.store.make_folder(draft)
         try:
-            self.store.rename(name, layout.join(draft, name))
-            self.store.rename(draft, away)
+            placing.keep(self.store, self._home, name, layout.join(away, name))
         except OSError as error:
-            if not _immovable(error):
+            if not placing.immovable(error):
                 raise
             self.roll_back(Rollback(None, (epoch,), layout.new_id(), away))
         logging.warning("%s: the damaged epoch %d was moved to %s", self.store.root, epoch, away)
+
+    def _write_file(self, path: str, data: bytes, old: bytes | None) -> None:
+        draft = placing.removed(self._home)  # nobody sees half of it, and the next run removes what a kill leaves
+        self.store.create(draft, data)
+        self.store.rename(draft, path, replace=old is not None)
 
     def lost(self, epoch: int) -> SaveError:
         """See Commits."""
@@ -508,8 +397,3 @@ class RenameCommits(Commits):
             if self.store.exists(self._home):
                 raise
             raise self.lost(epoch) from error
-
-
-def _immovable(error: OSError) -> bool:
-    """Whether no rename can move it: overlayfs says so of folders in a lower layer."""
-    return error.errno == errno.EXDEV

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import os
 import time
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from epochckpt import checksum, items, layout, node_writer, parsing, records, worker
+from epochckpt import checksum, items, layout, node_writer, parsing, placing, records, worker
 from epochckpt.attempt import Attempt, snapshot
 from epochckpt.errors import (
     EpochCheckpointError,
@@ -48,7 +47,7 @@ from epochckpt.handlers import Handlers
 from epochckpt.hosting import Nodes
 from epochckpt.node_items import Here
 from epochckpt.node_reader import EpochReader
-from epochckpt.node_staging import REPLACED, NodeStaging
+from epochckpt.node_staging import NodeStaging
 from epochckpt.options import StorageOptions
 from epochckpt.orbax_marks import STEP_RECORD
 from epochckpt.reading import epoch_number
@@ -264,64 +263,17 @@ class NodeEpochs:
             self.store.make_folder(parent)
         self._check_place(record.epoch)
         self.store.sync_folder("")  # also if another node's job made it: nobody knows how far that one is
-        replaced = None
+        home, replaced = self._staging.home, None
         try:
-            try:
-                self.store.rename(staging, final)
-            except FileExistsError:
-                replaced = self._replace(record.epoch, staging)
+            replaced = placing.put(self.store, home, staging, final, replace=self.exists(record.epoch))
         except FileNotFoundError:
             raise
         except OSError as error:  # over a network the rename may have happened although it reports an error
             if not self._is_there(record, error):
                 raise SaveError(record.epoch, f"renaming it to {self.store.root}/{final} failed: {error}") from error
-        try:
-            self.store.sync_folder(parent)
-        except OSError as error:
-            self._take_back(record, replaced, staging, error)
-        if replaced not in (None, staging):  # what was exchanged goes with the rest of the staging
-            away = layout.join(self._staging.home, f"removed-{record.attempt}")
-            worker.logged("what was replaced stays", lambda: self._remove(replaced, away))
-
-    def _replace(self, epoch: int, staging: str) -> str:
-        """Puts a staged epoch in the place of one that exists; returns where that is now.
-
-        Where the file system has no exchange there is a moment without either; the next job puts the old one back.
-        """
-        final = self.folder(epoch)
-        with suppress(io.UnsupportedOperation):
-            self.store.exchange(staging, final)
-            return staging
-        away = layout.join(self._staging.home, f"{REPLACED}{epoch}-{self._ordinal}")
-        self.store.rename(final, away)
-        try:
-            self.store.rename(staging, final)
-        except OSError:
-            with suppress(OSError):
-                self.store.rename(away, final)
-            raise
-        return away
-
-    def _take_back(self, record: EpochRecord, replaced: str | None, staging: str, error: OSError) -> None:
-        """After a rename that may not be durable: takes the epoch out of sight, and says so."""
-        final = self.folder(record.epoch)
-        reason = f"{self.store.root}/{record.epoch} could not be made durable after the rename ({error})"
-        try:
-            if replaced == staging:
-                self.store.exchange(staging, final)
-            else:
-                self.store.rename(final, layout.join(self._staging.home, f"uncertain-{record.attempt}"))
-                if replaced is not None:
-                    self.store.rename(replaced, final)
-        except OSError as problem:
-            raise UncertainError(
-                record.epoch, f"{reason}, and it could not be taken out of sight ({problem})"
-            ) from error
-        raise UncertainError(record.epoch, f"{reason}; it was taken out of sight") from error
-
-    def _remove(self, replaced: str, away: str) -> None:
-        self.store.rename(replaced, away)  # what is half removed must not go back, whoever sweeps after a crash
-        self.store.remove_tree(away)
+        placing.settle(self.store, home, record.epoch, final, replaced)
+        if replaced is not None:
+            worker.logged("what was replaced stays", lambda: self.store.remove_tree(replaced))
 
     def _check_place(self, epoch: int) -> None:
         """Refuses to write into somebody else's epoch, or over what is no epoch of this node."""

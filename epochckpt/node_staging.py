@@ -6,15 +6,14 @@ first save: it moves the folders that it found when it joined into its own. Ever
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from contextlib import suppress
 
-from epochckpt import layout, worker
+from epochckpt import layout, placing, worker
 from epochckpt.errors import AccessError, EpochCheckpointError, FencedError, NotACheckpointDirectoryError, SaveError
 from epochckpt.store import Store
-
-REPLACED = "replaced-"  # an epoch on its way out: it goes back where none took its place
 
 
 class NodeStaging:
@@ -58,17 +57,13 @@ class NodeStaging:
         """Fences off the jobs for this node that were there when this one joined, and removes what they left."""
         swept = []
         for name in self._older:
-            away = layout.join(self.home, f"swept-{name.removesuffix(layout.TMP_SUFFIX)[-16:]}")
-            try:
-                self.store.rename(name, away)
-            except FileNotFoundError as error:
-                if not self.store.exists(self.home):
-                    raise self.lost(epoch, error) from error
-                continue  # its own job ended and removed it
-            swept.append(away)
+            away = placing.take_over(self.store, self.home, name)
+            if not self.store.exists(self.home):
+                raise self.lost(epoch, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.home))
+            if away is not None:
+                swept.append(away)
         self._older = []
         for away in swept:
-            _put_back(self.store, self.node, away)
             worker.logged("what an earlier job left stays", lambda path=away: self.store.remove_tree(path))
 
     def missing(self) -> EpochCheckpointError:
@@ -95,23 +90,9 @@ class NodeStaging:
         )
 
 
-def _put_back(store: Store, node: str, swept: str) -> None:
-    """Puts back epochs of which a job that was killed had moved the old form away and not yet the new one in."""
-    for entry in store.list(swept):
-        path = layout.join(swept, entry.name)
-        if entry.name.startswith("swept-"):
-            _put_back(store, node, path)
-        elif entry.name.startswith(REPLACED):
-            parent = entry.name.removeprefix(REPLACED).partition("-")[0]
-            with suppress(FileExistsError):
-                store.rename(path, layout.join(parent, layout.folder_name(node)))
-                store.sync_folder(parent)
-
-
 def _leave(store: Store, home: str, pid: int) -> None:
-    """Removes a job's staging folder at its end, unless there is something in it that the next job is to put back."""
+    """Removes a job's staging folder at its end."""
     if os.getpid() != pid:  # a fork of it ends
         return
     with suppress(OSError):
-        if not any(entry.name.startswith(REPLACED) for entry in store.list(home)):
-            store.remove_tree(home)
+        placing.leave(store, home)

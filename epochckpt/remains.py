@@ -8,8 +8,8 @@ place that reads all of them:
 | `incarnation-<id>.orbax-checkpoint-tmp/` | a run's staging; it stays while the run lives, empty between saves |
 | `node-<node>-<id>.orbax-checkpoint-tmp/` | the same of a job that saves epochs of one node |
 | in them `<epoch>-<try>/` | an attempt |
-| in them `swept-*`, `gone-*`, `discarded-*`, `deleted-*`, `removed-*`, `uncertain-*` | out of sight, on its way out |
-| in them `replaced-*`, `damaged-*` | epochs on the move: the next run puts them where they belong |
+| in them `removed-<id>[-<what>]`, and such folders of earlier runs | out of sight, being removed, see `placing` |
+| in them `moving-<id>-<where to>` | epochs on the move: the next run puts them where they belong |
 | `rolled-back-<id>/`, `damaged-<id>/`, the folder that `todelete_subdir` named | epochs that are kept out of sight |
 | `<step>.orbax-checkpoint-tmp*/` | staging of stock Orbax |
 | `upload-*`, `export-*`, `gc-*`, with that suffix | staging of an upload, an export, a removal |
@@ -23,7 +23,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 
-from epochckpt import layout, parsing, records, surveying, units
+from epochckpt import layout, parsing, placing, records, surveying, units
 from epochckpt.commit import Commits
 from epochckpt.commit_put import PutCommits
 from epochckpt.errors import EpochCheckpointError
@@ -48,15 +48,6 @@ GC_PREFIX = "gc-"
 _ATTEMPT = re.compile(r"(\d+)-(\d+)\Z")
 _TOKEN = re.compile(r"-([0-9a-f]{8,16})" + re.escape(layout.TMP_SUFFIX) + r"\Z")
 _ID = re.compile(r"[0-9a-f]{16}\Z")
-_MOVING = re.compile(r"(?:damaged|replaced)-")
-_GONE = {
-    "swept-": "what an earlier run left, out of sight",
-    "gone-": "what an earlier run left, being removed",
-    "discarded-": "a failed save, out of sight",
-    "deleted-": "a deleted or replaced epoch, out of sight",
-    "removed-": "a replaced epoch, out of sight",
-    "uncertain-": "an epoch that could not be made durable, out of sight",
-}
 _KEPT = {
     "rolled-back-": (ROLLED_BACK, "set aside by rollback_to"),
     "damaged-": (SET_ASIDE, "a damaged epoch that was replaced"),
@@ -122,7 +113,7 @@ def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: 
     store = commits.store
     if layout.parse_incarnation(name) is not None or layout.parse_node_staging(name) is not None:
         if store.renames:
-            _look_into_staging(store, name, now_ns, found)
+            _look_into_staging(commits, name, now_ns, found)
         return
     for prefix, (kind, detail) in _KEPT.items():
         if name.startswith(prefix) and _ID.match(name.removeprefix(prefix)):  # else somebody else's
@@ -134,6 +125,12 @@ def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: 
     elif layout.TMP_SUFFIX in name:
         for prefix, (kind, detail) in _STAGING.items():
             if name.startswith(prefix) and _TOKEN.search(name):
+                moves = list(placing.on_the_move(store, name)) if store.renames else []
+                for path, where in moves:
+                    said = f"an epoch on the move to {where}: the next upload puts it there"
+                    _add(found, store, path, SET_ASIDE, now_ns, (), said)
+                if moves:
+                    return
                 _add(found, store, name, kind, now_ns, (), detail)
                 return
         step = commits.names.parse(name.partition(layout.TMP_SUFFIX)[0])
@@ -187,7 +184,8 @@ def is_fenced_off(attempt: str, newest: str) -> bool:
     return len(run) == len(newest) and run.isdigit() and int(run) < int(newest)
 
 
-def _look_into_staging(store: Store, home: str, now_ns: int, found: Remains) -> None:
+def _look_into_staging(commits: Commits, home: str, now_ns: int, found: Remains) -> None:
+    store = commits.store
     token = home.removesuffix(layout.TMP_SUFFIX).rpartition("-")[2]
     node = layout.parse_node_staging(home)
     for name, is_folder in surveying.names(store, home):
@@ -200,25 +198,22 @@ def _look_into_staging(store: Store, home: str, now_ns: int, found: Remains) -> 
             row = _attempt(store, path, int(tried[1]), attempt, node, now_ns)
             if row is not None:
                 found.attempts.append(row)
-        elif _MOVING.match(name):
-            _add(found, store, path, SET_ASIDE, now_ns, (), "an epoch on the move: the next run puts it in its place")
-        elif name.startswith("swept-") and holds_moving(store, path):
+            continue
+        gone = placing.parse_removed(name)
+        if (where := placing.parse_moving(name)) is not None:
+            detail = f"an epoch on the move to {where}: the next run puts it there"
+            _add(found, store, path, SET_ASIDE, now_ns, (), detail)
+        elif name.endswith(layout.TMP_SUFFIX) and any(placing.on_the_move(store, path)):
             _add(found, store, path, SET_ASIDE, now_ns, (), "what an earlier run left, with an epoch on the move in it")
+        elif name.endswith(layout.TMP_SUFFIX):
+            _add(found, store, path, DELETED, now_ns, (), "what an earlier run left, out of sight")
+        elif gone is not None:
+            epoch = commits.names.parse(gone)
+            epochs = () if epoch is None else (epoch,)
+            detail = "a deleted or replaced epoch, out of sight" if gone else "a failed save, or a draft, out of sight"
+            _add(found, store, path, DELETED, now_ns, epochs, detail)
         else:
-            detail = next((text for prefix, text in _GONE.items() if name.startswith(prefix)), "")
-            epoch = re.match(r"deleted-(\d+)-", name)
-            epochs = (int(epoch[1]),) if epoch else ()
-            _add(found, store, path, DELETED if detail else FOREIGN, now_ns, epochs, detail or "not known")
-
-
-def holds_moving(store: Store, swept: str) -> bool:
-    """Whether the staging of an earlier run has an epoch in it that is to be put back."""
-    for name, is_folder in surveying.names(store, swept):
-        if _MOVING.match(name):
-            return True
-        if is_folder and name.startswith("swept-") and holds_moving(store, layout.join(swept, name)):
-            return True
-    return False
+            _add(found, store, path, FOREIGN, now_ns, (), "not known")
 
 
 def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | None, now_ns: int) -> EpochRow | None:

@@ -1,8 +1,9 @@
 """`CopyUpload`: the last epoch of a run, copied to another directory.
 
 When is a copy visible? On a file system it is staged in `upload-<attempt>-<id>.orbax-checkpoint-tmp/` and renamed to
-its name when all of it is durable. On stores without rename the files have the attempt in their names, and `epoch.json`
-is put, if absent, last. Nobody sees a copy before that, and a killed one leaves nothing that is taken for an epoch.
+its name when all of it is durable; where another epoch gives way, the two are exchanged. On stores without rename the
+files have the attempt in their names, and `epoch.json` is put, if absent, last. Nobody sees a copy before that, and a
+killed one leaves nothing that is taken for an epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from epochckpt.storage import open_store
 from epochckpt.store import Store
 from epochckpt.tasks import Task, TaskGroup, joining
 from epochckpt.upload_nodes import node_by_node
-from epochckpt.upload_staging import PREFIX, Copy, Source, in_the_way, is_there, remove_objects, said, sweep
+from epochckpt.upload_staging import Copy, Source, in_the_way, is_there, remove_objects, said, stage, sweep
 from epochckpt.worker import Pool
 from epochckpt.workspace import Workspace
 
@@ -192,7 +193,7 @@ class _Upload:
             staging = source.folder
             if target.renames:
                 attempt = f"{source.reader.record.attempt}-" if source.reader is not None else ""
-                staging = f"{PREFIX}{attempt}{layout.new_id()}{layout.TMP_SUFFIX}"
+                staging = stage(target, attempt)
                 target.make_folder(staging)
             elif source.reader is not None:  # what a killed upload left, or a copy that is not whole
                 if self._old is None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import re
 
 from absl import logging
 
-from epochckpt import copying, layout, worker
+from epochckpt import copying, layout, placing, worker
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.multi_node import MultiNodeCheckpointManager
 from epochckpt.node_epochs import NodeEpochs
@@ -16,7 +15,7 @@ from epochckpt.single_node import CheckpointManager, Manager
 from epochckpt.storage import open_store
 from epochckpt.store import Store
 from epochckpt.tasks import Task, TaskGroup, joining
-from epochckpt.upload_staging import PREFIX, is_there, said
+from epochckpt.upload_staging import is_there, said, stage, sweep
 from epochckpt.workspace import Workspace
 
 
@@ -59,14 +58,15 @@ def _nodes(manager: Manager, here: str) -> list[str]:
 def _copy(epochs: NodeEpochs, epoch: int, target: Store, replace: bool) -> None:
     found = epochs.reader(epoch)
     reader = EpochReader(found.store, found.folder, found.record, found.pool, verify=True)
+    label = f"{layout.folder_name(epochs.node)}-"
     target.make_root()
-    _sweep(target, epochs.node)
+    sweep(target, label)
     there, _ = is_there(target, reader.folder, epoch, reader.record.attempt, replace)
     if there:
         logging.info("epoch %d of node %s is in %s already", epoch, epochs.node, target.root)
         return
-    node = layout.folder_name(epochs.node)
-    staging = f"{PREFIX}{node}-{layout.new_id()}{layout.TMP_SUFFIX}"
+    staging = stage(target, label)
+    home = staging.rpartition("/")[0]
     try:
         copying.copy_node(reader, 0, target, staging)
         reader.check_present("it was being uploaded")
@@ -75,21 +75,9 @@ def _copy(epochs: NodeEpochs, epoch: int, target: Store, replace: bool) -> None:
         with contextlib.suppress(FileExistsError):  # another node was quicker
             target.make_folder(str(epoch))
         target.sync_folder("")
-        if target.exists(reader.folder):  # a copy that is not whole, or is to give way: nothing else was let through
-            target.rename(reader.folder, f"{PREFIX}{node}-{layout.new_id()}{layout.TMP_SUFFIX}")
-        target.rename(staging, reader.folder)
+        # what is there is a copy that is not whole, or is to give way: nothing else was let through
+        placing.put(target, home, staging, reader.folder, replace=target.exists(reader.folder))
         target.sync_folder(str(epoch))
     finally:
-        worker.logged(f"{target.root}: what is left of an upload", lambda: _sweep(target, epochs.node))
+        worker.logged(f"{target.root}: what is left of an upload", lambda: sweep(target, label))
     logging.info("epoch %d of node %s was uploaded to %s", epoch, epochs.node, target.root)
-
-
-def _sweep(target: Store, node: str) -> None:
-    """Removes what uploads of this node left, nothing of other nodes, which may be at work."""
-    folder = layout.folder_name(node)
-    ours = re.compile(f"{PREFIX}{re.escape(folder)}-[0-9a-f]{{16}}{re.escape(layout.TMP_SUFFIX)}")
-    for entry in target.list(""):
-        if entry.is_folder and ours.fullmatch(entry.name):
-            away = f"{PREFIX}{folder}-{layout.new_id()}{layout.TMP_SUFFIX}"
-            target.rename(entry.name, away)
-            target.remove_tree(away)

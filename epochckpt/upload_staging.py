@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Generator
 
 from absl import logging
 
-from epochckpt import copying, layout, worker
+from epochckpt import copying, layout, placing, worker
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochExistsError, FormatError, UploadError, say
 from epochckpt.node_reader import EpochReader
 from epochckpt.records import EpochRecord
@@ -137,10 +138,13 @@ class Copy:
             )
 
     def _rename(self) -> None:
-        if self.target.exists(self.place):  # a copy that is not whole, or is to give way: nothing else was let through
-            self.target.rename(self.place, f"{PREFIX}replaced-{layout.new_id()}{layout.TMP_SUFFIX}")
-        self.target.rename(self.staging, self.place)
+        home = self.staging.rpartition("/")[0]
+        # a copy that is not whole, or is to give way: nothing else was let through
+        there = self.target.exists(self.place)
+        old = placing.put(self.target, home, self.staging, self.place, replace=there)
         self.target.sync_folder("")
+        if old is not None:
+            self.target.sync_folder(home)
         worker.logged(f"{self.target.root}: what was replaced", lambda: sweep(self.target))
 
     def give_up(self) -> None:
@@ -152,15 +156,30 @@ class Copy:
             remove_objects(self.target, self.place, copying.record_for(reader.record, self.target))
 
 
-def sweep(target: Store) -> None:
-    """Removes what killed uploads left; renamed first, so that one that is not dead after all fails."""
+def stage(target: Store, label: str) -> str:
+    """Makes room for a copy on a store with rename: a home (see `placing`); returns the copy's folder, not yet made."""
+    home = f"{PREFIX}{label}{layout.new_id()}{layout.TMP_SUFFIX}"
+    target.make_folder(home)
+    return layout.join(home, "copy")
+
+
+def sweep(target: Store, label: str = "") -> None:
+    """Removes what killed uploads left; renamed first, so that one that is not dead after all fails.
+
+    An epoch that was on its way out when its upload was killed, and that nothing replaced, goes back to its place.
+
+    Args:
+        target: the destination.
+        label: only those that were staged with this label; empty: all.
+    """
     if not target.renames:
         return
+    ours = re.compile(f"{PREFIX}{re.escape(label)}{'[0-9a-f]{16}' if label else '.*'}{re.escape(layout.TMP_SUFFIX)}")
     for entry in target.list(""):
-        if entry.is_folder and entry.name.startswith(PREFIX) and entry.name.endswith(layout.TMP_SUFFIX):
-            away = f"{PREFIX}swept-{layout.new_id()}{layout.TMP_SUFFIX}"
-            target.rename(entry.name, away)
-            target.remove_tree(away)
+        if entry.is_folder and ours.fullmatch(entry.name):
+            home = f"{PREFIX}{label}{layout.new_id()}{layout.TMP_SUFFIX}"
+            target.rename(entry.name, home)
+            placing.leave(target, home)
 
 
 def remove_objects(target: Store, folder: str, record: EpochRecord) -> None:

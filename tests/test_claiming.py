@@ -171,14 +171,14 @@ def test_a_claim_that_fails_is_made_anew_and_loses_nothing(
     with ec.CheckpointManager(tmp_path) as manager:
         commit(manager, 1, 2)
     home = tmp_path / f"incarnation-{'0' * 16}.orbax-checkpoint-tmp"
-    (home / "replaced-1").mkdir(parents=True)
-    (tmp_path / "1").rename(home / "replaced-1" / "1")
+    home.mkdir()
+    (tmp_path / "1").rename(home / f"moving-{'0' * 16}-1")
     rename, count = PosixStore.rename, 0
 
     def failing(store: Any, source: str, target: str, **kwargs: Any) -> None:
         nonlocal count
         rename(store, source, target, **kwargs)
-        if "swept-" in target:
+        if source == home.name:
             count += 1
             if count == 1:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), source)
@@ -200,8 +200,8 @@ def test_an_epoch_that_was_on_the_move_is_named_at_open_and_back_after_the_claim
     with ec.CheckpointManager(tmp_path) as manager:
         commit(manager, 1, 2)
     home = tmp_path / f"incarnation-{'0' * 16}.orbax-checkpoint-tmp"
-    (home / "replaced-1").mkdir(parents=True)
-    (tmp_path / "2").rename(home / "replaced-1" / "2")
+    home.mkdir()
+    (tmp_path / "2").rename(home / f"moving-{'0' * 16}-2")
     with ec.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [1]
         assert re.search(r"epoch 2, .*claim\(\)", caplog.text)

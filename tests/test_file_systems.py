@@ -204,8 +204,8 @@ def test_epochs_that_no_rename_moves_are_deleted_and_rolled_back(layered: Any) -
     with ec.CheckpointManager(below) as manager:
         save(manager, *range(1, 8))
     older = below / "incarnation-0123456789abcdef.orbax-checkpoint-tmp"  # of a run that was killed
-    (older / "replaced-0123456789abcdef").mkdir(parents=True)
-    shutil.move(below / "5", older / "replaced-0123456789abcdef" / "5")
+    older.mkdir()
+    shutil.move(below / "5", older / "moving-0123456789abcdef-5")
     directory = mount()
     with ec.CheckpointManager(directory) as manager:
         manager.claim()

@@ -69,9 +69,9 @@ def leave(directory: pathlib.Path) -> dict[str, pathlib.Path]:
     home = directory / f"incarnation-{'ab' * 8}{TMP}"
     found = {
         "attempt": home / "9-2",
-        "deleted": home / f"deleted-1-{'cd' * 8}",
-        "discarded": home / f"discarded-{'ab' * 8}-1",
-        "swept": home / f"swept-{'ef' * 8}",
+        "deleted": home / f"removed-{'cd' * 8}-1",
+        "discarded": home / f"removed-{'ab' * 8}",
+        "swept": home / f"incarnation-{'ef' * 8}{TMP}",
         "node": directory / f"node-n1-{'ab' * 8}{TMP}" / "4-1",
         "orbax": directory / f"7{TMP}-1234",
         "upload": directory / f"upload-{'ab' * 8}{TMP}",
@@ -115,7 +115,7 @@ def test_what_was_written_to_lately_stays(run: pathlib.Path) -> None:
     old = left["attempt"]
     for path in (*old.rglob("*"), old):
         os.utime(path, (1.0, 1.0))
-    os.rename(old, old.with_name(f"deleted-9-{'12' * 8}"))
+    os.rename(old, old.with_name(f"removed-{'12' * 8}-9"))
     assert gc.find(run).rows == ()
     assert len(below(run)) == len(before)
 
@@ -159,9 +159,11 @@ def test_a_rollback_under_way_keeps_what_it_moved(run: pathlib.Path) -> None:
 def test_an_epoch_on_the_move_stays(run: pathlib.Path) -> None:
     """A run was killed between moving an epoch away and its successor in: the next run puts it back, gc leaves it."""
     home = run / f"incarnation-{'ab' * 8}{TMP}"
-    for away in (home / "replaced-ab", home / "swept-cd" / "replaced-cd", home / "swept-ef" / "swept-12" / "damaged-3"):
+    older, oldest = f"incarnation-{'cd' * 8}{TMP}", f"incarnation-{'ef' * 8}{TMP}"
+    moving = f"moving-{'12' * 8}"
+    for away in (home / older / f"{moving}-trash%2F9", home / oldest / older / f"{moving}-damaged-{'34' * 8}%2F8"):
         away.mkdir(parents=True)
-    os.rename(run / "3", home / "replaced-ab" / "3")
+    os.rename(run / "3", home / f"{moving}-3")
     found = gc.remove(run, epochs_too=True, clock=next_week)
     assert not any(path.startswith(home.name) for path in paths(found.rows))
     assert sum(path.startswith(home.name) for path in found.kept) == 3

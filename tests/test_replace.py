@@ -20,8 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt import commit_put
-from epochckpt.commit_rename import RenameCommits
+from epochckpt import commit_put, placing
 from epochckpt.errors import (
     EpochDeleted,
     EpochExistsError,
@@ -272,7 +271,7 @@ def test_what_a_run_is_removing_is_put_back_by_nobody(tmp_path: pathlib.Path, mo
 
 def test_without_putting_back_the_kill_is_found_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kill between the two renames is a real one: without its cure the epoch is gone."""
-    monkeypatch.setattr(RenameCommits, "_put_back", lambda self, folder: None)
+    monkeypatch.setattr(placing, "rescue", lambda *_: None)
     kill(tmp_path / "run", "after rename 1")
     with ec.CheckpointManager(tmp_path / "run") as manager:
         manager.claim()

@@ -7,7 +7,6 @@ import signal
 from typing import Any
 
 import epochckpt as ec
-from epochckpt import layout
 from epochckpt.posix_store import PosixStore
 from tests.job_runs import reading_job, summary
 
@@ -48,7 +47,7 @@ def killed(directory: str, destination: str, place: str) -> None:
         "data": ("open_writer", "/b/own.safetensors"),
         "record": ("create", "/c/node.json"),
         "commit": ("create", "/epoch.json"),
-        "rename": ("rename", layout.TMP_SUFFIX),
+        "rename": ("rename", "/copy"),
         "durable": ("sync_folder", ""),
     }[place]
     real = getattr(PosixStore, call)

@@ -38,7 +38,7 @@ PLACES = (BEFORE, WRITING, RENAMED, DELETING, OPENING, ELSEWHERE)
 AIMED = {"write": WRITING, "delete": DELETING, "renamed": RENAMED}
 
 _STAGING = re.compile(r"incarnation-[^/]+/(\d+-\d+)(?:/|\Z)")
-_DELETED = re.compile(r"incarnation-[^/]+/(deleted-[^/]+)(/|\Z)")
+_DELETED = re.compile(r"incarnation-[^/]+/(removed-[0-9a-f]{16}-[^/]+)(/|\Z)")
 _FINAL = re.compile(r"(\d+)(?:/|\Z)")
 
 
@@ -135,7 +135,7 @@ class Places:
             return DELETING if op.name in ("unlink", "rmdir") else WRITING
         if not op.path and self.opened:
             return self._root
-        return ELSEWHERE if self.opened and "/swept-" not in op.path else OPENING
+        return ELSEWHERE if self.opened and op.path.count("incarnation-") < 2 else OPENING
 
     def half(self, op: Op) -> str:
         """Where a kill in the middle of a pwrite hits."""
