@@ -346,8 +346,9 @@ def test_of_two_runs_that_claim_at_the_same_moment_the_later_one_wins(tmp_path: 
     def overtaken(number: int) -> tuple[int, BaseException | None]:
         run = tmp_path / str(number)
         left = run / "incarnation-0123456789abcdef.orbax-checkpoint-tmp"
-        for path in (left / "damaged-0123456789abcdef" / "4", left / "replaced-0123456789abcdef" / "5", left / "3-1"):
-            path.mkdir(parents=True)
+        moving = f"moving-{'0' * 16}"
+        for name in (f"{moving}-damaged-0123456789abcdef%2F4", f"{moving}-5", "3-1"):
+            (left / name).mkdir(parents=True)
         names = step_names(ocp.CheckpointManagerOptions())
         older, newer = commits_of(open_store(run), names), commits_of(open_store(run), names)
         calls = 0
