@@ -918,9 +918,10 @@ def test_partial_transforms_rename(manager_class: ManagerClass, tmp_path: pathli
 
 
 def test_metadata_of_the_directory_is_written_once(manager_class: ManagerClass, tmp_path: pathlib.Path) -> None:
-    """`metadata=` of the first manager stays, whatever a later one says."""
+    """`metadata=` of the first manager that saves stays, whatever a later one says."""
     with manager_class(tmp_path, metadata={"version": 1.1, "lang": "en"}) as manager:
         assert manager.metadata().custom_metadata == {"version": 1.1, "lang": "en"}
+        manager.save(0, args=ocp.args.StandardSave(arrays()))
     with manager_class(tmp_path, metadata={"version": 2}) as manager:
         assert manager.metadata().custom_metadata == {"version": 1.1, "lang": "en"}
     with manager_class(tmp_path, options=Options(read_only=True)) as manager:
