@@ -308,7 +308,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 text = "save(%d) held training until its arrays were computed and copied (%s) and handlers had run: %s"
                 size, secs = units.nbytes(attempt.copied_bytes), units.secs(time.monotonic() - room)
                 logging.log_first_n(logging.WARNING, text, 3, step, size, secs)
-            attempt.held_secs = time.monotonic() - began
+            attempt.started, attempt.held_secs = began, time.monotonic() - began
             attempt.started_ns = time.time_ns() - round(attempt.held_secs * 1e9)
             attempt.entry = self._step_log.begun(
                 step,

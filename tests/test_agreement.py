@@ -337,11 +337,11 @@ def test_nodes_learn_of_the_claim_from_whatever_they_do_first(job: Job, monkeypa
     """A claim that fails, and one that a delete makes: the other node never waits for a word that does not come."""
     claim, refused = RenameCommits.claim, threading.Event()
 
-    def failing(commits: Any) -> None:
+    def failing(commits: Any, *args: Any) -> None:
         if not refused.is_set():
             refused.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        claim(commits)
+        claim(commits, *args)
 
     def process(number: int) -> Any:
         with job.open() as manager:
