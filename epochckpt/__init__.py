@@ -9,9 +9,9 @@ Imports go strictly downwards; a test checks it (within a floor: only to the lef
         node_writer node_file node_reader handlers orbax_marks orbax_steps aside owners placing commit commit_rename
         commit_put attached retention step_folders
     F3  args tree_metadata renaming targets restoring casting node_items items saving step_log attempt writing opening
-        claiming attempts removal status metadata_protocol outcomes orbax_tree orbax_reader choosing checks legacy
-        reading epochs metadata node_staging node_epochs manager following attaching repairing copying export_orbax
-        export_safetensors exporting importing
+        claiming lagging attempts removal status metadata_protocol outcomes orbax_tree orbax_reader choosing checks
+        legacy reading epochs metadata node_staging node_epochs manager following attaching repairing copying
+        export_orbax export_safetensors exporting importing
     F4  conditions stop workspace tasks job session containers blobs boundary metrics preempting result keeping
         keep_epochs keep_orbax db_names single_node multi_node keep_caffe2 keepers progress reporting resuming
         run_saves first_epoch running runner upload_staging upload_nodes upload caffe2

@@ -22,7 +22,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -44,6 +44,7 @@ from epochckpt.errors import (
     kept,
     to_wire,
 )
+from epochckpt.lagging import Lags
 from epochckpt.opening import Opened
 from epochckpt.options import StorageOptions
 from epochckpt.writing import write_nodes
@@ -86,7 +87,8 @@ class Attempts:
         self._claim, self._all_know = claim, opened.coordinator.processes == 1
         self._retire, self._on_commit, self._log, self._on_end = retire, on_commit, log, on_end
         self._pool = worker.Pool(options.io_threads)
-        self._write_lane, self._commit_lane = worker.Lane(), worker.Lane()
+        self._write_lane, self._report_lane, self._commit_lane = worker.Lane(), worker.Lane(), worker.Lane()
+        self._lags = Lags(options.save_timeout_secs, self._has_answered)
         self._memory = options.host_memory_limit_bytes or memory.default_limit()
         self.last = ""  # the name of the last attempt that was submitted
         # Of these, one operation each, never two that belong together: see the guarantees of `worker`.
@@ -210,7 +212,7 @@ class Attempts:
     @property
     def longest_secs(self) -> float:
         """No attempt goes on for longer than this."""
-        return self._options.save_timeout_secs + _VERDICT_MARGIN_SECS
+        return self._options.save_timeout_secs + _VERDICT_MARGIN_SECS + self._lags.most()
 
     def _wait(self, attempt: Attempt, event: worker.Future[Any]) -> None:
         """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed.
@@ -271,14 +273,21 @@ class Attempts:
         if not self._coordinator.primary:
             try:
                 self._bind(attempt)
-                self._coordinator.put(f"{self._key('report', attempt)}/{self._coordinator.process}", report)
-            except (CoordinationError, SaveError) as caught:
-                error = error or kept(caught)
+                self._report_lane.submit(lambda: self._report(attempt, report))
+            except SaveError as caught:
+                error = kept(caught)
         attempt.reports[self._coordinator.process] = report
         alone = self._coordinator.processes == 1
         attempt.state = "written, waiting for " + ("its commit" if alone else "the other nodes")
         attempt.written.set(None)
         self._commit_lane.submit(lambda: self._conclude(attempt, error))
+
+    def _report(self, attempt: Attempt, report: dict[str, Any]) -> None:
+        """Where the primary's machine is silent this takes long; nothing waits for it but the verdict."""
+        try:
+            self._coordinator.put(f"{self._key('report', attempt)}/{self._coordinator.process}", report)
+        except CoordinationError as error:
+            logging.warning("epoch %d: the primary may not hear of this node: %s", attempt.epoch, error)
 
     def _begin(self, attempt: Attempt) -> None:
         """Has a place to write to: on the primary in a directory that it has claimed, on the others in that one."""
@@ -306,7 +315,7 @@ class Attempts:
         self._commits.begin(attempt.epoch, self._id(attempt))
 
     def _let_older_ones_end(self, attempt: Attempt) -> None:
-        """On the primary: waits while too many are undecided and this is slow, as long as no node is silent.
+        """On the primary: waits while too many are undecided, as long as no node is silent: slow, or behind.
 
         Raises:
             SaveError: a node has been silent for a while: what waits for it must not pile up on storage.
@@ -314,9 +323,14 @@ class Attempts:
         while len(waiting := [a for a in self.pending() if a.written.done()]) > _MAX_UNDECIDED:
             oldest = waiting[0]
             since = time.monotonic() - oldest.collecting
-            if oldest.collecting and oldest.state != _COMMITTING and since >= _PATIENCE_SECS:
+            self._lags.look()
+            lag = self._lags.most()
+            if oldest.collecting and oldest.state != _COMMITTING and since >= _PATIENCE_SECS and not lag:
                 epochs = ", ".join(str(a.epoch) for a in waiting)
                 raise SaveError(attempt.epoch, f"epochs {epochs} are still waiting for their nodes; not more than that")
+            for each in self.pending():
+                if not each.written.done():  # held up by that, as long as that takes
+                    self._give_time(each, lag)
             if oldest.deadline.passed():
                 self._wait(oldest, oldest.done)
             oldest.done.wait(_PATIENCE_SECS / 4)
@@ -400,10 +414,22 @@ class Attempts:
         return committed, hide
 
     def _collect(self, attempt: Attempt) -> None:
-        missing = set(range(self.nodes.processes)) - attempt.reports.keys()
+        key, missing = self._key("report", attempt), set(range(self.nodes.processes)) - attempt.reports.keys()
         if missing:
-            found, missing = self._coordinator.gather(self._key("report", attempt), missing, attempt.deadline)
+            found = {int(process): report for process, report in self._coordinator.get_all(key).items()}
             attempt.reports.update(found)
+            missing -= found.keys()
+            self._lags.prompt(found)
+            self._await_lagging(attempt, missing)
+        while missing and not any("error" in report for report in attempt.reports.values()):
+            found, missing = self._coordinator.gather(key, missing, attempt.deadline)
+            attempt.reports.update(found)
+            self._lags.heard(attempt, found)
+            if not attempt.deadline.passed():
+                break  # all there, or one with an error
+            if not self._await_lagging(attempt, missing):
+                self._lags.missed(attempt, missing)
+                break
         for process, report in sorted(attempt.reports.items()):
             if "error" in report:
                 error = from_wire(report["error"])
@@ -421,6 +447,28 @@ class Attempts:
                 f"{self._named(different)} planned something else than {self.nodes.names[0]}: the trees, shapes or "
                 "shardings that were passed to save() differ between the processes",
             )
+
+    def _await_lagging(self, attempt: Attempt, missing: Collection[int]) -> bool:
+        """Gives an attempt more time if those that have not answered are known to be behind; returns whether it has."""
+        self._lags.look()
+        return self._give_time(attempt, self._lags.secs(missing))
+
+    def _give_time(self, attempt: Attempt, lag: float) -> bool:
+        bound = self._options.save_timeout_secs + (0.0 if self._coordinator.primary else _VERDICT_MARGIN_SECS)
+        left = bound + lag - attempt.elapsed_secs
+        if not lag or left <= max(attempt.deadline.left() + 0.001, 0.0):  # it has been given that already
+            return False
+        attempt.deadline = Deadline(left)
+        attempt.deadline.secs = round(bound + lag, 1)  # of the whole save, for people
+        return True
+
+    def _has_answered(self, attempt: Attempt, process: int) -> bool:
+        answer = self._key("report" if self._coordinator.primary else "verdict", attempt)
+        try:
+            self._coordinator.get(f"{answer}/{process}", 0.001)
+        except CoordinationError:
+            return False
+        return True
 
     def _publish(self, attempt: Attempt) -> Committed:
         nodes = attempt.entries(self.nodes)
@@ -455,31 +503,46 @@ class Attempts:
 
     def _hear(self, attempt: Attempt, error: Exception | None) -> Committed:
         """On the other nodes: the primary's verdict, or what storage says when it does not come."""
-        try:
-            verdict = self._coordinator.get(f"{self._key('verdict', attempt)}/0", max(attempt.deadline.left(), 0.001))
-        except CoordinationError as silence:
-            if not self._claim.known:  # nothing has been written
-                raise error or SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}") from None
-            if self._is_there(attempt):
-                return Committed(attempt.epoch, attempt.metrics, time.time_ns(), ())
-            self._unheard.append(attempt)
-            raise UncertainError(
-                attempt.epoch,
-                f"the primary's verdict did not arrive ({silence}), and it is not on storage at this moment",
-            ) from silence
-        self._hear_late()
+        self._await_lagging(attempt, [0])
+        while True:
+            try:
+                left = max(attempt.deadline.left(), 0.001)
+                verdict = self._coordinator.get(f"{self._key('verdict', attempt)}/0", left)
+                break
+            except CoordinationError as caught:
+                silence = caught
+            self._hear_late(last=False)
+            if not isinstance(silence, CoordinationTimeoutError) or not self._await_lagging(attempt, [0]):
+                return self._without_verdict(attempt, error, silence)
+        self._lags.heard(attempt, [0])
+        self._hear_late(last=True)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return Committed.from_wire(attempt.epoch, verdict)
 
-    def _hear_late(self) -> None:
-        """Verdicts that had not come in time: the primary speaks in order, so that they are there now, if ever."""
+    def _without_verdict(self, attempt: Attempt, error: Exception | None, silence: CoordinationError) -> Committed:
+        if error is not None:
+            raise error  # of this node, without which nothing is committed
+        if not self._claim.known:  # nothing has been written
+            raise SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}")
+        if self._is_there(attempt):
+            return Committed(attempt.epoch, attempt.metrics, time.time_ns(), ())
+        self._unheard.append(attempt)
+        self._lags.missed(attempt, [0])
+        reason = f"the primary's verdict did not arrive ({silence}), and it is not on storage at this moment"
+        raise UncertainError(attempt.epoch, reason) from silence
+
+    def _hear_late(self, *, last: bool) -> None:
+        """Verdicts that had not come in time. The primary speaks in order: if a later one is there, it was the last."""
         while self._unheard:
-            attempt = self._unheard.popleft()
+            attempt = self._unheard[0]
             try:
                 verdict = self._coordinator.get(f"{self._key('verdict', attempt)}/0", 0.001)
             except CoordinationError:
+                if not last:
+                    return
                 verdict = Committed(attempt.epoch, attempt.metrics, time.time_ns(), ()).to_wire()
+            self._unheard.popleft()
             if "error" not in verdict and self._is_there(attempt):
                 logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
                 self._on_commit(Committed.from_wire(attempt.epoch, verdict))

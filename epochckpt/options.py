@@ -24,6 +24,8 @@ class StorageOptions:
             larger all by itself. None: half of the machine's memory (of the container's, where that has less), and a
             snapshot that is larger all by itself waits until no other is held.
         save_timeout_secs: from the start of a save until every node must have reported; then it fails, naming the late.
+            A node that has answered an older save late is waited for longer by how late that was: nodes that do not
+            compute in step stay behind after a pause.
         open_timeout_secs: how long construction, `reload`, `delete` and `rollback_to` wait for the other processes.
         restore_timeout_secs: how long `restore(None)` waits for the votes of the other processes.
         orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt (POSIX only).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -279,6 +280,56 @@ def test_processes_agree_again_after_a_commit_that_hung(job: Job, monkeypatch: p
         return *between, list(manager.all_steps())
 
     assert job.run(process) == [("uncertain", [], [1, 2])] * 2
+
+
+@pytest.mark.parametrize("paused", [0, 1])
+def test_after_a_long_pause_nodes_that_do_not_compute_in_step_commit_again(
+    job: Job, paused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay as far apart as the pause has put them, further than the timeout: each is waited for that much longer,
+    and one that is far ahead is held back."""
+    monkeypatch.setattr(attempts, "_VERDICT_MARGIN_SECS", 0.5)
+    epochs, pace, timeout = range(24), 0.15, 1.0
+
+    def process(number: int) -> Any:
+        manager = job.open(save_timeout_secs=timeout)
+        for epoch in epochs:
+            threading.Event().wait(2.5 if (number, epoch) == (paused, 3) else pace)
+            assert save(manager, epoch)
+        with contextlib.suppress(SaveError):
+            manager.wait_until_finished()
+        return list(manager.all_steps())
+
+    one, other = job.run(process)
+    assert one == other
+    assert one[:3] == [0, 1, 2]
+    assert one[-6:] == list(epochs[-6:])
+
+
+def test_a_coordination_service_that_hangs_holds_no_training(job: Job) -> None:
+    """The primary's machine is silent when a node is to report what it has written."""
+    go = threading.Event()
+
+    def process(number: int) -> Any:
+        manager = job.open()
+        commit(manager, 0)
+        job.meet()
+        if number == 1:
+            put = manager._coordinator.put
+            manager._coordinator.put = lambda key, value: (go.wait(WAIT_SECS), put(key, value))[1]
+            for epoch in range(1, 5):
+                assert save(manager, epoch)
+                assert manager._attempts.pending()[-1].written.wait(WAIT_SECS)
+            assert not go.is_set()
+            go.set()
+        else:
+            assert go.wait(WAIT_SECS)
+            for epoch in range(1, 5):
+                assert save(manager, epoch)
+        manager.wait_until_finished()
+        return list(manager.all_steps())
+
+    assert job.run(process) == [list(range(5))] * 2
 
 
 def test_save_never_waits_for_another_node(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
