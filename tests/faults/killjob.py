@@ -239,6 +239,8 @@ class CommitLogger:
         self.latest_step: Callable[[], int | None] = lambda: None
 
     def log_entry(self, entry: dict[str, Any]) -> None:
+        if entry["event_type"] != "save":
+            return
         self._log.write("committed", epoch=entry["step"])
         self._places.announced()
         latest = self.latest_step()
