@@ -97,7 +97,7 @@ class OrbaxItem:
         self._context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}})
         self._ocdbt = store.exists(layout.join(at, orbax_marks.OCDBT))
         try:
-            orbax_marks.refuse_pipes(store, at)
+            orbax_marks.check_files(store, at)
             if store.exists(layout.join(at, orbax_marks.TREE_RECORD)):
                 rows = self._recorded(orbax_steps.tree_record(store, at, epoch))
             else:

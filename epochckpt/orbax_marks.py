@@ -18,6 +18,7 @@ import errno
 import functools
 import json
 import os
+import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,8 +30,23 @@ STEP_RECORD = "_CHECKPOINT_METADATA"
 TREE_RECORD = "_METADATA"
 COMMIT = "commit_success.txt"
 OCDBT = "manifest.ocdbt"
+ARRAY_RECORDS = "array_metadatas"
 MAX_BYTES = 256 * 2**20
 
+_SMALL = frozenset(
+    {
+        OCDBT,
+        TREE_RECORD,
+        STEP_RECORD,
+        COMMIT,
+        "_sharding",
+        "_strings.json",
+        "metadata",
+        ".zarray",
+        ".zattrs",
+        "zarr.json",
+    }
+)  # of metadata, wherever they lie in a step
 _OUR_INDEX = "index.0"  # beside the manifest; Orbax's own databases have no such file
 _OUR_RECORD = b'"format":"epochckpt"'  # early in every record of ours
 _KEY_FOLDERS = ("jax_random_key", "np_random_key")  # where Orbax's items of random keys have their arrays
@@ -107,7 +123,7 @@ def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
         data = json.loads(store.read(path, limit_bytes=MAX_BYTES))
     except OSError as error:
         if error.errno not in _NO_RECORD and not isinstance(unreadable(path, error), DamagedError):
-            raise
+            raise unreadable(path, error) from error
         return None, "" if error.errno in (errno.ENOENT, errno.ENOTDIR) else f"cannot be read: {error}"
     except (ValueError, RecursionError) as error:
         return None, f"is no JSON: {error}"
@@ -125,22 +141,71 @@ def look(store: Store, at: str) -> dict[str, str]:
     return {name: "link" if link else "folder" if folder else "file" for name, link, folder in sorted(found)}
 
 
-def refuse_pipes(store: Store, at: str) -> None:
-    """Refuses what is neither a file nor a folder below a folder: TensorStore would wait for a pipe for ever.
+def check_files(store: Store, at: str) -> None:
+    """Refuses what Orbax and TensorStore would read below a folder and must not.
+
+    A symlink that leads out of the directory, which could be any file of this user's; a pipe, for which TensorStore
+    would wait for ever; a file of metadata that is larger than any, which TensorStore takes into memory as a whole: a
+    sparse one of a terabyte ends the process. Links inside the directory are followed.
 
     Raises:
         DamagedError: the first one found.
+        StorageError: it cannot be told.
     """
-    waiting = [at]
+    root = os.path.realpath(store.root)
+    waiting, seen = [(at, os.path.realpath(_full(store, at)))], set[str]()
     while waiting:
-        folder = waiting.pop()
-        with os.scandir(_full(store, folder)) as entries:
-            for entry in entries:
-                path = layout.join(folder, entry.name)
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(path)
-                elif not entry.is_file() and os.path.exists(entry.path) and not entry.is_dir():
-                    raise DamagedError(path, "is neither a file nor a folder, but a pipe or a device: it is not read")
+        folder, place = waiting.pop()
+        if place in seen:  # links may lead in a circle
+            continue
+        seen.add(place)
+        for name, kind in patiently(place, functools.partial(_kinds, place)):
+            path, target = layout.join(folder, name), os.path.join(place, name)
+            if kind == "link":
+                target = os.path.realpath(target)
+                if os.path.commonpath([root, target]) != root:
+                    raise DamagedError(
+                        path,
+                        f"is a symlink that leads out of {store.root}, to {target}: not followed. Nothing was changed: "
+                        "put the file itself in the link's place",
+                    )
+                kind = _kind_of(path, target)
+            if kind == "folder":
+                waiting.append((path, target))
+            elif kind == "other":
+                raise DamagedError(path, "is neither a file nor a folder, but a pipe or a device: it is not read")
+            elif kind == "file" and (name in _SMALL or os.path.basename(place) == ARRAY_RECORDS):
+                try:
+                    size = os.path.getsize(target)
+                except OSError:  # whoever reads it hears of that
+                    continue
+                if size > MAX_BYTES:
+                    problem = f"has {size} bytes; expected at most {MAX_BYTES} of such a file: it is not read"
+                    raise DamagedError(path, problem)
+
+
+def _kinds(place: str) -> list[tuple[str, str]]:
+    """The entries of a folder: `folder`, `link`, `file` or `other`, without a look at each."""
+    with os.scandir(place) as entries:
+        return [
+            (e.name, _kind(e.is_symlink(), e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)))
+            for e in entries
+        ]
+
+
+def _kind(link: bool, folder: bool, file: bool) -> str:
+    return "link" if link else "folder" if folder else "file" if file else "other"
+
+
+def _kind_of(path: str, target: str) -> str:
+    """The same of what a link leads to; `nothing` if that is missing."""
+    try:
+        mode = patiently(path, functools.partial(os.stat, target)).st_mode
+    except StorageError:
+        raise
+    except OSError:  # missing, or a link to itself
+        return "nothing"
+    return _kind(False, stat.S_ISDIR(mode), stat.S_ISREG(mode))
 
 
 def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapping[str, Any] | None) -> bool:

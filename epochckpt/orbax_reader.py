@@ -19,7 +19,7 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from epochckpt import args as own
-from epochckpt import handlers, items, layout, orbax_marks, orbax_steps, restoring, status
+from epochckpt import handlers, items, layout, orbax_steps, restoring, status
 from epochckpt import tree as tree_lib
 from epochckpt.errors import (
     AccessError,
@@ -133,8 +133,6 @@ class StepReader:
     def _check(self) -> None:
         with self._stock(""):
             orbax_steps.check(self._store, self._folder, self.record)
-            for folder in self.record.folders.values():
-                orbax_marks.refuse_pipes(self._store, layout.join(self._folder, folder))
 
     # -- items ---------------------------------------------------------------------------------------------------
 
@@ -300,7 +298,8 @@ class StepReader:
                 told = cause if isinstance(cause, OSError) else OSError(code, str(cause)) if code else None
                 if told is not None and is_passing(told):
                     raise StorageError(at, told) from error
-            if any(isinstance(e, MemoryError | RuntimeError | Warning) for e in causes):  # nothing of the data
+            passing = [e for e in causes if isinstance(e, MemoryError | RuntimeError | Warning)]
+            if any(not isinstance(e, RecursionError) for e in passing):  # says nothing about the data
                 raise
             problem = f"Orbax cannot read item {name!r} ({type(causes[-1]).__name__}: {str(causes[-1])[:800]})"
             raise orbax_steps.half_written(self.record.epoch, at, problem) from error

@@ -17,11 +17,10 @@ from absl import logging
 
 from epochckpt import layout, orbax_marks
 from epochckpt.errors import DamagedError, FormatError, StorageError, kept, unreadable
-from epochckpt.orbax_marks import COMMIT, MAX_BYTES, OCDBT, STEP_RECORD, TREE_RECORD
+from epochckpt.orbax_marks import ARRAY_RECORDS, COMMIT, MAX_BYTES, OCDBT, STEP_RECORD, TREE_RECORD
 from epochckpt.records import EpochRecord
 from epochckpt.store import Store, patiently
 
-ARRAY_RECORDS = "array_metadatas"
 AGGREGATE = "checkpoint"  # a whole tree as msgpack, or its structure: before there was a `_METADATA`
 METRICS = "metrics"
 
@@ -106,10 +105,10 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
 
 
 def check(store: Store, folder: str, record: OrbaxRecord) -> None:
-    """Looks for what a step that was written to its end has, without reading arrays.
+    """Looks for what a step that was written to its end has, and for what must not be read; reads no arrays.
 
     Raises:
-        DamagedError: the first thing that is missing; says where, what was found and what to do.
+        DamagedError: the first thing that is missing or refused; says where, what was found and what to do.
     """
     try:
         for name in (n for n, kind in orbax_marks.look(store, folder).items() if kind == "link"):
@@ -120,6 +119,7 @@ def check(store: Store, folder: str, record: OrbaxRecord) -> None:
                     f"is a symlink, which is not followed, so epoch {record.epoch} cannot be read here. Nothing was "
                     "changed: open the directory that the data lies in, or put the folder itself in the link's place",
                 )
+        orbax_marks.check_files(store, folder)
         for entry in store.list(folder):
             if layout.TMP_SUFFIX in entry.name:
                 item = entry.name.partition(layout.TMP_SUFFIX)[0]

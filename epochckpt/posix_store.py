@@ -69,12 +69,15 @@ class PosixStore(Store):
         self._early_write_back, self._folder_mode = early_write_back, folder_mode
 
     def exists(self, path: str) -> bool:
-        """Whether stat(2) finds it."""
-        target = self._target(path)
+        """Whether stat(2) finds it, or a link that leads to itself."""
         try:
+            target = self._target(path)
             patiently(self._name(path), lambda: os.stat(target))
         except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
         return True
 
     def open_reader(self, path: str) -> PosixReader:

@@ -362,12 +362,12 @@ def test_an_item_that_is_a_symlink_is_not_followed_and_nothing_is_advised_to_be_
         assert manager.status(2).state == "damaged"
 
 
-def test_symlinks_deeper_down_are_counted_or_passed_over(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """A link to a folder, to nothing and out of the directory cost no raw error."""
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes.txt").write_text("12345")
+def test_symlinks_deeper_down_are_counted_or_passed_over(run: pathlib.Path) -> None:
+    """A link to a folder and to a file of the directory, and one to nothing, cost no raw error."""
+    (run / "notes").mkdir()
+    (run / "notes.txt").write_text("12345")
     for name, place in (("folder", "notes"), ("file", "notes.txt"), ("nothing", "nowhere")):
-        (run / "2" / "default" / name).symlink_to(tmp_path / place)
+        (run / "2" / "default" / name).symlink_to(run / place)
     with ec.CheckpointManager(run, options=READ_ONLY) as manager:
         found = manager.verify(2)
         assert found.ok
