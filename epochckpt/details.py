@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from epochckpt import layout, lone_nodes, orbax_marks, orbax_steps
+from epochckpt import layout, lone_nodes, naming, orbax_marks, orbax_steps
 from epochckpt import tree as tree_lib
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, EpochNotFoundError, FormatError, say
@@ -115,7 +115,10 @@ def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str =
     arrays = item.arrays
     assert arrays is not None, "callers choose array items"
     shardings = _Shardings(arrays, [n.name for n in record.nodes])
-    leaves = tuple(_leaf(i, leaf, item.values, shardings) for i, leaf in enumerate(arrays.leaves))
+    leaves = tuple(
+        dataclasses.replace(_leaf(i, leaf, item.values, shardings), name=name)
+        for i, (name, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True))
+    )
     nbytes = sum(leaf.nbytes for leaf in leaves)
     return ItemRow(name, "arrays", handler, nbytes, leaves, custom_metadata=item.custom_metadata)
 
@@ -255,7 +258,7 @@ def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
     problems = [f"leaf {row.leaf.name!r} {row.problem}" for row in item.leaves if row.problem]
     leaves = []
     scalars = 0
-    for row in item.leaves:
+    for name_of, row in zip(naming.public(row.leaf.name for row in item.leaves), item.leaves, strict=True):
         value = ""
         if row.leaf.kind in tree_lib.VALUE_KINDS | {"longstr", "longbytes"} and not row.problem:
             scalars += 1
@@ -266,7 +269,7 @@ def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
                     problems.append(say(error))
         elif row.leaf.kind == UNKNOWN and row.value is not None:
             value = str(row.value)
-        leaves.append(_orbax_leaf(item, row, value))
+        leaves.append(dataclasses.replace(_orbax_leaf(item, row, value), name=name_of))
     problem = f"{problems[0]}{f' (and {len(problems) - 1} more)' if problems[1:] else ''}" if problems else ""
     nbytes = sum(leaf.nbytes for leaf in leaves)
     attached = item.custom_metadata

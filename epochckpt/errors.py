@@ -41,6 +41,8 @@ from typing import Any, TypeVar
 
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
+from epochckpt.escaping import readable
+
 
 class EpochCheckpointError(Exception):
     """Base of all errors that epochckpt raises on purpose."""
@@ -162,7 +164,7 @@ class DamagedError(EpochCheckpointError, ValueError):
     """
 
     def __init__(self, path: str, problem: str, leaf: str | None = None):
-        where = f"{path}, leaf {leaf!r}" if leaf is not None else path
+        where = f"{path}, leaf {readable(leaf)!r}" if leaf is not None else path
         super().__init__(f"{where}: {problem}")
         self.path, self.problem, self.leaf = path, problem, leaf
 
@@ -186,7 +188,7 @@ class MismatchError(EpochCheckpointError, ValueError):
 
     def __init__(self, item: str, epoch: int, rows: Sequence[Mismatch], advice: str):
         head = ("leaf", "problem", "in the epoch", "in the target")
-        shown = [(r.leaf, r.problem, r.found, r.expected) for r in rows[:200]]
+        shown = [(readable(r.leaf), r.problem, r.found, r.expected) for r in rows[:200]]
         widths = [max(len(row[i]) for row in [head, *shown]) for i in range(4)]
         lines = [
             "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *shown]
@@ -244,8 +246,8 @@ class BufferChangedError(SaveError):
         SaveError.__init__(
             self,
             epoch,
-            f"the memory of leaf {leaf!r} changed while it was being written. jax can alias NumPy memory on CPU: "
-            "do not modify an array in place that was handed to jax.device_put, or hand over a copy",
+            f"the memory of leaf {readable(leaf)!r} changed while it was being written. jax can alias NumPy memory on "
+            "CPU: do not modify an array in place that was handed to jax.device_put, or hand over a copy",
         )
         self.leaf = leaf
 

@@ -8,8 +8,25 @@ from __future__ import annotations
 
 import html as _html
 from collections.abc import Iterator
+from urllib.parse import unquote_to_bytes
 
 LIMIT = 160
+
+
+def readable(name: str) -> str:
+    """A leaf's name as people write it: `layers/0/größe` for `layers/%30/gr%C3%B6%C3%9Fe`, whatever type a key has.
+
+    What would be read as something else stays escaped: `/` and `%` in a key, and what cannot be printed.
+    """
+    return "/".join(map(_readable, name.split("/"))) if "%" in name else name
+
+
+def _readable(key: str) -> str:
+    try:
+        text = unquote_to_bytes(key).decode()
+    except UnicodeDecodeError:
+        return key
+    return text if text and text.isprintable() and "/" not in text and "%" not in text else key
 
 
 def shown(text: str, limit: int = LIMIT) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from epochckpt import safetensors
+from epochckpt import naming, safetensors
 from epochckpt.tree import ARRAY_KINDS, KeyPath
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
@@ -137,6 +137,16 @@ class ArrayItem:
     def by_name(self) -> dict[str, int]:
         """Leaf numbers by leaf name."""
         return {leaf.name: i for i, leaf in enumerate(self.leaves)}
+
+    @functools.cached_property
+    def public_names(self) -> list[str]:
+        """The names that the leaves go by outside the files."""
+        return naming.public(leaf.name for leaf in self.leaves)
+
+    @functools.cached_property
+    def by_either_name(self) -> dict[str, int]:
+        """Leaf numbers by public name, and by leaf name."""
+        return naming.either([leaf.name for leaf in self.leaves])
 
     @functools.cached_property
     def _file_order(self) -> list[int]:

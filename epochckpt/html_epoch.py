@@ -212,7 +212,7 @@ def _left_out(found: EpochDetail) -> list[Html]:
     lines = [
         part
         for i, leaf, why in wrong[:_MAX_LEFT_OUT]
-        for part in (el("dt", "mono", text(f"{i}: {leaf}", 100)), el("dd", "", text(why, 300)))
+        for part in (el("dt", "mono", text(f"{i}: {escaping.readable(leaf)}", 100)), el("dd", "", text(why, 300)))
     ]
     more = len(wrong) - _MAX_LEFT_OUT
     lines += [el("dt", "", "…"), el("dd", "muted", f"{units.count(more)} more")] if more > 0 else []

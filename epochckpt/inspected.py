@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from epochckpt import details, epoch_rows, html_views, layout, naming, plain, stats, status, text_views
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochDeleted, EpochNotFoundError, InvalidArgumentError, UnknownNameError
-from epochckpt.escaping import shown
+from epochckpt.escaping import readable, shown
 from epochckpt.leaf_reading import Leaves
 from epochckpt.rows import COMMITTED, DAMAGED, Diff, DiffRow, EpochDetail, EpochRow, ItemRow, LeafRow, LeafStats
 
@@ -288,7 +288,7 @@ class ItemInspection(Shown):
         return iter(self._names())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names()
+        return name in self._names() or (isinstance(name, str) and readable(name) in self._by_name)
 
     def __getitem__(self, leaf: str) -> Any:
         """A leaf as a NumPy array or Python value; typed keys as their data.
@@ -305,11 +305,12 @@ class ItemInspection(Shown):
         if row.kind == "files":
             some = ", ".join(_quoted(file.name) for file in row.files[:5])
             raise InvalidArgumentError(f"{self._where}: it has no leaves but files: .read(…) gives one, of {some}")
-        if leaf not in self._by_name:
+        name = leaf if leaf in self._by_name else readable(str(leaf))
+        if name not in self._by_name:
             if row.problem and not row.leaves:
                 raise DamagedError(self._where, row.problem)
             raise UnknownNameError(f"{self._where}: {naming.no_leaf(str(leaf), self._by_name)}")
-        return self._leaves.value(row.name, leaf, self._node)
+        return self._leaves.value(row.name, name, self._node)
 
     def node(self, name: str) -> ItemInspection:
         """What one node saved of its own.

@@ -78,7 +78,7 @@ class Leaves:
 
         Args:
             item: the item.
-            leaf: the leaf's name.
+            leaf: the leaf's name, public or as it is stored.
             node: whose, for an item of each node's own; empty otherwise.
 
         Raises:
@@ -113,7 +113,7 @@ class Leaves:
 
         Args:
             item: the item.
-            leaf: the leaf's name.
+            leaf: the leaf's name, public or as it is stored.
             node: whose, for an item of each node's own; empty otherwise.
             max_elements: of a piece.
 
@@ -235,9 +235,9 @@ class Leaves:
     def _ours(self, item: str, leaf: str, node: str) -> tuple[EpochReader, int, Leaf]:
         reader = self._owner(item, node)
         record = reader.record.items.get(item)
-        if record is None or record.arrays is None or leaf not in record.arrays.by_name:
+        if record is None or record.arrays is None or leaf not in record.arrays.by_either_name:
             raise _no_leaf(self.record.epoch, item, leaf, node)
-        number = record.arrays.by_name[leaf]
+        number = record.arrays.by_either_name[leaf]
         return reader, number, record.arrays.leaves[number]
 
     def _owner(self, item: str, node: str) -> EpochReader:

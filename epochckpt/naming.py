@@ -5,11 +5,12 @@ And what a pattern means.
 
 from __future__ import annotations
 
+import collections
 import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from epochckpt.escaping import shown
+from epochckpt.escaping import readable, shown
 
 _NEAR = 5
 _LIMIT = 200
@@ -44,9 +45,36 @@ def near_epochs(epoch: int, known: Iterable[int]) -> str:
     return f"near: {', '.join(map(str, nearest))}" if nearest else "it holds no committed epoch"
 
 
+def public(names: Iterable[str]) -> list[str]:
+    """The names that leaves go by outside their files: readable, except where two of one item would be alike."""
+    stored = list(names)
+    texts = [readable(name) for name in stored]
+    count = collections.Counter(texts)
+    return [text if count[text] == 1 else name for name, text in zip(stored, texts, strict=True)]
+
+
+def either(names: Sequence[str]) -> dict[str, int]:
+    """Numbers of leaves by their public names, and by those that they are stored under."""
+    numbers = {name: number for number, name in enumerate(public(names))}
+    return numbers | {name: number for number, name in enumerate(names)}
+
+
+def matching(names: Sequence[str], pattern: str) -> list[int]:
+    """Numbers of the public names that a name or a shell pattern means, which may be spelt as names are stored."""
+    for asked in (pattern, readable(pattern)):
+        found = [i for i, name in enumerate(names) if name == asked or fnmatch.fnmatchcase(name, asked)]
+        if found:
+            return found
+    return []
+
+
 def matches(item: str, leaf: str, pattern: str) -> bool:
-    """Whether a shell pattern of `leaf` or `item:leaf` means a leaf."""
-    return fnmatch.fnmatchcase(leaf, pattern) or fnmatch.fnmatchcase(f"{item}:{leaf}", pattern)
+    """Whether a name, or a shell pattern, of `leaf` or `item:leaf` means a leaf that goes by this public name."""
+    for asked in {pattern, readable(pattern)}:
+        for name in (leaf, f"{item}:{leaf}"):
+            if name == asked or fnmatch.fnmatchcase(name, asked):
+                return True
+    return False
 
 
 def no_match(pattern: str, known: Iterable[str]) -> str:

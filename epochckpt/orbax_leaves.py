@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from epochckpt import layout, msgpack_file, orbax_marks, orbax_steps
+from epochckpt import layout, msgpack_file, naming, orbax_marks, orbax_steps
 from epochckpt import tree as tree_lib
 from epochckpt.errors import (
     AccessError,
@@ -111,8 +111,9 @@ class OrbaxItem:
 
     @functools.cached_property
     def by_name(self) -> dict[str, StoredLeaf]:
-        """The leaves by name."""
-        return {row.leaf.name: row for row in self.leaves}
+        """The leaves by public name, and by that of their paths."""
+        numbers = naming.either([row.leaf.name for row in self.leaves])
+        return {name: self.leaves[number] for name, number in numbers.items()}
 
     @functools.cached_property
     def shardings(self) -> dict[str, Mapping[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
+from epochckpt.escaping import readable
 from epochckpt.tree import KeyPath
 
 _MAX_NOTED = 100
@@ -44,7 +45,7 @@ def nothing_left(left_out: Mapping[str, str]) -> str:
 
 def few(left_out: Mapping[str, str]) -> str:
     """The first of them with their reasons, for messages."""
-    return ", ".join(f"{leaf} ({why})" for leaf, why in list(left_out.items())[:_FEW])
+    return ", ".join(f"{readable(leaf)} ({why})" for leaf, why in list(left_out.items())[:_FEW])
 
 
 def short(left_out: dict[str, str]) -> dict[str, str]:

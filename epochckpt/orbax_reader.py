@@ -19,7 +19,7 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from epochckpt import args as own
-from epochckpt import handlers, items, layout, orbax_steps, restoring, status
+from epochckpt import handlers, items, layout, naming, orbax_steps, restoring, status
 from epochckpt import tree as tree_lib
 from epochckpt.errors import (
     AccessError,
@@ -87,7 +87,8 @@ class StepReader:
         tree = self._tree(item)
         chosen = restoring.matching(f"epoch {self.record.epoch}, item {item!r}", tree.leaves, patterns)
         values = self._deliver(tree, tree.leaves, [_plain(i, tree.leaves[i]) for i in chosen])
-        return dict(zip((tree.leaves[i].name for i in chosen), values, strict=True))
+        names = naming.public(leaf.name for leaf in tree.leaves)
+        return dict(zip((names[i] for i in chosen), values, strict=True))
 
     def verify(self) -> status.Verification:
         """Looks whether the step is whole, and reads every array; there are no checksums to compare with."""

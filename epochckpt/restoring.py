@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,10 +120,10 @@ def matching(where: str, leaves: Sequence[Leaf], patterns: str | Sequence[str]) 
         UnknownNameError: one of the patterns matches no leaf; names those that are near.
     """
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-    names = [leaf.name for leaf in leaves]
+    names = naming.public(leaf.name for leaf in leaves)
     found: set[int] = set()
     for pattern in wanted:
-        numbers = [i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)]
+        numbers = naming.matching(names, pattern)
         if names and not numbers:
             raise UnknownNameError(f"{where}: {naming.no_match(pattern, names)}")
         found.update(numbers)
@@ -139,7 +138,7 @@ def read_leaves(reader: EpochReader, name: str, patterns: str | Sequence[str]) -
     wants = [Want(i, "python" if item.leaves[i].dtype is None else "numpy") for i in chosen]
     wants = [w if item.leaves[w.leaf].kind not in tree_lib.EMPTY_KINDS else Want(-1, "keep") for w in wants]
     wants = [dataclasses.replace(w, form="python") if item.leaves[w.leaf].kind[:4] == "long" else w for w in wants]
-    return dict(zip((item.leaves[i].name for i in chosen), _Assembly(reader, name, item).run(wants), strict=True))
+    return dict(zip((item.public_names[i] for i in chosen), _Assembly(reader, name, item).run(wants), strict=True))
 
 
 class _Assembly:

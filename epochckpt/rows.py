@@ -162,7 +162,7 @@ class LeafRow:
     """One leaf of an item.
 
     Attributes:
-        name: its key path as text (`params/dense/kernel`).
+        name: its key path as text (`params/dense/kernel`), as people write it; see docs/format.md.
         path: its keys, outermost first, as text.
         kind: `jax`, `numpy`, `prng`, `int`, `str`, `none`, … (see `tree`).
         dtype: of an array (`float32`, `bfloat16`, `key<fry>`); empty for other leaves.

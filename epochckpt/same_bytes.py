@@ -32,7 +32,7 @@ class _Cells:
 
 
 def leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]:
-    """Names of the leaves of an item whose shape, dtype and bytes are the same in two epochs.
+    """Public names of the leaves of an item whose shape, dtype and bytes are the same in two epochs.
 
     Leaves that are not among them may be the same all the same.
 
@@ -40,9 +40,9 @@ def leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]
         EpochDeleted: one of the epochs went away.
     """
     one, other = _cells(before, item), _cells(after, item)
-    found = []
-    for number, leaf in enumerate(one.arrays.leaves):
-        twin = other.arrays.by_name.get(leaf.name)
+    found, twins = [], {name: number for number, name in enumerate(other.arrays.public_names)}
+    for number, (name, leaf) in enumerate(zip(one.arrays.public_names, one.arrays.leaves, strict=True)):
+        twin = twins.get(name)
         if twin is None or leaf.dtype is None or not leaf.nbytes:
             continue
         peer = other.arrays.leaves[twin]
@@ -54,7 +54,7 @@ def leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]
         # A node whose record cannot be read has no cells here.
         complete = len(cells) == len(one.arrays.grids[leaf.grid].holders)
         if complete and np.array_equal(cells, other.of(twin)):
-            found.append(leaf.name)
+            found.append(name)
     return frozenset(found)
 
 

@@ -6,7 +6,7 @@ Every difference is collected; a target that does not fit is refused with one ta
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from epochckpt import tree as tree_lib
 from epochckpt.errors import FormatError, Mismatch
+from epochckpt.escaping import readable
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.tree import ARRAY_KINDS, EMPTY_KINDS
 
@@ -156,9 +157,12 @@ class Matcher:
         given, numbers = restore_args or {}, self.item.by_name if sources is None else sources
         wants = []
         seen: set[int] = set()
-        for path, target in pairs:
-            name = tree_lib.leaf_name(path)
+        names = [tree_lib.leaf_name(path) for path, _ in pairs]
+        exact = frozenset(names)
+        for (_, target), name in zip(pairs, names, strict=True):
             number = numbers.get(name)
+            if number is None and sources is None:
+                number = self._alike(name, exact)
             seen.update([] if number is None else [number])
             if target is ...:
                 wants.append(Want(-1, "keep", value=...))
@@ -170,7 +174,7 @@ class Matcher:
                 wants.append(Want(-1, "keep", value=target))
             else:
                 leaf = self.item.leaves[number]
-                if leaf.name != name:
+                if readable(leaf.name) != readable(name):
                     leaf = dataclasses.replace(leaf, name=f"{name} (from {leaf.name})")
                 if name in given and not self._is_nothing(target):
                     wants.append(self.with_restore_args(number, leaf, given[name], target))
@@ -181,6 +185,11 @@ class Matcher:
                 if number not in seen and leaf.kind not in EMPTY_KINDS:
                     self._row(leaf.name, "unexpected", describe_leaf(leaf), "-")
         return wants
+
+    def _alike(self, name: str, names: Container[str]) -> int | None:
+        """The recorded leaf that reads like a name (0 and "0" as keys), unless another leaf of the target means it."""
+        number = self.item.by_either_name.get(readable(name))
+        return None if number is None or self.item.leaves[number].name in names else number
 
     @staticmethod
     def _is_nothing(target: Any) -> bool:

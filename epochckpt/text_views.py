@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from epochckpt import rows, run_notes, text_tree, units
+from epochckpt.escaping import readable
 from epochckpt.rows import EpochDetail, EpochRow, ItemRow, NodeRow
 from epochckpt.text_leaves import diff, stats
 from epochckpt.text_overview import BEST, LATEST, STYLES, metric, node_strip, overview, strip_title
@@ -108,7 +109,7 @@ def _facts(detail: EpochDetail) -> Iterator[tuple[str, Text]]:
         if name == "*":  # there is no view
             yield "Orbax lacks", text(f"all of it: {'; '.join(left.values())}", WARN, limit=1000)
             continue
-        why = "; ".join(f"{leaf}: {reason}" for leaf, reason in list(left.items())[:5])
+        why = "; ".join(f"{readable(leaf)}: {reason}" for leaf, reason in list(left.items())[:5])
         more = f"; … {len(left) - 5} more" if len(left) > 5 else ""
         yield "Orbax lacks", text(f"item {name}: {why}{more}", WARN, limit=1000)
 

@@ -124,7 +124,7 @@ EXPECTED = {
     "reshaped": {"wide"},
     "retyped": {"half", "rate", "flag", "slot"},
     "changed": {"moved", "holes", "lost", "rng", "mask", "ids", "phase", "when", "step", "name", "text"},
-    "unchanged": {"frozen", "same%20holes", "same%20rng", "empty", "nan", "same%20text", "list/0"},
+    "unchanged": {"frozen", "same holes", "same rng", "empty", "nan", "same text", "list/0"},
 }
 
 
