@@ -9,6 +9,7 @@ from typing import Any
 from epochckpt import layout
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.reading import epoch_number
+from epochckpt.storage import expanded
 from epochckpt.tasks import Node
 
 DB_TYPE = "epochckpt"  # the one kind of storage
@@ -31,7 +32,7 @@ def db_name(
         path_prefix: in place of the directory; put before `<epoch>/<node>` as it stands, not joined to it.
     """
     name = get_ckpt_filename(node_name, epoch)
-    return f"{os.fspath(path_prefix)}{name}" if path_prefix else os.path.join(os.fspath(db_prefix), name)
+    return expanded(f"{os.fspath(path_prefix)}{name}" if path_prefix else os.path.join(os.fspath(db_prefix), name))
 
 
 def check_type(name: str, value: str | None) -> None:

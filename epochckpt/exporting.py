@@ -27,7 +27,7 @@ from epochckpt.orbax_reader import StepReader
 from epochckpt.posix_store import PosixStore
 from epochckpt.reading import Reading, epoch_number
 from epochckpt.records import EpochRecord
-from epochckpt.storage import open_store
+from epochckpt.storage import expanded, open_store
 from epochckpt.store import Store, Writer
 from epochckpt.worker import Pool
 
@@ -163,7 +163,7 @@ def _destination(destination: str | os.PathLike[str], root: str | None) -> str:
     path = os.fspath(destination)
     if "://" in path:
         raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
-    path = os.path.realpath(path)
+    path = os.path.realpath(expanded(path))
     if root is not None and os.path.commonpath([root, path]) == root:
         raise InvalidArgumentError(
             f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "

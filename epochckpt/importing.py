@@ -26,7 +26,7 @@ from epochckpt.options import StorageOptions
 from epochckpt.reading import epoch_number
 from epochckpt.saving import checked_json
 from epochckpt.status import EpochStatus
-from epochckpt.storage import open_store
+from epochckpt.storage import expanded, open_store
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 256 * 2**20
@@ -137,7 +137,7 @@ def _path(source: str | os.PathLike[str]) -> str:
     path = os.fspath(source)
     if "://" in path:
         raise UnsupportedError(f"source {path!r}: only local files are imported; download it first")
-    return os.path.abspath(path)
+    return os.path.abspath(expanded(path))
 
 
 def _scratch(root: str | None) -> str:

@@ -84,7 +84,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         that saves there gets FencedError.
 
         Args:
-            directory: where the epochs live: a path (relative ones are fine) or a URL that TensorStore knows.
+            directory: where the epochs live: a path (relative ones and `~` are fine) or a URL that TensorStore knows.
             checkpointers: Orbax's legacy form: a Checkpointer, or several by item name; their handlers are taken.
             options: Orbax's options; its policies decide what is saved and kept.
             metadata: JSON written once for the whole directory, with the first write; see `metadata()`. Until then, and

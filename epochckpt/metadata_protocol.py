@@ -14,6 +14,7 @@ from etils import epath
 
 from epochckpt import checksum
 from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.storage import expanded
 
 T = TypeVar("T")
 
@@ -234,8 +235,8 @@ def check_nodes(node_names: Any) -> list[str]:
 
 
 def check_path(what: str, path: Any) -> str:
-    """A path as text."""
+    """A path as text, `~` expanded."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(name, str) or not name or "\0" in name:
         raise InvalidArgumentError(f"{what} must be a path, got {path!r}")
-    return name
+    return expanded(name)

@@ -211,8 +211,6 @@ def _path(value: object) -> str:
     text = _text(os.fspath(value) if isinstance(value, os.PathLike) else value)
     if isinstance(value, pathlib.PurePath) and _DAMAGED_URL.match(text):
         raise _Refusal("it was a URL before pathlib took a slash away; pass a text, or an etils.epath.Path")
-    if text.startswith("~"):
-        raise _Refusal("nobody replaces ~ by a home directory in a flag or a file; write it out")
     return text
 
 

@@ -20,6 +20,7 @@ from epochckpt.metadata_protocol import AbstractMetadataHandler, answered_epoch,
 from epochckpt.node_epochs import NodeEpochs
 from epochckpt.node_reader import EpochReader
 from epochckpt.reading import epoch_number
+from epochckpt.storage import expanded
 from epochckpt.tasks import Task
 from epochckpt.workspace import Workspace
 
@@ -36,7 +37,7 @@ class Manager(abc.ABC):
         self, db_prefix: str | os.PathLike[str], db_type: str, metadata_handler: AbstractMetadataHandler | None
     ):
         check_type("db_type", db_type)
-        self._db_prefix, self._db_type = os.fspath(db_prefix), db_type
+        self._db_prefix, self._db_type = expanded(os.fspath(db_prefix)), db_type
         self._handler = None if metadata_handler is None else check_handler(metadata_handler)
         self.notes: dict[str, Any] = {}
         self.introduced = False

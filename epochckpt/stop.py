@@ -43,6 +43,7 @@ from epochckpt.conditions import (
     why,
 )
 from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.storage import expanded
 
 __all__ = [
     "Condition",
@@ -254,7 +255,7 @@ class file_exists(Condition):
         if isinstance(path, pathlib.PurePath) and _DAMAGED_URL.match(name):
             raise InvalidArgumentError(f"file_exists(path) {name!r} was a URL before pathlib changed it; pass a str")
         try:
-            self._name, self._path = name, epath.Path(name)
+            self._name, self._path = name, epath.Path(expanded(name))
         except KeyError:  # what etils says of a scheme that it does not know
             raise InvalidArgumentError(
                 f"file_exists(path) is {name!r}: expected a local path, gs://… or s3://…"

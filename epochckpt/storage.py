@@ -15,6 +15,11 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _COLLAPSED_URL = re.compile(r"(?:gs|s3|file|memory|https?):/[^/]")
 
 
+def expanded(path: str) -> str:
+    """A path with `~` or `~user` at its start replaced by that home directory, as in a shell; not in URLs."""
+    return os.path.expanduser(path)
+
+
 def open_store(
     directory: str | os.PathLike[str], *, early_write_back: bool = True, folder_mode: int | None = None
 ) -> Store:
@@ -22,7 +27,7 @@ def open_store(
 
     Args:
         directory: `scheme://…` for what TensorStore's key-value stores know (`gs://`, `s3://`, `memory://`,
-            `file://`); anything else is a POSIX path, made absolute here and now.
+            `file://`); anything else is a POSIX path, made absolute here and now, `~` expanded.
         early_write_back: POSIX: have the kernel start writing to the disk while later pieces are still being
             written. Never changes what is durable when.
         folder_mode: POSIX: permission bits of the folders that are created here; None leaves that to the umask.
@@ -37,4 +42,4 @@ def open_store(
         raise InvalidArgumentError(
             f"{name!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path"
         )
-    return PosixStore(name, early_write_back=early_write_back, folder_mode=folder_mode)
+    return PosixStore(expanded(name), early_write_back=early_write_back, folder_mode=folder_mode)
