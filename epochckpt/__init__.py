@@ -2,7 +2,7 @@
 
 Imports go strictly downwards; a test checks it (within a floor: only to the left).
 
-    F0  escaping naming errors units memory options layout tree hosting
+    F0  escaping naming units errors memory options layout tree hosting
     F1  mapped msgpack_file worker checksum safetensors ocdbt store handle posix_store kv_store storage coordination
         calls run_database
     F2  tensor_notes grid plan snapshot records orbax_sharding orbax_left_out orbax_view orbax_view_files parsing

@@ -31,6 +31,7 @@ from epochckpt.rows import (
     ShardingRow,
 )
 from epochckpt.store import Store
+from epochckpt.units import several
 from epochckpt.worker import Pool
 
 MAX_REPR = 120
@@ -158,7 +159,11 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
     reader.pool.run([lambda n=n: found.__setitem__(n, look(n)) for n in numbers])
     nodes = dict(pair for n in numbers if (pair := found[n]) is not None)
     broken = [n for n, row in nodes.items() if row.problem]
-    problem = f"{len(broken)} of {len(nodes)} nodes cannot be looked into: {nodes[broken[0]].problem}" if broken else ""
+    problem = (
+        f"{len(broken)} of {several(len(nodes), 'node', 'nodes')} cannot be looked into: {nodes[broken[0]].problem}"
+        if broken
+        else ""
+    )
     return ItemRow(name, "node", handler, sum(n.nbytes for n in nodes.values()), nodes=nodes, problem=problem)
 
 

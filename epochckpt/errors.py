@@ -35,13 +35,14 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from epochckpt.escaping import readable
+from epochckpt.units import several
 
 
 class EpochCheckpointError(Exception):
@@ -92,7 +93,8 @@ class EpochNotFoundError(EpochCheckpointError, FileNotFoundError):
         else:
             shown = ", ".join(map(str, available[-20:]))
             have = f"committed: {'… ' if len(available) > 20 else ''}{shown}"
-        super().__init__(f"{directory}: {what}; {have}")
+        stock = f"No steps found in {directory}" if epoch is None else f"Checkpoint at {directory}/{epoch} not found"
+        super().__init__(f"{directory}: {what}; {have} (in Orbax's words: {stock})")
         self.epoch, self.directory, self.available = epoch, directory, list(available)
 
 
@@ -186,7 +188,7 @@ class MismatchError(EpochCheckpointError, ValueError):
         rows: all differences.
     """
 
-    def __init__(self, item: str, epoch: int, rows: Sequence[Mismatch], advice: str):
+    def __init__(self, item: str, epoch: int, rows: Sequence[Mismatch]):
         head = ("leaf", "problem", "in the epoch", "in the target")
         shown = [(readable(r.leaf), r.problem, r.found, r.expected) for r in rows[:200]]
         widths = [max(len(row[i]) for row in [head, *shown]) for i in range(4)]
@@ -195,12 +197,33 @@ class MismatchError(EpochCheckpointError, ValueError):
         ]
         if len(rows) > len(shown):
             lines.append(f"  … and {len(rows) - len(shown)} more")
-        super().__init__(
-            f"epoch {epoch}, item {item!r} does not fit the target ({len(rows)} leaves):\n"
-            + "\n".join(lines)
-            + f"\n{advice}"
-        )
+        head_line = f"epoch {epoch}, item {item!r} does not fit the target ({several(len(rows), 'leaf', 'leaves')}):"
+        super().__init__("\n".join([head_line, *lines, _advice({r.problem for r in rows})]))
         self.item, self.epoch, self.rows = item, epoch, list(rows)
+
+
+_REMEDIES = {
+    "missing unexpected": (
+        "Leaves that only one of the two has: correct their names, say with rename= what they are called now, or leave "
+        "them out with PyTreeRestore(target, partial_restore=True). In Orbax's words: User-provided restore item and "
+        "on-disk value metadata tree structures do not match."
+    ),
+    "shape": (
+        "Shapes differ: was the model configured like this when it was saved? StandardRestore(target, strict=False) "
+        "cuts arrays, or pads them with zeros, to shapes of as many dimensions. In Orbax's words: Requested shape is "
+        "not compatible with the stored shape."
+    ),
+    "type": "Types differ: give the target what was saved (an array, a key, a number, text), and convert that.",
+    "dtype value": "Values would be lost: give the target the dtype that was saved, or one that holds all values.",
+    "sharding": "A sharding does not divide its array evenly: choose one that does.",
+}
+
+
+def _advice(problems: Iterable[str]) -> str:
+    """What helps against the problems that a table has, and only that."""
+    said = [remedy for names, remedy in _REMEDIES.items() if not set(names.split()).isdisjoint(problems)]
+    last = "restore_leaves(epoch, patterns) gives single leaves, and no target at all gives everything as it was saved."
+    return "\n".join(["Nothing was restored.", *said, last])
 
 
 class SaveError(EpochCheckpointError, RuntimeError):
@@ -330,7 +353,8 @@ class ErrorGroup(SaveError):
     """
 
     def __init__(self, errors: Sequence[SaveError]):
-        EpochCheckpointError.__init__(self, f"{len(errors)} saves failed:\n" + "\n".join(f"  {e}" for e in errors))
+        head = f"{several(len(errors), 'save', 'saves')} failed:"
+        EpochCheckpointError.__init__(self, "\n".join([head, *(f"  {e}" for e in errors)]))
         self.errors = list(errors)
         self.epoch, self.reason = errors[-1].epoch, "; ".join(e.reason for e in errors)
 

@@ -134,7 +134,7 @@ def export(
         raise
     for left, leaves in done.left_out.items():
         few = orbax_left_out.few(leaves)
-        logging.warning("%s: item %s: %d leaves were left out: %s", place, left, len(leaves), few)
+        logging.warning("%s: item %s: left out %s: %s", place, left, units.several(len(leaves), "leaf", "leaves"), few)
     secs = time.monotonic() - began
     size = units.nbytes(done.nbytes)
     logging.info("epoch %d of %s exported as %s to %s: %s in %.2f s", done.epoch, store.root, format, place, size, secs)

@@ -95,7 +95,10 @@ def import_(
     with contextlib.suppress(NotADirectoryError):  # opening it says so, once the source is known to be good
         existing = commits_of(store, step_names(names)).list_epochs()
     if epoch in existing:
-        raise EpochExistsError(f"{store.root}: epoch {epoch} exists; delete it, or choose another number")
+        raise EpochExistsError(
+            f"{store.root}: epoch {epoch} exists; delete it, or choose another number (in Orbax's words: "
+            f"Checkpoint for step {epoch} already exists)"
+        )
     tree = _read(_path(source), format, separator, _scratch(store.root if store.renames else None))
     _check_tree(tree, os.fspath(source))
     # mapped files are not copied: a bound on host memory is no reason to refuse them

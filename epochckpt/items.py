@@ -15,7 +15,7 @@ from google.protobuf import message, text_format
 
 from epochckpt import args as own
 from epochckpt import casting, checksum, handlers, layout, renaming
-from epochckpt.errors import FormatError, InvalidArgumentError, UnsupportedError
+from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.handlers import Content, Handlers, Run
 from epochckpt.node_items import Here, restore_node
 from epochckpt.node_reader import EpochReader
@@ -89,9 +89,12 @@ def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
     return item
 
 
-def unknown_item(epoch: int, name: str, names: Iterable[str]) -> InvalidArgumentError:
+def unknown_item(epoch: int, name: str, names: Iterable[str]) -> UnknownNameError:
     """The error for an item that an epoch has not; lists those that it has."""
-    return InvalidArgumentError(f"epoch {epoch} has no item {name!r}; it has: {', '.join(sorted(names)) or 'none'}")
+    return UnknownNameError(
+        f"epoch {epoch} has no item {name!r}; it has: {', '.join(sorted(names)) or 'none'} (in Orbax's words: "
+        f'Item "{name}" was not found in the checkpoint)'
+    )
 
 
 def to_save(args: Any, known: Handlers) -> list[SaveItem]:

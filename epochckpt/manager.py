@@ -280,7 +280,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 return False
             raise EpochExistsError(
                 f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
-                "let_replace() lets the next save take its place"
+                f"let_replace() lets the next save take its place (in Orbax's words: Checkpoint for step {step} "
+                "already exists)"
             )
         if step in self._foreign and superseded is None:
             raise EpochExistsError(

@@ -17,6 +17,18 @@ _LIMIT = 200
 _MANY = 5000  # beyond that the distances to all names take too long
 
 
+def close(name: str, listed: Sequence[str]) -> list[str]:
+    """The names that are near, nearest first."""
+    low = name.lower()
+    found = difflib.get_close_matches(name, listed, _NEAR, 0.5) if len(listed) <= _MANY else []
+    found += [other for other in listed if low and low in other.lower() and other not in found]
+    if not found and len(listed) > _MANY:  # those that end or begin alike
+        head, tail = name.rpartition("/")[0], name.rpartition("/")[2]
+        alike = [other for other in listed if other.rpartition("/")[2] == tail or other.startswith(f"{head}/")]
+        found = difflib.get_close_matches(name, alike[:_MANY], _NEAR, 0.5)
+    return found
+
+
 def near(name: str, known: Iterable[str]) -> str:
     """A hint: the names that are near, or some of those that there are.
 
@@ -27,13 +39,7 @@ def near(name: str, known: Iterable[str]) -> str:
     listed = list(known)
     if not listed:
         return "there is none"
-    low = name.lower()
-    found = difflib.get_close_matches(name, listed, _NEAR, 0.5) if len(listed) <= _MANY else []
-    found += [other for other in listed if low and low in other.lower() and other not in found]
-    if not found and len(listed) > _MANY:  # those that end or begin alike
-        head, tail = name.rpartition("/")[0], name.rpartition("/")[2]
-        alike = [other for other in listed if other.rpartition("/")[2] == tail or other.startswith(f"{head}/")]
-        found = difflib.get_close_matches(name, alike[:_MANY], _NEAR, 0.5)
+    found = close(name, listed)
     said = ", ".join(repr(shown(other, limit=_LIMIT)) for other in (found or listed)[:_NEAR])
     more = f", … {len(listed) - _NEAR} more" if not found and len(listed) > _NEAR else ""
     return f"{'near' if found else 'there are'}: {said}{more}"

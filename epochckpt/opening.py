@@ -356,6 +356,7 @@ def _check_directory(store: Store, create: bool) -> None:
         if create:
             return
         problem = f"{store.root} does not exist, and options.create is False; check the path"
+        problem += f" (in Orbax's words: No steps found in {store.root})"
         raise NotACheckpointDirectoryError(problem) from None
     if not is_folder(store.root):
         kind = "a broken link" if stat.S_ISLNK(found.st_mode) and not os.path.exists(store.root) else "a file"

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 
 from epochckpt.escaping import readable
 from epochckpt.tree import KeyPath
+from epochckpt.units import several
 
 _MAX_NOTED = 100
 _FEW = 3
@@ -53,4 +54,4 @@ def short(left_out: dict[str, str]) -> dict[str, str]:
     if len(left_out) <= _MAX_NOTED:
         return left_out
     kept = dict(list(left_out.items())[:_MAX_NOTED])
-    return {**kept, "*": f"and {len(left_out) - _MAX_NOTED} leaves more"}
+    return {**kept, "*": f"and {several(len(left_out) - _MAX_NOTED, 'leaf', 'leaves')} more"}

@@ -39,7 +39,7 @@ from epochckpt.kv_store import told_errno
 from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.orbax_tree import SavedShardings, StoredTree, leaves_of, value_types
 from epochckpt.store import Store
-from epochckpt.targets import ADVICE, Want, without_target
+from epochckpt.targets import Want, without_target
 from epochckpt.tree_metadata import TreeMetadata
 
 NOTE = (
@@ -258,7 +258,7 @@ class StepReader:
                 out[i] = _finish(rows, leaves[leaf], wants[i], values[leaf])
             left = [i for i in left if i not in now.values()]
         if rows:
-            raise MismatchError(tree.name, self.record.epoch, rows, ADVICE)
+            raise MismatchError(tree.name, self.record.epoch, rows)
         return out
 
     def _read(self, tree: StoredTree, asked: Mapping[int, ocp.RestoreArgs]) -> dict[int, Any]:

@@ -245,7 +245,7 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | Non
 
 def _progress(nodes: Sequence[NodeRow]) -> str:
     done = sum(n.state == "written" for n in nodes)
-    return f"{done} of the {len(nodes)} nodes that began have written"
+    return f"{done} of {units.several(len(nodes), 'node', 'nodes')} that began {'has' if done == 1 else 'have'} written"
 
 
 def _node(store: Store, path: str, name: str) -> NodeRow | None:

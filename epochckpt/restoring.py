@@ -12,15 +12,17 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.sharding import SingleDeviceSharding
 
-from epochckpt import naming
+from epochckpt import naming, units
 from epochckpt import plan as plan_lib
 from epochckpt import tree as tree_lib
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
+from epochckpt.escaping import readable, shown
 from epochckpt.grid import ArrayItem, Box, Leaf
 from epochckpt.node_reader import EpochReader, Request, whole
 from epochckpt.renaming import Sources
-from epochckpt.targets import ADVICE, Matcher, Shardings, Want, describe_leaf, key_dims, without_target
+from epochckpt.targets import Matcher, Shardings, Want, describe_leaf, key_dims, without_target
 
+_NAMED = 5
 _ALIGNMENT = 64  # jax takes a NumPy buffer over without copying when it is aligned to this
 _ALIGN_FROM = 64 * 1024
 
@@ -86,12 +88,25 @@ def match(epoch: int, name: str, item: ArrayItem, request: TreeRequest, sharding
     sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
     wants = matcher.match(pairs, request.partial, given, sources)
     if matcher.rows:
-        raise MismatchError(name, epoch, matcher.rows, ADVICE)
+        raise MismatchError(name, epoch, matcher.rows)
+    if matcher.absent and sources is None:
+        _tell_absent(f"epoch {epoch}, item {name}", matcher.absent, item.public_names)
     for leaf, shape in matcher.resized.items():
         saved = describe_leaf(item.leaves[leaf])
         message = "epoch %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
         logging.warning(message, epoch, name, item.leaves[leaf].name, saved, list(shape))
     return wants, treedef
+
+
+def _tell_absent(where: str, absent: Sequence[str], known: Sequence[str]) -> None:
+    """Names the leaves that a partial restore leaves as they are: one of them may be misspelt."""
+    said = []
+    for name in map(readable, absent[:_NAMED]):
+        close = naming.close(name, known)
+        said.append(f"{shown(name)!r}" + (f" (near: {', '.join(repr(shown(n)) for n in close[:3])})" if close else ""))
+    more = [f"… {len(absent) - _NAMED} more"] if len(absent) > _NAMED else []
+    what = units.several(len(absent), "leaf", "leaves")
+    logging.warning("%s: %s of the target not in it, left as given: %s", where, what, ", ".join([*said, *more]))
 
 
 def _restore_args(item: str, tree: Any) -> dict[str, ocp.RestoreArgs]:
@@ -169,7 +184,7 @@ class _Assembly:
 
     def _refuse(self) -> None:
         if self.rows:
-            raise MismatchError(self.name, self.reader.record.epoch, self.rows, ADVICE)
+            raise MismatchError(self.name, self.reader.record.epoch, self.rows)
 
     def _plan(self, want: Want) -> Any:
         """Where the bytes of one leaf go: [(buffer, devices), …] for jax, a buffer otherwise, None without bytes."""

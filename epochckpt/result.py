@@ -12,6 +12,7 @@ from absl import logging
 from epochckpt.errors import SaveError
 from epochckpt.preempting import PREEMPTED_EXIT_CODE
 from epochckpt.status import SaveOutcome
+from epochckpt.units import several
 
 FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
 UNSAVED_EXIT_CODE = 74  # EX_IOERR of sysexits.h
@@ -77,7 +78,7 @@ class RunResult:
         ]
         if self.failed_saves:
             shown = "; ".join(f"epoch {epoch}: {reason}" for epoch, reason in self.failed_saves[-_SHOWN:])
-            parts.append(f"{len(self.failed_saves)} saves failed ({shown})")
+            parts.append(f"{several(len(self.failed_saves), 'save', 'saves')} failed ({shown})")
         if self.slowest_node is not None:
             parts.append("slowest node {} ({:.2f} s)".format(*self.slowest_node))
         return "; ".join(parts)

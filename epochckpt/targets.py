@@ -20,12 +20,6 @@ from epochckpt.escaping import readable
 from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.tree import ARRAY_KINDS, EMPTY_KINDS
 
-ADVICE = (
-    "Nothing was restored. Change the target, or restore only what fits: PyTreeRestore(target, partial_restore=True), "
-    "restore_leaves(epoch, patterns), or no target at all."
-)
-
-
 _TEXT_KINDS = frozenset({"str", "bytes", "longstr", "longbytes"})
 
 
@@ -131,12 +125,17 @@ class Matcher:
         item: what was recorded.
         shardings: its shardings.
         resize: arrays may be cut or padded to the target's shape; `resized` says which are, by leaf number.
+
+    Attributes:
+        rows: what does not fit.
+        absent: names of the target's leaves that the epoch has not, where that is allowed.
     """
 
     def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool = False):
         self.item, self.shardings, self.resize = item, shardings, resize
         self.rows: list[Mismatch] = []
         self.resized: dict[int, tuple[int, ...]] = {}
+        self.absent: list[str] = []
 
     def match(
         self,
@@ -167,7 +166,9 @@ class Matcher:
             if target is ...:
                 wants.append(Want(-1, "keep", value=...))
             elif number is None:
-                if not partial and not self._is_nothing(target):
+                if partial and not self._is_nothing(target):
+                    self.absent.append(name)
+                elif not self._is_nothing(target):
                     self._row(name, "missing", "-", describe(target))
                 wants.append(Want(-1, "keep", value=target))
             elif partial and self._is_nothing(target):

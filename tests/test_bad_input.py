@@ -972,7 +972,7 @@ def examples() -> list[Exception]:
         errors.FormatError: [("1/epoch.json", "odd")],
         errors.FormatVersionError: [("1/epoch.json", "new")],
         errors.DamagedError: [("1/x", "differs"), ("1/x", "differs", "a/b")],
-        errors.MismatchError: [("default", 3, rows, "advice")],
+        errors.MismatchError: [("default", 3, rows)],
         errors.SaveError: [(3, "reason")],
         errors.FencedError: [(3, "reason")],
         errors.UncertainError: [(3, "reason")],
