@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from epochckpt import tree as tree_lib
 from epochckpt.errors import InvalidArgumentError
+from epochckpt.escaping import readable
 from epochckpt.grid import ArrayItem, Box, Grid, Leaf
 from epochckpt.tree import ARRAY_KINDS
 
@@ -73,6 +75,25 @@ def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, str | bytes) and len(leaf) > tree_lib.INLINE_BYTES // 4:
         return type(leaf), len(leaf.encode("utf-8", "surrogatepass")) if isinstance(leaf, str) else len(leaf)
     return type(leaf)
+
+
+def refuse_traced(name: str, tree: Any) -> None:
+    """Refuses a tree with values that jax is tracing: those of a function in `jit`, `grad`, `vmap` or `scan`.
+
+    Args:
+        name: of the item.
+        tree: the pytree.
+
+    Raises:
+        InvalidArgumentError: names the first such leaf.
+    """
+    traced = [path for path, leaf in tree_lib.flatten(tree)[0] if isinstance(leaf, Tracer)]
+    if traced:
+        raise InvalidArgumentError(
+            f"item {name!r}, leaf {readable(tree_lib.leaf_name(traced[0]))!r} ({len(traced)} in all) is a tracer, no "
+            "array: save() was called inside a function that jax transforms (jit, grad, vmap, scan, …), where there "
+            "are no values yet. Return the state from that function, and save what it returns"
+        )
 
 
 def plan_item(

@@ -10,6 +10,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.core import Tracer
 
 from epochckpt import attached, items, layout, status
 from epochckpt.commit import Commits, StepNames
@@ -253,6 +254,11 @@ class Browsable:
 
 def epoch_number(step: Any) -> int:
     """An epoch's number; InvalidArgumentError for what cannot be one."""
+    if isinstance(step, Tracer):
+        raise InvalidArgumentError(
+            "the epoch (step) is a tracer: this was called inside a function that jax transforms (jit, grad, vmap, "
+            "scan, …), where there are no values yet. Save, and restore, outside of it"
+        )
     try:
         number = operator.index(step)
     except TypeError:

@@ -6,6 +6,7 @@ import datetime
 import math
 import operator
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -159,22 +160,44 @@ def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | Non
     try:
         found: float | None = options.best_fn(info.metrics)
     except KeyError as error:  # to be attached by somebody, perhaps
-        message = "best_fn finds no %s among the metrics of epoch %d: it counts as one without"
-        logging.log_first_n(logging.WARNING, message, 3, error, info.step)
-        return None
+        return _without(options, info, f"finds no {error}")
     if found is None:
-        return None
+        return _without(options, info, "returns None")
     try:
         value = float(found)
     except OverflowError:  # an int beyond every float
         value = math.inf if found > 0 else -math.inf
     except (TypeError, ValueError):  # another job may attach anything
-        message = "best_fn returns %.100r for epoch %d, which is no number: it counts as one without metrics"
-        logging.log_first_n(logging.WARNING, message, 3, found, info.step)
-        return None
+        return _without(options, info, f"returns {found!r:.100}, which is no number,")
     if math.isnan(value):
         return -math.inf
     return value if options.best_mode == "max" else -value
+
+
+_told: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
+
+
+def _without(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: str) -> None:
+    """Warns, once for each `best_fn`, that it says nothing of an epoch that has metrics."""
+    try:
+        if options.best_fn in _told:
+            return
+        _told.add(options.best_fn)
+    except TypeError:  # an `operator.itemgetter` has no weak references: these share one warning
+        if type(options.best_fn) in _told:
+            return
+        _told.add(type(options.best_fn))
+    known = info.metrics
+    names = ", ".join(map(repr, known)) if isinstance(known, Mapping) else type(known).__name__
+    what = "kept" if options.keep_checkpoints_without_metrics else "deleted"
+    logging.warning(
+        "best_fn %s for epoch %d, whose metrics are: %.500s. Until one is attached, it counts as one without: it "
+        "is never the best, and where the number of epochs is limited it is %s. Said of the first such epoch only",
+        why,
+        info.step,
+        names,
+        what,
+    )
 
 
 def best(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> int | None:

@@ -95,7 +95,11 @@ class Planner:
                 except (ValueError, TypeError) as error:
                     problem = f"item {item.name!r} is not a pytree that can be saved: {error}"
                     raise InvalidArgumentError(problem) from error
-                key = (item.name, item.kind, plan_lib.key(flat, treedef))
+                try:
+                    key = (item.name, item.kind, plan_lib.key(flat, treedef))
+                except AttributeError:  # a traced array has no sharding
+                    plan_lib.refuse_traced(item.name, tree)
+                    raise
                 plan = self._plans.pop(key, None) or self._plan(item, tree)
                 self._keep(self._plans, key, plan)
                 plans.append(plan)

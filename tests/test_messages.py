@@ -4,6 +4,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -104,3 +106,48 @@ def test_the_commonest_errors_have_the_words_of_orbax_in_them(manager: ec.Checkp
     with pytest.raises(kind, match=words) as caught:
         call(manager)
     assert isinstance(caught.value, errors.EpochCheckpointError)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_a_save_inside_of_a_transformed_function_says_so(manager: ec.CheckpointManager, transform: Any) -> None:
+    """A tracer is refused by the leaf's name, also where an array of its kind was saved before; so is a traced step."""
+    value = 1.0 if transform is jax.grad else jnp.ones(3)
+
+    def save(x: Any) -> Any:
+        manager.save(1, args=Save({"n": 3, "params": {"0": x}}))
+        return x
+
+    with pytest.raises(errors.InvalidArgumentError, match=r"leaf 'params/0' .*tracer.*jit"):
+        transform(save)(value)
+
+    def save_step(x: Any) -> Any:
+        manager.save(x, args=Save(TREE))
+        return x
+
+    with pytest.raises(errors.InvalidArgumentError, match=r"step\) is a tracer.*jit"):
+        transform(save_step)(value)
+    assert manager.save(1, args=Save({"n": 3, "params": {"0": jnp.ones(3)}}))
+    manager.wait_until_finished()
+    with pytest.raises(errors.InvalidArgumentError, match="tracer"):
+        jax.jit(lambda x: manager.save(2, args=Save({"n": 3, "params": {"0": x}})) or x)(value)
+    assert manager.all_steps() == [0, 1]
+
+
+@pytest.mark.parametrize("by", [lambda m: m["acc"], lambda m: m.get("acc"), lambda m: m["name"]])
+def test_a_best_fn_that_finds_no_metric_is_told_once(
+    tmp_path: pathlib.Path, by: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each manager's own: with the metrics that there are, and what it means; not once per epoch, nor call."""
+    for run in range(2):
+        caplog.clear()
+        options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: by(metrics), max_to_keep=2)
+        with ec.CheckpointManager(tmp_path / str(run), options=options) as manager:
+            for epoch in range(4):
+                manager.save(epoch, args=Save(TREE), metrics={"accuracy": 0.5, "name": "x"})
+                manager.wait_until_finished()
+                assert manager.best_step() is None
+            assert manager.all_steps() == [0, 1, 2, 3]
+        (said,) = [text for record in caplog.records if "best_fn" in (text := record.getMessage())]
+        assert "epoch 0" in said
+        assert "'accuracy', 'name'" in said
+        assert "kept" in said
