@@ -27,7 +27,14 @@ def texts(arrays: ArrayItem, names: Mapping[int, str]) -> dict[str, str]:
 
 
 def text(arrays: ArrayItem, row: Any) -> str | None:
-    """One recorded sharding; None where the device is not there."""
+    """One recorded sharding; None where the device is not there, or the row is nonsense: nobody checked it before."""
+    try:
+        return _text(arrays, row)
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def _text(arrays: ArrayItem, row: Any) -> str | None:
     if "device" in row:
         names = [str(d) for d in jax.devices() if (d.platform, d.id) == (row["platform"], row["device"])]
         return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": names[0]}) if names else None

@@ -946,7 +946,7 @@ def test_two_nodes_of_one_name_are_refused_on_every_process(tmp_path: pathlib.Pa
     """Both processes get the error, which names both; nothing is written."""
     for answer in run_worker("tests.test_bad_input:duplicate_nodes", {"directory": str(tmp_path / "run")}, 2):
         assert "'same'" in answer
-        assert "processes 0 and 1" in answer
+        assert "process 0 and process 1 both" in answer
     assert not (tmp_path / "run").exists()
 
 

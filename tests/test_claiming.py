@@ -240,7 +240,7 @@ def test_a_take_over_of_a_run_that_was_killed_is_no_warning(
     with start_processes(program, 1) as job:
         (outcome,) = job.wait(60)
     assert outcome.returncode == -signal.SIGKILL, outcome.stdout
-    with caplog.at_level("INFO"), ec.CheckpointManager(tmp_path) as manager:
+    with caplog.at_level("INFO", logger="absl"), ec.CheckpointManager(tmp_path) as manager:
         commit(manager, 2)
     assert warnings_of(caplog, "WARNING") == []
     (said,) = [r.getMessage() for r in caplog.records if "has ended without closing" in r.getMessage()]
