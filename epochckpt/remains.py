@@ -245,7 +245,8 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | Non
 
 def _progress(nodes: Sequence[NodeRow]) -> str:
     done = sum(n.state == "written" for n in nodes)
-    return f"{done} of {units.several(len(nodes), 'node', 'nodes')} that began {'has' if done == 1 else 'have'} written"
+    began = units.several(len(nodes), "node", "nodes")
+    return f"{done} of the {began} that began {'has' if done == 1 else 'have'} written"
 
 
 def _node(store: Store, path: str, name: str) -> NodeRow | None:
