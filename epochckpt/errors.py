@@ -37,6 +37,7 @@ import errno
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, TypeVar
 
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
@@ -419,10 +420,20 @@ def kept(error: _E) -> _E:
             continue
         found.append(one)
         waiting += [one.__cause__, one.__context__]
-        where, one.__traceback__ = traceback.format_tb(one.__traceback__), None
+        where, one.__traceback__ = _lines(one.__traceback__), None
         if where and not any(note.startswith(_RAISED) for note in getattr(one, "__notes__", ())):
             one.add_note(f"{_RAISED}\n{''.join(where)}")
     return error
+
+
+def _lines(trace: TracebackType | None) -> list[str]:
+    """A traceback as text, by line numbers alone.
+
+    Marking columns makes `traceback` parse each line (Python 3.11), which ends in a SystemError where another thread
+    parses something at that moment.
+    """
+    frames = [(f.f_code.co_filename, number, f.f_code.co_name, None) for f, number in traceback.walk_tb(trace)]
+    return traceback.format_list(frames)
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
