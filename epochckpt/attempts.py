@@ -5,8 +5,8 @@ Guarantees:
 - every wait is bounded, and an attempt always ends: committed, failed, or (on a node other than the primary that
   could not hear the verdict) uncertain;
 - only the primary decides. A node's report is its last act on its staging;
-- what a node has called failed is never committed with its help: giving an attempt up and the step after which it may
-  be committed exclude each other, under one lock. After that step it can only be called uncertain;
+- what a node has called failed is never committed with its help: of giving an attempt up and the step after which it
+  may be committed only the first to come happens (`Attempt.binding`). After that step it is uncertain at worst;
 - attempts of one manager are written one after the other and end in order.
 
 An attempt is called `<epoch>-<try>` on every process: all make the same calls. Keys (all below the prefix that the

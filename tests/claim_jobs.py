@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,31 +50,37 @@ def die_after_a_save(directory: str) -> None:
     os.kill(os.getpid(), 9)
 
 
-def train_until_fenced_off(directory: str) -> list[Any]:
-    """A run of several processes; in epoch 2 another run takes its directory over. What became of it, and what ran."""
-    ran: list[str] = []
-    session = ec.DistributedSession()
+def overtaken_job(ran: list[str], manager: ec.CheckpointManager, epochs: int, take_over: Callable[[], Any]) -> ec.Job:
+    """A job that is taken over in epoch 2, and whose epoch 3 ends when the manager knows that; `ran`: what has run."""
     job = ec.Job()
-
-    @job.init
-    def init(ws: ec.Workspace) -> None:
-        ws["n"] = np.zeros(1)
+    job.init(lambda ws: ws.update(n=np.zeros(1)))
 
     @job.epoch
     def train(ws: ec.Workspace) -> None:
         ran.append(f"epoch {ws.epoch}")
         if ws.epoch == 2:
             manager.wait_until_finished()
-            if jax.process_index() == 0:
-                run_worker("tests.claim_jobs:take_over", {"directory": directory, "epoch": 100}, 1)
+            take_over()
         elif ws.epoch == 3:
             manager._attempts.drain()
 
     job.download(lambda ws: ran.append("download"))
     job.exit(lambda ws: ran.append("exit"))
-    job.stop_when(ec.stop.max_epochs(5))
+    job.stop_when(ec.stop.max_epochs(epochs))
+    return job
+
+
+def train_until_fenced_off(directory: str) -> list[Any]:
+    """A run of several processes; in epoch 2 another run takes its directory over. What became of it, and what ran."""
+    ran: list[str] = []
+    session = ec.DistributedSession()
+
+    def newer() -> None:
+        if jax.process_index() == 0:
+            run_worker("tests.claim_jobs:take_over", {"directory": directory, "epoch": 100}, 1)
+
     manager = ec.CheckpointManager(directory)
-    runner = ec.JobRunner(job, manager)
+    runner = ec.JobRunner(overtaken_job(ran, manager, 5, newer), manager)
     runner.train(session)
     with pytest.raises(FencedError):
         manager.close()

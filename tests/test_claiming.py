@@ -19,7 +19,7 @@ from epochckpt import errors
 from epochckpt.opening import commits_of, step_names
 from epochckpt.posix_store import PosixStore
 from epochckpt.storage import open_store
-from tests.claim_jobs import args
+from tests.claim_jobs import args, overtaken_job, take_over
 from tests.processes import run_worker, start_processes
 from tests.test_bad_input import unchanged
 
@@ -253,24 +253,8 @@ def test_a_take_over_of_a_run_that_was_killed_is_no_warning(
 def test_a_run_that_is_fenced_off_ends_at_once_with_a_code_of_its_own(tmp_path: pathlib.Path) -> None:
     """It does not train on unsaved: no further epoch, no download, no exit group."""
     ran: list[str] = []
-    job = ec.Job()
-    job.init(lambda ws: ws.update(n=0))
-
-    @job.epoch
-    def train(ws: ec.Workspace) -> None:
-        ran.append(f"epoch {ws.epoch}")
-        if ws.epoch == 2:
-            manager.wait_until_finished()
-            with ec.CheckpointManager(tmp_path) as newer:
-                commit(newer, 100)
-        elif ws.epoch == 3:
-            manager._attempts.drain()
-
-    job.download(lambda ws: ran.append("download"))
-    job.exit(lambda ws: ran.append("exit"))
-    job.stop_when(ec.stop.max_epochs(9))
     manager = ec.CheckpointManager(tmp_path)
-    runner = ec.JobRunner(job, manager)
+    runner = ec.JobRunner(overtaken_job(ran, manager, 9, lambda: take_over(str(tmp_path), 100)), manager)
     assert runner.train(ec.LocalSession()) == 3
     assert ran == ["epoch 1", "epoch 2", "epoch 3"]
     assert runner.result.exit_code == ec.FENCED_OFF_EXIT_CODE == 76
