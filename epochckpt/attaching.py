@@ -9,8 +9,9 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from epochckpt import attached
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
 from epochckpt.reading import epoch_number
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from epochckpt import checksum, layout, units, worker
 from epochckpt.aside import Replaces
-from epochckpt.coordination import Deadline
 from epochckpt.errors import SaveError, copied, say
 from epochckpt.handlers import Content, Run
 from epochckpt.hosting import Nodes
@@ -19,6 +18,7 @@ from epochckpt.records import DataFile, EpochRecord, ItemRecord, NodeEntry
 from epochckpt.retention import EpochInfo
 from epochckpt.saving import Prepared, checked_json, take
 from epochckpt.snapshot import Buffer
+from epochckpt.worker import Deadline
 
 
 @dataclasses.dataclass(eq=False)

@@ -30,7 +30,6 @@ from absl import logging
 from epochckpt import memory, units, worker
 from epochckpt.attempt import Attempt, Committed
 from epochckpt.claiming import Claim
-from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -47,6 +46,7 @@ from epochckpt.errors import (
 from epochckpt.lagging import Lags
 from epochckpt.opening import Opened
 from epochckpt.options import StorageOptions
+from epochckpt.worker import Deadline
 from epochckpt.writing import write_nodes
 
 LONG_SECS = 1.0  # training that is held for longer is told why

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from epochckpt.coordination import Coordinator, Deadline
+from epochckpt.coordination import Coordinator
 from epochckpt.errors import CoordinationError, CoordinationTimeoutError, InvalidArgumentError, from_wire, to_wire
+from epochckpt.worker import Deadline
 
 T = TypeVar("T")
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from epochckpt import stats
 
-_CHUNK = 2**16  # elements compared at once; as float64 they stay in a core's cache
-
 
 class Change:
     """What changed between two arrays of one shape.

@@ -8,7 +8,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import items, layout, opening
+from epochckpt import layout, step_folders
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.options import StorageOptions
 
@@ -69,6 +69,11 @@ REFUSED = {
 """Fields that would change which data exists, and are not supported."""
 
 
+def is_multi(args: Any) -> bool:
+    """Whether the argument names several items (Composite), as opposed to one unnamed item."""
+    return isinstance(args, ocp.args.Composite)
+
+
 def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
     """Refuses options that would change which data exists and are not honoured; logs hints about Orbax's own engine.
 
@@ -88,7 +93,7 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
         raise InvalidArgumentError(f"preservation_policy and {excluded[0]} exclude each other; pass one of them")
     folder = options.todelete_subdir
     if folder is not None and (
-        not layout.is_free_folder(folder) or opening.step_names(options).parse(folder) is not None
+        not layout.is_free_folder(folder) or step_folders.step_names(options).parse(folder) is not None
     ):
         raise InvalidArgumentError(
             f"todelete_subdir {folder!r} is not usable: expected the name of one folder in the directory, such as "
@@ -135,7 +140,7 @@ def check_args(args: Any, multi: bool | None, *, restoring: bool = False) -> boo
         raise InvalidArgumentError(
             f"{verb}(args=…) expects a class of orbax.checkpoint.args, got {type(args).__name__}"
         )
-    given = items.is_multi(args)
+    given = is_multi(args)
     if multi is not None and multi != given:
         raise InvalidArgumentError(
             "this manager handles several named items: pass args=Composite(name=…)"

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from absl import logging
 
-from epochckpt.coordination import Coordinator, Deadline
+from epochckpt.coordination import Coordinator
 from epochckpt.errors import (
     CoordinationTimeoutError,
     DamagedError,
@@ -28,6 +28,7 @@ from epochckpt.errors import (
     say,
     to_wire,
 )
+from epochckpt.worker import Deadline
 
 _MARGIN_SECS = 60.0
 

@@ -15,8 +15,9 @@ from epochckpt import overview, rows, text_overview, units, watching
 from epochckpt.cli_output import FOUND, MISSING, OK, Output
 from epochckpt.cli_places import options_of
 from epochckpt.commit import Commits
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
 from epochckpt.rows import EpochRow
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
 from epochckpt.text_table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Column, Fitted, Parts, Table, text
 from epochckpt.watching import DELETED, FAILED, PRESENT, SAVED, SAVING, Event

@@ -20,9 +20,7 @@ from __future__ import annotations
 import abc
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from absl import logging
 
@@ -37,52 +35,14 @@ from epochckpt.errors import (
     SaveError,
     UncertainError,
     UnfinishedError,
-    UnsupportedError,
     say,
     unreadable,
 )
 from epochckpt.records import EpochRecord
+from epochckpt.step_folders import StepNames
 from epochckpt.store import Store
 
-_NUMBER = re.compile(r"(\d+)\Z")
 _ignored: set[str] = set()  # said once per process
-
-
-class StepNames:
-    """Names of epochs' folders, by Orbax's step NameFormat.
-
-    Attributes:
-        only: the one folder that is looked at, whatever else lies beside it; empty: all are.
-    """
-
-    only = ""
-
-    def __init__(self, name_format: Any):
-        self._format = name_format
-        self._readable = tuple(getattr(name_format, "read_name_formats", ())) or (name_format,)
-        for known in (name_format, *self._readable):
-            if not _NUMBER.search(known.build_name(7)):
-                raise UnsupportedError(
-                    f"step_name_format {known} builds names that do not end in the step's number; "
-                    "use a standard_name_format"
-                )
-
-    @property
-    def several(self) -> bool:
-        """Whether epochs of other name formats are read, too."""
-        return len(self._readable) > 1
-
-    def build(self, epoch: int) -> str:
-        """The folder name of an epoch to be written."""
-        return self._format.build_name(epoch)
-
-    def parse(self, name: str) -> int | None:
-        """The epoch that a folder name stands for, or None."""
-        found = _NUMBER.search(name)
-        if not found:
-            return None
-        epoch = int(found[1])
-        return epoch if any(f.build_name(epoch) == name for f in self._readable) else None
 
 
 class Commits(abc.ABC):

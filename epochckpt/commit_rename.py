@@ -22,7 +22,7 @@ from epochckpt import (
     worker,
 )
 from epochckpt.aside import Replaces, Rollback, Superseded
-from epochckpt.commit import Commits, StepNames
+from epochckpt.commit import Commits
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -36,6 +36,7 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.records import EpochRecord
+from epochckpt.step_folders import StepNames
 from epochckpt.store import Entry, Store
 
 _GIVEN_UP = 16  # failed attempts whose staging is looked for once more

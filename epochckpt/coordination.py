@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import json
-import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -30,26 +29,11 @@ from epochckpt.errors import (
     from_wire,
     to_wire,
 )
+from epochckpt.worker import Deadline
 
 T = TypeVar("T")
 
 _CALL_SECS = 30.0  # bound on calls that take a fraction of a millisecond
-
-
-class Deadline:
-    """A point in time on the monotonic clock."""
-
-    def __init__(self, secs: float, clock: Callable[[], float] = time.monotonic):
-        self.secs, self._clock = secs, clock
-        self._end = clock() + secs
-
-    def left(self) -> float:
-        """Seconds left; negative when it has passed."""
-        return self._end - self._clock()
-
-    def passed(self) -> bool:
-        """Whether it has passed."""
-        return self.left() <= 0
 
 
 class Coordinator(abc.ABC):

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import choosing, legacy, opening, removal, retention, status, worker
+from epochckpt import choosing, legacy, opening, removal, retention, status, step_folders, worker
 from epochckpt.aside import Damaged, Superseded
 from epochckpt.attempts import Attempts
 from epochckpt.calls import Calls
@@ -137,7 +137,7 @@ class Epochs(Browsable):
         multi = check_args(args, self._multi, restoring=True)
         reading, candidates = self._reading, None
         if directory is not None and open_store(directory).root != self._store.root:
-            reading, candidates = self._reading.elsewhere(directory, opening.step_names(self._options))
+            reading, candidates = self._reading.elsewhere(directory, step_folders.step_names(self._options))
         self._attempts.drain(step)
         read = time.monotonic()
         if step is not None:

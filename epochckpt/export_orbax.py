@@ -19,7 +19,7 @@ from epochckpt.store import Store, writing
 LeftOut = dict[str, dict[str, str]]
 
 
-def write(reader: EpochReader, record: EpochRecord, target: Store, allow_left_out: bool) -> LeftOut:
+def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, allow_left_out: bool) -> LeftOut:
     """Writes `<epoch>/…` and the directory's own metadata, durably; every byte is verified on its way.
 
     Args:

@@ -44,7 +44,7 @@ class Settings:
     allow_left_out: bool
 
 
-def write(reader: EpochReader, item: str, target: Store, settings: Settings) -> LeftOut:
+def write_safetensors(reader: EpochReader, item: str, target: Store, settings: Settings) -> LeftOut:
     """Writes one item of arrays into an empty folder, durably; every byte is verified on its way.
 
     Returns:

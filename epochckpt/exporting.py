@@ -21,12 +21,13 @@ from epochckpt.coordination import SingleProcess
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.export_safetensors import Settings
 from epochckpt.node_reader import EpochReader
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
 from epochckpt.options import StorageOptions
 from epochckpt.orbax_reader import StepReader
 from epochckpt.posix_store import PosixStore
 from epochckpt.reading import Reading, epoch_number
 from epochckpt.records import EpochRecord
+from epochckpt.step_folders import step_names
 from epochckpt.storage import expanded, open_store
 from epochckpt.store import Store, Writer
 from epochckpt.worker import Pool
@@ -116,8 +117,8 @@ def export(
 
         def write(target: PosixStore) -> export_orbax.LeftOut:
             if format == "orbax":
-                return export_orbax.write(reader, record, target, allow_left_out)
-            return export_safetensors.write(reader, _item_of_arrays(record), target, settings)
+                return export_orbax.write_orbax(reader, record, target, allow_left_out)
+            return export_safetensors.write_safetensors(reader, _item_of_arrays(record), target, settings)
 
         return _in_place(reader, place, write, progress)
 

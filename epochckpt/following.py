@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 import orbax.checkpoint as ocp
 
 from epochckpt.commit import Commits
-from epochckpt.coordination import Deadline
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
+from epochckpt.worker import Deadline
 
 
 def follow(

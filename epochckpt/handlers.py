@@ -25,10 +25,8 @@ from absl import logging
 from etils import epath
 
 from epochckpt import layout, worker
-from epochckpt.coordination import Deadline
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
-from epochckpt.node_reader import EpochReader
-from epochckpt.records import DataFile
+from epochckpt.worker import Deadline
 
 OURS: Mapping[type, str] = {
     ocp.handlers.StandardCheckpointHandler: "arrays",
@@ -306,24 +304,6 @@ def same(name: str, other: str) -> bool:
     """Whether two names mean one handler; Orbax moves its own from module to module."""
     orbax = name.startswith("orbax.checkpoint.") and other.startswith("orbax.checkpoint.")
     return name == other or (orbax and name.rpartition(".")[2] == other.rpartition(".")[2])
-
-
-def with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]) -> Any:
-    """What a handler makes of the verified files that all nodes wrote for an item, in a local folder.
-
-    Raises:
-        DamagedError: bytes differ from what was written.
-    """
-    with tempfile.TemporaryDirectory(prefix="epochckpt-") as folder:
-
-        def copy(node: int, file: DataFile) -> None:
-            path = pathlib.Path(folder, file.name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as out:
-                out.writelines(reader.blocks(node, file))
-
-        reader.pool.run([functools.partial(copy, node, file) for node, file in reader.item_files(item)])
-        return use(epath.Path(folder))
 
 
 def _check(item: str, kind: type, handler: Any = None) -> None:

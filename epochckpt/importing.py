@@ -21,11 +21,12 @@ from epochckpt import layout, mapped, msgpack_file, safetensors, tensor_notes
 from epochckpt import tree as tree_lib
 from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.manager import CheckpointManager
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
 from epochckpt.options import StorageOptions
 from epochckpt.reading import epoch_number
 from epochckpt.saving import checked_json
 from epochckpt.status import EpochStatus
+from epochckpt.step_folders import step_names
 from epochckpt.storage import expanded, open_store
 
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import pathlib
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
+from etils import epath
 from google.protobuf import message, text_format
 
 from epochckpt import args as own
-from epochckpt import casting, checksum, handlers, layout, renaming
+from epochckpt import casting, checks, checksum, handlers, layout, renaming
 from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.handlers import Content, Handlers, Run
 from epochckpt.node_items import Here, restore_node
 from epochckpt.node_reader import EpochReader
-from epochckpt.records import MAX_RECORD_BYTES
+from epochckpt.records import MAX_RECORD_BYTES, DataFile
 from epochckpt.restoring import TreeRequest, restore_tree
 from epochckpt.tree_metadata import plain_target
 
@@ -52,14 +55,9 @@ class SaveItem:
     run: Callable[[], Run] | None = None
 
 
-def is_multi(args: Any) -> bool:
-    """Whether the argument names several items (Composite), as opposed to one unnamed item."""
-    return isinstance(args, ocp.args.Composite)
-
-
 def named(args: Any) -> dict[str, Any]:
     """The argument of each item, by name; a single argument is the item `default`."""
-    return dict(args.items()) if is_multi(args) else {layout.DEFAULT_ITEM: args}
+    return dict(args.items()) if checks.is_multi(args) else {layout.DEFAULT_ITEM: args}
 
 
 def asked_for(args: Any, names: Iterable[str], default_item: bool) -> tuple[dict[str, Any], bool]:
@@ -73,7 +71,7 @@ def asked_for(args: Any, names: Iterable[str], default_item: bool) -> tuple[dict
     Returns:
         The argument of each item, and whether the one unnamed item is to be given back alone.
     """
-    return (dict.fromkeys(names), default_item) if args is None else (named(args), not is_multi(args))
+    return (dict.fromkeys(names), default_item) if args is None else (named(args), not checks.is_multi(args))
 
 
 def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
@@ -191,7 +189,7 @@ def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
         return _restore_json(reader, name, _file_name(handler, kind))
     if kind == "proto":
         return _restore_proto(reader, name, _file_name(handler, kind), args)
-    return handlers.with_files(reader, name, functools.partial(handler.restore, args=args))
+    return _with_files(reader, name, functools.partial(handler.restore, args=args))
 
 
 def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handlers) -> Any:
@@ -203,7 +201,7 @@ def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handler
     if handlers.kind_of(handler) != "other" or not hasattr(handler, "metadata"):
         return None
     try:
-        return handlers.with_files(reader, name, handler.metadata)
+        return _with_files(reader, name, handler.metadata)
     except NotImplementedError:
         return None
 
@@ -291,3 +289,21 @@ def check_names(names: Sequence[str], folders: Collection[str], known: Sequence[
         layout.check_item_name(name, folders)
         if known and name not in known:
             raise InvalidArgumentError(f"item {name!r} is not among item_names={list(known)}")
+
+
+def _with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]) -> Any:
+    """What a handler makes of the verified files that all nodes wrote for an item, in a local folder.
+
+    Raises:
+        DamagedError: bytes differ from what was written.
+    """
+    with tempfile.TemporaryDirectory(prefix="epochckpt-") as folder:
+
+        def copy(node: int, file: DataFile) -> None:
+            path = pathlib.Path(folder, file.name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as out:
+                out.writelines(reader.blocks(node, file))
+
+        reader.pool.run([functools.partial(copy, node, file) for node, file in reader.item_files(item)])
+        return use(epath.Path(folder))

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from epochckpt import checksum, items, layout, node_writer, parsing, placing, records, worker
+from epochckpt import checks, checksum, items, layout, node_writer, parsing, placing, records, worker
 from epochckpt.attempt import Attempt, snapshot
 from epochckpt.errors import (
     EpochCheckpointError,
@@ -195,7 +195,7 @@ class NodeEpochs:
             epoch,
             0,
             prepared,
-            default_item=not items.is_multi(args),
+            default_item=not checks.is_multi(args),
             metrics=None,
             custom_metadata=custom_metadata,
             timeout_secs=self.options.save_timeout_secs,

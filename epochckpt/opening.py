@@ -15,10 +15,10 @@ from absl import logging
 
 from epochckpt import attached, calls, checksum, hosting, layout, retention, step_folders
 from epochckpt.aside import Damaged
-from epochckpt.commit import Commits, StepNames
+from epochckpt.commit import Commits
 from epochckpt.commit_put import PutCommits
 from epochckpt.commit_rename import RenameCommits
-from epochckpt.coordination import Coordinator, Deadline
+from epochckpt.coordination import Coordinator
 from epochckpt.errors import (
     AccessError,
     CoordinationError,
@@ -34,8 +34,10 @@ from epochckpt.errors import (
 from epochckpt.hosting import Nodes
 from epochckpt.options import StorageOptions
 from epochckpt.posix_store import is_folder
+from epochckpt.step_folders import StepNames, step_names
 from epochckpt.storage import open_store
 from epochckpt.store import Store, patiently
+from epochckpt.worker import Deadline
 
 _LOOKS = 16  # at a directory whose newest epoch is deleted again and again
 _opens: collections.Counter[str] = collections.Counter()
@@ -69,16 +71,6 @@ class Opened:
     foreign: dict[int, str]
     attached: dict[int, Any]
     refused: AccessError | None
-
-
-def step_names(options: ocp.CheckpointManagerOptions) -> StepNames:
-    """The names of epochs' folders that the options ask for."""
-    if options.step_name_format is not None:
-        return StepNames(options.step_name_format)
-    length = options.step_format_fixed_length
-    return StepNames(
-        ocp.path.step.standard_name_format(step_prefix=options.step_prefix, step_format_fixed_length=length)
-    )
 
 
 def folder_mode(options: ocp.CheckpointManagerOptions) -> int | None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import args as own
 from epochckpt import handlers, items, layout, naming, orbax_steps, restoring, status
@@ -37,9 +37,9 @@ from epochckpt.grid import ArrayItem, Leaf
 from epochckpt.handlers import Handlers
 from epochckpt.kv_store import told_errno
 from epochckpt.orbax_steps import OrbaxRecord
-from epochckpt.orbax_tree import SavedShardings, StoredTree, leaves_of, value_types
+from epochckpt.orbax_tree import StoredTree, leaves_of, value_types
 from epochckpt.store import Store
-from epochckpt.targets import Want, without_target
+from epochckpt.targets import Shardings, Want, divides, key_dims, without_target
 from epochckpt.tree_metadata import TreeMetadata
 
 NOTE = (
@@ -186,10 +186,10 @@ class StepReader:
         given = request.target if request.target is not None else request.restore_args
         if given is None:
             item = ArrayItem(name, tree.leaves, ())
-            wants = without_target(item, SavedShardings(item, tree, None))
+            wants = without_target(item, _SavedShardings(item, tree, None))
             return tree.nest(self._deliver(tree, item.leaves, wants))
         item = ArrayItem(name, tree.named_like(given), ())
-        shardings = SavedShardings(item, tree, request.fallback_sharding)
+        shardings = _SavedShardings(item, tree, request.fallback_sharding)
         wants, treedef = restoring.match(self.record.epoch, name, item, request, shardings)
         restored = tree_lib.unflatten(treedef, self._deliver(tree, item.leaves, wants))
         return jax.tree.map(restoring.laid_out, restored, request.target) if request.layouts else restored
@@ -348,3 +348,23 @@ def _finish(rows: list[Mismatch], leaf: Leaf, want: Want, value: Any) -> Any:
         return data if want.form == "numpy" else data[()]
     sharding = want.sharding or SingleDeviceSharding(jax.local_devices()[0])
     return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index], dtype=data.dtype)
+
+
+class _SavedShardings(Shardings):
+    """The shardings that Orbax recorded, as far as their devices exist in this process's job."""
+
+    def __init__(self, item: ArrayItem, tree: StoredTree, fallback: Sharding | None):
+        super().__init__(item, fallback)
+        self._tree = tree
+
+    def of(self, leaf: Leaf) -> Sharding | None:
+        """See Shardings."""
+        recorded: Any = getattr(self._tree.found[leaf.sharding], "sharding", None)
+        shape = leaf.shape[: len(leaf.shape) - key_dims(leaf)] if leaf.kind == "prng" else leaf.shape
+        try:
+            found = recorded.to_jax_sharding() if hasattr(recorded, "to_jax_sharding") else None
+        except Exception:  # its devices do not exist here: jax and Orbax have many errors for that
+            found = None
+        if isinstance(found, SingleDeviceSharding) and jax.process_count() > 1:
+            return self._fallback  # a device of one process
+        return found if found is not None and divides(found, shape) else self._fallback

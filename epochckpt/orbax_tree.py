@@ -10,15 +10,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import tree as tree_lib
 from epochckpt.errors import UnsupportedError
-from epochckpt.grid import ArrayItem, Leaf
-from epochckpt.targets import Shardings, divides, key_dims
+from epochckpt.grid import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +51,6 @@ class StoredTree:
             dataclasses.replace(leaf, name=names.get(tuple(str(key) for _, key in leaf.path), leaf.name))
             for leaf in self.leaves
         )
-
-
-class SavedShardings(Shardings):
-    """The shardings that Orbax recorded, as far as their devices exist in this process's job."""
-
-    def __init__(self, item: ArrayItem, tree: StoredTree, fallback: Sharding | None):
-        super().__init__(item, fallback)
-        self._tree = tree
-
-    def of(self, leaf: Leaf) -> Sharding | None:
-        """See Shardings."""
-        recorded: Any = getattr(self._tree.found[leaf.sharding], "sharding", None)
-        shape = leaf.shape[: len(leaf.shape) - key_dims(leaf)] if leaf.kind == "prng" else leaf.shape
-        try:
-            found = recorded.to_jax_sharding() if hasattr(recorded, "to_jax_sharding") else None
-        except Exception:  # its devices do not exist here: jax and Orbax have many errors for that
-            found = None
-        if isinstance(found, SingleDeviceSharding) and jax.process_count() > 1:
-            return self._fallback  # a device of one process
-        return found if found is not None and divides(found, shape) else self._fallback
 
 
 def value_types(tree: Mapping[str, Any]) -> dict[tuple[str, ...], str]:

@@ -14,7 +14,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from epochckpt import attached, epoch_rows, layout, recognising, remains, step_folders
-from epochckpt.commit import Commits, StepNames
+from epochckpt.commit import Commits
 from epochckpt.commit_put import PutCommits
 from epochckpt.errors import (
     AccessError,
@@ -23,8 +23,9 @@ from epochckpt.errors import (
     NotACheckpointDirectoryError,
     StorageError,
 )
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
 from epochckpt.rows import COMMITTED, IN_PROGRESS, LEFTOVER, EpochRow, Overview, RemainRow
+from epochckpt.step_folders import StepNames, step_names
 from epochckpt.storage import open_store
 from epochckpt.store import Store
 

@@ -13,7 +13,7 @@ from etils import epath
 from jax.core import Tracer
 
 from epochckpt import attached, items, layout, status
-from epochckpt.commit import Commits, StepNames
+from epochckpt.commit import Commits
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -29,6 +29,7 @@ from epochckpt.orbax_reader import StepReader
 from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.records import EpochRecord
 from epochckpt.restoring import read_leaves
+from epochckpt.step_folders import StepNames
 from epochckpt.storage import open_store
 from epochckpt.store import Store
 from epochckpt.worker import Pool

@@ -9,9 +9,10 @@ import orbax.checkpoint as ocp
 from epochckpt import orbax_view_files
 from epochckpt.commit import Commits
 from epochckpt.errors import UnsupportedError
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
 from epochckpt.orbax_steps import OrbaxRecord
 from epochckpt.reading import epoch_number
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
 
 

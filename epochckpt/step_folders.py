@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
+
+import orbax.checkpoint as ocp
 
 from epochckpt import layout, orbax_marks, parsing, records
-from epochckpt.errors import EpochCheckpointError
+from epochckpt.errors import EpochCheckpointError, UnsupportedError
 from epochckpt.store import Store
 
 RECORDS = (layout.EPOCH_RECORD, orbax_marks.STEP_RECORD)
@@ -17,7 +20,55 @@ _LOOKED_INTO = 50
 _SHOWN = 6
 _NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<number>\d+)\Z")
 _NUMBER = re.compile(r"\d+\Z")
+_ENDING = re.compile(r"(\d+)\Z")
 _NUMBERED = re.compile(r"[/._-](\d{1,18})\Z")
+
+
+class StepNames:
+    """Names of epochs' folders, by Orbax's step NameFormat.
+
+    Attributes:
+        only: the one folder that is looked at, whatever else lies beside it; empty: all are.
+    """
+
+    only = ""
+
+    def __init__(self, name_format: Any):
+        self._format = name_format
+        self._readable = tuple(getattr(name_format, "read_name_formats", ())) or (name_format,)
+        for known in (name_format, *self._readable):
+            if not _ENDING.search(known.build_name(7)):
+                raise UnsupportedError(
+                    f"step_name_format {known} builds names that do not end in the step's number; "
+                    "use a standard_name_format"
+                )
+
+    @property
+    def several(self) -> bool:
+        """Whether epochs of other name formats are read, too."""
+        return len(self._readable) > 1
+
+    def build(self, epoch: int) -> str:
+        """The folder name of an epoch to be written."""
+        return self._format.build_name(epoch)
+
+    def parse(self, name: str) -> int | None:
+        """The epoch that a folder name stands for, or None."""
+        found = _ENDING.search(name)
+        if not found:
+            return None
+        epoch = int(found[1])
+        return epoch if any(f.build_name(epoch) == name for f in self._readable) else None
+
+
+def step_names(options: ocp.CheckpointManagerOptions) -> StepNames:
+    """The names of epochs' folders that the options ask for."""
+    if options.step_name_format is not None:
+        return StepNames(options.step_name_format)
+    length = options.step_format_fixed_length
+    return StepNames(
+        ocp.path.step.standard_name_format(step_prefix=options.step_prefix, step_format_fixed_length=length)
+    )
 
 
 def is_single(names: set[str]) -> bool:

@@ -12,7 +12,7 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.workspace import Workspace
 
 _node: contextvars.ContextVar[str | None] = contextvars.ContextVar("epochckpt_node", default=None)
-_group: contextvars.ContextVar[TaskGroup | None] = contextvars.ContextVar("epochckpt_group", default=None)
+_surrounding: contextvars.ContextVar[TaskGroup | None] = contextvars.ContextVar("epochckpt_group", default=None)
 _cluster: contextvars.ContextVar[Cluster | None] = contextvars.ContextVar("epochckpt_cluster", default=None)
 
 
@@ -156,7 +156,7 @@ class Task:
         blobs: Sequence[str | None] = [outputs] if isinstance(outputs, str) else (outputs or [None])
         self._outputs = [TaskOutput(self, blob) for blob in blobs]
         self.group: TaskGroup | None = None
-        group = group if group is not None else _group.get()
+        group = group if group is not None else _surrounding.get()
         if group is not None:
             group.add(self)
 
@@ -182,7 +182,7 @@ class TaskGroup(_Within):
         name: for messages.
     """
 
-    _variable = _group
+    _variable = _surrounding
 
     def __init__(self, name: str = "group"):
         super().__init__()
@@ -227,8 +227,8 @@ class TaskGroup(_Within):
 @contextlib.contextmanager
 def joining(group: TaskGroup | None) -> Iterator[None]:
     """Tasks that are made meanwhile join `group`; None: they join nothing, whatever surrounds it."""
-    token = _group.set(group)
+    token = _surrounding.set(group)
     try:
         yield
     finally:
-        _group.reset(token)
+        _surrounding.reset(token)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Generator
 
 from epochckpt import epoch_rows, remains, surveying
 from epochckpt.commit import Commits
-from epochckpt.coordination import Deadline
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.rows import COMMITTED, DAMAGED, LEFTOVER, EpochRow
+from epochckpt.worker import Deadline
 
 PRESENT, SAVED, SAVING, FAILED, DELETED = "present", "committed", "saving", "failed", "deleted"
 

@@ -22,6 +22,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -31,6 +32,22 @@ from absl import logging
 from epochckpt.errors import kept, say
 
 T = TypeVar("T")
+
+
+class Deadline:
+    """A point in time on the monotonic clock."""
+
+    def __init__(self, secs: float, clock: Callable[[], float] = time.monotonic):
+        self.secs, self._clock = secs, clock
+        self._end = clock() + secs
+
+    def left(self) -> float:
+        """Seconds left; negative when it has passed."""
+        return self._end - self._clock()
+
+    def passed(self) -> bool:
+        """Whether it has passed."""
+        return self.left() <= 0
 
 
 class Future(Generic[T]):

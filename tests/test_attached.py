@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import epochckpt as ec
 from epochckpt import attached, checksum, errors, gc, layout, overview
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
 from tests.processes import run_worker
 

@@ -16,8 +16,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
 from epochckpt.posix_store import PosixStore
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
 from tests.claim_jobs import args, overtaken_job, take_over
 from tests.processes import run_worker, start_processes

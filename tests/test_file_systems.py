@@ -19,10 +19,10 @@ import pytest
 import epochckpt as ec
 from epochckpt import orbax_view_files, posix_store
 from epochckpt.aside import Rollback
-from epochckpt.commit import StepNames
 from epochckpt.commit_rename import RenameCommits
 from epochckpt.errors import SaveError, UnfinishedError
 from epochckpt.posix_store import PosixStore
+from epochckpt.step_folders import StepNames
 
 READ_ONLY = ocp.CheckpointManagerOptions(read_only=True)
 NO_VIEW = {"*": {"*": "the file system has no symlinks"}}

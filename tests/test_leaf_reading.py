@@ -25,7 +25,8 @@ from epochckpt import grid
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochDeleted, FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.leaf_reading import Leaves, boxes
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
 from epochckpt.tree import DTYPES
 from tests import stock_states

@@ -28,7 +28,6 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 import epochckpt as ec
 from epochckpt import attempts, memory
-from epochckpt.coordination import Deadline
 from epochckpt.errors import (
     DamagedError,
     EpochExistsError,
@@ -42,6 +41,7 @@ from epochckpt.errors import (
     UnfinishedError,
     UnsupportedError,
 )
+from epochckpt.worker import Deadline
 from tests.managers import traced_memory
 
 WAIT_SECS = 30.0

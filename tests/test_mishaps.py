@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import epochckpt as ec
-from epochckpt import checksum, layout, opening
+from epochckpt import checksum, layout, opening, step_folders
 from epochckpt.commit_rename import RenameCommits
 from epochckpt.errors import (
     EpochDeleted,
@@ -70,7 +70,7 @@ def fill(directory: str, *epochs: int, options: Options | None = None) -> None:
 
 def on_storage(directory: str, options: Options | None = None) -> list[int]:
     """What somebody who only reads sees now."""
-    commits = opening.commits_of(opening.open_store(directory), opening.step_names(options or Options()))
+    commits = opening.commits_of(opening.open_store(directory), step_folders.step_names(options or Options()))
     return commits.list_epochs()
 
 

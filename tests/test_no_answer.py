@@ -16,7 +16,8 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors, remains, store, watching
 from epochckpt.errors import StorageError
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
 from tests.faults.silence import PASSING, Silence
 

@@ -19,7 +19,8 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors, orbax_marks, orbax_steps
 from epochckpt import store as store_lib
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
 from tests import stock_states
 from tests.faults.silence import Silence

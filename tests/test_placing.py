@@ -14,10 +14,10 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import placing
-from epochckpt.commit import StepNames
 from epochckpt.commit_rename import RenameCommits
 from epochckpt.node_epochs import NodeEpochs
 from epochckpt.posix_store import PosixStore
+from epochckpt.step_folders import StepNames
 from tests.replace_jobs import no_exchange
 
 READ_ONLY = ocp.CheckpointManagerOptions(read_only=True)

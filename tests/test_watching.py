@@ -18,7 +18,8 @@ import epochckpt as ec
 from epochckpt import cli_watch, commit_rename, remains, text_views, watching
 from epochckpt.commit import Commits
 from epochckpt.errors import InvalidArgumentError, SaveError
-from epochckpt.opening import commits_of, step_names
+from epochckpt.opening import commits_of
+from epochckpt.step_folders import step_names
 from epochckpt.storage import open_store
 from epochckpt.watching import DELETED, FAILED, PRESENT, SAVED, SAVING, Event, Watcher, watch
 
