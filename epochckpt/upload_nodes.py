@@ -11,7 +11,8 @@ from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.multi_node import MultiNodeCheckpointManager
 from epochckpt.node_epochs import NodeEpochs
 from epochckpt.node_reader import EpochReader
-from epochckpt.single_node import CheckpointManager, Manager
+from epochckpt.single_node import CheckpointManager as OneNodeManager
+from epochckpt.single_node import Manager
 from epochckpt.storage import open_store
 from epochckpt.store import Store
 from epochckpt.tasks import Task, TaskGroup, joining
@@ -51,7 +52,7 @@ def _nodes(manager: Manager, here: str) -> list[str]:
     """The names that a manager has for the node whose turn it is; none if it does not checkpoint it."""
     if isinstance(manager, MultiNodeCheckpointManager):
         return [node for node, _ in manager.node_managers if node == here]
-    assert isinstance(manager, CheckpointManager), "there are two"
+    assert isinstance(manager, OneNodeManager), "there are two"
     return [manager.node_name] if manager.runs_on in (None, here) else []
 
 
