@@ -2,7 +2,7 @@
 
 import sys
 
-from epochckpt.cli import main
+from epochckpt.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,11 +20,14 @@ reports are those of the nodes that run in its process; `JobRunner` reports thos
 
 from __future__ import annotations
 
-from epochckpt.db_names import DB_TYPE, db_name, get_ckpt_filename
-from epochckpt.job import Job, epoch_limiter
-from epochckpt.multi_node import MultiNodeCheckpointManager
-from epochckpt.runner import JobRunner, UploadTaskGroupBuilder
-from epochckpt.single_node import CheckpointManager
+from epochckpt.jobs import Job, JobRunner, UploadTaskGroupBuilder, epoch_limiter
+from epochckpt.jobs.caffe2_managers import (
+    DB_TYPE,
+    CheckpointManager,
+    MultiNodeCheckpointManager,
+    db_name,
+    get_ckpt_filename,
+)
 
 __all__ = [
     "DB_TYPE",

@@ -42,8 +42,8 @@ from typing import Any, TypeVar
 
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from epochckpt.escaping import readable
-from epochckpt.units import several
+from epochckpt._text import readable
+from epochckpt._units import several
 
 
 class EpochCheckpointError(Exception):

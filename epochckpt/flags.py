@@ -15,15 +15,13 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import flags as absl_flags
 
-from epochckpt import setting_fields, setting_rules
-from epochckpt import setting_kinds as kinds
+from epochckpt._settings import Settings, fields
+from epochckpt._settings import kinds as kinds
+from epochckpt._settings.fields import ABOUT
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.job import Job
+from epochckpt.jobs import Job, JobRunner
 from epochckpt.manager import CheckpointManager
 from epochckpt.options import StorageOptions
-from epochckpt.runner import JobRunner
-from epochckpt.setting_fields import ABOUT
-from epochckpt.settings import Settings
 
 __all__ = ["Flags", "Settings", "define", "from_config"]
 
@@ -31,7 +29,7 @@ __all__ = ["Flags", "Settings", "define", "from_config"]
 absl_flags.disclaim_key_flags()
 
 _PREFIX = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_NEEDED = tuple(dict.fromkeys(rule.other for rule in setting_rules.RULES if rule.needed))
+_NEEDED = tuple(dict.fromkeys(rule.other for rule in fields.RULES if rule.needed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Flags:
             InvalidArgumentError: a value that was assigned is wrong, or two contradict; by the names of the flags.
         """
         values = {name: self.flag_values[self.flag(name)].value for name in ABOUT}
-        return Settings(**setting_fields.checked(values, self._shown))
+        return Settings(**fields.checked(values, self._shown))
 
     def set_defaults(self, **defaults: Any) -> None:
         """Changes what flags are that nobody has given; also after parsing, for what depends on another flag.
@@ -64,8 +62,8 @@ class Flags:
         Raises:
             InvalidArgumentError: no such setting, or a wrong value.
         """
-        setting_fields.check_names(defaults)
-        values = {name: setting_fields.read(name, value, self._shown) for name, value in defaults.items()}
+        fields.check_names(defaults)
+        values = {name: fields.read(name, value, self._shown) for name, value in defaults.items()}
         for name in sorted(values, key=lambda name: name not in _NEEDED):  # absl checks the rules after each
             self.flag_values.set_default(self.flag(name), values[name])
 
@@ -144,8 +142,8 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
         raise InvalidArgumentError(f"expected a prefix of letters, digits and '_', a letter first; found {prefix!r}")
     found = Flags(prefix, flag_values)
-    setting_fields.check_names(defaults)
-    own = setting_fields.checked({**setting_fields.DEFAULTS, **defaults}, str)
+    fields.check_names(defaults)
+    own = fields.checked({**fields.DEFAULTS, **defaults}, str)
     there = [name for name in ABOUT if found.flag(name) in flag_values]
     if not there:
         for name, default in own.items():
@@ -211,19 +209,19 @@ def _define(flags: Flags, name: str, default: Any) -> None:
 
 def _check_together(flags: Flags) -> None:
     """Has absl refuse a command line with contradictions, as it does wrong values."""
-    for rule in setting_rules.RULES:
+    for rule in fields.RULES:
         names = [flags.flag(name) for name in (rule.name, rule.other)]
         absl_flags.register_multi_flags_validator(names, _validator(flags, rule), flag_values=flags.flag_values)
 
 
-def _validator(flags: Flags, rule: setting_rules.Rule) -> Callable[[Mapping[str, Any]], bool]:
+def _validator(flags: Flags, rule: fields.Rule) -> Callable[[Mapping[str, Any]], bool]:
     def validate(values: Mapping[str, Any]) -> bool:
         if not flags.flag_values.is_parsed():  # one after the other is assigned in a notebook: `settings` checks
             return True
         changed = {}
         for name in (rule.name, rule.other):
-            value = setting_fields.read(name, values[flags.flag(name)], lambda name: f"--{flags.flag(name)}")
-            if value != setting_fields.DEFAULTS[name]:
+            value = fields.read(name, values[flags.flag(name)], lambda name: f"--{flags.flag(name)}")
+            if value != fields.DEFAULTS[name]:
                 changed[name] = ABOUT[name].kind.write(value)
         problem = rule.problem(changed, lambda name: f"--{flags.flag(name)}")
         if problem is not None:

@@ -1,1 +1,1 @@
-"""A package, so that child processes and tests name the same modules (`tests.worker`, `tests.processes`)."""
+"""A package, so that child processes and tests name the same modules (`tests.support.…`)."""

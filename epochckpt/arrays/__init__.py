@@ -1,0 +1,13 @@
+"""The arrays of one epoch: plan, the copy that training cannot change (snapshot), writing, reading, restoring.
+
+Promises: every node computes the same plan without talking; no byte reaches the caller unverified; memory is bounded.
+Nothing here decides whether an epoch exists: see `epochckpt.commit`.
+"""
+
+from __future__ import annotations
+
+from epochckpt.arrays.reader import EpochReader, Request
+from epochckpt.arrays.saving import Planner
+from epochckpt.arrays.targets import Shardings
+
+__all__ = ["EpochReader", "Planner", "Request", "Shardings"]

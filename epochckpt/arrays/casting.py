@@ -1,0 +1,84 @@
+"""`SaveArgs(dtype=…)`: arrays that are saved with another precision than they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.format import tree as tree_lib
+
+
+def apply(item: str, tree: Any, save_args: Any) -> Any:
+    """The tree with the arrays cast as its `SaveArgs` ask.
+
+    A cast changes the precision of floating and complex arrays, or the width of integers; what would change the kind
+    (integers to floats), and Python numbers, are saved as they are, and a warning says so.
+
+    Args:
+        item: item name, for messages.
+        tree: what to save.
+        save_args: pytree of `ocp.SaveArgs` like it, or None.
+
+    Raises:
+        InvalidArgumentError: the two are not alike, there is something else in `save_args`, or integers do not fit.
+    """
+    if save_args is None:
+        return tree
+    asked, _ = jax.tree_util.tree_flatten_with_path(save_args, is_leaf=lambda x: isinstance(x, ocp.SaveArgs))
+    for path, args in asked:
+        if args is not None and not isinstance(args, ocp.SaveArgs):
+            where = tree_lib.leaf_name(tree_lib.key_path(path))
+            raise InvalidArgumentError(
+                f"item {item!r}: save_args has a {type(args).__name__} at {where!r}, no SaveArgs"
+            )
+    if any(args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()) for _, args in asked if args):
+        logging.log_first_n(
+            logging.INFO, "SaveArgs: what concerns Orbax's own files (chunks, …) changes nothing here", 1
+        )
+    wanted = {tree_lib.leaf_name(tree_lib.key_path(path)): args.dtype for path, args in asked if args is not None}
+    if not any(dtype is not None for dtype in wanted.values()):
+        return tree
+    pairs, treedef = tree_lib.flatten(tree)
+    names = [tree_lib.leaf_name(path) for path, _ in pairs]
+    unknown = sorted(wanted.keys() - set(names))
+    if unknown:
+        raise InvalidArgumentError(f"item {item!r}: save_args has {unknown[0]!r}, which the item has not")
+    leaves = [_cast(name, leaf, wanted.get(name)) for name, (_, leaf) in zip(names, pairs, strict=True)]
+    return tree_lib.unflatten(treedef, leaves)
+
+
+def _cast(name: str, leaf: Any, dtype: Any) -> Any:
+    if dtype is None or getattr(leaf, "dtype", dtype) == dtype:
+        return leaf
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic) and _keeps_kind(leaf.dtype, np.dtype(dtype)):
+        out = leaf.astype(dtype)
+        if tree_lib.issubdtype(leaf.dtype, np.integer) and not _fits(leaf, out):
+            raise InvalidArgumentError(
+                f"leaf {name!r}: not every value of its {leaf.dtype} fits into {np.dtype(dtype)}"
+            )
+        return out
+    kind = getattr(leaf, "dtype", type(leaf).__name__)
+    logging.log_first_n(
+        logging.WARNING, "leaf %s is saved as %s, not as %s: the cast would not keep its values", 3, name, kind, dtype
+    )
+    return leaf
+
+
+def _keeps_kind(before: Any, after: Any) -> bool:
+    kinds = (np.floating, np.complexfloating, np.integer)
+    return any(tree_lib.issubdtype(before, k) and tree_lib.issubdtype(after, k) for k in kinds)
+
+
+def _fits(before: Any, after: Any) -> bool:
+    """Whether a cast of integers kept the values that are here."""
+    if np.can_cast(before.dtype, after.dtype, "safe"):
+        return True
+    if isinstance(before, jax.Array):
+        shards = zip(before.addressable_shards, after.addressable_shards, strict=True)
+        return all(_fits(np.asarray(a.data), np.asarray(b.data)) for a, b in shards)
+    return bool(np.array_equal(before, after.astype(before.dtype)) and np.array_equal(before < 0, after < 0))

@@ -1,0 +1,440 @@
+"""Orbax's argument classes, taken apart into what epochckpt saves and restores.
+
+Restores what differs per node (`NodeSave`): which old node's value goes to which node of this job.
+
+As many nodes as before: each takes the place of one of them. Another number: `reshard` makes new values of the old
+ones; without it, what was the same on every node goes to every node, and what was not is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+from google.protobuf import message, text_format
+
+from epochckpt import args as own
+from epochckpt.args import NodeRestore
+from epochckpt.arrays import casting, renaming
+from epochckpt.arrays.reader import EpochReader
+from epochckpt.arrays.restore import TreeRequest, restore_tree
+from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
+from epochckpt.format import DataFile, Nodes, checksums, paths
+from epochckpt.format.records import MAX_RECORD_BYTES
+from epochckpt.orbax import Content, Handlers, Run, handlers, options
+from epochckpt.orbax.tree_metadata import plain_target
+
+
+class Nothing:
+    """In place of a value: the nodes of this process have none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """Who restores: needed for values that differ per node.
+
+    Attributes:
+        handlers: of the manager.
+        nodes: of the job, and which of them this process hosts.
+    """
+
+    handlers: Handlers
+    nodes: Nodes = dataclasses.field(default_factory=Nodes)
+
+    def successions(self, names: Sequence[str]) -> list[int]:
+        """For each node of this job the number of the old node, of as many, whose place it takes.
+
+        A node goes on where the one of its name was; the others take the places that are left, in order.
+        """
+        old, now = {name: number for number, name in enumerate(names)}, set(self.nodes.names)
+        left = iter([number for number, name in enumerate(names) if name not in now])
+        return [old[name] if name in old else next(left) for name in self.nodes.names]
+
+
+def restore_node(reader: EpochReader, name: str, args: NodeRestore | None, here: Here) -> Any:
+    """Restores an item of kind `node`; without args for the process's node, or by node if it hosts several.
+
+    Returns:
+        The value, or values by node name; without args `Nothing` where there is none.
+
+    Raises:
+        InvalidArgumentError: it cannot be said what this process's nodes are to get; says what to pass.
+    """
+    nodes = here.nodes
+    asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
+    if not asked.by_node and len(nodes.hosted) > 1:
+        raise InvalidArgumentError(
+            f"item {name!r}: this process hosts {len(nodes.hosted)} nodes ({', '.join(nodes.hosted_names)}); pass "
+            "NodeRestore(by_node=True), with targets by node name"
+        )
+    targets = _targets(name, asked, nodes)
+    states = _states(reader, name, asked, here, targets)
+    if asked.by_node:
+        return {nodes.names[number]: state for number, state in states.items()}
+    if states:
+        return states[nodes.hosted[0]]
+    if args is None:
+        return Nothing()
+    raise InvalidArgumentError(
+        f"item {name!r} of epoch {reader.record.epoch}: the node whose place {nodes.hosted_names[0]} takes saved "
+        "none; leave the item out, or pass NodeRestore(by_node=True), which leaves out the node"
+    )
+
+
+def _targets(name: str, args: NodeRestore, nodes: Nodes) -> dict[int, Any]:
+    """Targets by node number."""
+    if not args.by_node:
+        return {nodes.hosted[0]: plain_target(args.item)}
+    if args.item is None:
+        return {}
+    return {number: plain_target(target) for number, target in by_number(name, args.item, nodes).items()}
+
+
+def by_number(name: str, values: Any, nodes: Nodes) -> dict[int, Any]:
+    """What was passed by node name, by node number, in node order.
+
+    Raises:
+        InvalidArgumentError: no mapping, or one that names a node that this process does not host.
+    """
+    if not isinstance(values, Mapping):
+        raise InvalidArgumentError(
+            f"item {name!r}: by_node=True expects a dict of pytrees by node name, got a {type(values).__name__}"
+        )
+    hosted = set(nodes.hosted_names)
+    unknown = [node for node in values if node not in hosted]
+    if unknown:
+        raise InvalidArgumentError(
+            f"item {name!r}: by_node=True names {', '.join(map(repr, unknown))}; this process hosts "
+            f"{', '.join(nodes.hosted_names)}"
+        )
+    return {number: values[nodes.names[number]] for number in nodes.hosted if nodes.names[number] in values}
+
+
+def _states(
+    reader: EpochReader, name: str, args: NodeRestore, here: Here, targets: Mapping[int, Any]
+) -> dict[int, Any]:
+    """What each node of this process gets, by node number; a node that gets nothing is left out."""
+    record, nodes = reader.record, here.nodes
+    count, now = len(record.nodes), len(nodes)
+    if count == now:
+        places = here.successions([n.name for n in record.nodes])
+        sources = {number: places[number] for number in nodes.hosted}
+    elif args.reshard is not None:
+        return _resharded(reader, name, args, nodes)
+    elif record.items[name].same:
+        sources = {number: number % count for number in nodes.hosted}
+    else:
+        raise InvalidArgumentError(
+            f"item {name!r} of epoch {record.epoch} differs per node and was saved by {count} nodes; here are "
+            f"{now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
+        )
+    return {
+        number: restore_tree(reader.of_node(old, name), name, TreeRequest(targets.get(number)))
+        for number, old in sources.items()
+        if reader.has(old, name)
+    }
+
+
+def _resharded(reader: EpochReader, name: str, args: NodeRestore, nodes: Nodes) -> dict[int, Any]:
+    count, now = len(reader.record.nodes), len(nodes)
+    assert args.reshard is not None, "callers look at it"
+    old = [
+        restore_tree(reader.of_node(n, name), name, TreeRequest()) if reader.has(n, name) else None
+        for n in range(count)
+    ]
+    new = list(args.reshard(old, count, now))
+    if len(new) != now:
+        raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {now} nodes")
+    return {number: new[number] for number in nodes.hosted}
+
+
+_ARRAY_RESTORE = (ocp.args.StandardRestore, ocp.args.PyTreeRestore, ocp.args.ArrayRestore)
+_PROTO_FILE = "proto.pbtxt"  # what Orbax's handler calls it
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveItem:
+    """One item to save.
+
+    Attributes:
+        name: item name.
+        kind: as in `ItemRecord`.
+        handler: the name under which Orbax knows what the item is.
+        tree: the pytree, for `arrays` and `node`.
+        by_node: the tree is a dict of pytrees by node name.
+        custom_metadata: JSON that belongs to the item.
+        content: the files, if the primary alone writes them and their bytes are known.
+        run: writes the files of every node by its own handler.
+    """
+
+    name: str
+    kind: str
+    handler: str = ""
+    tree: Any = None
+    by_node: bool = False
+    custom_metadata: Any = None
+    content: Content | None = None
+    run: Callable[[], Run] | None = None
+
+
+def named(args: Any) -> dict[str, Any]:
+    """The argument of each item, by name; a single argument is the item `default`."""
+    return dict(args.items()) if options.is_multi(args) else {paths.DEFAULT_ITEM: args}
+
+
+def asked_for(args: Any, names: Iterable[str], default_item: bool) -> tuple[dict[str, Any], bool]:
+    """What a restore asks of an epoch.
+
+    Args:
+        args: its argument; None for all items, as they were saved.
+        names: the epoch's items.
+        default_item: the epoch has one unnamed item.
+
+    Returns:
+        The argument of each item, and whether the one unnamed item is to be given back alone.
+    """
+    return (dict.fromkeys(names), default_item) if args is None else (named(args), not options.is_multi(args))
+
+
+def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
+    """The item of arrays that is meant: the only one, if none is named.
+
+    Raises:
+        InvalidArgumentError: there is no such item; lists those that there are.
+    """
+    if item is None and len(arrays) == 1:
+        return arrays[0]
+    if item is None or item not in arrays:
+        raise InvalidArgumentError(f"epoch {epoch} has no array item {item!r}; pass item=, one of: {', '.join(arrays)}")
+    return item
+
+
+def unknown_item(epoch: int, name: str, names: Iterable[str]) -> UnknownNameError:
+    """The error for an item that an epoch has not; lists those that it has."""
+    return UnknownNameError(
+        f"epoch {epoch} has no item {name!r}; it has: {', '.join(sorted(names)) or 'none'} (in Orbax's words: "
+        f'Item "{name}" was not found in the checkpoint)'
+    )
+
+
+def to_save(args: Any, known: Handlers) -> list[SaveItem]:
+    """Takes a save argument apart; nothing is run or copied yet.
+
+    Raises:
+        InvalidArgumentError: not a save argument, or one with something in it that cannot be saved.
+        UnsupportedError: an argument class or field that epochckpt does not take.
+    """
+    if not isinstance(args, ocp.args.CheckpointArgs):
+        raise InvalidArgumentError(
+            f"save(args=…) expects an instance of a class in orbax.checkpoint.args, got {type(args)}"
+        )
+    return [_save_item(name, value, known) for name, value in named(args).items() if value is not None]
+
+
+def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
+    if isinstance(args, own.NodeSave):
+        return SaveItem(name, "node", tree=args.item, by_node=args.by_node)
+    handler = known.find(name, args, saving=True)
+    kind, handler_name = handlers.kind_of(handler), handlers.type_name(handler)
+    if kind == "other":
+        return SaveItem(name, "files", handler_name, run=functools.partial(Run, handler, name, args))
+    if kind in ("json", "proto"):
+        data = _json(name, args.item) if kind == "json" else _proto(name, args.item)
+        file = _file_name(handler, kind)
+        if not paths.is_file_path(file) or len(data) > MAX_RECORD_BYTES:
+            problem = f"{file!r} ({len(data)} bytes) is no file name, or it holds over {MAX_RECORD_BYTES} bytes"
+            raise InvalidArgumentError(f"item {name!r}: {problem}; pass an array item, or a handler of your own")
+        return SaveItem(name, "files", handler_name, content=Content(name, {file: data}))
+    if kind == "jax_key" and not isinstance(args.item, jax.Array):
+        raise InvalidArgumentError(f"item {name!r}: expected a jax random key, got a {type(args.item).__name__}")
+    if kind == "numpy_key" and not isinstance(args.item, tuple | dict):
+        raise InvalidArgumentError(f"item {name!r}: expected numpy.random.get_state(), got {type(args.item).__name__}")
+    if getattr(args, "ocdbt_target_data_file_size", None) is not None:
+        logging.log_first_n(logging.INFO, "ocdbt_target_data_file_size is about Orbax's own files: nothing changes", 1)
+    tree = casting.apply(name, args.item, getattr(args, "save_args", None))
+    attached = getattr(args, "custom_metadata", None)
+    attached = checksums.pack_json(attached, f"item {name!r}: custom_metadata")
+    return SaveItem(name, "arrays", handler_name, tree, custom_metadata=attached)
+
+
+def _file_name(handler: Any, kind: str) -> str:
+    """The name that the handler gives its one file."""
+    default = paths.JSON_FILE if kind == "json" else _PROTO_FILE
+    return default if isinstance(handler, type) else getattr(handler, "_filename", default)
+
+
+def _json(name: str, value: Any) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=True).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"item {name!r}: JsonSave expects JSON: {error}") from None
+
+
+def _proto(name: str, value: Any) -> bytes:
+    if not isinstance(value, message.Message):
+        raise InvalidArgumentError(f"item {name!r}: ProtoSave expects a protobuf message, got {type(value).__name__}")
+    data = text_format.MessageToString(value).encode()
+    again = text_format.Parse(data.decode(), type(value)())
+    if again.SerializeToString(deterministic=True) != value.SerializeToString(deterministic=True):
+        raise InvalidArgumentError(f"item {name!r}: its text, which Orbax's format is, would lose fields unknown here")
+    return data
+
+
+def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
+    """Restores one item as its argument asks (None: as it was saved).
+
+    Raises:
+        InvalidArgumentError: the argument does not suit the item.
+        UnsupportedError: an argument class or field that epochckpt does not take.
+    """
+    record = reader.record.items.get(name)
+    if record is None:
+        raise unknown_item(reader.record.epoch, name, reader.record.items)
+    if record.kind == "node" or isinstance(args, own.NodeRestore):
+        if record.kind != "node" or not (args is None or isinstance(args, own.NodeRestore)):
+            raise contradiction(name, record.handler or "NodeSave", args)
+        return restore_node(reader, name, args, here)
+    if record.kind == "arrays":
+        value = restore_tree(reader, name, tree_request(name, args, record.handler, here.handlers))
+        is_state = record.handler == handlers.type_name(ocp.handlers.NumpyRandomKeyCheckpointHandler)
+        return tuple(value) if is_state and isinstance(value, list) else value
+    if args is None:
+        handler, args = here.handlers.of(name, record.handler)
+    elif isinstance(args, own.RenamedRestore):
+        raise contradiction(name, record.handler, args)
+    else:
+        handler = here.handlers.find(name, args, saving=False)
+    kind = handlers.kind_of(handler)
+    if not handlers.same(handlers.type_name(handler), record.handler):
+        raise contradiction(name, record.handler, args)
+    if kind == "json":
+        return _restore_json(reader, name, _file_name(handler, kind))
+    if kind == "proto":
+        return _restore_proto(reader, name, _file_name(handler, kind), args)
+    return _with_files(reader, name, functools.partial(handler.restore, args=args))
+
+
+def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handlers) -> Any:
+    """What an item's handler says of the files that it wrote; None where it, or we, cannot say."""
+    try:
+        handler, _ = known.of(name, recorded)
+    except InvalidArgumentError:
+        return None
+    if handlers.kind_of(handler) != "other" or not hasattr(handler, "metadata"):
+        return None
+    try:
+        return _with_files(reader, name, handler.metadata)
+    except NotImplementedError:
+        return None
+
+
+def contradiction(name: str, recorded: str, args: Any) -> InvalidArgumentError:
+    """The error for an argument that is for another kind of item."""
+    return InvalidArgumentError(
+        f"item {name!r} was saved by {recorded.rpartition('.')[2]}; {type(args).__name__} does not restore that"
+    )
+
+
+def _only_file(reader: EpochReader, name: str, file: str) -> tuple[str, bytes]:
+    """(name, content) of the one file of an item, whatever it was called when it was saved."""
+    found = [f.name for _, f in reader.item_files(name)]
+    chosen = file if file in found or len(found) != 1 else found[0]
+    if chosen not in found:
+        raise InvalidArgumentError(f"item {name!r} has no file {file!r}; it has: {', '.join(found) or 'none'}")
+    return chosen, reader.read_file(name, chosen)
+
+
+def _restore_json(reader: EpochReader, name: str, file: str) -> Any:
+    file, data = _only_file(reader, name, file)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{reader.folder}/{name}/{file}", f"is not JSON: {error}") from None
+
+
+def _restore_proto(reader: EpochReader, name: str, file: str, args: Any) -> Any:
+    _, data = _only_file(reader, name, file)
+    try:
+        return text_format.Parse(data.decode(), args.item())
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"item {name!r} is no {args.item.__name__}: {error}") from None
+
+
+def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRequest:
+    """What a restore argument asks of an array item, which was saved in the name of an Orbax handler."""
+    if args is None:
+        return TreeRequest()
+    if isinstance(args, own.RenamedRestore):
+        if args.item is None:
+            raise InvalidArgumentError(f"item {name!r}: RenamedRestore needs a target; without one, rename the result")
+        sources = renaming.by_patterns(name, args.rename)
+        return TreeRequest(plain_target(args.item), partial=args.partial, sources=sources)
+    kind = handlers.kind_of(known.find(name, args, saving=False))
+    saved = next((k for c, k in handlers.OURS.items() if handlers.same(handlers.type_name(c), recorded)), "arrays")
+    if kind != saved:
+        raise contradiction(name, recorded, args)
+    if kind == "jax_key":
+        return TreeRequest(None, args.restore_args)
+    if kind == "numpy_key":
+        return TreeRequest()
+    if not isinstance(args, _ARRAY_RESTORE):
+        raise InvalidArgumentError(
+            f"item {name!r} holds arrays; restore it with StandardRestore, PyTreeRestore or ArrayRestore, "
+            f"not {type(args).__name__}"
+        )
+    if isinstance(args, ocp.args.ArrayRestore):
+        return TreeRequest(plain_target(args.item), args.restore_args)
+    if isinstance(args, ocp.args.StandardRestore):
+        return TreeRequest(
+            plain_target(args.item),
+            fallback_sharding=args.fallback_sharding,
+            layouts=args.support_layout,
+            resize=not args.strict,
+        )
+    if args.legacy_transform_fn is not None:
+        raise UnsupportedError(
+            f"item {name!r}: PyTreeRestore(legacy_transform_fn=…) is not supported; "
+            "restore the saved tree and change it with jax.tree.map"
+        )
+    target = plain_target(args.item)
+    if args.transforms is None:
+        return TreeRequest(target, args.restore_args, args.partial_restore)
+    if target is None:
+        raise InvalidArgumentError(f"item {name!r}: PyTreeRestore(transforms=…) needs item=, the target")
+    sources = renaming.by_transforms(name, args.transforms, args.transforms_default_to_original)
+    return TreeRequest(target, args.restore_args, True, sources=sources)
+
+
+def check_names(names: Sequence[str], folders: Collection[str], known: Sequence[str]) -> None:
+    """Checks item names against the format, the nodes' folders, and those that the manager was given, if any."""
+    for name in names:
+        paths.check_item_name(name, folders)
+        if known and name not in known:
+            raise InvalidArgumentError(f"item {name!r} is not among item_names={list(known)}")
+
+
+def _with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]) -> Any:
+    """What a handler makes of the verified files that all nodes wrote for an item, in a local folder.
+
+    Raises:
+        DamagedError: bytes differ from what was written.
+    """
+    with tempfile.TemporaryDirectory(prefix="epochckpt-") as folder:
+
+        def copy(node: int, file: DataFile) -> None:
+            path = pathlib.Path(folder, file.name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as out:
+                out.writelines(reader.blocks(node, file))
+
+        reader.pool.run([functools.partial(copy, node, file) for node, file in reader.item_files(item)])
+        return use(epath.Path(folder))

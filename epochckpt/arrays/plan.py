@@ -1,0 +1,385 @@
+"""The plan of a save: a pure function of trees, shardings and the node list, the same on every node without talking.
+
+Computed once per tree structure, shapes and shardings, and kept; `key` is what the training thread compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from epochckpt._text import readable
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.format import ArrayItem, Box, Grid, Leaf
+from epochckpt.format import tree as tree_lib
+from epochckpt.format.tree import ARRAY_KINDS
+
+_MAX_SPLIT = 8  # a replicated array is cut for at most this many of its holders
+
+
+@dataclasses.dataclass(frozen=True)
+class Take:
+    """One cell that this node writes.
+
+    Attributes:
+        leaf: leaf number.
+        shard: which of the array's addressable shards holds it, -1 for NumPy and Python leaves.
+        cut: the part of that shard, or None for all of it.
+        staged: it lies on an accelerator, and has to be copied through host memory.
+    """
+
+    leaf: int
+    shard: int
+    cut: tuple[slice, ...] | None
+    staged: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemPlan:
+    """What this node does for one item.
+
+    Attributes:
+        item: its description.
+        owned: (leaf, cell, bytes) of every cell that this node writes, in file order.
+        takes: where each of them is found.
+        part_ends: numbers of cells after which the data file goes on in another part.
+        copied_bytes: host memory that a snapshot allocates.
+    """
+
+    item: ArrayItem
+    owned: tuple[np.ndarray, np.ndarray, np.ndarray]
+    takes: tuple[Take, ...]
+    part_ends: tuple[int, ...]
+    copied_bytes: int
+
+
+def key(leaves: Sequence[Any], treedef: Any) -> Any:
+    """What a plan depends on, hashable and cheap: structure, types, shapes, dtypes and shardings."""
+    return treedef, tuple([_leaf_key(leaf) for leaf in leaves])
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.sharding
+    if isinstance(leaf, np.ndarray):
+        return np.ndarray, leaf.shape, leaf.dtype
+    if isinstance(leaf, np.generic):
+        return type(leaf), leaf.dtype
+    if isinstance(leaf, str | bytes) and len(leaf) > tree_lib.INLINE_BYTES // 4:
+        return type(leaf), len(leaf.encode("utf-8", "surrogatepass")) if isinstance(leaf, str) else len(leaf)
+    return type(leaf)
+
+
+def refuse_traced(name: str, tree: Any) -> None:
+    """Refuses a tree with values that jax is tracing: those of a function in `jit`, `grad`, `vmap` or `scan`.
+
+    Args:
+        name: of the item.
+        tree: the pytree.
+
+    Raises:
+        InvalidArgumentError: names the first such leaf.
+    """
+    traced = [path for path, leaf in tree_lib.flatten(tree)[0] if isinstance(leaf, Tracer)]
+    if traced:
+        raise InvalidArgumentError(
+            f"item {name!r}, leaf {readable(tree_lib.leaf_name(traced[0]))!r} ({len(traced)} in all) is a tracer, no "
+            "array: save() was called inside a function that jax transforms (jit, grad, vmap, scan, …), where there "
+            "are no values yet. Return the state from that function, and save what it returns"
+        )
+
+
+def plan_item(
+    name: str,
+    pairs: Sequence[tuple[tree_lib.KeyPath, Any]],
+    *,
+    node: int,
+    node_of_process: Mapping[int, int],
+    split_bytes: int,
+    part_bytes: int | None,
+    alone: bool = False,
+) -> ItemPlan:
+    """Plans one item.
+
+    Args:
+        name: item name.
+        pairs: (key path, leaf) in flattening order.
+        node: number of this node.
+        node_of_process: node number by JAX process index.
+        split_bytes: replicated arrays larger than this are cut for several of their holders.
+        part_bytes: bound on the size of one data file, or None.
+        alone: nobody else may hold a part of it.
+
+    Raises:
+        InvalidArgumentError: a leaf that cannot be saved, by name.
+    """
+    builder = _Builder(name, node_of_process, split_bytes, alone)
+    for path, value in pairs:
+        builder.add(path, value)
+    item = builder.finish()
+    owned = item.owned(node)
+    takes = _takes(item, [value for _, value in pairs], owned, builder)
+    copied = sum(item.cell_bytes(t.leaf) for t in takes if t.staged or t.shard < 0)
+    return ItemPlan(item, owned, takes, tuple(item.part_ends(owned, part_bytes)), copied)
+
+
+class _Builder:
+    def __init__(self, name: str, node_of_process: Mapping[int, int], split_bytes: int, alone: bool):
+        self.name, self.split_bytes, self.alone = name, split_bytes, alone
+        self.node_of_process = node_of_process
+        self.leaves: list[Leaf] = []
+        self.names: dict[str, int] = {}
+        self.grids: dict[Grid, int] = {}
+        self.shardings: dict[Any, int] = {}
+        self.sharding_rows: list[Any] = []
+        self.meshes: dict[Any, int] = {}
+        self.mesh_rows: list[Any] = []
+        self.cells: dict[Any, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
+        self.base_counts: list[tuple[int, ...]] = []  # the sharding's own grid, before replicated leaves are cut
+
+    def add(self, path: tree_lib.KeyPath, value: Any) -> None:
+        name = tree_lib.leaf_name(path)
+        if name in self.names:
+            raise InvalidArgumentError(f"item {self.name!r}: two leaves have the name {name!r}")
+        self.names[name] = len(self.leaves)
+        kind = tree_lib.leaf_kind(value)
+        if kind is None:
+            raise InvalidArgumentError(
+                f"item {self.name!r}, leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be "
+                "saved; expected a jax or NumPy array, a Python number, str, bytes or None"
+            )
+        if kind not in ARRAY_KINDS:
+            self.leaves.append(Leaf(path, name, kind))
+            self.base_counts.append(())
+            return
+        impl = None
+        if kind in ("jax", "prng"):
+            if value.is_deleted():
+                raise InvalidArgumentError(f"leaf {name!r} was deleted or donated before save()")
+            shape, dtype = tuple(value.shape), value.dtype
+            if kind == "prng":
+                impl = str(jax.random.key_impl(value))
+                inner = jax.eval_shape(jax.random.key_data, value)
+                shape, dtype = tuple(inner.shape), inner.dtype
+            counts, holders = self._sharding_cells(name, value, shape)
+            sharding = self._sharding_row(value.sharding)
+        else:
+            if kind in ("longstr", "longbytes"):
+                raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+                shape, dtype = (len(raw),), np.dtype(np.uint8)
+            else:
+                shape, dtype = value.shape, value.dtype
+            counts, holders, sharding = (), ((0,),), -1
+        stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
+        if math.prod(shape) == 0:  # nothing to cut: one cell without bytes
+            counts, holders = (), (tuple(sorted({n for h in holders for n in h})),)
+        self.base_counts.append(counts)
+        counts, holders = self._split(shape, stored.itemsize, counts, holders)
+        row = self.grids.setdefault(Grid(counts, holders), len(self.grids))
+        self.leaves.append(Leaf(path, name, kind, stored, shape, row, 0, sharding, impl))
+
+    def finish(self) -> ArrayItem:
+        """Gives each leaf its rotation: the leaves of a row take turns, largest first, so that loads even out."""
+        turns = [0] * len(self.grids)
+        grids = list(self.grids)
+        steps = [_turn(grid) for grid in grids]
+        for i in sorted(range(len(self.leaves)), key=lambda i: (-self.leaves[i].nbytes, i)):
+            leaf = self.leaves[i]
+            if leaf.grid >= 0:
+                width = max(map(len, grids[leaf.grid].holders))
+                self.leaves[i] = dataclasses.replace(leaf, rotation=turns[leaf.grid] % width)
+                turns[leaf.grid] += steps[leaf.grid]
+        return ArrayItem(self.name, tuple(self.leaves), tuple(grids), tuple(self.sharding_rows), tuple(self.mesh_rows))
+
+    def _sharding_cells(
+        self, name: str, value: jax.Array, shape: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        sharding = value.sharding
+        known = (sharding, value.ndim if isinstance(sharding, NamedSharding) else value.shape)
+        if known not in self.cells:
+            counts, cell_of_device = device_cells(sharding, tuple(value.shape))
+            nodes: dict[int, set[int]] = {}
+            elsewhere: dict[int, Any] = {}
+            for device, cell in cell_of_device.items():
+                node = self.node_of_process.get(device.process_index)
+                if node is None:
+                    elsewhere[cell] = device
+                else:
+                    nodes.setdefault(cell, set()).add(node)
+            lost = elsewhere if self.alone else {c: d for c, d in elsewhere.items() if c not in nodes}
+            if lost:
+                raise InvalidArgumentError(
+                    f"leaf {name!r} lies on {next(iter(lost.values()))}, whose process is no node of this manager"
+                    + (" (NodeSave takes arrays that only this process holds)" if self.alone else "")
+                )
+            holders = tuple(tuple(sorted(nodes[c])) for c in range(math.prod(counts)))
+            if len(self.node_of_process) > 1 and len({n for h in holders for n in h}) == 1:
+                raise InvalidArgumentError(
+                    f"item {self.name!r}, leaf {name!r} lies on devices of one process only, in a job of "
+                    f"{len(self.node_of_process)}: which process's value counts is not defined. Make it a global "
+                    "array, for example by creating it under jax.jit with out_shardings"
+                )
+            while counts and counts[-1] == 1:
+                counts = counts[:-1]
+            self.cells[known] = counts, holders
+        counts, holders = self.cells[known]
+        uneven = [d for d, c in zip(value.shape, counts, strict=False) if d % c]
+        if uneven:
+            raise InvalidArgumentError(f"leaf {name!r} of shape {value.shape} is sharded unevenly as {sharding}")
+        return counts, holders
+
+    def _split(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        counts: tuple[int, ...],
+        holders: tuple[tuple[int, ...], ...],
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Cuts the cells of a large replicated leaf along the first axis that keeps pieces contiguous."""
+        width = min(map(len, holders))
+        full = counts + (1,) * (len(shape) - len(counts))
+        cell = [d // c for d, c in zip(shape, full, strict=True)]
+        if width < 2 or math.prod(cell) < 2 or math.prod(cell) * itemsize <= self.split_bytes:
+            return counts, holders
+        axis = next(i for i, d in enumerate(cell) if d > 1)
+        pieces = next((k for k in range(min(width, _MAX_SPLIT), 1, -1) if cell[axis] % k == 0), 1)
+        if pieces == 1:
+            return counts, holders
+        finer = [*full]
+        finer[axis] *= pieces
+        where = np.indices(finer).reshape(len(finer), -1)
+        where[axis] //= pieces
+        parents = np.ravel_multi_index(list(where), full)
+        while finer[-1] == 1:
+            finer.pop()
+        return tuple(finer), tuple(holders[p] for p in parents)
+
+    def _sharding_row(self, sharding: Any) -> int:
+        if sharding in self.shardings:
+            return self.shardings[sharding]
+        row: Any = None
+        if isinstance(sharding, NamedSharding):
+            mesh = sharding.mesh
+            if mesh not in self.meshes:
+                self.meshes[mesh] = len(self.mesh_rows)
+                devices = mesh_devices(mesh)
+                self.mesh_rows.append(
+                    {
+                        "platform": devices.flat[0].platform,
+                        "axes": list(mesh.axis_names),
+                        "axis_types": [t.name for t in mesh.axis_types],
+                        "shape": list(devices.shape),
+                        "devices": [d.id for d in devices.flat],
+                    }
+                )
+            spec = [list(e) if isinstance(e, tuple) else e for e in sharding.spec]
+            row = {"mesh": self.meshes[mesh], "spec": spec, "memory": sharding.memory_kind}
+        elif isinstance(sharding, SingleDeviceSharding):
+            (device,) = sharding.device_set
+            row = {"device": device.id, "platform": device.platform, "memory": sharding.memory_kind}
+        if row is None:
+            self.shardings[sharding] = -1
+        else:
+            self.shardings[sharding] = len(self.sharding_rows)
+            self.sharding_rows.append(row)
+        return self.shardings[sharding]
+
+
+def mesh_devices(mesh: Any) -> np.ndarray:
+    """The devices of a mesh, as an array of its shape."""
+    return np.asarray(mesh.devices)
+
+
+def _turn(grid: Grid) -> int:
+    """How far a leaf is rotated against the one before it in its row: past the holders that its cells took."""
+    first = grid.holders[0]
+    taken = sorted({c % len(first) for c, holders in enumerate(grid.holders) if holders == first})
+    return len(taken) if taken == list(range(len(taken))) else 1
+
+
+def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], dict[Any, int]]:
+    """The regular grid of a sharding: cells per dimension, and the cell that each device holds.
+
+    By index arithmetic over the mesh for NamedSharding, else from JAX's own map of devices to indices.
+    """
+    if isinstance(sharding, NamedSharding):
+        mesh, devices = sharding.mesh, mesh_devices(sharding.mesh)
+        sizes = dict(zip(mesh.axis_names, devices.shape, strict=True))
+        where = dict(zip(mesh.axis_names, np.indices(devices.shape), strict=True))
+        spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+        counts = []
+        cell = np.zeros(devices.shape, dtype=np.int64)
+        for entry in spec:
+            axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            count = math.prod(sizes[a] for a in axes)
+            position = np.zeros(devices.shape, dtype=np.int64)
+            for axis in axes:
+                position = position * sizes[axis] + where[axis]
+            cell = cell * count + position
+            counts.append(count)
+        return tuple(counts), dict(zip(devices.flat, cell.ravel().tolist(), strict=True))
+    piece = sharding.shard_shape(shape)
+    counts = tuple(d // p if p else 1 for d, p in zip(shape, piece, strict=True))
+    cells = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        at = [s.indices(d)[0] // p if p else 0 for s, d, p in zip(index, shape, piece, strict=True)]
+        cells[device] = int(np.ravel_multi_index(at, counts)) if shape else 0
+    return counts, cells
+
+
+def _takes(
+    item: ArrayItem,
+    values: Sequence[Any],
+    owned: tuple[np.ndarray, np.ndarray, np.ndarray],
+    builder: _Builder,
+) -> tuple[Take, ...]:
+    """Where this node finds each cell that it writes."""
+    shards: dict[Any, tuple[dict[int, int], bool]] = {}
+    takes = []
+    for leaf, cell in zip(owned[0].tolist(), owned[1].tolist(), strict=True):
+        info = item.leaves[leaf]
+        if info.kind not in ("jax", "prng"):
+            takes.append(Take(leaf, -1, None))
+            continue
+        value = values[leaf]
+        known = (value.sharding, value.shape)
+        if known not in shards:
+            _, cell_of_device = device_cells(value.sharding, tuple(value.shape))
+            local = {}
+            for k, shard in enumerate(value.addressable_shards):
+                local.setdefault(cell_of_device[shard.device], k)
+            platforms = {device.platform for device in cell_of_device}
+            shards[known] = local, platforms != {"cpu"}
+        local, staged = shards[known]
+        if item.is_whole(leaf):
+            takes.append(Take(leaf, next(iter(local.values())), None, staged))  # no cell 0 here: no elements at all
+            continue
+        base = builder.base_counts[leaf] + (1,) * (len(info.shape) - len(builder.base_counts[leaf]))
+        box = item.cell_box(leaf, cell)
+        outer = [d // c for d, c in zip(info.shape, base, strict=True)]
+        at = [start // o if o else 0 for (start, _), o in zip(box, outer, strict=True)]
+        parent = int(np.ravel_multi_index(at, base)) if info.shape else 0
+        cut = None
+        if tuple(outer) != item.cell_shape(leaf):
+            origin = [i * o for i, o in zip(at, outer, strict=True)]
+            cut = tuple(slice(a - o, b - o) for (a, b), o in zip(box, origin, strict=True))
+        takes.append(Take(leaf, local[parent], cut, staged))
+    return tuple(takes)
+
+
+def boxes_of_devices(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
+    """The box that each addressable device holds, for an array of this shape and sharding."""
+    counts, cells = device_cells(sharding, shape)
+    piece = [d // c for d, c in zip(shape, counts, strict=True)]
+    boxes: dict[Any, Box] = {}
+    for device in sharding.addressable_devices:
+        at = np.unravel_index(cells[device], counts) if shape else ()
+        boxes[device] = tuple((int(i) * p, (int(i) + 1) * p) for i, p in zip(at, piece, strict=True))
+    return boxes

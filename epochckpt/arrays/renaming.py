@@ -1,0 +1,167 @@
+"""From which leaf of an epoch each leaf of a target is restored, where names have changed since it was saved.
+
+Names here are the keys of a leaf joined by `/`, all as text: `layers/0/kernel`, whether 0 is a number, text or a place
+in a list.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from orbax.checkpoint import transform_utils
+
+from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.format import KeyPath, Leaf
+from epochckpt.format import tree as tree_lib
+
+Sources = Callable[[Sequence[Leaf], Sequence[KeyPath]], Mapping[str, int]]
+"""Given an epoch's leaves and a target's paths: the number of the leaf for each of the target's, by leaf name.
+
+A leaf of the target that is not in it has none in the epoch.
+"""
+
+_FEW = 5
+
+
+def by_patterns(item: str, rename: Mapping[str, str]) -> Sources:
+    r"""The leaves of the epoch under new names.
+
+    Args:
+        item: item name, for messages.
+        rename: regular expressions over whole names in the epoch, and the new names, with `\1` for what the first
+            group matched; the first expression that matches counts, and what none matches keeps its name.
+
+    Raises:
+        InvalidArgumentError: something in `rename` is no regular expression. By what is returned: an expression
+            matches nothing, or two leaves get one name.
+    """
+    if not isinstance(rename, Mapping):
+        raise InvalidArgumentError(f"item {item!r}: rename expects a dict of patterns, got a {type(rename).__name__}")
+    compiled = {pattern: _compiled(item, "rename", pattern) for pattern in rename}
+    return functools.partial(_by_patterns, item, compiled, dict(rename))
+
+
+def _by_patterns(
+    item: str,
+    compiled: Mapping[str, re.Pattern[str]],
+    rename: Mapping[str, str],
+    leaves: Sequence[Leaf],
+    paths: Sequence[KeyPath],
+) -> dict[str, int]:
+    new: dict[str, int] = {}
+    used: set[str] = set()
+    for number, leaf in enumerate(leaves):
+        old = name = _plain(leaf.path)
+        for pattern, expression in compiled.items():
+            found = expression.fullmatch(old)
+            if found is not None:
+                used.add(pattern)
+                name = _expanded(item, "rename", found, rename[pattern])
+                break
+        if name in new:
+            both = f"{_plain(leaves[new[name]].path)!r} and {old!r}"
+            raise InvalidArgumentError(f"item {item!r}: with rename, {both} of the epoch are both called {name!r}")
+        new[name] = number
+    for pattern in compiled:
+        if pattern not in used:
+            problem = f"rename has {pattern!r}, which matches no leaf that an earlier pattern has not taken"
+            raise InvalidArgumentError(f"item {item!r}: {problem}; {_near(pattern, map(_plain_of, leaves))}")
+    return {tree_lib.leaf_name(path): new[_plain(path)] for path in paths if _plain(path) in new}
+
+
+def by_transforms(item: str, transforms: Any, default_to_original: bool) -> Sources:
+    """The leaves that Orbax's `PyTreeRestore(transforms=…)` takes from an epoch; only renames are supported.
+
+    Args:
+        item: item name, for messages.
+        transforms: pytree of `ocp.transform_utils.Transform`; its keys, joined by `/`, are regular expressions over
+            whole names in the target. As in Orbax the last that matches counts, in JAX's order of keys.
+        default_to_original: what no transform matches is taken from the epoch, if it is there; and `use_fallback` means
+            the target's value. If False, the other way round.
+
+    Raises:
+        InvalidArgumentError: a key is no regular expression. By what is returned: an `original_key` is no leaf's name.
+        UnsupportedError: a transform computes values.
+    """
+    found: list[tuple[re.Pattern[str], Any]] = []
+    for path, transform in tree_lib.flatten(transforms)[0]:
+        if tree_lib.leaf_kind(transform) in tree_lib.EMPTY_KINDS:
+            continue
+        pattern = _plain(path)
+        if not isinstance(transform, transform_utils.Transform):
+            problem = (
+                f"transforms has a {type(transform).__name__} at {pattern!r}; expected ocp.transform_utils.Transform"
+            )
+            raise InvalidArgumentError(f"item {item!r}: {problem}")
+        for name in ("value_fn", "multi_value_fn"):
+            if getattr(transform, name) is not None:
+                raise UnsupportedError(
+                    f"item {item!r}: transforms has a Transform({name}=…) at {pattern!r}, which is not supported: only "
+                    "original_key= and use_fallback= are. Restore the saved tree and compute the rest from it"
+                )
+        found.append((_compiled(item, "transforms", pattern), transform))
+    return functools.partial(_by_transforms, item, found, default_to_original)
+
+
+def _by_transforms(
+    item: str,
+    transforms: Sequence[tuple[re.Pattern[str], Any]],
+    default_to_original: bool,
+    leaves: Sequence[Leaf],
+    paths: Sequence[KeyPath],
+) -> dict[str, int]:
+    numbers = {_plain(leaf.path): number for number, leaf in enumerate(leaves)}
+    out: dict[str, int] = {}
+    for path in paths:
+        name = source = _plain(path)
+        asked = default_to_original
+        for expression, transform in reversed(transforms):
+            found = expression.fullmatch(name)
+            if found is None:
+                continue
+            asked = not default_to_original if transform.use_fallback else True
+            if transform.original_key is not None:
+                key = transform.original_key
+                source = _expanded(item, "transforms", found, key if isinstance(key, str) else "/".join(key))
+            if asked and source not in numbers:
+                problem = f"transforms takes {name!r} from {source!r}, which the epoch has not"
+                raise InvalidArgumentError(f"item {item!r}: {problem}; {_near(source, numbers)}")
+            break
+        if asked and source in numbers:
+            out[tree_lib.leaf_name(path)] = numbers[source]
+    return out
+
+
+def _plain(path: KeyPath) -> str:
+    return "/".join(str(key) for _, key in path)
+
+
+def _plain_of(leaf: Leaf) -> str:
+    return _plain(leaf.path)
+
+
+def _compiled(item: str, argument: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        problem = f"{argument} has {pattern!r}, which is no regular expression ({error})"
+        raise InvalidArgumentError(f"item {item!r}: {problem}") from None
+
+
+def _expanded(item: str, argument: str, found: re.Match[str], template: str) -> str:
+    try:
+        return found.expand(template)
+    except (re.error, IndexError, TypeError, AttributeError) as error:
+        problem = f"{argument} turns {found.re.pattern!r} into {template!r}, which is no new name for it ({error})"
+        raise InvalidArgumentError(f"item {item!r}: {problem}") from None
+
+
+def _near(name: str, names: Any) -> str:
+    """What the epoch has instead, for messages."""
+    listed = list(names)
+    close = difflib.get_close_matches(name, listed, _FEW, 0.5) or listed[:_FEW]
+    return f"it has {', '.join(map(repr, close))}" + (", …" if len(listed) > len(close) else "")

@@ -1,0 +1,392 @@
+"""What a restore is to give back for each leaf: matching a target pytree with the recorded one, in one pass.
+
+Every difference is collected; a target that does not fit is refused with one table of all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from epochckpt._text import readable
+from epochckpt.errors import FormatError, Mismatch
+from epochckpt.format import ArrayItem, Leaf
+from epochckpt.format import tree as tree_lib
+from epochckpt.format.tree import ARRAY_KINDS, EMPTY_KINDS
+
+_TEXT_KINDS = frozenset({"str", "bytes", "longstr", "longbytes"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Want:
+    """How one leaf is to come back.
+
+    Attributes:
+        leaf: leaf number in the epoch, or -1 for something the target keeps as it is.
+        form: `jax`, `numpy`, `scalar` (a NumPy scalar), `python` (a Python value), `keep`.
+        dtype: to cast to; None keeps the stored one.
+        sharding: for `jax`.
+        kind: Python type to convert to, for `python`.
+        value: what to return, for `keep`.
+        shape: to cut or pad the array to; None keeps the stored one.
+    """
+
+    leaf: int
+    form: str
+    dtype: Any = None
+    sharding: Sharding | None = None
+    kind: type | None = None
+    value: Any = None
+    shape: tuple[int, ...] | None = None
+
+
+class Shardings:
+    """The recorded shardings, as far as their devices exist in this process's job."""
+
+    def __init__(self, item: ArrayItem, fallback: Sharding | None = None):
+        self._item, self._fallback = item, fallback
+        self._known: dict[int, Sharding | None] = {}
+        self._meshes: dict[int, Mesh | None] = {}
+        self._devices: dict[tuple[str, int], Any] | None = None
+
+    def of(self, leaf: Leaf) -> Sharding | None:
+        """The sharding that a leaf was saved with, the fallback, or None."""
+        if leaf.sharding < 0:
+            return self._fallback
+        if leaf.sharding not in self._known:
+            try:
+                self._known[leaf.sharding] = self._build(self._item.shardings[leaf.sharding])
+            except Exception:  # a row that this jax cannot express: it has many errors for that, bad_cast among them
+                self._known[leaf.sharding] = None
+        found = self._known[leaf.sharding]
+        shape = _logical_shape(leaf)
+        return found if found is not None and divides(found, shape) else self._fallback
+
+    def _device(self, platform: str, number: int) -> Any:
+        if self._devices is None:
+            self._devices = {(d.platform, d.id): d for d in jax.devices()}
+        return self._devices[platform, number]
+
+    def _build(self, row: Mapping[str, Any]) -> Sharding | None:
+        if "device" in row:
+            if jax.process_count() > 1:
+                return None
+            return SingleDeviceSharding(self._device(row["platform"], row["device"]), memory_kind=row["memory"])
+        number = row["mesh"]
+        if number not in self._meshes:
+            mesh = self._item.meshes[number]
+            devices = [self._device(mesh["platform"], d) for d in mesh["devices"]]
+            if len(set(devices)) != len(devices):
+                raise ValueError("a mesh with one device at two places")
+            types = tuple(AxisType[t] for t in mesh["axis_types"])
+            grid = np.array(devices).reshape(mesh["shape"])
+            self._meshes[number] = Mesh(grid, tuple(mesh["axes"]), axis_types=types)
+        spec = PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in row["spec"]])
+        mesh = self._meshes[number]
+        return None if mesh is None else NamedSharding(mesh, spec, memory_kind=row["memory"])
+
+
+def without_target(item: ArrayItem, shardings: Shardings) -> list[Want]:
+    """Arrays as they were saved where their devices exist, else as NumPy; everything else as it was."""
+    return [_default(i, leaf, shardings) for i, leaf in enumerate(item.leaves)]
+
+
+def _default(number: int, leaf: Leaf, shardings: Shardings) -> Want:
+    if leaf.kind in ("jax", "prng"):
+        sharding = shardings.of(leaf)
+        assert leaf.dtype is not None
+        if leaf.kind == "prng" or (sharding is not None and _canonical(leaf.dtype)):
+            return Want(number, "jax", None, sharding)
+        return Want(number, "numpy")
+    if leaf.kind in ("numpy", "scalar"):
+        return Want(number, "numpy" if leaf.kind == "numpy" else "scalar")
+    if leaf.kind in EMPTY_KINDS:
+        return Want(-1, "keep", value={"dict": {}, "list": [], "tuple": ()}.get(leaf.kind))
+    return Want(number, "python")
+
+
+def _canonical(dtype: Any) -> bool:
+    """Whether jax can hold this dtype now (64-bit types need jax_enable_x64)."""
+    if np.dtype(dtype).kind in "mM":
+        return False
+    return jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+class Matcher:
+    """Matches target leaves with recorded leaves and collects what does not fit.
+
+    Args:
+        item: what was recorded.
+        shardings: its shardings.
+        resize: arrays may be cut or padded to the target's shape; `resized` says which are, by leaf number.
+
+    Attributes:
+        rows: what does not fit.
+        absent: names of the target's leaves that the epoch has not, where that is allowed.
+    """
+
+    def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool = False):
+        self.item, self.shardings, self.resize = item, shardings, resize
+        self.rows: list[Mismatch] = []
+        self.resized: dict[int, tuple[int, ...]] = {}
+        self.absent: list[str] = []
+
+    def match(
+        self,
+        pairs: Sequence[tuple[tree_lib.KeyPath, Any]],
+        partial: bool,
+        restore_args: Mapping[str, ocp.RestoreArgs] | None = None,
+        sources: Mapping[str, int] | None = None,
+    ) -> list[Want]:
+        """One Want per target leaf.
+
+        Args:
+            pairs: (key path, target leaf).
+            partial: leaves of the epoch that the target lacks (or has None or an empty container for) are left out, and
+                leaves that the epoch lacks are returned as the target has them.
+            restore_args: by leaf name; see `with_restore_args`.
+            sources: numbers of the recorded leaves by name of the target's; None: those of the same name.
+        """
+        given, numbers = restore_args or {}, self.item.by_name if sources is None else sources
+        wants = []
+        seen: set[int] = set()
+        names = [tree_lib.leaf_name(path) for path, _ in pairs]
+        exact = frozenset(names)
+        for (_, target), name in zip(pairs, names, strict=True):
+            number = numbers.get(name)
+            if number is None and sources is None:
+                number = self._alike(name, exact)
+            seen.update([] if number is None else [number])
+            if target is ...:
+                wants.append(Want(-1, "keep", value=...))
+            elif number is None:
+                if partial and not self._is_nothing(target):
+                    self.absent.append(name)
+                elif not self._is_nothing(target):
+                    self._row(name, "missing", "-", describe(target))
+                wants.append(Want(-1, "keep", value=target))
+            elif partial and self._is_nothing(target):
+                wants.append(Want(-1, "keep", value=target))
+            else:
+                leaf = self.item.leaves[number]
+                if readable(leaf.name) != readable(name):
+                    leaf = dataclasses.replace(leaf, name=f"{name} (from {leaf.name})")
+                if name in given and not self._is_nothing(target):
+                    wants.append(self.with_restore_args(number, leaf, given[name], target))
+                else:
+                    wants.append(self._leaf(number, leaf, target))
+        if not partial:
+            for number, leaf in enumerate(self.item.leaves):
+                if number not in seen and leaf.kind not in EMPTY_KINDS:
+                    self._row(leaf.name, "unexpected", describe_leaf(leaf), "-")
+        return wants
+
+    def _alike(self, name: str, names: Container[str]) -> int | None:
+        """The recorded leaf that reads like a name (0 and "0" as keys), unless another leaf of the target means it."""
+        number = self.item.by_either_name.get(readable(name))
+        return None if number is None or self.item.leaves[number].name in names else number
+
+    @staticmethod
+    def _is_nothing(target: Any) -> bool:
+        return tree_lib.leaf_kind(target) in EMPTY_KINDS
+
+    def _row(self, leaf: str, problem: str, found: str, expected: str) -> None:
+        self.rows.append(Mismatch(leaf, problem, found, expected))
+
+    def _leaf(self, number: int, leaf: Leaf, target: Any) -> Want:
+        if isinstance(target, ocp.RestoreArgs):
+            return self.with_restore_args(number, leaf, target)
+        if leaf.kind in EMPTY_KINDS or self._is_nothing(target):
+            if leaf.kind not in EMPTY_KINDS or not self._is_nothing(target):
+                self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+            return Want(-1, "keep", value=target)
+        if leaf.kind in tree_lib.VALUE_KINDS and isinstance(target, ocp.metadata.ScalarMetadata):
+            return Want(number, "python")
+        shape, dtype = getattr(target, "shape", None), getattr(target, "dtype", None)
+        if isinstance(target, ocp.metadata.StringMetadata | str | bytes):
+            return self._text(number, leaf, target)
+        if shape is None or dtype is None:
+            return self._python(number, leaf, target)
+        return self._array(number, leaf, target, tuple(shape), dtype)
+
+    def _text(self, number: int, leaf: Leaf, target: Any) -> Want:
+        wanted = "bytes" if isinstance(target, bytes) else "str"
+        fits = ("str", "bytes") if isinstance(target, ocp.metadata.StringMetadata) else (wanted,)
+        if leaf.kind.removeprefix("long") not in fits:
+            self._row(leaf.name, "type", describe_leaf(leaf), wanted)
+        return Want(number, "python")
+
+    def _python(self, number: int, leaf: Leaf, target: Any) -> Want:
+        if not isinstance(target, bool | int | float | complex):
+            self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+        elif leaf.kind in ARRAY_KINDS and (leaf.shape != () or leaf.kind == "prng"):
+            self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
+        elif leaf.kind in _TEXT_KINDS:
+            self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+        return Want(number, "python", kind=type(target))
+
+    def _array(
+        self, number: int, leaf: Leaf, target: Any, shape: tuple[int, ...], dtype: Any, resize: bool | None = None
+    ) -> Want:
+        typed = tree_lib.is_prng_dtype(dtype)
+        describes = isinstance(target, ocp.metadata.ArrayMetadata | jax.ShapeDtypeStruct)
+        if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
+            # item_metadata, and Orbax's utils.to_shape_dtype_struct, describe the keys' data
+            return Want(number, "jax", None, _of_keys(self._sharding(target, leaf), leaf))
+        if typed or leaf.kind == "prng":
+            logical = _logical_shape(leaf)
+            if not typed or leaf.kind != "prng" or f"key<{_tag(leaf)}>" != str(dtype):
+                self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+            elif shape != logical:
+                self._row(leaf.name, "shape", str(list(logical)), str(list(shape)))
+            return Want(number, "jax", None, self._sharding(target, leaf))
+        if leaf.kind in _TEXT_KINDS:
+            self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+            return Want(number, "python")
+        resized = None
+        if shape != leaf.shape:
+            if not (self.resize if resize is None else resize) or len(shape) != len(leaf.shape):
+                self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
+                return Want(number, "numpy")
+            self.resized[number] = resized = shape
+        if isinstance(target, np.ndarray | np.generic):
+            form = "numpy" if isinstance(target, np.ndarray) else "scalar"
+            return Want(number, form, np.dtype(dtype), shape=resized)
+        sharding = self._sharding(target, leaf, resized)
+        if sharding is None:
+            return Want(number, "numpy", np.dtype(dtype), shape=resized)
+        if not _canonical(dtype):
+            self._row(leaf.name, "dtype", describe_leaf(leaf), f"{dtype}, which jax holds only with jax_enable_x64")
+        elif not divides(sharding, shape):
+            self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
+        return Want(number, "jax", np.dtype(dtype), sharding, shape=resized)
+
+    def _sharding(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | None:
+        sharding = getattr(target, "sharding", None)
+        if isinstance(sharding, Sharding):
+            return sharding
+        if sharding is not None and hasattr(sharding, "to_jax_sharding"):  # Orbax's metadata of a sharding
+            return sharding.to_jax_sharding()
+        found = self.shardings.of(leaf)
+        return found if found is None or resized is None or divides(found, resized) else None
+
+    def with_restore_args(self, number: int, leaf: Leaf, args: ocp.RestoreArgs, target: Any = None) -> Want:
+        """A leaf with explicit `ocp.RestoreArgs`: they say what it becomes, and the target's value is a placeholder.
+
+        As in Orbax, an array with dimensions says more than that: its shape must be the stored one unless the arguments
+        name another, and an `ArrayRestoreArgs` without a dtype takes the array's.
+        """
+        kind, dtype = args.restore_type, args.dtype
+        of_array = isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array)
+        shapes = [getattr(args, name, None) for name in ("global_shape", "shape")] if of_array else []
+        strict = getattr(args, "strict", True)
+        if (
+            strict
+            and getattr(target, "shape", ())
+            and hasattr(target, "dtype")
+            and not tree_lib.is_prng_dtype(target.dtype)
+        ):
+            shapes = shapes if any(shape is not None for shape in shapes) else [target.shape]
+            dtype = target.dtype if dtype is None and of_array else dtype
+        typed = dtype is not None and tree_lib.is_prng_dtype(dtype)
+        if leaf.kind in EMPTY_KINDS or leaf.kind in _TEXT_KINDS:
+            return self._text(number, leaf, "") if kind is str else _default(number, leaf, self.shardings)
+        shape = _logical_shape(leaf) if typed else leaf.shape
+        for asked in shapes:
+            if asked is not None and tuple(asked) not in (leaf.shape, _logical_shape(leaf)):
+                if strict or leaf.kind == "prng" or len(asked) != len(leaf.shape):
+                    self._row(leaf.name, "shape", describe_leaf(leaf), str(list(asked)))
+                    return Want(number, "numpy")
+                shape = tuple(asked)
+        if of_array or typed:
+            want = dtype if dtype is not None else leaf.dtype if leaf.dtype is not None else _jax_dtype(leaf.kind)
+            abstract = jax.ShapeDtypeStruct(shape, want, sharding=_place(args))
+            return self._array(number, leaf, abstract, shape, want, self.resize or not strict)
+        if kind in (int, float, bool, complex):
+            return self._python(number, leaf, kind())
+        if kind is str:
+            return self._text(number, leaf, "")
+        if kind is np.ndarray or (kind is None and dtype is not None):
+            return Want(number, "numpy", None if dtype is None else np.dtype(dtype))
+        return _default(number, leaf, self.shardings)
+
+
+def _place(args: Any) -> Sharding | None:
+    """The sharding that `ocp.ArrayRestoreArgs` ask for."""
+    sharding: Any = getattr(args, "sharding", None)
+    if hasattr(sharding, "to_jax_sharding"):
+        return sharding.to_jax_sharding()
+    if sharding is None and getattr(args, "mesh", None) is not None and args.mesh_axes is not None:
+        return NamedSharding(args.mesh, args.mesh_axes)
+    return sharding
+
+
+def _jax_dtype(kind: str) -> Any:
+    """The dtype that JAX gives a Python number."""
+    return jax.dtypes.canonicalize_dtype({"bool": bool, "int": int, "float": float}.get(kind, complex))
+
+
+def divides(sharding: Sharding, shape: Sequence[int]) -> bool:
+    """Whether an array of this shape can lie on devices so."""
+    try:
+        sharding.shard_shape(tuple(shape))
+    except (ValueError, IndexError):
+        return False
+    return True
+
+
+def _logical_shape(leaf: Leaf) -> tuple[int, ...]:
+    """Shape of a leaf; of typed keys without the dimensions of their data."""
+    return leaf.shape[: len(leaf.shape) - key_dims(leaf)] if leaf.kind == "prng" else leaf.shape
+
+
+def _of_keys(sharding: Sharding | None, leaf: Leaf) -> Sharding | None:
+    """The sharding of typed keys, given that of their data: without the dimensions that make up a key."""
+    rank = len(leaf.shape) - key_dims(leaf)
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rank]), memory_kind=sharding.memory_kind)
+
+
+def key_dims(leaf: Leaf) -> int:
+    """How many trailing dimensions of a leaf of typed keys are the data of one key.
+
+    Raises:
+        FormatError: this jax has no such keys, or their data looks otherwise.
+    """
+    try:
+        inner = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf.impl)))
+    except (ValueError, TypeError) as error:
+        problem = f"leaf {leaf.name!r}: this jax has no PRNG implementation {leaf.impl!r}"
+        raise FormatError("epoch.json", problem) from error
+    if inner.dtype != leaf.dtype or leaf.shape[max(0, len(leaf.shape) - inner.ndim) :] != inner.shape:
+        raise FormatError(
+            "epoch.json", f"leaf {leaf.name!r}: {leaf.dtype}{list(leaf.shape)} is no {leaf.impl} key data"
+        )
+    return inner.ndim
+
+
+def _tag(leaf: Leaf) -> str:
+    return str(jax.eval_shape(lambda: jax.random.key(0, impl=leaf.impl)).dtype)[4:-1]
+
+
+def describe(target: Any) -> str:
+    """A target leaf for people."""
+    if hasattr(target, "shape") and hasattr(target, "dtype"):
+        return f"{target.dtype}{list(target.shape)}"
+    return "nothing" if target is None else type(target).__name__
+
+
+def describe_leaf(leaf: Leaf) -> str:
+    """A recorded leaf for people."""
+    if leaf.kind == "prng":
+        return f"key<{leaf.impl}>{list(leaf.shape)}"
+    if leaf.kind in ("jax", "numpy", "scalar"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return {"none": "nothing", "longstr": "str", "longbytes": "bytes", "node": "empty node"}.get(leaf.kind, leaf.kind)

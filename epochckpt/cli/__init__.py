@@ -1,0 +1,1 @@
+"""The command `epochckpt`: `epochckpt --help`, docs/inspect.md."""

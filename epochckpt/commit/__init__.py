@@ -1,0 +1,18 @@
+"""When an epoch is visible, and how the processes of a job agree.
+
+Promises: an epoch that is listed can be restored; only the primary commits and deletes; every wait is bounded, and its
+error names the node that is late; a run that a newer one has fenced off changes nothing any more.
+"""
+
+from __future__ import annotations
+
+from epochckpt.commit.attempt import Attempt
+from epochckpt.commit.calls import Calls
+from epochckpt.commit.claiming import Claim
+from epochckpt.commit.coordination import Coordinator
+from epochckpt.commit.opening import commits_of
+from epochckpt.commit.protocol import Commits
+from epochckpt.commit.retention import EpochInfo, History
+from epochckpt.commit.saver import Attempts
+
+__all__ = ["Attempt", "Attempts", "Calls", "Claim", "Commits", "Coordinator", "EpochInfo", "History", "commits_of"]

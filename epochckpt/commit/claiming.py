@@ -1,0 +1,222 @@
+"""When a manager becomes the one writer of its directory: at its first write, never when it is opened.
+
+Guarantees:
+- who only opens, lists, restores or looks claims nothing and needs no permission to write;
+- the first save, delete, rollback or replacement claims, on the primary, in the background where that is where the
+  write happens. It fences off the run that claimed before;
+- a manager that was fenced off stays so: it never claims again, and its next save raises;
+- the other processes learn of the claim with the first thing that they do together with the primary: an answer to a
+  common call, or the word that the primary publishes for each save until every process has reported once.
+
+Who holds a directory: what a run writes down when it claims it, and what a later run says when it takes over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from absl import logging
+
+from epochckpt import _units
+from epochckpt.commit.protocol import Commits
+from epochckpt.errors import AccessError, FencedError
+
+MAX_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """The process that claimed a directory.
+
+    Attributes:
+        host: its host name.
+        pid: its process id there.
+        claimed_ns: when it claimed, by its wall clock.
+    """
+
+    host: str
+    pid: int
+    claimed_ns: int
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """The process that asks, now."""
+        return cls(socket.gethostname(), os.getpid(), time.time_ns())
+
+    @classmethod
+    def parse(cls, data: bytes) -> Owner | None:
+        """The inverse of `to_bytes`; None for anything else: it only serves a message."""
+        try:
+            found = json.loads(data)
+            host, pid, claimed_ns = found["host"], found["pid"], found["claimed_ns"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            return None
+        if not isinstance(host, str) or type(pid) is not int or type(claimed_ns) is not int:
+            return None
+        return cls(host[:200], pid, claimed_ns)
+
+    def to_bytes(self, token: str = "") -> bytes:
+        """Its form on storage.
+
+        Args:
+            token: makes the bytes unlike those of every other claim.
+        """
+        return json.dumps({**dataclasses.asdict(self), **({"token": token} if token else {})}).encode()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process is known not to run any more: it was on this host, and its process id is free."""
+        if self.host != socket.gethostname() or self.pid <= 0:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, OverflowError):  # another user's, for example
+            return False
+        return False
+
+
+def report_takeover(directory: str, owner: Owner | None, active_ns: int | None) -> None:
+    """Logs that a run which has not closed the directory is fenced off from now on.
+
+    A warning, unless that run's process is known to be gone: then it was killed, and nobody is harmed.
+
+    Args:
+        directory: for the message.
+        owner: who claimed it; None: not known.
+        active_ns: when that run last wrote there, wall clock; None: not known, its claim counts.
+    """
+    if owner is None:
+        logging.warning(
+            "%s: this process takes over from a run that did not close the directory. If that run is still alive, its "
+            "next save fails with FencedError",
+            directory,
+        )
+        return
+    last_ns = active_ns or owner.claimed_ns
+    when = datetime.datetime.fromtimestamp(last_ns / 1e9, tz=datetime.UTC).isoformat(timespec="seconds")
+    ago = _units.secs(max(time.time_ns() - last_ns, 0) / 1e9)
+    who = f"process {owner.pid} on host {owner.host}, last active {ago} ago, at {when}"
+    if owner.is_gone:
+        logging.info("%s: takes over from a run that has ended without closing it (%s)", directory, who)
+        return
+    this = " (this process)" if (owner.host, owner.pid) == (socket.gethostname(), os.getpid()) else ""
+    logging.warning(
+        "%s: this process takes over from a run that did not close the directory: %s%s. If that run is still alive, "
+        "its next save fails with FencedError: only the newest run that writes may save here. To look at a run while "
+        "it trains, open the directory and write nothing, or pass options with read_only=True",
+        directory,
+        who,
+        this,
+    )
+
+
+class Claim:
+    """One manager's claim to its directory.
+
+    Args:
+        commits: the directory.
+        refused: why this process may not write there, as far as that could be seen at open; None: nothing is known.
+        on_claim: called once on every process, with the epochs that are committed when the directory is claimed:
+            another run may have saved and deleted some since it was opened.
+        root_files: files of the directory itself, path by (folder, name), that are written with the claim unless they
+            exist.
+    """
+
+    def __init__(
+        self,
+        commits: Commits,
+        refused: AccessError | None,
+        on_claim: Callable[[list[int]], None],
+        root_files: Mapping[tuple[str, str], bytes],
+    ):
+        self._commits, self._refused, self._on_claim, self._root_files = commits, refused, on_claim, root_files
+        self._lock = threading.Lock()
+        self._known: dict[str, Any] | None = None
+        self._fenced: FencedError | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether this process knows that the directory is claimed, and by which incarnation."""
+        return self._known is not None
+
+    @property
+    def fenced(self) -> FencedError | None:
+        """How this manager learned that a newer run has taken over; None: it has not."""
+        return self._fenced
+
+    def check(self, epoch: int) -> None:
+        """Raises what keeps this manager from saving at all; no I/O unless it was refused at open.
+
+        Raises:
+            FencedError: a newer run has taken over the directory.
+            AccessError: the directory may not be written by this user.
+        """
+        if self._fenced is not None:
+            raise FencedError(epoch, self._fenced.reason) from self._fenced
+        if self._refused is not None and not self.known:
+            self._refused = self._commits.write_refusal()
+            if self._refused is not None:
+                raise self._refused
+
+    def note(self, error: BaseException | None) -> None:
+        """Remembers a failure that means that a newer run has taken over."""
+        if isinstance(error, FencedError) and self._fenced is None:
+            self._fenced = FencedError(error.epoch, error.reason)  # whoever raises `error` has it hold what they hold
+            logging.error(
+                "%s: %s. Nothing more is saved by this manager: save() raises FencedError from now on",
+                self._commits.store.root,
+                error.reason,
+            )
+
+    def take(self, epoch: int) -> dict[str, Any]:
+        """On the primary: claims the directory unless this manager has claimed it; returns what the others are told.
+
+        Raises:
+            FencedError: this manager was fenced off.
+            OSError: the directory cannot be claimed now.
+        """
+        with self._lock:
+            if self._known is not None:
+                return self._known
+            if self._fenced is not None:
+                raise FencedError(epoch, self._fenced.reason)
+            try:
+                self._commits.claim(epoch)
+                for parts, data in self._root_files.items():
+                    self._commits.write_once(parts, data)
+                told = {"incarnation": self._commits.incarnation, "epochs": self._commits.list_epochs()}
+            except BaseException:
+                self._commits.incarnation = ""  # the next try makes a new one, which sweeps what this one has begun
+                raise
+            self._adopt(told)
+            return told
+
+    def learn(self, told: dict[str, Any]) -> None:
+        """On the other processes: takes what the primary said of its claim."""
+        with self._lock:
+            if self._known is None:
+                self._commits.join_incarnation(told["incarnation"])
+                self._adopt(told)
+
+    def _adopt(self, told: dict[str, Any]) -> None:
+        self._on_claim(list(told["epochs"]))
+        self._known = told
+
+    def release(self) -> None:
+        """On the primary: ends the incarnation, if this manager ever claimed; failures are logged."""
+        if self._known is None or self._fenced is not None:
+            return
+        try:
+            self._commits.release()
+        except OSError as error:  # the next run that writes sweeps it
+            logging.warning("%s: the staging folder could not be removed: %s", self._commits.store.root, error)

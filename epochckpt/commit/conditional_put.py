@@ -1,0 +1,289 @@
+"""Commits on stores without rename: attempt-named data objects, and `epoch.json` put, if absent, last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+
+from absl import logging
+
+from epochckpt import _threads
+from epochckpt.commit import claiming
+from epochckpt.commit.protocol import Commits, Damaged, Replaces, Rollback, Superseded
+from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
+from epochckpt.format import EpochRecord, parsing, paths, records
+
+_CLAIM, _CLOSED = "claim", "closed"
+
+
+class PutCommits(Commits):
+    """Incarnations are numbered; the highest number that is claimed may commit."""
+
+    def _is_foreign(self, folder: str) -> bool:
+        return self.store.exists(paths.join(folder, "_CHECKPOINT_METADATA"))
+
+    def _numbers(self) -> list[int]:
+        found = [paths.parse_incarnation(e.name) for e in self.store.list("") if e.is_folder]
+        return sorted(int(token) for token in found if token is not None and token.isdigit())
+
+    def _check_fence(self, epoch: int) -> None:
+        newest = max(self._numbers(), default=0)
+        if newest != int(self.incarnation):
+            raise FencedError(
+                epoch,
+                f"a newer run (incarnation {newest}, this is {int(self.incarnation)}) has taken over "
+                f"{self.store.root}; "
+                "this process can no longer save there",
+            )
+
+    def claim(self, epoch: int = 0) -> None:
+        """See Commits."""
+        data = claiming.Owner.this_process().to_bytes(token=paths.new_id())
+        older = max(self._numbers(), default=0)
+        number = older + 1
+        while True:
+            try:
+                self.store.create(self._path(number, _CLAIM), data)
+                break
+            except FileExistsError:
+                older, number = number, number + 1
+        if older and not self.store.exists(self._path(older, _CLOSED)):
+            claiming.report_takeover(self.store.root, self._owner(older), None)
+        self.incarnation = f"{number:08d}"
+        self._finish_if_it_can()
+        leftovers = list(self._leftovers())
+        _threads.start(lambda: [self.sweep(path) for path in leftovers])
+
+    def sweep(self, path: str) -> None:
+        """Removes an attempt's data, and the record that an older run may have put for it meanwhile."""
+        folder, attempt = path.partition("/")[0], path.rpartition("/")[2]
+        record = paths.join(folder, paths.EPOCH_RECORD)
+        if attempt.startswith(paths.METRICS_PREFIX) and self.store.exists(record):
+            return  # saved anew by now, and these may be its metrics
+        self.store.remove_tree(path)
+        if self.names.parse(folder) is not None and attempt in (self._attempt_in(folder) or ()):
+            self.store.remove(record)
+
+    def _path(self, number: int, name: str) -> str:
+        return paths.join(paths.incarnation_folder(f"{number:08d}"), name)
+
+    def _owner(self, number: int) -> claiming.Owner | None:
+        try:
+            return claiming.Owner.parse(self.store.read(self._path(number, _CLAIM), limit_bytes=claiming.MAX_BYTES))
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def newest(self) -> str:
+        """The newest incarnation that was claimed: what older ones left uncommitted is dead."""
+        return f"{max(self._numbers(), default=0):08d}"
+
+    def _leftovers(self) -> Iterator[str]:
+        """What earlier incarnations left."""
+        for number in self._numbers():
+            if number < int(self.incarnation):
+                yield paths.incarnation_folder(f"{number:08d}")
+        for path in self.unrecorded():
+            if not path.rpartition("/")[2].startswith(f"{self.incarnation}-"):
+                yield path
+
+    def unrecorded(self, folders: Collection[str] | None = None) -> Iterator[str]:
+        """Attempts, as `<epoch>/<node>/<attempt>`, that no commit record names, nor one that was set aside.
+
+        Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more.
+
+        Args:
+            folders: look only into these folders of epochs.
+        """
+        names = [e.name for e in self.store.list("") if e.is_folder and self.names.parse(e.name) is not None]
+        chosen = [name for name in names if folders is None or name in folders]
+        found = {name: self._attempt_in(name) for name in chosen if not self._is_foreign(name)}
+        aside = self._set_aside()  # only now: an epoch's record is copied there before its own goes
+        for folder, record in found.items():
+            kept = aside.get(folder, set())
+            if record is None or kept is None:
+                continue  # not readable, now or ever: a person may still want to look at it
+            if not record:
+                yield from self.store.find(paths.METRICS_PREFIX, folder)
+            for node in self.store.list(folder):
+                for attempt in self.store.list(paths.join(folder, node.name)) if node.is_folder else ():
+                    if attempt.name not in kept | record:
+                        yield paths.join(folder, node.name, attempt.name)
+
+    def _set_aside(self) -> dict[str, set[str] | None]:
+        """What `_attempt_in` says of the records that were set aside, by the epoch's folder."""
+        found: dict[str, set[str] | None] = {}
+        for entry in self.store.list(""):
+            if not entry.is_folder or self.names.parse(entry.name) is not None or paths.parse_incarnation(entry.name):
+                continue
+            # rolled back, damaged, or where `hide` keeps them; or somebody else's
+            for epoch in (e.name for e in self.store.list(entry.name) if e.is_folder and e.name[-1].isdigit()):
+                one, other = self._attempt_in(paths.join(entry.name, epoch)), found.get(epoch, set())
+                found[epoch] = None if one is None or other is None else one | other
+        return found
+
+    def _attempt_in(self, folder: str) -> set[str] | None:
+        """The attempt that the record in a folder names, if there is one; None if it cannot be read."""
+        path = paths.join(folder, paths.EPOCH_RECORD)
+        try:
+            return {parsing.parse_head(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).attempt}
+        except FileNotFoundError:
+            return set()
+        except (EpochCheckpointError, OSError, ValueError):
+            return None
+
+    def join_incarnation(self, incarnation: str) -> None:
+        """See Commits."""
+        self.incarnation = incarnation
+
+    def begin(self, epoch: int, attempt: str) -> None:
+        """See Commits."""
+        self._check_fence(epoch)
+
+    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """See Commits."""
+        return paths.join(self.names.build(epoch), paths.folder_name(node), attempt)
+
+    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """See Commits."""
+        return self.node_folder(epoch, attempt, node)
+
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
+        """See Commits."""
+        self.store.create(paths.join(self.node_folder(epoch, attempt, node), paths.NODE_RECORD), record)
+
+    def uncache(self, epoch: int, node: str) -> None:
+        """See Commits. An object store has no page cache."""
+
+    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
+        """See Commits. The view needs symlinks."""
+        return record
+
+    def publish(
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
+    ) -> Callable[[], None] | None:
+        """See Commits."""
+        path = paths.join(self.names.build(epoch), paths.EPOCH_RECORD)
+        self._check_fence(epoch)
+        check()
+        old = self._superseded(epoch, path, replaces)
+        if isinstance(replaces, Damaged) and self.store.exists(path):
+            self._copy_aside(epoch, f"damaged-{paths.new_id()}")
+            self._check_fence(epoch)
+            if self.read_attempt(epoch) == replaces.attempt:
+                self._remove_record(self.folder(epoch))
+        try:
+            if old is None:
+                self.store.create(path, record)
+            else:
+                self.store.replace(path, old, record)
+        except FileExistsError as error:
+            if not self.is_there(epoch, attempt, error):
+                raise SaveError(
+                    epoch, f"{self.store.root}/{path} exists already; delete() or rollback_to() make room"
+                ) from None
+        except Exception as error:
+            if not self.is_there(epoch, attempt, error):
+                raise SaveError(epoch, f"putting its commit record failed: {error}") from error
+        try:
+            self._check_fence(epoch)
+        except FencedError as error:
+            try:
+                self.check_shallow(self.read_record(epoch))
+            except (EpochCheckpointError, OSError):  # the newer run has swept its data: it must not be seen
+                self._take_back(epoch, attempt, path, record, old)
+                raise error from None
+            raise UncertainError(epoch, f"its record was put while a newer run took over: {error.reason}") from error
+        self._folders[epoch] = self.names.build(epoch)
+        return None if old is None or replaces is None else partial(self.discard, epoch, str(replaces.attempt))
+
+    def _superseded(self, epoch: int, path: str, replaces: Replaces | None) -> bytes | None:
+        """The record of the good epoch that may be replaced, if it is still that one."""
+        if not isinstance(replaces, Superseded) or self.read_attempt(epoch) != replaces.attempt:
+            return None
+        data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+        return data if parsing.parse_epoch(path, data).attempt == replaces.attempt else None
+
+    def _take_back(self, epoch: int, attempt: str, path: str, record: bytes, old: bytes | None) -> None:
+        """Takes a record away whose data a newer run has swept; an epoch that it replaced is there again."""
+        if old is None:
+            if self.read_attempt(epoch) == attempt:
+                self.store.remove(path)
+            return
+        try:
+            self.store.replace(path, record, old)
+        except FileNotFoundError:  # the newer run took it away, see `sweep`
+            with suppress(FileExistsError):
+                self.store.create(path, old)
+        except FileExistsError:
+            logging.info("%s/%s is the newer run's by now", self.store.root, path)
+
+    def discard(self, epoch: int, attempt: str) -> None:
+        """See Commits."""
+        folder = self.names.build(epoch)
+        for node in self.store.list(folder):
+            if node.is_folder:
+                self.store.remove_tree(paths.join(folder, node.name, attempt))
+
+    def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
+        """See Commits."""
+        self._check_fence(epoch)
+        folder = self.folder(epoch)
+        record = self._attempt_in(folder)
+        if into is not None:
+            self._copy_aside(epoch, into)
+        self._remove_record(folder)
+        if into is not None:
+            return lambda: None
+
+        def remove() -> None:
+            for attempt in record or ():
+                self.discard(epoch, attempt)
+
+        return remove
+
+    def roll_back(self, rollback: Rollback) -> None:
+        """See Commits."""
+        self._check_fence(rollback.about)
+        self.store.create(paths.ROLLBACK_RECORD, rollback.to_bytes())
+        self._finish(rollback)
+
+    def _move_rolled_back(self, rollback: Rollback) -> None:
+        for epoch in sorted(rollback.epochs, reverse=True):
+            path = paths.join(self.folder(epoch), paths.EPOCH_RECORD)
+            if self.store.exists(path):
+                if rollback.folder is not None:
+                    self._copy_aside(epoch, rollback.folder)
+                self._remove_record(self.folder(epoch))
+        self.store.remove(paths.ROLLBACK_RECORD)
+
+    def _copy_aside(self, epoch: int, into: str) -> None:
+        """Keeps an epoch's record, and what was attached to it, elsewhere; its data objects stay where they are."""
+        folder = self.folder(epoch)
+        record, kept = paths.join(folder, paths.EPOCH_RECORD), paths.join(into, folder)
+        if self.store.exists(kept) and self._attempt_in(kept) not in (set(), self._attempt_in(folder)):
+            raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
+        for path in (*self.store.find(paths.METRICS_PREFIX, folder), record):
+            data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+            try:
+                self.store.create(paths.join(into, path), data)
+            except FileExistsError:
+                logging.info("%s/%s was copied before", into, path)
+
+    def _remove_record(self, folder: str) -> None:
+        """Takes an epoch out of sight, and then what was attached to it: whoever attaches looks at the record after."""
+        self.store.remove(paths.join(folder, paths.EPOCH_RECORD))
+        for path in self.store.find(paths.METRICS_PREFIX, folder):
+            self.store.remove(path)
+
+    def _write_file(self, path: str, data: bytes, old: bytes | None) -> None:
+        if old is None:
+            self.store.create(path, data)
+        else:
+            self.store.replace(path, old, data)
+
+    def release(self) -> None:
+        """See Commits: the claim stays, it is what the next incarnation counts on."""
+        with suppress(FileExistsError):
+            self.store.create(self._path(int(self.incarnation), _CLOSED), b"")

@@ -1,0 +1,297 @@
+"""Agreement between the processes of a job, over the key-value service of `jax.distributed`.
+
+Guarantees:
+- no call waits longer than its timeout. `blocking_key_value_get` honours a deadline itself; the other calls of JAX's
+  client do not when the service is away, so they run where they can be abandoned;
+- nothing is a barrier; a key is written once.
+
+Which process is which is decided here alone: the processes that take part are numbered from 0, the primary is number 0,
+the others follow in the order of their JAX process indices. As a rule these numbers are those indices.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+
+from epochckpt import _threads
+from epochckpt._threads import Deadline
+from epochckpt.errors import (
+    CoordinationError,
+    CoordinationTimeoutError,
+    InvalidArgumentError,
+    UnsupportedError,
+    from_wire,
+    to_wire,
+)
+
+T = TypeVar("T")
+
+_CALL_SECS = 30.0  # bound on calls that take a fraction of a millisecond
+
+
+class Coordinator(abc.ABC):
+    """What the processes of a job need to agree. Values are JSON.
+
+    Attributes:
+        process: number of this process.
+        ids: JAX process index of every process that takes part, by number.
+        nodes: name of each one's node, as soon as that is known; for messages.
+    """
+
+    process: int
+    ids: tuple[int, ...]
+    nodes: Sequence[str] = ()
+
+    @property
+    def processes(self) -> int:
+        """How many processes take part."""
+        return len(self.ids)
+
+    def named(self, processes: Iterable[int]) -> str:
+        """Some processes, for messages."""
+        names = self.nodes or [f"process {index}" for index in self.ids]
+        return ", ".join(names[process] for process in sorted(processes))
+
+    @abc.abstractmethod
+    def put(self, key: str, value: Any) -> None:
+        """Publishes a value under a key that nobody has used.
+
+        Raises:
+            CoordinationError: the service is away, or the key exists.
+        """
+
+    @abc.abstractmethod
+    def get(self, key: str, timeout_secs: float) -> Any:
+        """Waits for a value.
+
+        Raises:
+            CoordinationTimeoutError: it did not come in time.
+            CoordinationError: the service is away.
+        """
+
+    @abc.abstractmethod
+    def get_all(self, prefix: str) -> Mapping[str, Any]:
+        """All values now under `prefix/`, by the rest of their key."""
+
+    @abc.abstractmethod
+    def forget(self, prefix: str) -> None:
+        """Deletes a key and everything under `prefix/`; failures are ignored, the keys only cost memory."""
+
+    @property
+    def primary(self) -> bool:
+        """Whether this process commits and deletes."""
+        return self.process == 0
+
+    def agree(self, key: str, decide: Callable[[], T], timeout_secs: float) -> T:
+        """The primary decides, the others take its answer (JSON) or its error.
+
+        Raises:
+            whatever `decide` raised, on every process.
+            CoordinationTimeoutError: the primary's answer did not come in time.
+        """
+        if self.processes == 1:
+            return decide()
+        if not self.primary:
+            answer = self.get(key, timeout_secs)
+            if "error" in answer:
+                raise from_wire(answer["error"])
+            return answer["value"]
+        try:
+            value = decide()
+        except BaseException as error:  # Ctrl-C, too
+            self.put(key, {"error": to_wire(error)})
+            raise
+        self.put(key, {"value": value})
+        return value
+
+    def gather(self, prefix: str, missing: set[int], deadline: Deadline) -> tuple[dict[int, Any], set[int]]:
+        """Waits until every process in `missing` has put `prefix/<process>`, or one of them an error, or the deadline.
+
+        Returns:
+            (values by process, those still missing).
+        """
+        found: dict[int, Any] = {}
+        missing = set(missing)
+        while missing:
+            first = min(missing)
+            with contextlib.suppress(CoordinationTimeoutError):
+                found[first] = self.get(f"{prefix}/{first}", max(deadline.left(), 0.001))
+            present = self.get_all(prefix)
+            found.update({int(k): v for k, v in present.items() if int(k) in missing})
+            missing -= found.keys()
+            if deadline.passed() or any(isinstance(v, dict) and "error" in v for v in found.values()):
+                break
+        return found, missing
+
+
+class SingleProcess(Coordinator):
+    """One process agrees with itself and needs no service.
+
+    Args:
+        id: its JAX process index.
+    """
+
+    process = 0
+
+    def __init__(self, id: int = 0):
+        self.ids = (id,)
+
+    def put(self, key: str, value: Any) -> None:
+        """Nobody listens."""
+
+    def get(self, key: str, timeout_secs: float) -> Any:
+        """Nobody speaks."""
+        raise CoordinationError(f"{key}: a single process waits for nobody")
+
+    def get_all(self, prefix: str) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
+    def forget(self, prefix: str) -> None:
+        """Nothing to forget."""
+
+
+class JaxCoordinator(Coordinator):
+    """Over the coordination service that `jax.distributed.initialize` started.
+
+    Args:
+        client: of that service.
+        ids: see `Coordinator`.
+        id: JAX process index of this process.
+    """
+
+    def __init__(self, client: Any, ids: Sequence[int], id: int):
+        self._client, self.process, self.ids = client, ids.index(id), tuple(ids)
+
+    def put(self, key: str, value: Any) -> None:
+        """See Coordinator."""
+        text = json.dumps(value)
+        self._call(f"set {key}", lambda: self._client.key_value_set(key, text))
+
+    def get(self, key: str, timeout_secs: float) -> Any:
+        """See Coordinator."""
+        millis = max(1, int(min(timeout_secs, 10**6) * 1000))
+        try:
+            # the service's own deadline, and ours behind it for when even that is not honoured
+            text = _threads.abandonable(
+                lambda: self._client.blocking_key_value_get(key, millis), timeout_secs + _CALL_SECS
+            )
+        except TimeoutError:
+            raise CoordinationTimeoutError(f"no answer under {key} within {timeout_secs:g} s") from None
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise CoordinationTimeoutError(f"no answer under {key} within {timeout_secs:g} s") from None
+            raise CoordinationError(f"waiting for {key}: {error}") from error
+        return json.loads(text)
+
+    def get_all(self, prefix: str) -> Mapping[str, Any]:
+        """See Coordinator."""
+        pairs = self._call(f"list {prefix}", lambda: self._client.key_value_dir_get(prefix + "/"))
+        return {key.rpartition("/")[2]: json.loads(value) for key, value in pairs}
+
+    def forget(self, prefix: str) -> None:
+        """See Coordinator."""
+        try:
+            self._call(f"delete {prefix}", lambda: self._client.key_value_delete(prefix + "/"))
+        except CoordinationError:
+            return
+
+    def _call(self, what: str, fn: Callable[[], T]) -> T:
+        try:
+            return _threads.abandonable(fn, _CALL_SECS)
+        except TimeoutError:
+            raise CoordinationTimeoutError(f"the coordination service did not {what} within {_CALL_SECS:g} s") from None
+        except Exception as error:
+            raise CoordinationError(f"the coordination service did not {what}: {error}") from error
+
+
+class Preemption:
+    """JAX's preemption notice, asked for in the one way that hears it: with numbers that grow by one.
+
+    JAX announces a sync point, a number that every process will pass; whoever asks with the steps of a resumed run, or
+    skips some, never meets it. So questions are counted, those of all managers of a process together, for JAX knows
+    but one sequence. However often a manager is asked about a step, it has one answer: else a trainer could learn of
+    the notice after `save` had not heard of it yet. The answer stays True once it was.
+    """
+
+    _asked = 0
+    _heard = False
+    _feeds: ClassVar[list[Callable[[], bool]]] = []
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._answer = False
+
+    def reached(self, step: int) -> bool:
+        """Whether the notice has reached every process; all of them must ask for the same steps."""
+        if Preemption._feeds:
+            return Preemption._feeds[-1]()
+        if step != self._step:
+            self._step = step
+            self._answer = self.ask()
+        return self._answer
+
+    @classmethod
+    def ask(cls) -> bool:
+        """Asks once more; all processes must ask equally often."""
+        Preemption._asked += 1
+        Preemption._heard = bool(ocp.utils.reached_preemption(Preemption._asked)) or Preemption._heard
+        return Preemption._heard
+
+    @classmethod
+    @contextlib.contextmanager
+    def fed_by(cls, answer: Callable[[], bool]) -> Generator[None]:
+        """Meanwhile managers do not ask, but take this answer: somebody else asks for all."""
+        cls._feeds.append(answer)
+        try:
+            yield
+        finally:
+            cls._feeds.remove(answer)
+
+
+def connect(
+    read_only: bool, primary_host: int | None = 0, active_processes: Collection[int] | None = None
+) -> Coordinator:
+    """The coordinator of this job, or of the part of it that Orbax's `MultiprocessingOptions` describe.
+
+    Args:
+        read_only: nothing is agreed on.
+        primary_host: JAX process index of the primary; None: every process is one, and agrees with nobody.
+        active_processes: JAX process indices of those that take part; None: all.
+
+    Raises:
+        InvalidArgumentError: this process, or the primary, takes no part.
+        UnsupportedError: a Pathways single controller, or several processes without `jax.distributed`.
+    """
+    if read_only:
+        return SingleProcess()
+    processes, me = jax.process_count(), jax.process_index()
+    if processes == 1 and len({d.process_index for d in jax.devices()}) > 1:
+        raise UnsupportedError(
+            "one process controls devices of several (a Pathways single controller); "
+            "epochckpt does not support that yet"
+        )
+    active = range(processes) if active_processes is None else sorted(active_processes)
+    if not set(active) <= set(range(processes)) or me not in active:
+        raise InvalidArgumentError(
+            f"multiprocessing_options: active_processes={list(active)}, and this is process {me} of {processes}; "
+            "construct the manager on those processes only, and name only processes of the job"
+        )
+    if primary_host is None:
+        return SingleProcess(me)
+    if primary_host not in active:
+        raise InvalidArgumentError(
+            f"multiprocessing_options: primary_host={primary_host} takes no part, here are processes {list(active)}; "
+            "name one of them, or None if each process has a directory of its own"
+        )
+    ids = [primary_host, *(id for id in active if id != primary_host)]
+    if len(ids) == 1:
+        return SingleProcess(me)
+    return JaxCoordinator(ocp.multihost.get_jax_distributed_client(), ids, me)

@@ -1,0 +1,354 @@
+"""Opening a directory: once, bounded, agreed between the processes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt._threads import Deadline
+from epochckpt.commit import attached_metrics, calls, retention
+from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.commit.coordination import Coordinator
+from epochckpt.commit.protocol import Commits, Damaged
+from epochckpt.commit.rename import RenameCommits
+from epochckpt.errors import (
+    AccessError,
+    CoordinationError,
+    CoordinationTimeoutError,
+    DamagedError,
+    EpochNotFoundError,
+    FormatError,
+    FormatVersionError,
+    InvalidArgumentError,
+    NotACheckpointDirectoryError,
+    say,
+)
+from epochckpt.format import Nodes, checksums, paths
+from epochckpt.format import nodes as hosting
+from epochckpt.options import StorageOptions
+from epochckpt.orbax import StepNames, step_names
+from epochckpt.storage import Store, open_store, patiently
+from epochckpt.storage.posix import is_folder
+
+_LOOKS = 16  # at a directory whose newest epoch is deleted again and again
+_opens: collections.Counter[str] = collections.Counter()
+"""How many managers were constructed by the same processes: these do so in the same order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """An open directory.
+
+    Attributes:
+        coordinator: the other processes.
+        store: the directory.
+        commits: its epochs.
+        prefix: where this manager's coordination keys live; no other manager of the job has the same.
+        nodes: of the job.
+        history: committed epochs that can be restored as far as a look at their files tells.
+        damaged: newer ones that cannot.
+        foreign: what lies under the number of an epoch and is none, in words, by number.
+        attached: metrics that were attached to epochs, by epoch, if the options need them.
+        refused: on the primary: why this user may not write there, if that can be seen without trying.
+    """
+
+    coordinator: Coordinator
+    store: Store
+    commits: Commits
+    prefix: str
+    nodes: Nodes
+    history: list[int]
+    damaged: dict[int, Damaged]
+    foreign: dict[int, str]
+    attached: dict[int, Any]
+    refused: AccessError | None
+
+
+def folder_mode(options: ocp.CheckpointManagerOptions) -> int | None:
+    """Permission bits that the options ask for."""
+    return options.file_options.path_permission_mode if options.file_options else None
+
+
+def commits_of(store: Store, names: StepNames) -> Commits:
+    """How attempts become epochs on this store."""
+    return RenameCommits(store, names) if store.renames else PutCommits(store, names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What a look at a directory finds; nothing large is read.
+
+    Attributes:
+        epochs: the committed epochs, ascending, without the damaged ones.
+        damaged: those that were found to be damaged before, and the newest ones, as far as a look at them tells.
+        foreign: what lies under the number of an epoch and is none, in words, by number.
+        attached: metrics that were attached to epochs, by epoch, if the options need them.
+    """
+
+    epochs: list[int]
+    damaged: dict[int, Damaged]
+    foreign: dict[int, str]
+    attached: dict[int, Any]
+
+    def to_wire(self) -> dict[str, Any]:
+        """Its form as JSON."""
+        damaged = [[epoch, found.attempt, found.reason] for epoch, found in self.damaged.items()]
+        attached = checksums.pack_by_number(self.attached, "metrics")
+        foreign = sorted(self.foreign.items())
+        return {"epochs": self.epochs, "damaged": damaged, "foreign": foreign, "attached": attached}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
+        """The inverse of `to_wire`."""
+        damaged = {epoch: Damaged(attempt, reason) for epoch, attempt, reason in wire["damaged"]}
+        attached = checksums.unpack_by_number(wire["attached"])
+        return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached)
+
+
+def survey(
+    commits: Commits, options: ocp.CheckpointManagerOptions, known: Mapping[int, Damaged] | None = None
+) -> Survey:
+    """Looks at a directory.
+
+    Args:
+        commits: the directory.
+        options: say whether metrics are needed.
+        known: what was found to be damaged before. It still is as long as the same attempt is there.
+
+    Raises:
+        FormatVersionError: the newest epoch was written by a newer epochckpt.
+        StorageError: storage does not answer; nothing is decided then.
+    """
+    epochs = commits.list_epochs()
+    there = {epoch: found for epoch, found in (known or {}).items() if epoch in epochs}
+    damaged = {epoch: found for epoch, found in there.items() if commits.read_attempt(epoch) == found.attempt}
+    epochs, looks = [e for e in epochs if e not in damaged], 0
+    while epochs:
+        epoch = epochs[-1]
+        try:
+            found = _look_at(commits, epoch)
+        except EpochNotFoundError:  # deleted just now: others may have been deleted, too, and newer ones committed
+            looks += 1
+            epochs = epochs[:-1] if looks > _LOOKS else [e for e in commits.list_epochs() if e not in damaged]
+            continue
+        if found is None:
+            break
+        where = commits.store.root
+        logging.error("%s: epoch %d is damaged and will not be used: %s", where, epoch, found.reason)
+        damaged[epoch] = found
+        epochs.pop()
+    metrics: dict[int, Any] = {}
+    if retention.reads_metrics(options):
+        metrics = attached_metrics.of_epochs(commits, epochs, commits.read_attempt)
+    foreign = {epoch: commits.obstacle(name) for epoch, name in commits.foreign().items()}
+    return Survey(epochs, damaged, foreign, metrics)
+
+
+def _look_at(commits: Commits, epoch: int) -> Damaged | None:
+    """What is wrong with an epoch, as far as its records and the sizes of its files tell.
+
+    Raises:
+        EpochNotFoundError: it is not there any more.
+        FormatVersionError, AccessError, StorageError: it cannot be told.
+    """
+    while True:  # one that is replaced meanwhile is looked at again
+        attempt = None
+        try:
+            record = commits.read_record(epoch)
+            attempt = record.attempt
+            commits.check_shallow(record)
+            return None
+        except FormatVersionError:
+            raise
+        except (DamagedError, FormatError) as error:
+            if attempt is None or commits.read_head(epoch).attempt == attempt:
+                return Damaged(attempt, say(error))
+
+
+def open_directory(
+    directory: str | os.PathLike[str],
+    options: ocp.CheckpointManagerOptions,
+    storage: StorageOptions,
+    node: str | Sequence[str] | None,
+    coordinator: Coordinator,
+    item_names: Sequence[str] = (),
+) -> Opened:
+    """Opens a directory for a manager: looks at it, and writes nothing but the directory itself where it is missing.
+
+    Raises:
+        NotACheckpointDirectoryError: it is a file, or missing and not to be created.
+        AccessError: no permission to read it, or to create it.
+        FormatVersionError: it was written by a newer epochckpt.
+        InvalidArgumentError: node names that are unusable, or not unique, or several in a job of several processes;
+            items named like a node.
+        CoordinationTimeoutError: a process did not come to open it; says which.
+    """
+    base = _base(coordinator, options)  # first of all: every process counts alike
+    own = hosting.check_names(_default_name(coordinator.ids[coordinator.process]) if node is None else node)
+    if coordinator.processes > 1 and not (node is None or isinstance(node, str)):
+        raise InvalidArgumentError(
+            f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
+            f"{coordinator.processes}; pass the one name of this process's node"
+        )
+    names = StepNames.of(options)
+    if coordinator.processes == 1:
+        answer = _decide(directory, options, names, own, item_names)
+        prefix = ""
+    else:
+        if not coordinator.primary:
+            try:
+                coordinator.put(f"{base}/hello/{coordinator.process}", {"node": own[0]})
+            except CoordinationError as error:
+                raise CoordinationError(
+                    f"{coordinator.named([coordinator.process])} could not say hello ({error}). A process that was "
+                    "relaunched into a running job cannot join its managers: restart the whole job"
+                ) from error
+        wait = storage.open_timeout_secs
+
+        def decide() -> dict[str, Any]:
+            nodes = _gather_nodes(coordinator, f"{base}/hello", own[0], wait)
+            return _decide(directory, options, names, nodes, item_names)
+
+        # the others wait longer: the primary may come late, and then waits for the latest
+        answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
+        prefix = f"{base}/{answer['opening']}"
+        calls.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
+    store = open_store(answer["directory"], folder_mode=folder_mode(options))
+    commits = commits_of(store, names)
+    found = tuple(answer["nodes"])
+    given = node is not None or (coordinator.processes > 1 and found != tuple(map(_default_name, coordinator.ids)))
+    nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
+    seen = Survey.from_wire(answer["survey"])
+    refused = commits.write_refusal() if coordinator.primary and not options.read_only else None
+    if refused is not None:
+        logging.warning("%s", refused)
+    return Opened(
+        coordinator, store, commits, prefix, nodes, seen.epochs, seen.damaged, seen.foreign, seen.attached, refused
+    )
+
+
+def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> str:
+    """Where the coordination keys of an opening live: below its processes, and a number that all of them count."""
+    asked = options.multiprocessing_options
+    group = [asked.barrier_sync_key_prefix] if asked.barrier_sync_key_prefix else []
+    if asked.primary_host != 0 or asked.active_processes is not None:
+        group += map(str, coordinator.ids)
+    base = paths.join("epochckpt/open", quote(".".join(group), safe=""))
+    _opens[base] += coordinator.processes > 1
+    return f"{base}/{_opens[base]}"
+
+
+def _default_name(process: int) -> str:
+    return f"process_{process}"
+
+
+def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float) -> list[str]:
+    others = set(range(1, coordinator.processes))
+    found, missing = coordinator.gather(prefix, others, Deadline(wait))
+    if missing:
+        late = coordinator.named(missing)
+        raise CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
+    nodes = [name] + [str(found[p]["node"]) for p in sorted(others)]
+    first: dict[str, int] = {}
+    for p, n in enumerate(nodes):
+        q = first.setdefault(n, p)
+        if p != q:
+            both = f"{coordinator.named([q])} and {coordinator.named([p])}"
+            raise InvalidArgumentError(f"{both} both call their node {n!r}; node= must be unique")
+    return nodes
+
+
+def _decide(
+    directory: str | os.PathLike[str],
+    options: ocp.CheckpointManagerOptions,
+    names: StepNames,
+    nodes: Sequence[str],
+    item_names: Sequence[str],
+) -> dict[str, Any]:
+    """On the primary: looks at the directory; makes it if it is missing."""
+    folders = {paths.folder_name(node) for node in nodes}
+    for item in item_names:
+        paths.check_item_name(item, folders)
+    store = open_store(directory, folder_mode=folder_mode(options))
+    commits = commits_of(store, names)
+    try:
+        _check_directory(store, options.create and not options.read_only)
+        if not options.read_only:
+            store.make_root()
+        found, moving = survey(commits, options), commits.moving()
+    except NotACheckpointDirectoryError:
+        raise
+    except NotADirectoryError as error:
+        raise NotACheckpointDirectoryError(f"{store.root}: a folder on the way to it is a file ({error})") from error
+    except PermissionError as error:
+        raise AccessError(
+            f"{store.root}: {error}; this user (uid {os.getuid()}) needs access to read it, and to write where it is "
+            "to be created"
+        ) from error
+    if not (found.epochs or found.damaged or found.foreign):
+        _look_beside(store, names)
+    for text in found.foreign.values():
+        logging.error("%s. It is left alone: other epochs can be used, saving under its number is refused", text)
+    if moving and not options.read_only:
+        logging.warning(
+            "%s: an earlier run was killed while it replaced %s %s, which will be back after the next write. claim() "
+            "does that now: call it before you choose what to restore",
+            store.root,
+            "epoch" if len(moving) == 1 else "epochs",
+            ", ".join(map(str, moving)),
+        )
+    return {
+        "directory": store.root,
+        "opening": paths.new_id(),
+        "nodes": list(nodes),
+        "survey": found.to_wire(),
+    }
+
+
+def _look_beside(store: Store, names: StepNames) -> None:
+    """Looks why a directory has no epochs: it may be one, or they may be named otherwise.
+
+    Raises:
+        NotACheckpointDirectoryError: it is the folder of a single epoch.
+    """
+    try:
+        entries = [(entry.name, entry.is_folder) for entry in store.list("")]
+    except OSError:  # it is missing, or may be read and not listed
+        return
+    here = {name for name, _ in entries}
+    if step_names.is_single(here):
+        above, what = os.path.dirname(store.root.rstrip("/")), "the folder of a single epoch"
+        if step_names.is_item(store, here):
+            above, what = os.path.dirname(above), "an item of an epoch"
+        raise NotACheckpointDirectoryError(
+            f"{store.root} is {what}, or of what a plain Orbax checkpointer saved; expected the directory that holds "
+            f"the epochs. Open {above}, if it is that; look at this folder with ec.inspect or "
+            "`epochckpt show`; restore a folder of a plain checkpointer with that checkpointer"
+        )
+    otherwise = step_names.named_otherwise(store, [one for one in entries if names.parse(one[0]) is None])
+    if otherwise:
+        logging.warning("%s has no epoch under the names that are expected, but %s", store.root, otherwise)
+
+
+def _check_directory(store: Store, create: bool) -> None:
+    if not store.renames:
+        return
+    try:
+        found = patiently(store.root, lambda: os.lstat(store.root))
+    except FileNotFoundError:
+        if create:
+            return
+        problem = f"{store.root} does not exist, and options.create is False; check the path"
+        problem += f" (in Orbax's words: No steps found in {store.root})"
+        raise NotACheckpointDirectoryError(problem) from None
+    if not is_folder(store.root):
+        kind = "a broken link" if stat.S_ISLNK(found.st_mode) and not os.path.exists(store.root) else "a file"
+        raise NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")

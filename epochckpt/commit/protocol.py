@@ -1,0 +1,571 @@
+"""When is an epoch visible? Here, and nowhere else.
+
+| on storage | state | who sees it |
+| --- | --- | --- |
+| only below `incarnation-*` (POSIX), or in `<epoch>/<node>/<attempt>` (object store) | uncommitted | nobody |
+| `<epoch>/epoch.json` under its final name | committed | everybody |
+| the same, named by a `rollback.json` | rolled back or deleted, being moved or removed | nobody |
+| `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax_steps`) | committed | everybody |
+| the same, while a save that may replace it (`let_replace`) commits | committed, old or new | everybody |
+| moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
+
+With a folder rename (POSIX) an epoch is staged whole and renamed into place. Without one (object stores) the data
+objects carry the attempt's name and `epoch.json` is put, if absent, last. A later incarnation fences off earlier
+ones: it moves their staging folders away (POSIX), or claims a higher number that they look at before and after their
+put (object stores).
+
+What may be set aside, and on whose word.
+
+Later epochs by a rollback; one that cannot be read by the next save of its number; a good one by the next save of its
+number if the caller lets it.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+
+from absl import logging
+
+from epochckpt.errors import (
+    AccessError,
+    DamagedError,
+    EpochCheckpointError,
+    EpochNotFoundError,
+    FormatError,
+    SaveError,
+    UncertainError,
+    UnfinishedError,
+    say,
+    unreadable,
+)
+from epochckpt.format import EpochRecord, checksums, parsing, paths, records
+from epochckpt.orbax import StepNames, steps
+from epochckpt.storage import Store
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollback:
+    """`rollback.json`: epochs that do not count any more; readers obey it, the next run that writes finishes it.
+
+    A rollback always has one. A deletion needs one only where no rename can take the epoch out of sight at once.
+
+    Attributes:
+        to: the epoch that was rolled back to; None for a deletion.
+        epochs: those that do not count.
+        id: of this one.
+        kept: a deletion: the folder that keeps them; None: they are removed.
+    """
+
+    to: int | None
+    epochs: tuple[int, ...]
+    id: str
+    kept: str | None = None
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        fields = {"format": paths.FORMAT, "version": paths.VERSION, "record": "rollback"}
+        what = {"to": self.to, "epochs": list(self.epochs), "id": self.id, "kept": self.kept}
+        return checksums.seal({**fields, **what})
+
+    @property
+    def about(self) -> int:
+        """The epoch that errors are about."""
+        return self.epochs[0] if self.to is None and self.epochs else self.to or 0
+
+    @property
+    def folder(self) -> str | None:
+        """Where the epochs go: a name that no clean-up touches; None: they are removed."""
+        return self.kept if self.to is None else f"rolled-back-{self.id}"
+
+
+def parse_rollback(data: bytes) -> Rollback:
+    """Parses `rollback.json`."""
+    path = paths.ROLLBACK_RECORD
+    record = checksums.unseal(path, data)
+    to, epochs, token, kept = (record.get(name) for name in ("to", "epochs", "id", "kept"))
+    valid = (
+        (to is None or type(to) is int)
+        and isinstance(epochs, list)
+        and all(type(e) is int for e in epochs)
+        and paths.is_name(token)
+        and (kept is None or paths.is_name(kept))
+    )
+    if record.get("record") != "rollback" or not valid:
+        raise FormatError(path, "is not a rollback record")
+    return Rollback(to, tuple(epochs), token, kept)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Damaged:
+    """An epoch whose bytes are not those that were written. Another attempt at its number is another epoch.
+
+    Attributes:
+        attempt: its attempt id, or None where not even its record can be used.
+        reason: what was found.
+    """
+
+    attempt: str | None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Superseded:
+    """A good epoch in whose place the next save of its number may come.
+
+    Attributes:
+        attempt: its attempt id; another one is not replaced.
+    """
+
+    attempt: str
+
+
+Replaces = Damaged | Superseded
+
+
+_ignored: set[str] = set()  # said once per process
+
+
+class Commits(abc.ABC):
+    """The epochs of one directory, and how an attempt becomes one."""
+
+    def __init__(self, store: Store, names: StepNames):
+        self.store, self.names = store, names
+        self.incarnation = ""
+        self._folders: dict[int, str] = {}
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def folder(self, epoch: int) -> str:
+        """Folder of an epoch, relative to the directory."""
+        if epoch not in self._folders and self.names.several:
+            self._scan()
+        return self._folders.get(epoch) or self.names.build(epoch)
+
+    def list_epochs(self) -> list[int]:
+        """The committed epochs, ascending, as storage has them now."""
+        epochs, _ = self._scan()
+        return epochs
+
+    def foreign(self) -> dict[int, str]:
+        """Folders named like an epoch that hold no commit record of ours, and are no step of stock Orbax, by number."""
+        return {epoch: name for name in self._scan()[1] if (epoch := self.names.parse(name)) is not None}
+
+    def read_record(self, epoch: int) -> EpochRecord:
+        """An epoch's commit record; an `orbax_steps.OrbaxRecord` if stock Orbax wrote it.
+
+        Raises:
+            EpochNotFoundError: there is none; lists those that exist.
+            DamagedError, FormatError: it cannot be used.
+        """
+        return self._read(epoch, parsing.parse_epoch)
+
+    def read_head(self, epoch: int) -> EpochRecord:
+        """The same without the items, in a small part of the time."""
+        return self._read(epoch, parsing.parse_head)
+
+    def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
+        if epoch in self.hidden():
+            raise self._unknown(epoch)
+        return self.read_in(self.folder(epoch), epoch, parse) or self._read_orbax(epoch)
+
+    def read_in(
+        self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+    ) -> EpochRecord | None:
+        """The commit record in a folder; by default without its items. None if there is no record of ours.
+
+        Raises:
+            DamagedError, FormatError: it cannot be used.
+        """
+        path = paths.join(folder, paths.EPOCH_RECORD)
+        try:
+            data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError as error:
+            raise FormatError(path, str(error)) from None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        record = parse(path, data)
+        if record.epoch != epoch:
+            raise FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
+        return record
+
+    def _read_orbax(self, epoch: int) -> EpochRecord:
+        folder = self.folder(epoch)
+        try:
+            if self._is_orbax(folder):
+                return steps.read(self.store, folder, epoch)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise unreadable(folder, error) from error
+        raise self._unknown(epoch)
+
+    def _unknown(self, epoch: int) -> EpochNotFoundError:
+        try:
+            return EpochNotFoundError(epoch, self.store.root, self.list_epochs())
+        except NotADirectoryError:  # not about an epoch at all
+            raise
+        except OSError as error:  # one of the others may not be looked at, for example
+            raise unreadable(self.store.root, error) from error
+
+    def moving(self) -> list[int]:
+        """Epochs that an earlier run was killed on the way to move: the next claim puts them where they belong."""
+        return []
+
+    def obstacle(self, folder: str) -> str:
+        """What a folder is that is named like an epoch and is none, and what to do; see `foreign`."""
+        where = f"{self.store.root}/{folder}"
+        alone = self._nodes_alone(folder)
+        if alone:
+            return (
+                f"{where} holds no {paths.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs "
+                f"that know nothing of each other ({', '.join(alone[:5])}). Read them with "
+                "ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this"
+            )
+        if self.lost_records(folder):
+            return (
+                f"{where} is an epoch of epochckpt that lost its records: it holds no {paths.EPOCH_RECORD}. Without "
+                "them nothing of it can be verified, so it is not read as a step of stock Orbax either. Put a whole "
+                "copy in its place, or move the folder away"
+            )
+        return (
+            f"{where} is named like an epoch but holds no {paths.EPOCH_RECORD}, and it is no finished step of stock "
+            "Orbax on a file system either, as far as its files say. Choose another directory, or move the folder away"
+        )
+
+    def _nodes_alone(self, folder: str) -> list[str]:
+        """The nodes whose epochs, each by itself, lie in a foreign folder; see `node_epochs`."""
+        try:
+            inner = [entry.name for entry in self.store.list(folder) if entry.is_folder]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        alone = [name for name in inner if self._is_alone(paths.join(folder, name, paths.EPOCH_RECORD))]
+        return [paths.shown_name(name) for name in alone]
+
+    def _is_alone(self, path: str) -> bool:
+        try:
+            return parsing.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).alone
+        except (EpochCheckpointError, ValueError, OSError):  # none, or another's: a sweep has <seed>/<step>/epoch.json
+            return False
+
+    def check_shallow(self, record: EpochRecord) -> None:
+        """Looks for files that are missing or have another size than recorded, without reading them.
+
+        Raises:
+            DamagedError: the first one found.
+        """
+        if isinstance(record, steps.OrbaxRecord):
+            steps.check(self.store, self.folder(record.epoch), record)
+            return
+        for number in range(len(record.nodes)):
+            self.check_node(self.folder(record.epoch), record, number)
+
+    def check_node(self, folder: str, record: EpochRecord, number: int) -> None:
+        """The same for one node of an epoch in a folder."""
+        base = paths.join(folder, record.node_folder(number))
+        expected = {paths.NODE_RECORD: record.nodes[number].record_size}
+        for f in record.nodes[number].files:
+            expected[f.path] = f.size
+        for name, size in expected.items():
+            path = paths.join(base, name)
+            try:
+                found = self.store.size(path)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            if found != size:
+                raise DamagedError(path, f"has {found} bytes, {size} were written")
+
+    def _scan(self) -> tuple[list[int], list[str]]:
+        try:
+            entries = self.store.list("")
+        except FileNotFoundError:
+            return [], []
+        hidden = self.hidden() if any(e.name == paths.ROLLBACK_RECORD for e in entries) else frozenset()
+        folders: dict[int, str] = {}
+        foreign = []
+        for entry in entries:
+            epoch = self.names.parse(entry.name)
+            if epoch is None:
+                continue
+            if not entry.is_folder:
+                where = f"{self.store.root}/{entry.name}"
+                if self.store.renames and where not in _ignored:
+                    _ignored.add(where)
+                    logging.warning("%s is a symlink or a file, not a folder: not followed, and no epoch", where)
+                continue
+            recorded = self.store.exists(paths.join(entry.name, paths.EPOCH_RECORD))
+            if recorded or self._is_orbax(entry.name):
+                if epoch not in folders or entry.name == self.names.build(epoch):
+                    folders[epoch] = entry.name
+            elif epoch not in hidden and self._is_foreign(entry.name):
+                foreign.append(entry.name)
+        self._folders = folders
+        return sorted(folders.keys() - hidden), foreign
+
+    def hidden(self) -> frozenset[int]:
+        """The epochs that a rollback is setting aside just now."""
+        rollback = self.rollback()
+        return frozenset() if rollback is None else frozenset(rollback.epochs)
+
+    def rollback(self) -> Rollback | None:
+        """The rollback that is under way, or was interrupted; None without one.
+
+        Raises:
+            DamagedError, FormatError: its record cannot be used.
+        """
+        try:
+            data = self.store.read(paths.ROLLBACK_RECORD, limit_bytes=2**24)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise unreadable(paths.ROLLBACK_RECORD, error) from error
+        except ValueError as error:
+            raise FormatError(paths.ROLLBACK_RECORD, str(error)) from None
+        return parse_rollback(data)
+
+    @abc.abstractmethod
+    def _is_foreign(self, folder: str) -> bool:
+        """Whether a folder without a commit record is somebody else's, not a remainder of ours."""
+
+    def _is_orbax(self, folder: str) -> bool:
+        """Whether a folder without a commit record is a step that stock Orbax finished."""
+        return False  # on object stores Orbax has another way to finish a step, which we do not read
+
+    def lost_records(self, folder: str) -> bool:
+        """Whether a foreign folder is an epoch of ours that lost its records."""
+        del folder
+        return False
+
+    def may_retire(self, epoch: int) -> bool:
+        """Whether retention may delete an epoch without being told its number; if not, that is logged once."""
+        del epoch
+        return True
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def write_refusal(self) -> AccessError | None:
+        """Why this process may not write to the directory, if that can be seen without trying."""
+        if self.store.may_write():
+            return None
+        return AccessError(
+            f"{self.store.root}: this user (uid {os.getuid()}) may read it, but not write there: nothing can be saved "
+            "or deleted. Give write access, or save to another directory"
+        )
+
+    @abc.abstractmethod
+    def claim(self, epoch: int = 0) -> None:
+        """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps what they left.
+
+        Whoever fails in the middle of it may call it again, as an incarnation of its own.
+
+        Args:
+            epoch: what it is needed for, for messages.
+
+        Raises:
+            FencedError: another run has claimed at the same moment, and is the later one.
+        """
+
+    @abc.abstractmethod
+    def join_incarnation(self, incarnation: str) -> None:
+        """On the other nodes: takes the incarnation that the primary claimed."""
+
+    @abc.abstractmethod
+    def begin(self, epoch: int, attempt: str) -> None:
+        """Primary: makes room for an attempt. Other nodes may have begun to write for it already."""
+
+    @abc.abstractmethod
+    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """Where a node writes its files for an attempt. The attempt's id begins with the incarnation."""
+
+    @abc.abstractmethod
+    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """Makes a node's folder (with folders for the named items) and returns its path.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            SaveError: the primary has given the attempt up.
+        """
+
+    @abc.abstractmethod
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
+        """Writes `node.json`, and makes names durable; the node's last act on its staging.
+
+        Args:
+            epoch: the epoch.
+            attempt: the attempt.
+            node: the node.
+            items: folders that were made in the node's.
+            record: content of `node.json`.
+            view: stock Orbax is to be able to read the epoch.
+        """
+
+    @abc.abstractmethod
+    def uncache(self, epoch: int, node: str) -> None:
+        """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
+
+    @abc.abstractmethod
+    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
+        """Primary: writes the Orbax view of a staged epoch, durably, where the store can have one.
+
+        Args:
+            record: what is about to be published.
+            run: runs calls in parallel.
+
+        Returns:
+            The record with the note of what the view lacks.
+        """
+
+    @abc.abstractmethod
+    def publish(
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
+    ) -> Callable[[], None] | None:
+        """Primary: makes the epoch visible.
+
+        Args:
+            epoch: its number.
+            attempt: the attempt's id.
+            record: `epoch.json`.
+            check: called just before the decisive step; raises when it is too late.
+            replaces: what is under this name now, if it is still that one: a damaged epoch is set aside first, a good
+                one is exchanged for the new one, so that one of them is there at any moment.
+
+        Returns:
+            A call that removes the bytes of what was exchanged, if anything was.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            UncertainError: it may or may not have become durable; it has been taken out of sight where possible.
+            SaveError: it did not become visible.
+        """
+
+    @abc.abstractmethod
+    def discard(self, epoch: int, attempt: str) -> None:
+        """Primary: removes what a failed attempt left. Never raises for what is already gone."""
+
+    @abc.abstractmethod
+    def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
+        """Primary: takes an epoch out of sight, durably; the returned call removes its bytes.
+
+        Where no rename can do it (overlayfs, for epochs of a lower layer), a record hides it while they are removed.
+
+        Args:
+            epoch: its number.
+            into: keep it in this subfolder of the directory instead of removing it.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            UnfinishedError: it is hidden, but could not be removed.
+        """
+
+    @abc.abstractmethod
+    def roll_back(self, rollback: Rollback) -> None:
+        """Primary: sets epochs aside, durably recorded before the first one moves.
+
+        Raises:
+            FencedError: a newer incarnation has taken over.
+            UnfinishedError: the rollback holds, but the epochs could not be moved.
+        """
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Primary: ends the incarnation; removes its empty staging."""
+
+    def lost(self, epoch: int) -> SaveError:
+        """Why a place to write to is not there any more."""
+        return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
+
+    def read_attempt(self, epoch: int) -> str | None:
+        """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
+
+        Raises:
+            AccessError, StorageError: nobody knows: storage does not say.
+        """
+        try:
+            return self.read_head(epoch).attempt
+        except (DamagedError, FormatError, EpochNotFoundError):
+            return None
+
+    def is_there(self, epoch: int, attempt: str, error: Exception) -> bool:
+        """Whether an attempt has become the epoch although the decisive step has reported an error.
+
+        Raises:
+            UncertainError: storage does not say.
+        """
+        try:
+            return self.read_head(epoch).attempt == attempt
+        except EpochNotFoundError:
+            return False
+        except (EpochCheckpointError, OSError) as problem:
+            raise UncertainError(epoch, f"{say(error)}; and what is there now cannot be read ({problem})") from error
+
+    def require(self, epoch: int) -> list[int]:
+        """The committed epochs; raises EpochNotFoundError, which lists them, unless this one is among them."""
+        epochs = self.list_epochs()
+        if epoch not in epochs:
+            raise EpochNotFoundError(epoch, self.store.root, epochs)
+        return epochs
+
+    def write_once(self, parts: tuple[str, str], data: bytes) -> None:
+        """Primary: writes a small file of JSON, `folder/name` of the directory itself, unless it has that file.
+
+        One that is torn, by a power cut for example, is written anew.
+        """
+        folder, name = parts
+        path, old = paths.join(folder, name), None
+        try:
+            old = self.store.read(path, limit_bytes=2**24)
+            json.loads(old)
+            return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (ValueError, RecursionError) as error:
+            if old is None:  # larger than any of ours
+                raise
+            logging.warning("%s/%s is no JSON (%s): it is written anew", self.store.root, path, error)
+        try:
+            if not self.store.exists(folder):
+                self.store.make_folder(folder)
+                self.store.sync_folder("")
+            self._write_file(path, data, old)
+            self.store.sync_folder(folder)
+        except FileExistsError:
+            logging.info("%s was written by another process", path)
+
+    @abc.abstractmethod
+    def _write_file(self, path: str, data: bytes, old: bytes | None) -> None:
+        """Writes a small file at once; FileExistsError if there is another than this old one."""
+
+    def finish_rollback(self) -> None:
+        """Completes a rollback, or a deletion, that was begun before.
+
+        Raises:
+            UnfinishedError: something is in the way. It holds nevertheless: nobody sees its epochs.
+        """
+        rollback = self.rollback()
+        if rollback is None:
+            return
+        what = "deletion of epochs" if rollback.to is None else f"rollback to epoch {rollback.to}"
+        logging.warning("%s: finishing the %s that was begun before", self.store.root, what)
+        self._finish(rollback)
+
+    def _finish(self, rollback: Rollback) -> None:
+        try:
+            self._move_rolled_back(rollback)
+        except OSError as error:
+            raise UnfinishedError(self.store.root, rollback.epochs, say(error)) from error
+
+    def _finish_if_it_can(self) -> None:
+        """The same, where it is nobody's business but the run's that comes next: what is in the way is logged."""
+        try:
+            self.finish_rollback()
+        except UnfinishedError as error:
+            logging.error("%s", error)
+
+    @abc.abstractmethod
+    def _move_rolled_back(self, rollback: Rollback) -> None:
+        """Moves or removes the epochs of a rollback, newest first, then removes its record."""

@@ -1,0 +1,392 @@
+"""Commits on stores with an atomic folder rename (POSIX)."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from absl import logging
+
+from epochckpt import _threads
+from epochckpt.commit import claiming, placing
+from epochckpt.commit.protocol import Commits, Replaces, Rollback, Superseded
+from epochckpt.errors import (
+    DamagedError,
+    EpochCheckpointError,
+    EpochExistsError,
+    EpochNotFoundError,
+    FencedError,
+    FormatError,
+    SaveError,
+    UncertainError,
+    UnfinishedError,
+    say,
+)
+from epochckpt.format import EpochRecord, paths
+from epochckpt.orbax import StepNames, marks, steps, view_files
+from epochckpt.orbax import view as orbax_left_out
+from epochckpt.orbax import view as orbax_view
+from epochckpt.storage import Entry, Store
+
+_GIVEN_UP = 16  # failed attempts whose staging is looked for once more
+
+
+class RenameCommits(Commits):
+    """Epochs are staged whole below the incarnation's folder and renamed into place."""
+
+    def __init__(self, store: Store, names: StepNames):
+        super().__init__(store, names)
+        self._views = orbax_view.Views()
+        self._kept: set[int] = set()
+        self._begun: set[str] = set()  # our own claims, also those that failed half-way
+        self._given_up: collections.deque[str] = collections.deque(maxlen=_GIVEN_UP)
+
+    @property
+    def _home(self) -> str:
+        return paths.incarnation_folder(self.incarnation)
+
+    def _staging(self, attempt: str) -> str:
+        """`<epoch>-<try>`: a name of its own per attempt, so that a late writer can never meet a later attempt."""
+        return paths.join(self._home, attempt.partition("-")[2])
+
+    def _is_foreign(self, folder: str) -> bool:
+        return True  # our own deletions move a folder away before anything in it is removed
+
+    def _is_orbax(self, folder: str) -> bool:
+        return marks.is_step(self.store, folder, lambda name: self.names.parse(name) is not None)
+
+    def lost_records(self, folder: str) -> bool:
+        """See Commits."""
+        return marks.lost_records(self.store, folder)
+
+    def may_retire(self, epoch: int) -> bool:
+        """See Commits. A step of stock Orbax must be one without doubt: its own record says so."""
+        if self.store.exists(paths.join(self.folder(epoch), paths.EPOCH_RECORD)):
+            return True
+        try:
+            record = self.read_record(epoch)
+            sure = not isinstance(record, steps.OrbaxRecord) or record.sure
+        except EpochNotFoundError:  # as every other epoch
+            return True
+        except EpochCheckpointError:
+            sure = False
+        if not sure and epoch not in self._kept:
+            self._kept.add(epoch)
+            logging.warning(
+                "%s: epoch %d of stock Orbax is not deleted although the options would have it: its record or its "
+                "metrics cannot be used, or something else was saved in it. If nobody needs it, delete(%d) removes it",
+                self.store.root,
+                epoch,
+                epoch,
+            )
+        return sure
+
+    def claim(self, epoch: int = 0) -> None:
+        """See Commits."""
+        self.incarnation = paths.new_id()
+        self._begun.add(self.incarnation)
+        self.store.make_root()  # deleted since it was opened, perhaps
+        self.store.make_folder(self._home)
+        with self._fenced(epoch):  # another run may claim at the same moment: one of them is the later one
+            self.store.create(paths.join(self._home, paths.OWNER_FILE), claiming.Owner.this_process().to_bytes())
+            swept = [gone for gone in map(self._sweep, self.store.list("")) if gone]
+            self.store.sync_folder("")
+            self._finish_if_it_can()
+            if not self.store.exists(self._home):
+                raise self.lost(epoch)
+        if swept:
+            logging.info("%s: removing what %d earlier runs left unfinished", self.store.root, len(swept))
+            _threads.start(lambda: [self.store.remove_tree(path) for path in swept])
+
+    def _sweep(self, entry: Entry) -> str:
+        """Fences off an earlier run, if that is its staging; returns where that is then, if something is to go."""
+        older = paths.parse_incarnation(entry.name)
+        if older is None or older == self.incarnation:
+            return ""
+        active_ns, owner = self._last_active(entry.name), self._owner(entry.name)
+        away = placing.take_over(self.store, self._home, entry.name)
+        if away is not None and older not in self._begun:
+            claiming.report_takeover(self.store.root, owner, active_ns)
+        return away or ""
+
+    def _last_active(self, home: str) -> int | None:
+        """When something was last made or moved in a run's staging, nanoseconds since 1970."""
+        try:
+            return os.lstat(os.path.join(self.store.root, home)).st_mtime_ns
+        except OSError:
+            return None
+
+    def _owner(self, home: str) -> claiming.Owner | None:
+        try:
+            return claiming.Owner.parse(
+                self.store.read(paths.join(home, paths.OWNER_FILE), limit_bytes=claiming.MAX_BYTES)
+            )
+        except (OSError, ValueError):  # killed while it was writing that
+            return None
+
+    def moving(self) -> list[int]:
+        """See Commits."""
+        homes = [entry.name for entry in self.store.list("") if paths.parse_incarnation(entry.name) is not None]
+        found = [where for home in homes for _, where in placing.on_the_move(self.store, home)]
+        epochs = [self.names.parse(where) for where in found if not self.store.exists(where)]
+        return sorted(epoch for epoch in epochs if epoch is not None)
+
+    def join_incarnation(self, incarnation: str) -> None:
+        """See Commits."""
+        self.incarnation = incarnation
+
+    def begin(self, epoch: int, attempt: str) -> None:
+        """See Commits."""
+        for given_up in list(self._given_up):
+            if self.store.exists(self._staging(given_up)):  # a node that came late has made it again
+                self._discard(given_up)
+        self._make_staging(epoch, attempt)
+
+    def _make_staging(self, epoch: int, attempt: str) -> None:
+        try:
+            with suppress(FileExistsError):  # whichever node comes first makes it
+                self.store.make_folder(self._staging(attempt))
+        except FileNotFoundError:
+            raise self.lost(epoch) from None
+
+    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """See Commits."""
+        return paths.join(self._staging(attempt), paths.folder_name(node))
+
+    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """See Commits."""
+        folder = self.node_folder(epoch, attempt, node)
+        self._make_staging(epoch, attempt)
+        try:
+            self.store.make_folder(folder)
+        except FileNotFoundError:
+            raise self.lost(epoch) from None
+        return folder
+
+    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
+        """See Commits."""
+        folder = self.node_folder(epoch, attempt, node)
+        try:
+            for item in items:
+                self.store.sync_folder(paths.join(folder, item))
+            if view and paths.JSON_FILE not in items:
+                view_files.link_node(self.store, folder)
+            self.store.create(paths.join(folder, paths.NODE_RECORD), record)
+            self.store.sync_folder(folder)
+            self.store.sync_folder(self._staging(attempt))
+        except FileNotFoundError:
+            raise self.lost(epoch) from None
+
+    def uncache(self, epoch: int, node: str) -> None:
+        """See Commits. Its pages take the bytes of the next epoch, instead of pages that nobody has touched yet."""
+        folder = paths.join(self.folder(epoch), paths.folder_name(node))
+        with suppress(OSError):  # deleted meanwhile, as a rule
+            for entry in self.store.list(folder):
+                if entry.name.endswith(paths.DATA_SUFFIX):
+                    self.store.uncache(paths.join(folder, entry.name))
+
+    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
+        """See Commits."""
+        staging = self._staging(record.attempt)
+        try:
+            view = self._views.build(record)
+        except Exception:  # whatever Orbax's form cannot take: the epoch itself is not in danger
+            logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
+            return record
+        try:
+            written = view_files.write(self.store, staging, record, view, run)
+        except FileNotFoundError:
+            raise self.lost(record.epoch) from None
+        for item, leaves in view.left_out.items():
+            few = orbax_left_out.few(leaves)
+            level = logging.INFO if record.items[item].kind == "node" else logging.WARNING  # that goes without saying
+            logging.log_first_n(
+                level, "item %s: stock Orbax will not see %d of its leaves: %s", 3, item, len(leaves), few
+            )
+        return written
+
+    def publish(
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
+    ) -> Callable[[], None] | None:
+        """See Commits."""
+        staging, final = self._staging(attempt), self.names.build(epoch)
+        if epoch in self.hidden():  # nobody would see it
+            try:
+                self.finish_rollback()
+            except UnfinishedError as error:
+                raise SaveError(epoch, str(error)) from error
+        try:
+            self.store.create(paths.join(staging, paths.EPOCH_RECORD), record)
+            self.store.sync_folder(staging)
+        except FileNotFoundError:
+            raise self.lost(epoch) from None
+        check()
+        present = replaces is not None and self.read_attempt(epoch) == replaces.attempt
+        replace = present and isinstance(replaces, Superseded)
+        if present and not replace:
+            with self._fenced(epoch):
+                self._set_damaged_aside(epoch)
+        old = None
+        try:
+            old = placing.put(self.store, self._home, staging, final, replace=replace)
+        except OSError as error:
+            if not self._arrived(epoch, attempt, error):
+                raise self._refusal(epoch, error) from error
+        placing.settle(self.store, self._home, epoch, final, old)
+        self._folders[epoch] = final
+        return None if old is None else partial(self.store.remove_tree, old)
+
+    def _arrived(self, epoch: int, attempt: str, error: OSError) -> bool:
+        """Whether the staged epoch has been put in its place by a call that has reported an error.
+
+        Over a network that can be, and can still come: what has not moved is taken away, so that it never will.
+
+        Raises:
+            UncertainError: storage does not say.
+        """
+        staging = self._staging(attempt)
+        try:
+            staged = self.read_in(staging, epoch)
+            if staged is None:
+                return self.is_there(epoch, attempt, error)
+            if staged.attempt == attempt:
+                away = self._take_away(attempt)
+                _threads.logged("the remains of a save stay", lambda: self.store.remove_tree(away))
+        except (DamagedError, FormatError, OSError) as problem:
+            raise UncertainError(epoch, f"{say(error)}; and where it is now cannot be seen ({problem})") from error
+        return staged.attempt != attempt  # exchanged for the other
+
+    def _refusal(self, epoch: int, error: OSError) -> SaveError:
+        """Why a staged epoch could not be put in its place."""
+        if isinstance(error, FileNotFoundError):
+            return self.lost(epoch)
+        if isinstance(error, FileExistsError):
+            return SaveError(epoch, self._in_the_way(self.names.build(epoch)))
+        reason = f"renaming it into place failed: {error}"
+        if placing.immovable(error):
+            reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
+        return SaveError(epoch, reason)
+
+    def _in_the_way(self, final: str) -> str:
+        """What lies under the name of an epoch that was to be committed."""
+        if final in self.foreign().values():
+            return f"something else is in the way: {self.obstacle(final)}"
+        return f"{self.store.root}/{final} exists already; delete() or rollback_to() make room"
+
+    def discard(self, epoch: int, attempt: str) -> None:
+        """See Commits."""
+        self._given_up.append(attempt)
+        self._discard(attempt)
+
+    def _discard(self, attempt: str) -> None:
+        with suppress(FileNotFoundError):
+            self.store.remove_tree(self._take_away(attempt))
+
+    def _take_away(self, attempt: str) -> str:
+        away = placing.removed(self._home)
+        self.store.rename(self._staging(attempt), away)
+        return away
+
+    def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
+        """See Commits."""
+        name = self.folder(epoch)
+        kept = None if into is None else paths.join(into, name)
+        if kept is not None and self.store.exists(kept):
+            raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
+        away = placing.removed(self._home, name)
+        with self._fenced(epoch):
+            try:
+                if kept is None:
+                    self.store.rename(name, away)
+                else:
+                    placing.keep(self.store, self._home, name, kept)
+            except OSError as error:
+                if not placing.immovable(error):
+                    raise
+                self.roll_back(Rollback(None, (epoch,), paths.new_id(), into))
+                return lambda: None
+        self.store.sync_folder("")
+        return lambda: self.store.remove_tree(away)  # nothing is there if it was kept
+
+    def roll_back(self, rollback: Rollback) -> None:
+        """See Commits."""
+        draft = paths.join(self._home, paths.ROLLBACK_RECORD)
+        with self._fenced(rollback.about):
+            self.store.create(draft, rollback.to_bytes())
+            try:
+                self.store.rename(draft, paths.ROLLBACK_RECORD)
+            except FileExistsError:
+                self.store.remove(draft)
+                self.finish_rollback()  # one is left from before; there is one at a time
+                self.roll_back(rollback)
+                return
+            self.store.sync_folder("")
+        self._finish(rollback)
+
+    def _move_rolled_back(self, rollback: Rollback) -> None:
+        folder = rollback.folder
+        with self._fenced(rollback.about):
+            if folder is not None:
+                placing.make_folder(self.store, self._home, folder)
+            for epoch in sorted(rollback.epochs, reverse=True):
+                name = self.folder(epoch)
+                if not self.store.exists(name):
+                    continue
+                if folder is None or self.store.exists(paths.join(folder, name)):  # or copied
+                    placing.remove_here(self.store, self._home, name)
+                else:
+                    placing.move(self.store, self._home, name, paths.join(folder, name))
+                self.store.sync_folder("")
+            if folder is not None:
+                self.store.sync_folder(folder)
+            # not removed where it lies: by now it may be the record of a newer run
+            done = paths.join(self._home, f"done-{paths.new_id()}")
+            self.store.rename(paths.ROLLBACK_RECORD, done)
+            self.store.sync_folder("")
+            self.store.remove(done)
+
+    def release(self) -> None:
+        """See Commits."""
+        placing.leave(self.store, self._home)
+        self.store.sync_folder("")
+
+    def _set_damaged_aside(self, epoch: int) -> None:
+        name = self.folder(epoch)
+        if not self.store.exists(name):
+            return
+        away = f"damaged-{paths.new_id()}"
+        try:
+            placing.keep(self.store, self._home, name, paths.join(away, name))
+        except OSError as error:
+            if not placing.immovable(error):
+                raise
+            self.roll_back(Rollback(None, (epoch,), paths.new_id(), away))
+        logging.warning("%s: the damaged epoch %d was moved to %s", self.store.root, epoch, away)
+
+    def _write_file(self, path: str, data: bytes, old: bytes | None) -> None:
+        draft = placing.removed(self._home)  # nobody sees half of it, and the next run removes what a kill leaves
+        self.store.create(draft, data)
+        self.store.rename(draft, path, replace=old is not None)
+
+    def lost(self, epoch: int) -> SaveError:
+        """See Commits."""
+        if self.store.exists(self._home):
+            return SaveError(epoch, "the primary has given this attempt up")
+        return FencedError(
+            epoch,
+            f"a newer run has taken over {self.store.root} (the staging folder of this one, {self._home}, is gone); "
+            "this process can no longer save there",
+        )
+
+    @contextmanager
+    def _fenced(self, epoch: int) -> Generator[None]:
+        """Raises FencedError for names that a newer run has taken away, or has taken."""
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError) as error:
+            if self.store.exists(self._home):
+                raise
+            raise self.lost(epoch) from error

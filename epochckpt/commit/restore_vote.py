@@ -1,0 +1,185 @@
+"""Which epoch `restore(None)` takes: the newest that every process can read, agreed by vote.
+
+Each process restores (and so verifies) what it needs of the candidate and votes; the primary publishes `accept` or the
+next older candidate. Every wait is bounded. An epoch that one process finds damaged is used by none. One that was
+deleted shows that the list is old: the next candidate is the newest that storage has then. Where storage does not
+answer one of the processes, also not when it is asked again, all of them stop: an older epoch is no answer to that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from absl import logging
+
+from epochckpt._threads import Deadline
+from epochckpt.commit.coordination import Coordinator
+from epochckpt.errors import (
+    CoordinationTimeoutError,
+    DamagedError,
+    EpochCheckpointError,
+    EpochNotFoundError,
+    FormatError,
+    FormatVersionError,
+    StorageError,
+    from_wire,
+    kept,
+    say,
+    to_wire,
+)
+
+_MARGIN_SECS = 60.0
+
+
+def patience(timeout_secs: float) -> float:
+    """How long the others wait for the primary, which waits for all of them."""
+    return 2 * timeout_secs + _MARGIN_SECS
+
+
+_LOOKS = 16  # at a directory whose epochs are deleted again and again
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Generic[T]):
+    """The outcome.
+
+    Attributes:
+        epoch: the epoch that was restored.
+        value: what restoring it gave.
+        rejected: newer epochs that some process found damaged, with what it found.
+    """
+
+    epoch: int
+    value: T
+    rejected: Mapping[int, Exception]
+
+
+Look = tuple[Sequence[int], Mapping[int, str]]
+"""Committed epochs, ascending, and those known to be damaged, with what was found."""
+
+
+def newest_readable(
+    candidates: Sequence[int],
+    restore: Callable[[int], T],
+    look_again: Callable[[Mapping[int, Exception]], Look],
+    coordinator: Coordinator,
+    prefix: str,
+    timeout_secs: float,
+    directory: str,
+) -> Choice[T]:
+    """Restores the newest epoch that every process can read.
+
+    An epoch that is deleted is no damage: it shows that the list of candidates is old.
+
+    Args:
+        candidates: committed epochs, ascending; the primary's, on every process.
+        restore: restores one; raises DamagedError or FormatError if it is damaged, EpochNotFoundError if it is gone;
+            another error says nothing about the epoch, and ends the search on every process.
+        look_again: given what was rejected so far, looks at storage again; the same on every process. It is called
+            after an epoch that was gone, and before giving up.
+        coordinator: the other processes.
+        prefix: for this vote's keys, used once.
+        timeout_secs: how long the primary waits for the votes.
+        directory: for messages.
+
+    Raises:
+        EpochNotFoundError: there is no epoch.
+        DamagedError: there are, but none of them can be read; names the reason for the newest.
+        CoordinationTimeoutError: a process did not vote, or the primary's answer did not come.
+    """
+    found = candidates
+    rejected: dict[int, Exception] = {}
+    damaged: Mapping[int, str] = {}
+    gone: list[int] = []
+    looks = votes = 0
+    while True:
+        left = [epoch for epoch in found if epoch not in rejected and epoch not in gone]
+        if not left and looks <= _LOOKS:
+            (found, damaged), looks = look_again(rejected), looks + 1
+            left = [epoch for epoch in found if epoch not in rejected and epoch not in gone]
+        if not left:
+            break
+        epoch, votes = left[-1], votes + 1
+        value, error = _try(lambda epoch=epoch: restore(epoch), coordinator, f"{prefix}/{votes}", timeout_secs)
+        if error is None:
+            return Choice(epoch, value[0], rejected)
+        if not isinstance(error, EpochNotFoundError):
+            logging.error("%s: epoch %d is not restored, falling back to an older one: %s", directory, epoch, error)
+            rejected[epoch] = kept(error)  # without what was read of it, while older ones are read
+            continue
+        logging.warning("%s: epoch %d is not restored, it is not there any more: %s", directory, epoch, error)
+        gone.append(epoch)
+        if looks < _LOOKS:
+            (found, damaged), looks = look_again(rejected), looks + 1
+    reasons = {**damaged, **{epoch: say(error) for epoch, error in rejected.items()}}
+    if not reasons:
+        raise EpochNotFoundError(None, directory, [])
+    newest = max(reasons)
+    problem = f"none of the {len(reasons)} committed epochs can be restored; the newest: {reasons[newest]}"
+    raise DamagedError(directory, problem) from rejected.get(newest)
+
+
+def _try(
+    restore: Callable[[], T], coordinator: Coordinator, key: str, timeout_secs: float
+) -> tuple[list[T], Exception | None]:
+    """Restores an epoch and votes; returns its value, and why it cannot be used, on the word of all processes."""
+    value: list[T] = []
+    mine: Exception | None = None
+    try:
+        value.append(restore())
+    except Exception as caught:
+        mine = caught
+    error = mine
+    if coordinator.processes > 1:
+        error = _vote(coordinator, key, mine, timeout_secs) or mine
+    if mine is not None and not _is_verdict(mine) and not (isinstance(mine, StorageError) and error is not mine):
+        raise mine
+    if error is not None and not _is_verdict(error):
+        raise error
+    return value, error
+
+
+def _is_verdict(error: Exception) -> bool:
+    """Whether an error is about the epoch; else everybody stops."""
+    return isinstance(error, DamagedError | FormatError | EpochNotFoundError) and not isinstance(
+        error, FormatVersionError
+    )
+
+
+def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_secs: float) -> Exception | None:
+    """Votes, and returns what everybody then knows: None to accept, else the first error."""
+    mine = {"ok": True} if error is None else {"error": to_wire(error)}
+    if not coordinator.primary:
+        coordinator.put(f"{key}/vote/{coordinator.process}", mine)
+        try:
+            verdict = coordinator.get(f"{key}/verdict/0", patience(timeout_secs))
+        except EpochCheckpointError as silence:
+            if error is not None and not _is_verdict(error):
+                return error
+            if isinstance(silence, CoordinationTimeoutError):
+                primary, secs = coordinator.named([0]), patience(timeout_secs)
+                raise CoordinationTimeoutError(
+                    f"the primary, {primary}, did not say within {secs:g} s which epoch restore(None) takes"
+                ) from None
+            raise silence
+        return from_wire(verdict["error"]) if "error" in verdict else None
+    deadline = Deadline(timeout_secs)
+    votes: dict[int, Any] = {0: mine}
+    missing = set(range(1, coordinator.processes))
+    if error is None:
+        found, missing = coordinator.gather(f"{key}/vote", missing, deadline)
+        votes.update(found)
+    bad = [from_wire(votes[p]["error"]) for p in sorted(votes) if "error" in votes[p]]
+    answer = error
+    if error is None and bad:
+        answer = next((e for e in bad if not _is_verdict(e)), bad[0])
+    elif error is None and missing:
+        late = coordinator.named(missing)
+        answer = CoordinationTimeoutError(f"{late} did not say within {timeout_secs:g} s whether it can restore")
+    coordinator.put(f"{key}/verdict/0", {"ok": True} if answer is None else {"error": to_wire(answer)})
+    return answer

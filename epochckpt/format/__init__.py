@@ -1,0 +1,27 @@
+"""What the bytes of an epoch mean: names and paths, the tree, records, grids, checksums, foreign file formats.
+
+Promises: pure functions and frozen values; no policy, and no I/O but the reading of files that are handed in. Whatever
+is parsed here may be damaged or hostile, and every error says where it lies.
+"""
+
+from __future__ import annotations
+
+from epochckpt.format.grid import ArrayItem, Box, Grid, Leaf, Part
+from epochckpt.format.nodes import Nodes
+from epochckpt.format.records import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord
+from epochckpt.format.tree import KeyPath
+
+__all__ = [
+    "ArrayItem",
+    "Box",
+    "DataFile",
+    "EpochRecord",
+    "Grid",
+    "ItemRecord",
+    "KeyPath",
+    "Leaf",
+    "NodeEntry",
+    "NodeRecord",
+    "Nodes",
+    "Part",
+]

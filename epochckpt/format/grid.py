@@ -1,0 +1,290 @@
+"""Index arithmetic of the format: which node writes which part of which leaf, and where in its files it lies.
+
+Pure and deterministic: every node, and every later reader, computes the same from the same records. A leaf is cut
+into a regular grid of equal cells. A `Grid` row says into how many cells each dimension is cut and which nodes hold
+each cell; many leaves share one row. The owner, the one holder that writes a cell, is
+`holders[cell][(cell + rotation) mod len(holders[cell])]`, so that replicated bytes spread over nodes.
+
+A node's file holds its cells ordered by item size (largest first, so that each tensor is aligned), then leaf, then
+cell, and is continued in a further part past `part_bytes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from epochckpt import _text
+from epochckpt.format import safetensors
+from epochckpt.format.tree import ARRAY_KINDS, KeyPath
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """One row of the grid table.
+
+    Attributes:
+        counts: cells along each leading dimension; trailing ones are left out.
+        holders: for each cell (C order), the ascending node numbers that hold it.
+    """
+
+    counts: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    @functools.cached_property
+    def _table(self) -> tuple[np.ndarray, np.ndarray]:
+        sizes = np.array([len(h) for h in self.holders], dtype=np.int64)
+        table = np.full((len(self.holders), int(sizes.max(initial=1))), -1, dtype=np.int64)
+        for i, nodes in enumerate(self.holders):
+            table[i, : len(nodes)] = nodes
+        return table, sizes
+
+    def owners(self, rotation: int) -> np.ndarray:
+        """Node number of the owner of every cell, int64 of shape (cells,)."""
+        table, sizes = self._table
+        cells = np.arange(len(sizes))
+        return table[cells, (cells + rotation) % sizes]
+
+    @functools.cached_property
+    def _owned(self) -> dict[tuple[int, int], list[int]]:
+        return {}
+
+    def owned(self, rotation: int, node: int) -> list[int]:
+        """The cells that `node` writes, ascending."""
+        found = self._owned.get((rotation, node))
+        if found is None:
+            found = self._owned[rotation, node] = np.flatnonzero(self.owners(rotation) == node).tolist()
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of an item's tree, as recorded.
+
+    Attributes:
+        path: key path.
+        name: the path as text.
+        kind: one of `tree.ARRAY_KINDS`, `VALUE_KINDS`, `EMPTY_KINDS`.
+        dtype: of the stored bytes (typed PRNG keys: of their key data); None for leaves without bytes in a data file.
+        shape: of the stored array (typed PRNG keys: of their key data).
+        grid: row in the grid table, -1 without bytes.
+        rotation: shifts the owners of the row's cells.
+        sharding: row in the sharding table, -1 where there is none.
+        impl: the PRNG implementation of a typed key.
+    """
+
+    path: KeyPath
+    name: str
+    kind: str
+    dtype: np.dtype[Any] | None = None
+    shape: tuple[int, ...] = ()
+    grid: int = -1
+    rotation: int = 0
+    sharding: int = -1
+    impl: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole stored array."""
+        return math.prod(self.shape) * self.dtype.itemsize if self.dtype is not None else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one part of a node's data file holds, in file order.
+
+    Attributes:
+        leaves: leaf numbers, one per cell.
+        cells: cell numbers.
+        offsets: cumulative byte offsets from the start of the data, one more than there are cells.
+    """
+
+    leaves: np.ndarray
+    cells: np.ndarray
+    offsets: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayItem:
+    """An item whose leaves lie in data files: its tree, the grid table and the sharding tables.
+
+    Attributes:
+        name: item name.
+        leaves: in JAX's flattening order.
+        grids: the grid table.
+        shardings: JSON rows that say how leaves lay on devices (for restoring without a target).
+        meshes: JSON rows that `shardings` refer to.
+    """
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    grids: tuple[Grid, ...]
+    shardings: tuple[Any, ...] = ()
+    meshes: tuple[Any, ...] = ()
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is one array or value, not a tree of them."""
+        return len(self.leaves) == 1 and not self.leaves[0].path
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, int]:
+        """Leaf numbers by leaf name."""
+        return {leaf.name: i for i, leaf in enumerate(self.leaves)}
+
+    @functools.cached_property
+    def public_names(self) -> list[str]:
+        """The names that the leaves go by outside the files."""
+        return _text.public(leaf.name for leaf in self.leaves)
+
+    @functools.cached_property
+    def by_either_name(self) -> dict[str, int]:
+        """Leaf numbers by public name, and by leaf name."""
+        return _text.either([leaf.name for leaf in self.leaves])
+
+    @functools.cached_property
+    def _file_order(self) -> list[int]:
+        arrays = [i for i, leaf in enumerate(self.leaves) if leaf.kind in ARRAY_KINDS]
+        return sorted(arrays, key=lambda i: (-_itemsize(self.leaves[i]), i))
+
+    @functools.cached_property
+    def _cells(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], int]]:
+        return {}
+
+    def _cell(self, leaf: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """(counts, cell shape, cell bytes) of a leaf."""
+        found = self._cells.get(leaf)
+        if found is None:
+            info = self.leaves[leaf]
+            counts = self.grids[info.grid].counts
+            counts += (1,) * (len(info.shape) - len(counts))
+            shape = tuple(d // c for d, c in zip(info.shape, counts, strict=True))
+            found = self._cells[leaf] = counts, shape, math.prod(shape) * _itemsize(info)
+        return found
+
+    def counts(self, leaf: int) -> tuple[int, ...]:
+        """Cells along each dimension of a leaf."""
+        return self._cell(leaf)[0]
+
+    def cell_shape(self, leaf: int) -> tuple[int, ...]:
+        """Shape of each cell of a leaf."""
+        return self._cell(leaf)[1]
+
+    def cell_bytes(self, leaf: int) -> int:
+        """Bytes of each cell of a leaf."""
+        return self._cell(leaf)[2]
+
+    def is_whole(self, leaf: int) -> bool:
+        """Whether the leaf is one cell."""
+        return len(self.grids[self.leaves[leaf].grid].holders) == 1
+
+    def cell_box(self, leaf: int, cell: int) -> Box:
+        """The part of the leaf that a cell covers."""
+        if self.is_whole(leaf):
+            return tuple((0, d) for d in self.leaves[leaf].shape)
+        where = np.unravel_index(cell, self.counts(leaf))
+        return tuple((int(i) * s, (int(i) + 1) * s) for i, s in zip(where, self.cell_shape(leaf), strict=True))
+
+    def cells_touching(self, leaf: int, box: Box) -> list[int]:
+        """The cells that intersect `box` (all cells of an array without elements: none)."""
+        shape, counts = self.cell_shape(leaf), self.counts(leaf)
+        if math.prod(self.leaves[leaf].shape) == 0 or any(stop <= start for start, stop in box):
+            return []
+        if self.is_whole(leaf):
+            return [0]
+        ranges = [
+            range(start // s, min(c, -(-stop // s))) for (start, stop), s, c in zip(box, shape, counts, strict=True)
+        ]
+        grids = np.meshgrid(*[np.arange(r.start, r.stop) for r in ranges], indexing="ij")
+        return np.ravel_multi_index([g.ravel() for g in grids], counts).tolist()
+
+    def owner(self, leaf: int, cell: int) -> int:
+        """Number of the node that writes this cell."""
+        info = self.leaves[leaf]
+        holders = self.grids[info.grid].holders[cell]
+        return holders[(cell + info.rotation) % len(holders)]
+
+    def owned(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(leaf, cell, bytes) of every cell that `node` writes, in file order."""
+        leaves: list[int] = []
+        cells: list[int] = []
+        sizes: list[int] = []
+        for i in self._file_order:
+            info = self.leaves[i]
+            mine = self.grids[info.grid].owned(info.rotation, node)
+            leaves += [i] * len(mine)
+            cells += mine
+            sizes += [self.cell_bytes(i)] * len(mine)
+        return np.array(leaves, np.int64), np.array(cells, np.int64), np.array(sizes, np.int64)
+
+    def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[Part]:
+        """Cuts a node's cells into parts that end after the given numbers of cells."""
+        leaves, cells, sizes = owned
+        parts, start = [], 0
+        for end in ends:
+            offsets = np.concatenate([[0], np.cumsum(sizes[start:end])])
+            parts.append(Part(leaves[start:end], cells[start:end], offsets))
+            start = end
+        return parts
+
+    def part_ends(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], part_bytes: int | None) -> list[int]:
+        """Where a node's cells go on in another part: past `part_bytes`, or before the header gets too large."""
+        leaves, _, sizes = owned
+        if not len(leaves):
+            return []
+        ends: list[int] = []
+        data = head = 0
+        for i, (leaf, size) in enumerate(zip(leaves.tolist(), sizes.tolist(), strict=True)):
+            info = self.leaves[leaf]
+            extra = safetensors.header_bytes_bound(len(info.name) + 2 + 42 * len(info.shape), len(info.shape))
+            full = part_bytes is not None and data + size > part_bytes
+            if i > (ends[-1] if ends else 0) and (full or head + extra > safetensors.MAX_HEADER_BYTES):
+                ends.append(i)
+                data = head = 0
+            data += size
+            head += extra
+        return [*ends, len(leaves)]
+
+    def tensor(self, leaf: int, cell: int) -> tuple[str, np.dtype[Any], tuple[int, ...], int]:
+        """(name, dtype, shape, bytes) of a cell as a tensor of the data file."""
+        info = self.leaves[leaf]
+        assert info.dtype is not None
+        shape = self.cell_shape(leaf)
+        bounds = None if shape == info.shape else self.cell_box(leaf, cell)
+        return safetensors.slice_name(info.name, bounds), info.dtype, shape, self.cell_bytes(leaf)
+
+
+def _itemsize(leaf: Leaf) -> int:
+    return leaf.dtype.itemsize if leaf.dtype is not None else 0
+
+
+def blocks(sizes: np.ndarray, data_start: int, block_bytes: int) -> np.ndarray:
+    """End offsets of a file's blocks: the header, then runs of whole small cells or pieces of one large cell.
+
+    Args:
+        sizes: bytes of each cell in file order.
+        data_start: bytes of the header.
+        block_bytes: cells of at least this size are cut into pieces of it; smaller ones are collected up to it.
+    """
+    ends = [data_start]
+    position = start = data_start
+    for size in sizes.tolist():
+        if size >= block_bytes or position + size - start > block_bytes:
+            if position > start:
+                ends.append(position)
+            start = position
+        if size >= block_bytes:
+            ends.extend(range(position + block_bytes, position + size, block_bytes))
+            ends.append(position + size)
+            start = position + size
+        position += size
+    if position > start:
+        ends.append(position)
+    return np.array(ends, dtype=np.int64)

@@ -1,0 +1,109 @@
+"""Which nodes a job has, and which of them a process hosts: one each, or, in a job of one process, all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.format import paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """The nodes of a job, as one of its processes sees them.
+
+    Attributes:
+        names: of all nodes, in order; their numbers are their places in it.
+        process: number of this process.
+        processes: how many the job has; if several, node i is process i.
+        given: the names were given to the manager's constructor (`node=`), on this process or on another one.
+        ids: JAX process index of every process, by its number; empty: the numbers themselves.
+    """
+
+    names: tuple[str, ...] = ("process_0",)
+    process: int = 0
+    processes: int = 1
+    given: bool = False
+    ids: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def hosted(self) -> range:
+        """Numbers of the nodes that this process hosts; the first one writes what the process has as a whole."""
+        return self.numbers_of(self.process)
+
+    @property
+    def hosted_names(self) -> list[str]:
+        """Names of the nodes that this process hosts."""
+        return self.names_of(self.process)
+
+    @functools.cached_property
+    def folders(self) -> frozenset[str]:
+        """Names of the folders of all nodes."""
+        return frozenset(map(paths.folder_name, self.names))
+
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        """(name, JAX process index) by node number."""
+        one = self.processes == 1
+        return [(name, self.id_of(0 if one else number)) for number, name in enumerate(self.names)]
+
+    @property
+    def writers(self) -> dict[int, int]:
+        """The number of each process's first node, by JAX process index."""
+        return {self.id_of(process): self.numbers_of(process)[0] for process in range(self.processes)}
+
+    def id_of(self, process: int) -> int:
+        """The JAX process index of a process."""
+        return self.ids[process] if self.ids else process
+
+    def numbers_of(self, process: int) -> range:
+        """Numbers of the nodes that a process hosts."""
+        return range(len(self.names)) if self.processes == 1 else range(process, process + 1)
+
+    def names_of(self, process: int) -> list[str]:
+        """Names of the nodes that a process hosts."""
+        return [self.names[number] for number in self.numbers_of(process)]
+
+    def renamed(self, names: Sequence[str]) -> Nodes:
+        """The same processes with these nodes.
+
+        Raises:
+            InvalidArgumentError: unusable or repeated names, a number of them that does not fit the processes, or
+                others than those that were given before.
+        """
+        asked = check_names(names)
+        if asked == self.names:
+            return self
+        if self.given:
+            raise InvalidArgumentError(
+                f"a manager with other nodes: this one was opened (node=) with {', '.join(self.names)}; asked for were "
+                f"{', '.join(asked)}. Construct it without node=, or with these names"
+            )
+        if self.processes not in (1, len(asked)):
+            raise InvalidArgumentError(
+                f"{len(asked)} nodes ({', '.join(asked)}) in a job of {self.processes} processes: expected one node "
+                "per process, in their order, or a single process that hosts all of them"
+            )
+        return dataclasses.replace(self, names=asked)
+
+
+def check_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Names of nodes as a tuple; one name will do.
+
+    Raises:
+        InvalidArgumentError: none, an unusable one, or one twice.
+    """
+    listed = (names,) if isinstance(names, str) else tuple(names)
+    if not listed:
+        raise InvalidArgumentError("no node names; expected at least one")
+    seen: set[str] = set()
+    for name in listed:
+        if paths.check_node_name(name) in seen:
+            raise InvalidArgumentError(f"two nodes have the name {name!r} (of {list(listed)}); names must be unique")
+        seen.add(name)
+    return listed

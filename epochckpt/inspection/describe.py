@@ -1,0 +1,353 @@
+"""One epoch in full: its items, their leaves, and where each part of an array lies. Reads records, no arrays.
+
+Nothing here asks jax for its devices: shardings are told in the words of the records. Typed keys have the shape of
+their data, which is what reading them gives.
+
+Epochs of jobs that know nothing of each other (`node_epochs`), as an inspection reads them: node by node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from epochckpt import _text
+from epochckpt._threads import Pool
+from epochckpt._units import several
+from epochckpt.arrays import EpochReader
+from epochckpt.commit import Commits
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, EpochNotFoundError, FormatError, say
+from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, Leaf, parsing, paths
+from epochckpt.format import tree as tree_lib
+from epochckpt.inspection import leftovers
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, FileRow, ItemRow, LeafRow, ShardingRow
+from epochckpt.orbax import OrbaxRecord, marks, steps
+from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
+from epochckpt.storage import Store
+
+
+def readers(commits: Commits, epoch: int, pool: Pool) -> tuple[dict[str, EpochReader], dict[str, str]]:
+    """Readers of what single nodes saved under an epoch's number, and what is wrong with the others, by node.
+
+    Args:
+        commits: the directory.
+        epoch: the number.
+        pool: who reads.
+    """
+    folder = commits.folder(epoch)
+    found: dict[str, EpochReader] = {}
+    problems: dict[str, str] = {}
+    for name, is_folder in sorted(leftovers.names(commits.store, folder)):
+        at = paths.join(folder, name)
+        if not is_folder or not paths.is_name(name):
+            continue
+        try:
+            record = commits.read_in(at, epoch, parsing.parse_epoch)
+        except (EpochCheckpointError, OSError) as error:
+            problems[paths.shown_name(name)] = say(error)
+            continue
+        if record is not None and record.alone and record.nodes[0].folder == name:
+            found[record.nodes[0].name] = EpochReader(commits.store, at, record, pool)
+    return found, problems
+
+
+MAX_REPR = 120
+"""Characters of a Python value that a row shows."""
+
+_TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}  # as jax names the dtypes of keys
+_MAX_SCALARS = 1000  # of stock Orbax, each of which is an array by itself, read to show its value
+_MAX_FILES = 100_000
+_THREADS = 4  # for the records of nodes
+
+
+def describe(commits: Commits, row: EpochRow) -> EpochDetail:
+    """Everything that is known of one epoch without reading arrays.
+
+    An item that cannot be looked into has a `problem`; the others are there all the same. If the epoch's record itself
+    cannot be read there are no items, and the row says why. Attempts that were not committed have no items.
+
+    Args:
+        commits: the directory's epochs.
+        row: the epoch, from the overview.
+
+    Raises:
+        EpochDeleted: it is not there any more.
+        AccessError: it may not be read.
+    """
+    if row.state not in (COMMITTED, DAMAGED):
+        return EpochDetail(row, ())
+    try:
+        record = commits.read_record(row.epoch)
+    except EpochNotFoundError as error:
+        lone, problems = readers(commits, row.epoch, Pool(_THREADS))
+        if lone or problems:
+            return EpochDetail(row, tuple(_lone_items(lone, problems)))
+        if row.state == DAMAGED:
+            return EpochDetail(row, ())
+        raise EpochDeleted(row.epoch, commits.store.root, "it was there when the directory was looked at") from error
+    except (DamagedError, FormatError) as error:
+        return EpochDetail(dataclasses.replace(row, state=DAMAGED, detail=row.detail or str(error)), ())
+    folder = commits.folder(row.epoch)
+    if isinstance(record, OrbaxRecord):
+        return EpochDetail(row, tuple(_orbax_items(commits, folder, record)))
+    reader = EpochReader(commits.store, folder, record, Pool(_THREADS))
+    items = [_item(reader, name, item) for name, item in sorted(record.items.items())]
+    return EpochDetail(row, tuple(items), record.orbax_left_out)
+
+
+# -- epochs of ours --------------------------------------------------------------------------------------------------
+
+
+def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
+    handler = item.handler.rpartition(".")[2]
+    if item.arrays is not None:
+        return _array_item(name, reader.record, item, handler)
+    if item.kind == "node":
+        return _node_item(reader, name, handler)
+    files = [FileRow(f.name, n.name, f.size) for n in reader.record.nodes for f in n.files if f.item == name]
+    return ItemRow(name, item.kind, handler, sum(f.nbytes for f in files), files=tuple(files))
+
+
+def _lone_items(lone: Mapping[str, EpochReader], problems: Mapping[str, str]) -> list[ItemRow]:
+    """What nodes saved that know nothing of each other: every item is each node's own."""
+    found: dict[str, dict[str, ItemRow]] = {}
+    for node, reader in lone.items():
+        for name, item in reader.record.items.items():
+            row = _item(reader, name, item)
+            found.setdefault(name, {})[node] = row.nodes.get(node, row)
+    said = "; ".join(f"node {node}: {problem}" for node, problem in problems.items())
+    return [
+        ItemRow(
+            name,
+            "node",
+            next((row.handler for row in nodes.values()), ""),
+            sum(row.nbytes for row in nodes.values()),
+            nodes=nodes,
+            problem="; ".join(filter(None, [said, *(row.problem for row in nodes.values())])),
+        )
+        for name, nodes in sorted(found.items())
+    ]
+
+
+def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str = "") -> ItemRow:
+    arrays = item.arrays
+    assert arrays is not None, "callers choose array items"
+    shardings = _Shardings(arrays, [n.name for n in record.nodes])
+    leaves = tuple(
+        dataclasses.replace(_leaf(i, leaf, item.values, shardings), name=name)
+        for i, (name, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True))
+    )
+    nbytes = sum(leaf.nbytes for leaf in leaves)
+    return ItemRow(name, "arrays", handler, nbytes, leaves, custom_metadata=item.custom_metadata)
+
+
+def _leaf(number: int, leaf: Leaf, values: Mapping[int, Any], shardings: _Shardings) -> LeafRow:
+    path = tuple(str(key) for _, key in leaf.path)
+    if leaf.kind in ("longstr", "longbytes"):
+        what = "str" if leaf.kind == "longstr" else "bytes"
+        return LeafRow(leaf.name, path, what, nbytes=leaf.nbytes, value=f"<{what} of {leaf.nbytes} bytes>")
+    if leaf.dtype is not None:
+        sharding = shardings.of(number)
+        return LeafRow(leaf.name, path, leaf.kind, dtype_of(leaf), leaf.shape, leaf.nbytes, sharding=sharding)
+    value = ""
+    if number in values:
+        value = shortened(tree_lib.value_from_json(paths.EPOCH_RECORD, leaf.kind, values[number]))
+    return LeafRow(leaf.name, path, leaf.kind, value=value)
+
+
+def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
+    """A pytree of each node's own: it is described in the nodes' records."""
+    nodes: dict[str, ItemRow] = {}
+
+    def look(number: int) -> tuple[str, ItemRow] | None:
+        entry = reader.record.nodes[number]
+        try:
+            if not reader.has(number, name):
+                return None
+            own = reader.of_node(number, name)
+            return entry.name, _array_item(name, own.record, own.record.items[name], handler)
+        except EpochDeleted:
+            raise
+        except (EpochCheckpointError, OSError) as error:
+            return entry.name, ItemRow(name, "arrays", handler, problem=say(error))
+
+    found: dict[int, tuple[str, ItemRow] | None] = {}
+    numbers = range(len(reader.record.nodes))
+    reader.pool.run([lambda n=n: found.__setitem__(n, look(n)) for n in numbers])
+    nodes = dict(pair for n in numbers if (pair := found[n]) is not None)
+    broken = [n for n, row in nodes.items() if row.problem]
+    problem = (
+        f"{len(broken)} of {several(len(nodes), 'node', 'nodes')} cannot be looked into: {nodes[broken[0]].problem}"
+        if broken
+        else ""
+    )
+    return ItemRow(name, "node", handler, sum(n.nbytes for n in nodes.values()), nodes=nodes, problem=problem)
+
+
+class _Shardings:
+    """The rows of an item's arrays; leaves that lie alike share one."""
+
+    def __init__(self, arrays: ArrayItem, nodes: Sequence[str]):
+        self._arrays, self._nodes = arrays, nodes
+        self._known: dict[Any, ShardingRow] = {}
+        self._owners: dict[tuple[int, int], tuple[str, ...]] = {}
+
+    def of(self, number: int) -> ShardingRow:
+        leaf = self._arrays.leaves[number]
+        counts = self._arrays.counts(number)
+        known = counts, leaf.grid, leaf.rotation, leaf.sharding
+        if known not in self._known:
+            grid = self._arrays.grids[leaf.grid]
+            owners = self._owners.get((leaf.grid, leaf.rotation))
+            if owners is None:
+                owners = tuple(str(self._nodes[n]) for n in grid.owners(leaf.rotation).tolist())
+                self._owners[leaf.grid, leaf.rotation] = owners
+            spec = _spec(self._arrays, leaf.sharding)
+            self._known[known] = ShardingRow(counts, owners, min(map(len, grid.holders)), spec)
+        return self._known[known]
+
+
+def _spec(arrays: ArrayItem, number: int) -> str:
+    """A recorded sharding in words; empty for a row that says nothing, or nonsense: nobody checked it before."""
+    if number < 0:
+        return ""
+    try:
+        row = arrays.shardings[number]
+        if "device" in row:
+            return _with_memory(f"one device ({row['platform']}:{row['device']})", row)
+        mesh = arrays.meshes[row["mesh"]]
+        return _with_memory(words(mesh["axes"], mesh["shape"], row["spec"]), row)
+    except (KeyError, IndexError, TypeError, ValueError):
+        return ""
+
+
+def _with_memory(text: str, row: Mapping[str, Any]) -> str:
+    kind = row.get("memory")
+    return text if kind in (None, "device", "unpinned_host") else f"{text}, in {kind}"
+
+
+def words(axes: Sequence[Any], shape: Sequence[Any], spec: Sequence[Any]) -> str:
+    """`PartitionSpec('data', None) on data=4, model=2`."""
+    entries = ", ".join(repr(tuple(e)) if isinstance(e, list) else repr(e) for e in spec)
+    mesh = ", ".join(f"{axis}={size}" for axis, size in zip(axes, shape, strict=True))
+    return f"PartitionSpec({entries}) on {mesh}"
+
+
+def dtype_of(leaf: Leaf) -> str:
+    """A leaf's dtype for people; typed keys as jax says it."""
+    if leaf.kind == "prng":
+        return f"key<{_TAGS.get(leaf.impl or '', leaf.impl)}>"
+    return str(leaf.dtype)
+
+
+def shortened(value: Any) -> str:
+    """Repr of a Python value, its middle left out if it is long."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * MAX_REPR:
+        text = hex(value)  # Python refuses to write numbers of thousands of digits in decimal
+    else:
+        text = repr(value)
+    return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 21]}…{text[-20:]}"
+
+
+# -- steps of stock Orbax --------------------------------------------------------------------------------------------
+
+
+def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[ItemRow]:
+    rows = []
+    for name in sorted(record.names):
+        handler = record.handlers.get(name, "")
+        at = paths.join(folder, record.folders[name])
+        kind = "files"
+        try:
+            if steps.kind(commits.store, at, name, record) == "arrays":
+                kind = "arrays"
+                rows.append(_orbax_arrays(OrbaxItem(commits.store, at, record.epoch, handler), name, handler))
+            else:
+                files = tuple(_files(commits.store, at, ""))
+                rows.append(ItemRow(name, kind, _class(handler), sum(f.nbytes for f in files), files=files))
+        except (EpochCheckpointError, OSError) as error:
+            if commits.read_attempt(record.epoch) != record.attempt:
+                raise EpochDeleted(record.epoch, commits.store.root, say(error)) from error
+            rows.append(ItemRow(name, kind, _class(handler), problem=say(error)))
+    return rows
+
+
+def _class(handler: str) -> str:
+    return handler.rpartition(".")[2]
+
+
+def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
+    problems = [f"leaf {row.leaf.name!r} {row.problem}" for row in item.leaves if row.problem]
+    leaves = []
+    scalars = 0
+    for name_of, row in zip(_text.public(row.leaf.name for row in item.leaves), item.leaves, strict=True):
+        value = ""
+        if row.leaf.kind in tree_lib.VALUE_KINDS | {"longstr", "longbytes"} and not row.problem:
+            scalars += 1
+            if scalars <= _MAX_SCALARS or row.here or row.leaf.kind == "str":
+                try:
+                    value = shortened(item.value(row))
+                except EpochCheckpointError as error:
+                    problems.append(say(error))
+        elif row.leaf.kind == UNKNOWN and row.value is not None:
+            value = str(row.value)
+        leaves.append(dataclasses.replace(_orbax_leaf(item, row, value), name=name_of))
+    problem = f"{problems[0]}{f' (and {len(problems) - 1} more)' if problems[1:] else ''}" if problems else ""
+    nbytes = sum(leaf.nbytes for leaf in leaves)
+    attached = item.custom_metadata
+    return ItemRow(name, "arrays", _class(handler), nbytes, tuple(leaves), custom_metadata=attached, problem=problem)
+
+
+def _orbax_leaf(item: OrbaxItem, row: StoredLeaf, value: str) -> LeafRow:
+    leaf = row.leaf
+    path = tuple(str(key) for _, key in leaf.path)
+    kind = leaf.kind.removeprefix("long")
+    if leaf.dtype is None:
+        return LeafRow(leaf.name, path, kind, value=value)
+    sharding = _orbax_sharding(item, row)
+    return LeafRow(leaf.name, path, kind, dtype_of(leaf), leaf.shape, leaf.nbytes, sharding=sharding)
+
+
+def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:
+    """Which node wrote what is not recorded; how the array lay on devices is, as a rule."""
+    recorded = item.shardings.get(row.param, {})
+    try:
+        if recorded.get("sharding_type") == "SingleDeviceSharding":
+            return ShardingRow((1,) * len(row.leaf.shape), spec=f"one device ({recorded['device_str']})")
+        if recorded:
+            axes, shape, spec = recorded["axis_names"], recorded["shape"], recorded["partition_spec"]
+            counts = _counts(dict(zip(axes, shape, strict=True)), spec, row.leaf.shape)
+            memory = {"memory": recorded.get("memory_kind")}
+            return ShardingRow(counts, spec=_with_memory(words(axes, shape, spec), memory))
+    except (KeyError, TypeError, ValueError):  # it says nothing that we know
+        pass
+    pieces = row.write_shape
+    if pieces is None or len(pieces) != len(row.leaf.shape) or not all(pieces):
+        pieces = row.leaf.shape
+    return ShardingRow(tuple(-(-d // p) if p else 1 for d, p in zip(row.leaf.shape, pieces, strict=True)))
+
+
+def _counts(sizes: Mapping[str, int], spec: Sequence[Any], shape: Sequence[int]) -> tuple[int, ...]:
+    """Into how many parts a PartitionSpec cuts each dimension."""
+    axes = [() if e is None else e if isinstance(e, list) else [e] for e in spec]
+    counts = [math.prod(sizes[axis] for axis in group) for group in axes]
+    if len(counts) > len(shape) or not all(type(c) is int and c > 0 for c in counts):
+        raise ValueError(f"{spec} does not cut {shape}")
+    return (*counts, *[1] * (len(shape) - len(counts)))
+
+
+def _files(store: Store, at: str, inside: str) -> list[FileRow]:
+    """The files below a folder; links are not followed."""
+    found: list[FileRow] = []
+    pending = [inside]
+    while pending and len(found) < _MAX_FILES:
+        folder = pending.pop()
+        for entry in store.list(paths.join(at, folder)):
+            name = paths.join(folder, entry.name)
+            if entry.is_folder:
+                pending.append(name)
+            elif name != marks.COMMIT:
+                found.append(FileRow(name, "", store.size(paths.join(at, name))))
+    return sorted(found, key=lambda f: f.name)

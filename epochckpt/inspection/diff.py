@@ -1,0 +1,439 @@
+"""The difference of two epochs, leaf by leaf, whoever wrote them and wherever they lie.
+
+Leaves belong together by item, node and name. What the checksums in the records of two epochs of ours show to be the
+same is not read; all else is read in pieces, both epochs side by side, verified. Values count, not bits: NaN is equal
+to NaN at the same place, and 0 to -0.
+
+What two epochs have in common, told from the checksums in their nodes' records: no array and no file is read.
+
+A cell of a leaf lies in one or more blocks of a data file, each of which has a checksum. Where the blocks of a cell
+have the same checksums and lengths in both epochs, and the cell lies at the same place in them, its bytes are the
+same: whoever wrote it, and whatever else changed in the tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from epochckpt import _text
+from epochckpt._text import shown
+from epochckpt.arrays import EpochReader
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, InvalidArgumentError, say
+from epochckpt.format import ArrayItem, checksums, grid
+from epochckpt.inspection import rows, stats
+from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
+from epochckpt.inspection.stats import Change
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cells:
+    """The cells of an item that are not empty, by leaf and cell: four numbers that say what bytes each has."""
+
+    arrays: ArrayItem
+    numbers: np.ndarray  # checksum, length of its first block, its place in that, its own length: shape (cells, 4)
+    ends: np.ndarray  # where the cells of each leaf end
+
+    def of(self, leaf: int) -> np.ndarray:
+        """Those of one leaf."""
+        return self.numbers[self.ends[leaf - 1] if leaf else 0 : self.ends[leaf]]
+
+
+def leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]:
+    """Public names of the leaves of an item whose shape, dtype and bytes are the same in two epochs.
+
+    Leaves that are not among them may be the same all the same.
+
+    Raises:
+        EpochDeleted: one of the epochs went away.
+    """
+    one, other = _cells(before, item), _cells(after, item)
+    found, twins = [], {name: number for number, name in enumerate(other.arrays.public_names)}
+    for number, (name, leaf) in enumerate(zip(one.arrays.public_names, one.arrays.leaves, strict=True)):
+        twin = twins.get(name)
+        if twin is None or leaf.dtype is None or not leaf.nbytes:
+            continue
+        peer = other.arrays.leaves[twin]
+        if (leaf.kind, leaf.dtype, leaf.impl, leaf.shape) != (peer.kind, peer.dtype, peer.impl, peer.shape):
+            continue
+        if one.arrays.counts(number) != other.arrays.counts(twin):
+            continue
+        cells = one.of(number)
+        # A node whose record cannot be read has no cells here.
+        complete = len(cells) == len(one.arrays.grids[leaf.grid].holders)
+        if complete and np.array_equal(cells, other.of(twin)):
+            found.append(name)
+    return frozenset(found)
+
+
+def files(before: EpochReader, after: EpochReader, item: str) -> dict[str, bool]:
+    """For each file of handlers that both epochs have with the same unit of checksums: whether it is the same.
+
+    Raises:
+        EpochDeleted: one of the epochs went away.
+        DamagedError, FormatError: a node's record cannot be used.
+    """
+    one, other = ({f.name: f for _, f in reader.item_files(item)} for reader in (before, after))
+    both = ((name, f, other[name]) for name, f in one.items() if name in other)
+    return {name: (a.size, a.xxh3) == (b.size, b.xxh3) for name, a, b in both if a.block_bytes == b.block_bytes}
+
+
+def _cells(reader: EpochReader, item: str) -> _Cells:
+    arrays = reader.record.items[item].arrays
+    assert arrays is not None, "callers choose items of arrays"
+    nodes = [n for n, entry in enumerate(reader.record.nodes) if any(f.item == item for f in entry.files)]
+    found: dict[int, list[np.ndarray]] = {}
+    reader.pool.run([functools.partial(_look, reader, item, node, found) for node in nodes])
+    parts = [part for node in nodes for part in found[node]]
+    rows = np.concatenate([np.zeros((0, 6), np.uint64), *parts])
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    ends = np.searchsorted(rows[:, 0], np.arange(1, len(arrays.leaves) + 1, dtype=np.uint64))
+    return _Cells(arrays, rows[:, 2:], ends)
+
+
+def _look(reader: EpochReader, item: str, node: int, found: dict[int, list[np.ndarray]]) -> None:
+    """Notes the cells that a node wrote; none if its record cannot be used, which who reads its arrays will tell."""
+    found[node] = []
+    try:
+        listed = {f.part: f for f in reader.node_record(node).files if f.item == item and not f.name}
+        for part, file in enumerate(reader.files(item, node)):
+            sizes = np.diff(file.offsets)
+            ends = grid.blocks(sizes, file.data_start, listed[part].block_bytes)
+            sums = np.array([int(s, 16) for s in listed[part].xxh3], np.uint64)
+            if len(sums) == len(ends):
+                rows = _rows(file.part.leaves, file.part.cells, file.offsets, ends, sums)
+                found[node].append(rows)
+    except EpochDeleted:
+        raise
+    except (EpochCheckpointError, KeyError, ValueError):
+        found[node] = []
+
+
+def _rows(leaf: np.ndarray, cell: np.ndarray, offsets: np.ndarray, ends: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    full = np.flatnonzero(np.diff(offsets))
+    starts, stops = offsets[full], offsets[full + 1]
+    first, last = np.searchsorted(ends, starts, side="right"), np.searchsorted(ends, stops, side="left")
+    lengths = np.diff(ends, prepend=0).astype(np.uint64)
+    keys = sums[first]
+    for i in np.flatnonzero(last > first).tolist():
+        blocks = slice(first[i], last[i] + 1)
+        keys[i] = checksums.xxh3(sums[blocks].tobytes() + lengths[blocks].tobytes())
+    places = starts - (ends - lengths.astype(np.int64))[first]
+    columns = (leaf[full], cell[full], keys, lengths[first], places, stops - starts)
+    return np.stack([c.astype(np.uint64) for c in columns], axis=1)
+
+
+T = TypeVar("T", LeafRow, FileRow)
+
+
+class Leaves(Protocol):
+    """Where leaves and files come from."""
+
+    def value(self, item: str, leaf: str, node: str = "") -> Any:
+        """A leaf as an array or Python value."""
+        ...
+
+    def pieces(self, item: str, leaf: str, node: str = "") -> Iterator[np.ndarray]:
+        """A whole leaf as consecutive pieces of one dimension; arrays of one shape are cut alike."""
+        ...
+
+    def file(self, item: str, name: str, node: str = "") -> bytes:
+        """The content of a file that a handler wrote."""
+        ...
+
+    def reader(self, item: str, node: str = "") -> EpochReader | None:
+        """What reads an item of an epoch of ours; None for stock Orbax."""
+        ...
+
+
+Side = tuple[EpochDetail, Leaves]
+Progress = Callable[[int, int], None]
+
+
+def compare(
+    before: Side,
+    after: Side,
+    patterns: str | Sequence[str] = "*",
+    progress: Progress = lambda done, total: None,
+    *,
+    directory: str = "",
+    other_directory: str = "",
+) -> Diff:
+    """Compares two epochs.
+
+    Args:
+        before: the first epoch: what is known of it, and its arrays.
+        after: the second one; of another directory, or of stock Orbax, as well.
+        patterns: shell patterns of `leaf` or `item:leaf`; others are neither read nor in the result.
+        progress: is told how many bytes of both epochs have been read, and how many there are to read.
+        directory: where the first one lies.
+        other_directory: where the second one lies, if elsewhere.
+
+    Returns:
+        One row per leaf or file. What could not be compared is among its problems; all else is compared.
+
+    Raises:
+        InvalidArgumentError: no leaf of either epoch matches.
+        EpochDeleted: one of the epochs went away meanwhile.
+    """
+    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    pairs, problems = _pairs(before[0], after[0])
+    chosen = [pair for pair in pairs if any(pair.matches(pattern) for pattern in wanted)]
+    problems = {key: said for key, said in problems.items() if any(_may_be_in(key, p) for p in wanted)}
+    if pairs and not chosen and not problems:
+        raise _nothing(wanted, pairs)
+    found = _Comparison(before[1], after[1], progress).run(chosen, problems)
+    return Diff(directory, before[0].row.epoch, after[0].row.epoch, found, other_directory, problems)
+
+
+# -- what belongs together -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A leaf, or a file of a handler, in both epochs; None in the one that has it not."""
+
+    item: str
+    node: str
+    before: LeafRow | FileRow | None
+    after: LeafRow | FileRow | None
+
+    @property
+    def name(self) -> str:
+        row = self.before or self.after
+        assert row is not None, "one of them is there"
+        return row.name
+
+    @property
+    def label(self) -> str:
+        return ":".join(part for part in (self.item, self.node, self.name) if part)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in (self.before, self.after) if row is not None)
+
+    def matches(self, pattern: str) -> bool:
+        return _text.matches(self.item, self.name, pattern)
+
+    def row(self, change: str, **more: Any) -> DiffRow:
+        leaves = {side: row for side in ("before", "after") if isinstance(row := getattr(self, side), LeafRow)}
+        return DiffRow(self.item, self.node, self.name, change, **leaves, **more)
+
+
+def _pairs(before: EpochDetail, after: EpochDetail) -> tuple[list[_Pair], dict[str, str]]:
+    """Everything that is in one of two epochs, and what cannot be looked into, by item."""
+    ones, others = ({item.name: item for item in detail.items} for detail in (before, after))
+    pairs: list[_Pair] = []
+    problems: dict[str, str] = {}
+    for name in sorted(ones.keys() | others.keys()):
+        broken = [side for side in (ones.get(name), others.get(name)) if side and side.kind == "node" and side.problem]
+        # A node that is not listed in such an item may have one, in a record that cannot be read.
+        unlisted = [side.problem for side in broken if not any(n.problem for n in side.nodes.values())]
+        problems |= {name: unlisted[0]} if unlisted else {}
+        for node, one, other in _parts(ones.get(name), others.get(name)):
+            if node and any(node not in side.nodes for side in broken):
+                continue
+            sides = [side for side in (one, other) if side is not None]
+            said = [side.problem for side in sides if side.problem]
+            if said:
+                problems[f"{name}:{node}" if node else name] = said[0]
+            if any(side.problem and not side.leaves and not side.files for side in sides):
+                continue  # what the other epoch has is neither added nor removed, as far as anybody knows
+            pairs += [_Pair(name, node, *pair) for pair in _merged(*([*s.leaves] if s else [] for s in (one, other)))]
+            pairs += [_Pair(name, node, *pair) for pair in _merged(*([*s.files] if s else [] for s in (one, other)))]
+    return pairs, problems
+
+
+def _parts(one: ItemRow | None, other: ItemRow | None) -> Iterator[tuple[str, ItemRow | None, ItemRow | None]]:
+    """An item as (node, before, after): once, or for each node that has its own."""
+    nodes = [dict(side.nodes) if side is not None and side.kind == "node" else {} for side in (one, other)]
+    whole = [side if side is not None and side.kind != "node" else None for side in (one, other)]
+    if any(side is not None for side in whole):
+        yield "", whole[0], whole[1]
+    for node in nodes[0] | nodes[1]:
+        yield node, nodes[0].get(node), nodes[1].get(node)
+
+
+def _merged(before: Sequence[T], after: Sequence[T]) -> Iterator[tuple[T | None, T | None]]:
+    """Rows of the same name together, in the order of both as far as they agree; else in that of the second."""
+    places = {row.name: place for place, row in enumerate(before)}
+    left = {row.name for row in before} - {row.name for row in after}
+    next_ = 0
+    for row in after:
+        place = places.get(row.name)
+        if place is None:
+            yield None, row
+            continue
+        for gone in before[next_:place]:
+            if gone.name in left:
+                yield gone, None
+        next_ = max(next_, place + 1)
+        yield before[place], row
+    yield from ((gone, None) for gone in before[next_:] if gone.name in left)
+
+
+def _may_be_in(item: str, pattern: str) -> bool:
+    """Whether a pattern may mean leaves of an item."""
+    return ":" not in pattern or fnmatch.fnmatchcase(item.partition(":")[0], pattern.partition(":")[0])
+
+
+def _nothing(patterns: Sequence[str], pairs: Sequence[_Pair]) -> InvalidArgumentError:
+    names = list(dict.fromkeys(name for pair in pairs for name in (pair.name, f"{pair.item}:{pair.name}")))
+    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names[:5000])] or names[:3]
+    asked = ", ".join(f"'{shown(pattern)}'" for pattern in patterns[:5]) or "none"
+    some = ", ".join(shown(name) for name in near[:5])
+    return InvalidArgumentError(
+        f"no leaf of either epoch matches the patterns ({asked}); there are, for example: {some}"
+    )
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+class _Comparison:
+    """Two epochs while they are compared."""
+
+    def __init__(self, before: Leaves, after: Leaves, progress: Progress):
+        self._before, self._after, self._progress = before, after, progress
+        self._done = self._total = 0
+        self._same_leaves = functools.cache(self._look_for_same_leaves)
+        self._same_files = functools.cache(self._look_for_same_files)
+
+    def run(self, pairs: Sequence[_Pair], problems: dict[str, str]) -> tuple[DiffRow, ...]:
+        """A row for each pair that can be compared; the others go to `problems`."""
+        known = [self._guarded(pair, self._without_reading, problems) for pair in pairs]
+        to_read = [pair for pair, row in zip(pairs, known, strict=True) if row is None and pair.label not in problems]
+        self._total = sum(pair.nbytes for pair in to_read)
+        self._progress(0, self._total)
+        end = 0
+        read: dict[str, DiffRow | None] = {}
+        for pair in to_read:
+            end += pair.nbytes
+            read[pair.label] = self._guarded(pair, self._by_reading, problems)
+            self._tell(end - self._done)
+        found = (row or read.get(pair.label) for pair, row in zip(pairs, known, strict=True))
+        return tuple(row for row in found if row is not None)
+
+    def _guarded(
+        self, pair: _Pair, look: Callable[[_Pair], DiffRow | None], problems: dict[str, str]
+    ) -> DiffRow | None:
+        try:
+            return look(pair)
+        except EpochDeleted:
+            raise
+        except EpochCheckpointError as error:
+            problems[pair.label] = say(error)
+            return None
+
+    def _tell(self, nbytes: int) -> None:
+        if nbytes:
+            self._done += nbytes
+            self._progress(min(self._done, self._total), self._total)
+
+    def _without_reading(self, pair: _Pair) -> DiffRow | None:
+        """What the records say of a pair; None if they do not."""
+        one, other = pair.before, pair.after
+        if one is None or other is None:
+            return pair.row(rows.ADDED if one is None else rows.REMOVED)
+        if isinstance(one, FileRow) or isinstance(other, FileRow):
+            if one.nbytes != other.nbytes:
+                return pair.row(rows.CHANGED, detail=f"{one.nbytes} → {other.nbytes} bytes")
+            same = self._same_files(pair.item, pair.node).get(pair.name)
+            return None if same is None else pair.row(rows.UNCHANGED if same else rows.CHANGED)
+        arrays = one.kind in stats.ARRAYS and other.kind in stats.ARRAYS
+        if arrays and one.shape != other.shape:
+            return pair.row(rows.RESHAPED, detail=_both(one, other))
+        if not arrays and one.kind != other.kind:
+            return pair.row(rows.RETYPED, detail=_both(one, other))
+        if (one.kind, one.dtype) == (other.kind, other.dtype):
+            same = one.nbytes == other.nbytes > 0 and pair.name in self._same_leaves(pair.item, pair.node)
+            return pair.row(rows.UNCHANGED, **_zero(one)) if same else None
+        if "prng" in (one.kind, other.kind):
+            return pair.row(rows.RETYPED, detail=_both(one, other))
+        return None
+
+    def _by_reading(self, pair: _Pair) -> DiffRow:
+        one, other = pair.before, pair.after
+        if isinstance(one, LeafRow) and isinstance(other, LeafRow):
+            return self._arrays(pair, one, other) if one.kind in stats.ARRAYS else self._values(pair, one, other)
+        before, after = (leaves.file(pair.item, pair.name, pair.node) for leaves in (self._before, self._after))
+        detail = "" if before == after else _first_difference(before, after)
+        return pair.row(rows.UNCHANGED if before == after else rows.CHANGED, detail=detail)
+
+    def _arrays(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
+        # Datetimes of another unit, and words of random keys, are told apart, but no distance between them is of use.
+        change = Change(numbers=_is_number(one) and _is_number(other))
+        where = pair.item, pair.name, pair.node
+        try:
+            for before, after in zip(self._before.pieces(*where), self._after.pieces(*where), strict=True):
+                change.add(before, after)
+                self._tell(before.nbytes + after.nbytes)
+        except ValueError as error:
+            if isinstance(error, EpochCheckpointError):
+                raise
+            raise DamagedError(pair.label, f"is not of the shape that is recorded: {error}", pair.name) from error
+        numbers = {"norm": change.norm, "relative": change.relative, "largest": change.largest}
+        retyped = (one.kind, one.dtype) != (other.kind, other.dtype)
+        said = ([_both(one, other)] if retyped else []) + ([change.words] if change.words else [])
+        kind = rows.RETYPED if retyped else rows.CHANGED if change.elements else rows.UNCHANGED
+        return pair.row(kind, **numbers, elements=change.elements, detail="; ".join(said))
+
+    def _values(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
+        before = self._before.value(pair.item, pair.name, pair.node)
+        after = self._after.value(pair.item, pair.name, pair.node)
+        if before == after or (isinstance(before, float | complex) and repr(before) == repr(after)):
+            return pair.row(rows.UNCHANGED)
+        if one.value == other.value and isinstance(before, str | bytes):  # too long to be shown
+            return pair.row(rows.CHANGED, detail=_first_difference(before, after))
+        return pair.row(rows.CHANGED, detail=f"{one.value} → {other.value}")
+
+    def _readers(self, item: str, node: str) -> tuple[EpochReader, EpochReader] | None:
+        one, other = self._before.reader(item, node), self._after.reader(item, node)
+        return (one, other) if one is not None and other is not None else None
+
+    def _look_for_same_leaves(self, item: str, node: str) -> frozenset[str]:
+        readers = self._readers(item, node)
+        return leaves(*readers, item) if readers else frozenset()
+
+    def _look_for_same_files(self, item: str, node: str) -> Mapping[str, bool]:
+        readers = self._readers(item, node)
+        return files(*readers, item) if readers else {}
+
+
+def _is_number(leaf: LeafRow) -> bool:
+    return leaf.kind != "prng" and not leaf.dtype.startswith(("datetime64", "timedelta64"))
+
+
+def _zero(leaf: LeafRow) -> dict[str, Any]:
+    """What is said of an array that did not change."""
+    if leaf.kind not in stats.ARRAYS:
+        return {}
+    return {"elements": 0, **({"norm": 0.0, "largest": 0.0} if _is_number(leaf) else {})}
+
+
+def _first_difference(before: str | bytes, after: str | bytes) -> str:
+    place, end = 0, min(len(before), len(after))
+    while place < end:
+        middle = (place + end + 1) // 2
+        place, end = (middle, end) if before[place:middle] == after[place:middle] else (place, middle - 1)
+    unit = "character" if isinstance(before, str) else "byte"
+    return f"{len(before)} → {len(after)} {unit}s, the first difference at {unit} {place}"
+
+
+def _both(one: LeafRow, other: LeafRow) -> str:
+    kinds = one.kind != other.kind
+    return f"{_what(one, kinds)} → {_what(other, kinds)}"
+
+
+def _what(leaf: LeafRow, kind: bool) -> str:
+    """A leaf in a few words."""
+    if leaf.kind not in stats.ARRAYS:
+        return " ".join(filter(None, (leaf.kind, leaf.value)))
+    array = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return f"{leaf.kind} {array}" if kind else array

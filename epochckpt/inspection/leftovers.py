@@ -1,0 +1,417 @@
+"""What lies in a directory beside its epochs: attempts under way or left over, and what was taken out of sight.
+
+The names are those that `commit_rename`, `commit_put`, `node_epochs`, uploads and exports give; this table is the one
+place that reads all of them:
+
+| name | what it is |
+| --- | --- |
+| `incarnation-<id>.orbax-checkpoint-tmp/` | a run's staging; it stays while the run lives, empty between saves |
+| `node-<node>-<id>.orbax-checkpoint-tmp/` | the same of a job that saves epochs of one node |
+| in them `<epoch>-<try>/` | an attempt |
+| in them `removed-<id>[-<what>]`, and such folders of earlier runs | out of sight, being removed, see `placing` |
+| in them `moving-<id>-<where to>` | epochs on the move: the next run puts them where they belong |
+| `rolled-back-<id>/`, `damaged-<id>/`, the folder that `todelete_subdir` named | epochs that are kept out of sight |
+| `<step>.orbax-checkpoint-tmp*/` | staging of stock Orbax |
+| `upload-*`, `export-*`, `gc-*`, with that suffix | staging of an upload, an export, a removal |
+
+Looking at folders that others write to and remove meanwhile: what has vanished is no error, no symlink is followed.
+
+Ages are differences of the wall clock and of what the file system noted; nobody decides alone by them what to remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator, Sequence
+
+from epochckpt import _units
+from epochckpt.commit import Commits, placing
+from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.errors import EpochCheckpointError
+from epochckpt.format import parsing, paths, records
+from epochckpt.inspection.rows import IN_PROGRESS, LEFTOVER, EpochRow, NodeRow, RemainRow
+from epochckpt.storage import Store
+
+MAX_ENTRIES = 100_000
+"""A larger tree is measured up to here: somebody else's, as a rule."""
+
+
+@dataclasses.dataclass
+class Extent:
+    """How much lies in a folder, and how old it is.
+
+    Attributes:
+        nbytes: bytes of its files.
+        entries: files and folders in it.
+        newest_ns: when something in it was last written, made, or moved; None: the store does not tell.
+        moved_ns: the same of the folder itself, which changes when it is moved, too.
+        oldest_ns: when the oldest thing in it was last written to; None: the store does not tell.
+        problem: why it could not be looked at as a whole; empty otherwise.
+    """
+
+    nbytes: int = 0
+    entries: int = 0
+    newest_ns: int | None = None
+    moved_ns: int | None = None
+    oldest_ns: int | None = None
+    problem: str = ""
+
+    def add(self, other: Extent) -> None:
+        """Takes another folder in."""
+        self.nbytes, self.entries = self.nbytes + other.nbytes, self.entries + other.entries
+        times = [t for t in (self.newest_ns, other.newest_ns) if t is not None]
+        self.newest_ns = max(times, default=None)
+        times = [t for t in (self.oldest_ns, other.oldest_ns) if t is not None]
+        self.oldest_ns = min(times, default=None)
+        self.problem = self.problem or other.problem
+
+    def age_secs(self, now_ns: int) -> float | None:
+        """How long ago something was last written to it; None: the store does not tell."""
+        times = [t for t in (self.newest_ns, self.moved_ns) if t is not None]
+        return max(now_ns - max(times), 0) / 1e9 if times else None
+
+
+def extent(store: Store, path: str) -> Extent | None:
+    """Measures a folder with all below it, or a file; None if it is gone."""
+    return _on_disk(os.path.join(store.root, path)) if store.renames else _objects(store, path)
+
+
+def names(store: Store, path: str) -> list[tuple[str, bool]]:
+    """The names in a folder, with whether each is a folder; none if it is gone.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    try:
+        return [(entry.name, entry.is_folder) for entry in store.list(path)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def walk(store: Store, path: str) -> Iterator[tuple[str, bool]]:
+    """Every path below a folder, parents first, with whether it is a folder."""
+    for name, is_folder in names(store, path):
+        below = paths.join(path, name)
+        yield below, is_folder
+        if is_folder:
+            yield from walk(store, below)
+
+
+def _on_disk(place: str) -> Extent | None:
+    try:
+        own = os.lstat(place)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    total = Extent()
+    _count(total, own)
+    total.moved_ns, total.newest_ns = total.newest_ns, None
+    waiting = [place] if stat.S_ISDIR(own.st_mode) else []
+    while waiting and total.entries < MAX_ENTRIES:
+        folder = waiting.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    try:
+                        found = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    _count(total, found)
+                    if stat.S_ISDIR(found.st_mode):
+                        waiting.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            total.problem = total.problem or str(error)
+    if waiting:
+        total.problem = total.problem or f"more than {MAX_ENTRIES} files; counted up to there"
+    return total
+
+
+def _count(total: Extent, found: os.stat_result) -> None:
+    # also the time of the last change of the inode: a folder that is renamed keeps the time of its last write
+    times = found.st_mtime_ns, max(found.st_mtime_ns, found.st_ctime_ns)
+    size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+    total.add(Extent(size, 1, newest_ns=times[1], oldest_ns=times[0]))
+
+
+def _objects(store: Store, path: str) -> Extent | None:
+    total = Extent()
+    for below, is_folder in walk(store, path):
+        if not is_folder:
+            try:
+                total.add(Extent(store.size(below), 1))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                total.problem = total.problem or str(error)
+    return total if total.entries or total.problem else None
+
+
+LIVE_SECS = 600.0
+"""An attempt that something was written to within so many seconds counts as under way."""
+
+ATTEMPT, ROLLED_BACK, SET_ASIDE, DELETED, ORBAX, FOREIGN = (
+    "attempt",
+    "rolled back",
+    "set aside",
+    "deleted",
+    "orbax attempt",
+    "foreign",
+)
+
+GC_PREFIX = "gc-"
+
+_ATTEMPT = re.compile(r"(\d+)-(\d+)\Z")
+_TOKEN = re.compile(r"-([0-9a-f]{8,16})" + re.escape(paths.TMP_SUFFIX) + r"\Z")
+_ID = re.compile(r"[0-9a-f]{16}\Z")
+_KEPT = {
+    "rolled-back-": (ROLLED_BACK, "set aside by rollback_to"),
+    "damaged-": (SET_ASIDE, "a damaged epoch that was replaced"),
+}
+_STAGING = {
+    "upload-": (ATTEMPT, "staging of an upload"),
+    "export-": (ATTEMPT, "staging of an export"),
+    GC_PREFIX: (DELETED, "being removed, or left by a removal that was interrupted"),
+}
+_NO_NODES = frozenset({"metrics", "descriptor"})  # folders of the Orbax view; no node may be called so
+_VIEW = frozenset({"manifest.ocdbt", "_METADATA", "array_metadatas"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Remains:
+    """What was found.
+
+    Attributes:
+        attempts: saves that have not been committed, each as a row of its own.
+        others: the rest.
+        problems: what could not be looked at, and why, by path.
+    """
+
+    attempts: list[EpochRow] = dataclasses.field(default_factory=list)
+    others: list[RemainRow] = dataclasses.field(default_factory=list)
+    problems: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def find(commits: Commits, now_ns: int, kept: str | None = None) -> Remains:
+    """Looks for everything in the table above; for attempts on object stores see `orphans`.
+
+    Args:
+        commits: the directory.
+        now_ns: the time, nanoseconds since 1970.
+        kept: the folder that `todelete_subdir` names.
+
+    Raises:
+        OSError: the directory cannot be looked at.
+    """
+    found = Remains()
+    for name, is_folder in names(commits.store, ""):
+        if not is_folder or commits.names.parse(name) is not None:
+            continue
+        try:
+            _look_at(commits, name, now_ns, kept, found)
+        except OSError as error:
+            found.problems[name] = str(error)
+    return found
+
+
+def is_sign(commits: Commits, name: str) -> bool:
+    """Whether a folder that is named like no epoch shows that the directory is one of checkpoints."""
+    if paths.parse_incarnation(name) is not None or paths.parse_node_staging(name) is not None:
+        return True
+    if paths.TMP_SUFFIX in name and commits.names.parse(name.partition(paths.TMP_SUFFIX)[0]) is not None:
+        return True
+    if any(name.startswith(prefix) for prefix in _KEPT):
+        return bool(_epochs_in(commits, name))
+    return name == paths.ROOT_METADATA[0] and commits.store.exists(paths.join(*paths.ROOT_METADATA))
+
+
+def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: Remains) -> None:
+    store = commits.store
+    if paths.parse_incarnation(name) is not None or paths.parse_node_staging(name) is not None:
+        if store.renames:
+            _look_into_staging(commits, name, now_ns, found)
+        return
+    for prefix, (kind, detail) in _KEPT.items():
+        if name.startswith(prefix) and _ID.match(name.removeprefix(prefix)):  # else somebody else's
+            _add(found, store, name, kind, now_ns, _epochs_in(commits, name), detail)
+            return
+    if name == kept:
+        detail = "deleted epochs, kept because of todelete_subdir"
+        _add(found, store, name, SET_ASIDE, now_ns, _epochs_in(commits, name), detail)
+    elif paths.TMP_SUFFIX in name:
+        for prefix, (kind, detail) in _STAGING.items():
+            if name.startswith(prefix) and _TOKEN.search(name):
+                moves = list(placing.on_the_move(store, name)) if store.renames else []
+                for path, where in moves:
+                    said = f"an epoch on the move to {where}: the next upload puts it there"
+                    _add(found, store, path, SET_ASIDE, now_ns, (), said)
+                if moves:
+                    return
+                _add(found, store, name, kind, now_ns, (), detail)
+                return
+        step = commits.names.parse(name.partition(paths.TMP_SUFFIX)[0])
+        if step is not None:
+            _add(found, store, name, ORBAX, now_ns, (step,), "a save of stock Orbax, under way or left over")
+
+
+def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list[EpochRow]:
+    """Attempts on an object store, which does not tell when they were written: only those of earlier runs are dead.
+
+    Args:
+        commits: the directory.
+        folders: look only into these folders of epochs.
+    """
+    newest = commits.newest
+    nodes: dict[tuple[str, str], list[NodeRow]] = {}
+    for path in commits.unrecorded(folders):
+        if path.count("/") != 2:
+            continue  # attached metrics: the next run removes them
+        folder, node, attempt = path.split("/")
+        if paths.parse_incarnation(paths.incarnation_folder(attempt.partition("-")[0])) is None:
+            continue  # not named as attempts are
+        row = _node(commits.store, path, node)
+        if row is not None:
+            nodes.setdefault((folder, attempt), []).append(row)
+    rows = []
+    for (folder, attempt), found in nodes.items():
+        live = not is_fenced_off(attempt, newest)
+        detail = f"{_progress(found)}; " + (
+            "of the newest run, or of an upload: under way, or that was killed (object stores tell no times)"
+            if live
+            else "of an earlier run, which can no longer commit it"
+        )
+        rows.append(
+            EpochRow(
+                epoch=commits.names.parse(folder) or 0,
+                state=IN_PROGRESS if live else LEFTOVER,
+                detail=detail,
+                folder=folder,
+                attempt=attempt,
+                nodes=tuple(found),
+                nbytes=sum(n.nbytes for n in found),
+            )
+        )
+    return rows
+
+
+def is_fenced_off(attempt: str, newest: str) -> bool:
+    """Whether an attempt on an object store is of a run that a later one has fenced off. Uploads keep ids of others."""
+    run = attempt.partition("-")[0]
+    return len(run) == len(newest) and run.isdigit() and int(run) < int(newest)
+
+
+def _look_into_staging(commits: Commits, home: str, now_ns: int, found: Remains) -> None:
+    store = commits.store
+    token = home.removesuffix(paths.TMP_SUFFIX).rpartition("-")[2]
+    node = paths.parse_node_staging(home)
+    for name, is_folder in names(store, home):
+        path = paths.join(home, name)
+        if not is_folder:
+            continue
+        tried = _ATTEMPT.match(name)
+        if tried:
+            attempt = f"{token}-{tried[2] if node else name}"
+            row = _attempt(store, path, int(tried[1]), attempt, node, now_ns)
+            if row is not None:
+                found.attempts.append(row)
+            continue
+        gone = placing.parse_removed(name)
+        if (where := placing.parse_moving(name)) is not None:
+            detail = f"an epoch on the move to {where}: the next run puts it there"
+            _add(found, store, path, SET_ASIDE, now_ns, (), detail)
+        elif name.endswith(paths.TMP_SUFFIX) and any(placing.on_the_move(store, path)):
+            _add(found, store, path, SET_ASIDE, now_ns, (), "what an earlier run left, with an epoch on the move in it")
+        elif name.endswith(paths.TMP_SUFFIX):
+            _add(found, store, path, DELETED, now_ns, (), "what an earlier run left, out of sight")
+        elif gone is not None:
+            epoch = commits.names.parse(gone)
+            epochs = () if epoch is None else (epoch,)
+            detail = "a deleted or replaced epoch, out of sight" if gone else "a failed save, or a draft, out of sight"
+            _add(found, store, path, DELETED, now_ns, epochs, detail)
+        else:
+            _add(found, store, path, FOREIGN, now_ns, (), "not known")
+
+
+def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | None, now_ns: int) -> EpochRow | None:
+    """The row of an attempt; None if it is gone: committed, or discarded."""
+    whole = extent(store, path)
+    if whole is None:
+        return None
+    nodes = []
+    for name, is_folder in [(paths.folder_name(alone), True)] if alone else names(store, path):
+        row = _node(store, path if alone else paths.join(path, name), name) if is_folder else None
+        if row is not None:
+            nodes.append(row)
+    age = whole.age_secs(now_ns) or 0.0
+    detail = _progress(nodes)
+    if age >= LIVE_SECS:
+        detail += f"; nothing was written for {_units.secs(age)}: it failed, or its job was killed"
+    return EpochRow(
+        epoch=epoch,
+        state=IN_PROGRESS if age < LIVE_SECS else LEFTOVER,
+        detail=whole.problem or detail,
+        folder=path,
+        attempt=attempt,
+        nodes=tuple(nodes),
+        nbytes=whole.nbytes,
+        started_ns=whole.oldest_ns,
+        age_secs=age,
+    )
+
+
+def _progress(nodes: Sequence[NodeRow]) -> str:
+    done = sum(n.state == "written" for n in nodes)
+    began = _units.several(len(nodes), "node", "nodes")
+    return f"{done} of the {began} that began {'has' if done == 1 else 'have'} written"
+
+
+def _node(store: Store, path: str, name: str) -> NodeRow | None:
+    """One node's part of an attempt; None if the folder is none of a node's, or gone."""
+    inner = names(store, path)
+    files = {n for n, is_folder in inner if not is_folder}
+    written = paths.NODE_RECORD in files
+    if not written and (name in _NO_NODES or {n for n, _ in inner} & _VIEW or _links_up(store, path, files)):
+        return None  # an item of the Orbax view
+    size = extent(store, path)
+    if size is None:
+        return None
+    secs = None
+    if written:
+        at = paths.join(path, paths.NODE_RECORD)
+        try:
+            record = parsing.parse_node(at, store.read(at, limit_bytes=records.MAX_RECORD_BYTES))
+            secs = record.timings.get("write_secs")
+        except (EpochCheckpointError, OSError, ValueError):  # being written just now, or gone
+            written = False
+    return NodeRow(paths.shown_name(name), size.nbytes, secs, "written" if written else "writing")
+
+
+def _links_up(store: Store, path: str, names: Collection[str]) -> bool:
+    """Whether a folder holds links into folders of nodes, as items of the Orbax view do."""
+    for name in names if store.renames else ():
+        with contextlib.suppress(OSError):  # no link, or gone
+            if os.readlink(os.path.join(store.root, path, name)).startswith("../"):
+                return True
+    return False
+
+
+def _epochs_in(commits: Commits, folder: str) -> tuple[int, ...]:
+    numbers = (commits.names.parse(name) for name, _ in names(commits.store, folder))
+    return tuple(sorted(n for n in numbers if n is not None))
+
+
+def _add(found: Remains, store: Store, path: str, kind: str, now_ns: int, epochs: tuple[int, ...], detail: str) -> None:
+    size = extent(store, path)
+    if size is not None:
+        found.others.append(row_of(path, kind, size, now_ns, epochs, detail))
+
+
+def row_of(path: str, kind: str, size: Extent, now_ns: int, epochs: tuple[int, ...], detail: str) -> RemainRow:
+    """The row of something that was measured."""
+    if size.problem:
+        detail = f"{detail} ({size.problem})" if detail else size.problem
+    return RemainRow(path, kind, size.nbytes, size.age_secs(now_ns), epochs, detail)

@@ -1,0 +1,189 @@
+"""Following a live run: what changes in a directory, as events. Looks at names and sizes only, and talks to nobody.
+
+A look costs the listing of the directory and of what is under way; a record is read once, when its epoch appears, and
+those of the newest epoch and of damaged ones at every look: another may have their number by now. What comes and goes
+between two looks is not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Generator
+
+from epochckpt._threads import Deadline
+from epochckpt.commit import Commits
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.inspection import epoch_rows, leftovers
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, LEFTOVER, EpochRow
+
+PRESENT, SAVED, SAVING, FAILED, DELETED = "present", "committed", "saving", "failed", "deleted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that was seen.
+
+    Attributes:
+        kind: `present`: an epoch that was there before; `committed`; `saving`: an attempt that wrote something since
+            the last look; `failed`: an attempt that is gone and was not committed, or at which nothing was written
+            for long; `deleted`: an epoch is gone.
+        time_ns: when it was seen, nanoseconds since 1970.
+        row: the epoch or the attempt; of what is gone, as it was seen last.
+        before: the newest committed epoch, against which progress is measured; None: there is none.
+        detail: more in words; empty otherwise.
+    """
+
+    kind: str
+    time_ns: int
+    row: EpochRow
+    before: EpochRow | None = None
+    detail: str = ""
+
+    @property
+    def done(self) -> float | None:
+        """Of an attempt: the share that is written of what the epoch before has, at most 1; None: not known."""
+        if self.kind not in (SAVING, FAILED) or self.before is None or not self.before.nbytes:
+            return None
+        return min(self.row.nbytes / self.before.nbytes, 1.0)
+
+
+class Watcher:
+    """Compares a directory with what it was.
+
+    Args:
+        commits: the directory.
+    """
+
+    def __init__(self, commits: Commits):
+        self._commits = commits
+        self._epochs: dict[int, EpochRow] = {}
+        self._attempts: dict[str, EpochRow] = {}
+
+    @property
+    def newest(self) -> EpochRow | None:
+        """The newest committed epoch that is whole, as it was seen last."""
+        whole = [row for row in self._epochs.values() if row.state == COMMITTED]
+        return max(whole, key=lambda row: row.epoch, default=None)
+
+    @property
+    def last(self) -> int | None:
+        """The newest epoch's number, whole or not."""
+        return max(self._epochs, default=None)
+
+    def look(self) -> list[Event]:
+        """What has changed since the last look; all that is there at the first one.
+
+        Raises:
+            StorageError, OSError: the directory cannot be looked at.
+        """
+        now = time.time_ns()
+        # Attempts first: one that is committed meanwhile is then seen in its new place, and not as failed.
+        attempts = {row.attempt: row for row in leftovers.find(self._commits, now).attempts}
+        gone = [row for attempt, row in self._attempts.items() if attempt not in attempts]
+        again = {row.epoch for row in gone} | self._replaced()
+        events = []
+        before = self.newest
+        found = self._folders()
+        for epoch in sorted(self._epochs.keys() - found.keys()):
+            events.append(Event(DELETED, now, self._epochs.pop(epoch)))
+        for epoch, folder in sorted(found.items()):
+            known = self._epochs.get(epoch)
+            if known is not None and known.state == COMMITTED and epoch not in again:
+                continue
+            row = epoch_rows.read(self._commits, folder, epoch, sure=True)
+            if isinstance(row, EpochRow) and (known is None or (row.attempt and known.attempt != row.attempt)):
+                self._epochs[epoch] = row
+                events.append(Event(SAVED, now, row, before))
+        committed = {row.attempt for row in self._epochs.values()}
+        before = self.newest
+        for row in gone:
+            if row.attempt not in committed and row.state != LEFTOVER:
+                events.append(Event(FAILED, now, row, before, "it is gone and was not committed"))
+        for attempt, row in attempts.items():
+            event = None if attempt in committed else self._under_way(now, row, before)
+            events += [event] if event is not None else []
+        self._attempts = attempts
+        return events
+
+    def _replaced(self) -> set[int]:
+        """The newest epoch, if another attempt has its number by now."""
+        newest = max(self._epochs.values(), key=lambda row: row.epoch, default=None)
+        attempt = None if newest is None else self._commits.read_attempt(newest.epoch)
+        return {newest.epoch} if newest is not None and attempt not in (None, newest.attempt) else set()
+
+    def _under_way(self, now: int, row: EpochRow, before: EpochRow | None) -> Event | None:
+        known = self._attempts.get(row.attempt)
+        if row.state == LEFTOVER:
+            stale = known is None or known.state != LEFTOVER
+            return Event(FAILED, now, row, before, row.detail) if stale else None
+        changed = known is None or (known.nbytes, known.nodes) != (row.nbytes, row.nodes)
+        return Event(SAVING, now, row, before, row.detail) if changed else None
+
+    def _folders(self) -> dict[int, str]:
+        """The folder of each epoch, as far as names say."""
+        commits = self._commits
+        names = leftovers.names(commits.store, "")
+        hidden = commits.hidden()
+        numbers = ((commits.names.parse(name), name) for name, is_folder in names if is_folder)
+        return {epoch: name for epoch, name in numbers if epoch is not None and epoch not in hidden}
+
+
+def watch(
+    commits: Commits,
+    *,
+    until: int | None = None,
+    timeout_secs: float | None = None,
+    interval_secs: float = 1.0,
+    history: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> Generator[Event, None, bool]:
+    """Events as they are seen, oldest first.
+
+    Args:
+        commits: the directory; need not exist yet.
+        until: end when this epoch, or a later one, is there, be it damaged; at once if it is already.
+        timeout_secs: end when no epoch was committed for this long; None: never.
+        interval_secs: how often to look.
+        history: of the epochs that are there at the beginning, tell of the newest so many.
+        stop: looked at between looks; ends when it returns True.
+
+    Returns:
+        False if it ended because of `timeout_secs`.
+
+    Raises:
+        InvalidArgumentError: an interval that is not positive.
+        OSError: the directory cannot be looked at.
+    """
+    if not interval_secs > 0:
+        raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
+    watcher, pause, first = Watcher(commits), threading.Event(), True
+    deadline = Deadline(timeout_secs) if timeout_secs is not None else None
+    while True:
+        events = watcher.look()
+        if first:
+            events = _beginning(events, history)
+        for event in events:
+            if event.kind == SAVED and timeout_secs is not None:
+                deadline = Deadline(timeout_secs)
+            yield event
+        first = False
+        last = watcher.last
+        if stop() or (until is not None and last is not None and last >= until):
+            return True
+        if deadline is not None and deadline.passed():
+            return False
+        pause.wait(interval_secs if deadline is None else max(0.0, min(interval_secs, deadline.left())))
+
+
+def _beginning(events: list[Event], history: int) -> list[Event]:
+    """The events of a first look: what is there has not just been committed."""
+    there = [dataclasses.replace(e, kind=PRESENT, before=None) for e in events if e.kind == SAVED]
+    others = [event for event in events if event.kind != SAVED]
+    return [*(there[-history:] if history else []), *others]
+
+
+def is_damaged(event: Event) -> bool:
+    """Whether an epoch came that cannot be read."""
+    return event.kind in (PRESENT, SAVED) and event.row.state == DAMAGED

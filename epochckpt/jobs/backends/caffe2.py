@@ -1,0 +1,200 @@
+"""The runner on the managers of `epochckpt.caffe2`, in Caffe2's order of calls.
+
+No named epoch and no metadata handler mean from scratch; the handler may override the user; a named epoch is no
+rollback, later epochs are replaced one by one. A save is committed, on each node, when it returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from epochckpt import _threads
+from epochckpt.errors import FencedError, InvalidArgumentError, UnsupportedError, say
+from epochckpt.jobs import blobs as blob_lib
+from epochckpt.jobs.backends.base import Keeper, Names, Restored, check_blobs
+from epochckpt.jobs.caffe2_managers import CheckpointManager, MultiNodeCheckpointManager
+from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs.job import Task, TaskGroup, joining
+from epochckpt.jobs.session import Session
+from epochckpt.manager import SaveOutcome
+
+
+class Caffe2Keeper(Keeper):
+    """Caffe2's verbs."""
+
+    chooses = per_node = True
+    tells = frozenset(
+        {"set_params", "last_epoch", "write", "cp_accessible", "checkpoint_save", "checkpoint_load"}
+        | {"checkpoint_partial_load"}
+    )
+
+    def __init__(self, manager: CheckpointManager | MultiNodeCheckpointManager):
+        super().__init__()
+        self._manager, self.directory, self.handler = manager, manager.db_prefix, manager.metadata_handler
+        self._wanted: list[str] = []
+        self._nodes: list[str] = []
+        self._ended: list[SaveOutcome] = []
+        self._ready = False
+        self._fenced = ""
+
+    def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
+        """See Keeper."""
+        if not isinstance(self._manager, MultiNodeCheckpointManager) and session.coordinator.processes == 1:
+            self._manager.take_nodes(wanted or session.nodes)
+        self._wanted = list(wanted)
+        return wanted or session.nodes
+
+    def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
+        """See Keeper. Beside a run, the blobs are those that the run's init has found, as in Caffe2."""
+        super().open(session, exchange)
+        several = isinstance(self._manager, MultiNodeCheckpointManager)
+        self._nodes = [n for n in self._wanted or session.nodes if several or n in session.hosted]
+        self._ready = beside
+        if not beside or not self._manager.introduced:
+            self._manager.set_params(self._nodes)
+
+    def told_nodes(self, session: Session) -> list[str]:
+        """See Keeper. A manager of one node has a name for it."""
+        if isinstance(self._manager, MultiNodeCheckpointManager):
+            return list(self._wanted or session.nodes)
+        return [self._manager.node_name]
+
+    def choose(self, named: int | None) -> int | None:
+        """See Keeper."""
+        return self._exchange.publish("the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named))
+
+    def epochs(self) -> list[int]:
+        """See Keeper. Each node has its own; nobody asks."""
+        return []
+
+    def restore(self, epoch: int | None) -> Restored:
+        """See Keeper."""
+        if epoch is None:
+            raise InvalidArgumentError("Caffe2's managers restore the epoch that is named, or that their handler knows")
+        self._run(lambda: self._manager.init(self._nodes, retrieve_from_epoch=epoch))
+        self._run(lambda: self._manager.load(epoch))
+        self._ready = True
+        names = {node: manager.blob_list() for node, manager in self._managers().items()}
+        found = self._exchange.meet("stats of the load", self._refusal(names) or self._stats(), list)
+        self._tell("checkpoint_load", epoch, self._merged(found))
+        return Restored(epoch, self._manager.read_notes(epoch) or {}, names)
+
+    def _managers(self) -> Mapping[str, CheckpointManager]:
+        """The managers of the nodes of this process."""
+        if isinstance(self._manager, MultiNodeCheckpointManager):
+            return {n: m for n, m in self._manager.node_managers if n in self._session.hosted}
+        return dict.fromkeys(self._nodes, self._manager)
+
+    def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
+        """See Keeper."""
+        if self._ready:
+            return
+        left_out = {n: sorted(set(session.workspace(n)) - set(blobs)) for n, blobs in names.items() if n in self._nodes}
+        if any(left_out.values()):
+            raise InvalidArgumentError(
+                f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {left_out}"
+            )
+        kinds = check_blobs(session, names)  # each node saves by itself: what they call alike may differ
+        exchange.meet("the blobs to checkpoint", self._refusal(names) or kinds, lambda _: None)
+        self._run(lambda: self._manager.init(self._nodes))
+
+    def _refusal(self, names: Names) -> UnsupportedError | None:
+        """The error, if a blob is not one of this process's own: each node saves by itself."""
+        for node, blobs in names.items():
+            workspace = self._session.workspace(node)
+            refusal = blob_lib.spread_refusal(node, {name: workspace[name] for name in blobs if name in workspace})
+            if refusal is not None:
+                return refusal
+        return None
+
+    def _run(self, verb: Callable[[], Task | TaskGroup]) -> None:
+        """Runs what a manager's verb gives; it joins no group that surrounds the call of the runner."""
+        with joining(None):
+            runnable = verb()
+        self._session.run(runnable)
+
+    def prepare(self, epoch: int, names: Names) -> Any:
+        """See Keeper. The save itself looks at the blobs."""
+
+    def accessible(self, epoch: int) -> bool:
+        """See Keeper."""
+        return self._manager.cp_accessible(epoch=None)
+
+    def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
+        """See Keeper."""
+        self._manager.notes = dict(notes)
+        began, error, fenced = time.monotonic(), "", ""
+        try:
+            self._run(lambda: self._manager.save(epoch))
+        except Exception as caught:  # the others are told, and training goes on
+            error = say(caught)
+            cause = caught if isinstance(caught, FencedError) else caught.__cause__
+            fenced = cause.reason if isinstance(cause, FencedError) else ""
+        mine = {"error": error, "fenced": fenced, "stats": {} if error else self._stats()}
+        found = self._exchange.meet(f"save of epoch {epoch}", mine, list)
+        problem = next((f["error"] for f in found if f["error"]), "")
+        self._fenced = next((f["fenced"] for f in found if f["fenced"]), "")
+        stats = self._merged([f["stats"] for f in found])
+        if not problem:
+            _threads.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
+            self._tell("checkpoint_save", epoch, stats)
+        secs = time.monotonic() - began
+        self._ended.append(SaveOutcome(epoch, not problem, problem, secs, secs, stats))
+        return True
+
+    def _stats(self) -> dict[str, float]:
+        """The seconds of the last operation, by node of this process."""
+        found: dict[str, float] = {}
+        for node, manager in self._managers().items():
+            by_name: dict[str, float] = {}
+            manager.collect_checkpoint_stats(by_name)
+            found |= dict.fromkeys([node] if by_name else [], sum(by_name.values()))
+        return found
+
+    @staticmethod
+    def _merged(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {node: secs for one in found for node, secs in one.items()}
+
+    def _tell(self, action: str, epoch: int, stats: Mapping[str, float]) -> None:
+        """Reports the seconds of all nodes together, also of those of other processes."""
+        manager = self._manager
+
+        def report() -> None:
+            if isinstance(manager, MultiNodeCheckpointManager):
+                manager.report(action, {manager.get_ckpt_db_name(node, epoch): secs for node, secs in stats.items()})
+            else:
+                manager.report_checkpoint_stats(action)
+
+        _threads.logged("the metadata handler's report", report)
+
+    def outcomes(self) -> list[SaveOutcome]:
+        """See Keeper."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def fenced_off(self) -> str:
+        """See Keeper."""
+        return self._fenced
+
+    def drain(self) -> None:
+        """See Keeper. Nothing is ever in flight."""
+
+    def roll_back(self, epoch: int) -> None:
+        """See Keeper. Later epochs stay until they are replaced."""
+
+    def let_replace(self, epoch: int) -> None:
+        """See Keeper. Every save replaces."""
+
+    def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
+        """See Keeper."""
+        if isinstance(self._manager, MultiNodeCheckpointManager):
+            loaded = self._manager.load_blobs_locally(self._nodes, names, epoch, self._session)
+        else:
+            loaded = self._manager.has_epoch(epoch)
+            if loaded:
+                self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
+        if loaded:
+            self._tell("checkpoint_partial_load", epoch, self._stats())
+        return loaded

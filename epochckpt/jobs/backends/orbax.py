@@ -1,0 +1,270 @@
+"""The runner on stock `orbax.checkpoint.CheckpointManager`.
+
+A blob that holds arrays is a `StandardSave` item. Everything else is JSON, one value per node. What Orbax cannot do is
+refused by name: rollback, several nodes in one process.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt import _threads
+from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
+from epochckpt.format import paths
+from epochckpt.jobs import blobs as blob_lib
+from epochckpt.jobs import containers
+from epochckpt.jobs.backends.base import (
+    BARE,
+    BYTES,
+    NOTES,
+    Keeper,
+    Names,
+    Restored,
+    of_this_node,
+    present,
+    require,
+    wanted_blobs,
+)
+from epochckpt.jobs.session import Session
+from epochckpt.manager import SaveOutcome
+
+
+class OrbaxKeeper(Keeper):
+    """Stock Orbax's manager."""
+
+    asks_jax = True
+
+    def __init__(self, manager: ocp.CheckpointManager):
+        super().__init__()
+        self._manager, self.directory = manager, str(manager.directory)
+        self._items: dict[str, str] = {}
+        self._forms: dict[str, str] = {}
+        self._asked: tuple[int, float, float] | None = None
+        self._ended: list[SaveOutcome] = []
+        self._replace: set[int] = set()
+        self._discarded: int | None = None
+
+    def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
+        """See Keeper."""
+        processes = session.coordinator.processes
+        if len(wanted) > 1 and processes == 1:
+            raise UnsupportedError(
+                f"stock Orbax keeps no nodes: the job's {len(wanted)} ({', '.join(wanted)}) cannot be checkpointed "
+                "from one process; use epochckpt.CheckpointManager"
+            )
+        return wanted or [f"process_{i}" for i in range(processes)]
+
+    def epochs(self) -> list[int]:
+        """See Keeper."""
+        return sorted(self._manager.all_steps())
+
+    def take_names(self, kinds: Mapping[str, str]) -> None:
+        """See Keeper."""
+        self._items = blob_lib.item_names(kinds, ["default"])  # Orbax's name for the item of an epoch of one item
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    def restore(self, epoch: int | None) -> Restored:
+        """See Keeper. Orbax does not verify: the newest is the newest that it lists."""
+        if epoch is None:
+            epoch = self.resumable()[-1]
+        require(self.epochs(), epoch, self.directory)
+        if (self._manager.directory / str(epoch) / paths.EPOCH_RECORD).exists():
+            raise UnsupportedError(
+                f"{self.directory}: epoch {epoch} was written by epochckpt.CheckpointManager; resume it with that. "
+                "Stock Orbax reads its arrays, but not what differs per node"
+            )
+        notes, values = self._read(epoch, None)
+        ((node, workspace),) = self._session.workspaces().items()
+        for blob, value in values.items():
+            blob_lib.put_back(workspace, blob, value)
+        return Restored(epoch, notes, {node: list(values)})
+
+    def notes(self, epoch: int) -> Mapping[str, Any]:
+        """See Keeper."""
+        notes = (self._manager.metadata(epoch).custom_metadata or {}).get(NOTES)
+        return notes if isinstance(notes, dict) else {}
+
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        notes = self.notes(epoch)
+        forms = notes.get("forms") or dict.fromkeys(self._items_of(epoch), "arrays")
+        blob_of = {item: (notes.get("blobs") or {}).get(item, item) for item in forms}
+        forms = {item: form for item, form in forms.items() if only is None or blob_of[item] in only}
+        ((_, workspace),) = self._session.workspaces().items()
+        asked: dict[str, Any] = {}
+        for item, form in forms.items():
+            target = blob_lib.target_of(workspace, blob_of[item])
+            if form == "json":
+                asked[item] = ocp.args.JsonRestore()
+            elif target is None:
+                asked[item] = ocp.args.StandardRestore()
+            else:
+                asked[item] = ocp.args.StandardRestore({BARE: target} if form == "bare" else target)
+        got = self._manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+        values: dict[str, Any] = {}
+        for item, form in forms.items():
+            blob, value = blob_of[item], got[item]
+            if form == "json":
+                value = of_this_node(blob, value, self._session.nodes, workspace)
+            value = value[BARE] if form == "bare" else value
+            values[blob] = blob_lib.as_saved(workspace, blob, value, notes.get("types"))
+        return notes, values
+
+    def _items_of(self, epoch: int) -> list[str]:
+        """Items of an epoch that the runner did not write."""
+        metadata: Any = self._manager.metadata(epoch).item_metadata
+        items = list(metadata.keys()) if hasattr(metadata, "keys") else []
+        if not items:
+            raise UnsupportedError(
+                f"{self.directory}: epoch {epoch} is one item without a name, to which stock Orbax adds no others; "
+                "use epochckpt.CheckpointManager, which reads it as blob 'default'"
+            )
+        return items
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def prepare(self, epoch: int, names: Names) -> Any:
+        """See Keeper."""
+        ((node, workspace),) = self._session.workspaces().items()
+        mine = names[node]
+        out: dict[str, tuple[str, Any]] = {}
+        states: dict[tuple[str, str], Any] = {}
+        for blob, item in self._items.items():
+            value = blob_lib.state_of(present(workspace, blob)) if blob in mine else None
+            if blob in mine:
+                states[node, blob] = value
+            leaves = jax.tree.leaves(value)
+            if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+                bare = len(leaves) == 1 and leaves[0] is value
+                out[item] = ("bare", {BARE: value}) if bare else ("arrays", value)
+            else:
+                out[item] = ("json", _encode(node, blob, value))
+        return out, self.types(states)
+
+    def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
+        """See Keeper. Orbax's policies say no to what is older than the newest: they are not asked about that."""
+        if not force and not any(e > epoch for e in self.epochs()) and not self._manager.should_save(epoch):
+            return False
+        self._settle()
+        args: dict[str, Any] = {}
+        items, types = prepared
+        for item, (form, value) in items.items():
+            if form == "json":
+                args[item] = ocp.args.JsonSave(self._by_node(f"blob of item {item}", value))
+            else:
+                args[item] = ocp.args.StandardSave(value)
+        renamed = {item: blob for blob, item in self._items.items() if item != blob}
+        forms = {item: form for item, (form, _) in items.items()}
+        extra = {NOTES: {**notes, "blobs": renamed, "forms": forms, "types": types}}
+        if epoch in self._replace:
+            self._manager.delete(epoch)
+            self._replace.discard(epoch)
+        began = time.monotonic()
+        try:
+            saved = self._save(epoch, args, metrics, extra)
+        finally:
+            held = time.monotonic() - began
+        if saved:
+            self._asked = (epoch, began, held)
+        return saved
+
+    def _save(self, epoch: int, args: Mapping[str, Any], metrics: Any, extra: Mapping[str, Any]) -> bool:
+        arguments = {"args": ocp.args.Composite(**args), "metrics": metrics or None, "custom_metadata": dict(extra)}
+        try:
+            return self._manager.save(epoch, force=True, **arguments)
+        except Exception as error:  # often of the save before: Orbax raises it here, and does not save
+            logging.warning("stock Orbax did not save epoch %d, trying once more: %s", epoch, say(error))
+            return self._manager.save(epoch, force=True, **arguments)
+
+    def _by_node(self, what: str, mine: Any) -> dict[str, Any]:
+        nodes = self._session.nodes
+        return self._exchange.meet(what, mine, lambda found: dict(zip(nodes, found, strict=True)))
+
+    def outcomes(self) -> list[SaveOutcome]:
+        """See Keeper."""
+        if self._asked is not None and not self._manager.is_saving_in_progress():
+            self._settle()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _settle(self) -> None:
+        """Waits for the save in flight, if there is one, and looks at what became of it."""
+        if self._asked is None:
+            return
+        (epoch, began, held), self._asked = self._asked, None
+        detail = ""
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as error:
+            detail = say(error)
+        self._manager.reload()
+        committed = epoch in self.epochs()
+        if not committed and not detail:  # no failure: with best_fn it goes at once if others are better
+            logging.warning("stock Orbax saved epoch %d and deleted it, as its options say", epoch)
+            self._discarded = epoch
+            return
+        self._ended.append(SaveOutcome(epoch, committed, detail, held, time.monotonic() - began, {}))
+
+    def discarded(self, epoch: int) -> bool:
+        """See Keeper."""
+        return epoch == self._discarded
+
+    def drain(self) -> None:
+        """See Keeper. Also of saves that another keeper of this manager has begun: Orbax lists them already."""
+        self._settle()
+        _threads.logged("a save of stock Orbax failed", self._manager.wait_until_finished)
+
+    def roll_back(self, epoch: int) -> None:
+        """See Keeper."""
+        epochs = self.epochs()
+        require(epochs, epoch, self.directory)
+        if epochs[-1] != epoch:
+            raise UnsupportedError(
+                f"{self.directory}: going back to epoch {epoch} sets epochs up to {epochs[-1]} aside, which "
+                "stock Orbax cannot do; use epochckpt.CheckpointManager, or delete the later steps"
+            )
+
+    def let_replace(self, epoch: int) -> None:
+        """See Keeper. Orbax deletes it just before."""
+        self._replace.add(epoch)
+
+    def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
+        """See Keeper."""
+        self._manager.reload()
+        if epoch not in self.epochs():
+            return False
+        notes = self.notes(epoch)
+        items = notes.get("forms") or self._items_of(epoch)
+        available = {(notes.get("blobs") or {}).get(item, item): item for item in items}
+        wanted = wanted_blobs(names, available, self._session.hosted)
+        _, values = self._read(epoch, wanted)
+        for blob, value in values.items():
+            blob_lib.put_back(self._session.workspace(), blob, value)
+        return True
+
+
+def _encode(node: str, blob: str, value: Any) -> Any:
+    """A Python value as JSON that gives it back."""
+    if isinstance(value, bytes):
+        return {BYTES: base64.b64encode(value).decode()}
+    try:
+        copy = json.loads(json.dumps(value))  # the next epoch may change the value before Orbax has written it
+        made_of = containers.of(value)  # tuples are lists in JSON; the epoch records what they were
+        if (copy if made_of is None else containers.rebuild(copy, made_of)) == value:
+            return [copy]
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise InvalidArgumentError(
+        f"node {node}, blob {blob!r}: without arrays, stock Orbax keeps it as JSON, and JSON cannot hold this "
+        f"{type(value).__name__}; use epochckpt.CheckpointManager"
+    )

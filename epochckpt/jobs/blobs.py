@@ -1,0 +1,228 @@
+"""Blobs of a workspace as items of a checkpoint, and back.
+
+One item per blob. In a job of one node a blob is a tree of arrays and values that stock Orbax reads. With several
+nodes, `jax.Array`s that are spread over processes are saved once, and everything else belongs to each node. A blob
+that holds both is saved as an item of arrays (with the primary's values in it, so that it is whole for other
+readers), and what else it holds of each node's own goes into a second item beside it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.format import checksums, paths
+from epochckpt.format import tree as tree_lib
+from epochckpt.jobs import containers
+from epochckpt.jobs.workspace import Workspace
+
+OWN_SUFFIX = ".own"  # of the item beside an item of arrays
+
+SPREAD, OWN, STATEFUL = "spread", "own", "stateful"  # what a blob is, in a job of several nodes
+
+_UNUSABLE = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def item_names(blobs: Iterable[str], nodes: Collection[str] = ()) -> dict[str, str]:
+    """The item that each blob is saved as: its own name, or one that is allowed and made of it.
+
+    Args:
+        blobs: names of blobs.
+        nodes: names of nodes; items cannot have the names of their folders.
+    """
+    folders = {paths.folder_name(node) for node in nodes}
+    return {blob: _item_name(blob, folders) for blob in blobs}
+
+
+def _item_name(blob: str, folders: Collection[str]) -> str:
+    try:
+        if not blob.endswith(OWN_SUFFIX) and blob not in folders:
+            return paths.check_item_name(blob)
+    except InvalidArgumentError:
+        pass
+    mark = f"{checksums.xxh3(blob.encode('utf-8', 'surrogatepass')):016x}"
+    return f"b-{_UNUSABLE.sub('_', blob)[:60]}-{mark}"
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a blob is an object with a state, such as a data iterator."""
+    return not isinstance(value, type) and all(callable(getattr(value, m, None)) for m in ("get_state", "set_state"))
+
+
+def state_of(value: Any) -> Any:
+    """The pytree that a blob is saved as."""
+    return value.get_state() if is_stateful(value) else value
+
+
+def put_back(workspace: Workspace, name: str, tree: Any) -> None:
+    """Puts a restored blob into a workspace; an object that is there already is given its state."""
+    live: Any = workspace.get(name)
+    if is_stateful(live):
+        live.set_state(tree)
+    else:
+        workspace[name] = tree
+
+
+def target_of(workspace: Workspace, name: str) -> Any:
+    """What a blob is restored as: its target; without one what setup made, if that holds jax arrays; else None."""
+    target = workspace.targets.get(name)
+    if target is not None and target.abstract is not None:
+        return target.abstract
+    live = workspace.get(name)
+    if live is None or is_stateful(live):
+        return None
+    return live if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(live)) else None
+
+
+def with_targets(workspace: Workspace) -> set[str]:
+    """The blobs of which setup says how they come back, by `ws.target` or by what it made."""
+    return {name for name in (*workspace, *workspace.targets) if target_of(workspace, name) is not None}
+
+
+def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str, Any] | None) -> Any:
+    """A blob that was restored without a target, in the containers that it was saved in.
+
+    They are those that the epoch records. Where it does not, or the program cannot make them (static fields, a class
+    inside a function), they are those that init makes. A blob that fits neither stays as it is, which is logged.
+
+    Args:
+        workspace: where it goes.
+        name: the blob.
+        value: as restored: dicts, lists and leaves.
+        recorded: what `containers.to_json` gave, by blob, and by `node/blob` where nodes differ; None: the epoch was
+            not saved by a runner, and it is taken as it is.
+    """
+    types = (recorded or {}).get(f"{workspace.node}/{name}", (recorded or {}).get(name))
+    if types is None or target_of(workspace, name) is not None:
+        return value
+    try:
+        return containers.rebuild(value, containers.from_json(types))
+    except InvalidArgumentError as error:
+        problem = str(error)
+    try:
+        made = workspace.made_by_init().get(name)
+        if made is not None:
+            return containers.rebuild(value, made)
+    except InvalidArgumentError as error:
+        problem = f"{problem}; {error}"
+    logging.warning(
+        "node %s, blob %r comes back as dicts, lists and arrays, not as it was saved: %s. Say how it comes back, in "
+        "@job.setup: ws.target(%r, …)",
+        workspace.node,
+        name,
+        problem,
+        name,
+    )
+    return value
+
+
+def chosen(names: Iterable[str], include: Sequence[str] | None, exclude: Sequence[str] | None) -> list[str]:
+    """The blobs to checkpoint, by shell patterns of their names.
+
+    Args:
+        names: all blobs.
+        include: only those that fit one of these; None: all.
+        exclude: not those that fit one of these.
+    """
+    wanted = [n for n in names if include is None or any(fnmatch.fnmatchcase(n, p) for p in include)]
+    return [n for n in wanted if not any(fnmatch.fnmatchcase(n, p) for p in exclude or ())]
+
+
+def kind_of(node: str, name: str, value: Any) -> str:
+    """Whether a blob is spread over processes, a node's own, or an object with a state.
+
+    Raises:
+        InvalidArgumentError: something in it cannot be checkpointed; names it, and says what to do.
+    """
+    stateful = is_stateful(value)
+    try:
+        pairs, _ = tree_lib.flatten(state_of(value))
+    except (ValueError, TypeError) as error:
+        raise InvalidArgumentError(f"node {node}, blob {name!r} is not a pytree that can be saved: {error}") from error
+    for path, leaf in pairs:
+        if tree_lib.leaf_kind(leaf) is None:
+            where = f"node {node}, blob {name!r}" + (f", leaf {tree_lib.leaf_name(path)!r}" if path else "")
+            raise InvalidArgumentError(
+                f"{where}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be checkpointed. Expected "
+                "arrays, numbers, strings, or an object with get_state and set_state; put what is not to be saved into "
+                "ws.live, make it after init, or leave it out with JobRunner(exclude=…)"
+            )
+    if stateful:
+        return STATEFUL
+    if not any(_is_spread(leaf) for _, leaf in pairs):
+        return OWN
+    for path, leaf in pairs:
+        if tree_lib.leaf_kind(leaf) == "prng" and not _is_spread(leaf):
+            raise InvalidArgumentError(
+                f"node {node}, blob {name!r}, leaf {tree_lib.leaf_name(path)!r} is a random key of this process alone "
+                "among arrays of the whole job; make it under jit with out_shardings, or give it a blob of its own"
+            )
+    return SPREAD
+
+
+def holds_spread(value: Any) -> bool:
+    """Whether a blob holds arrays that are spread over processes."""
+    return not is_stateful(value) and any(map(_is_spread, jax.tree.leaves(value)))
+
+
+def _is_spread(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def spread_refusal(node: str, values: Mapping[str, Any]) -> UnsupportedError | None:
+    """The error of Caffe2's managers, if one of a node's blobs is not its own."""
+    for name, value in values.items():
+        if holds_spread(value):
+            return UnsupportedError(
+                f"node {node}, blob {name!r} has arrays that are spread over processes; Caffe2's managers save each "
+                "node by itself: use epochckpt.CheckpointManager"
+            )
+    return None
+
+
+def split(tree: Any) -> tuple[Any, dict[str, Any]]:
+    """A blob that is spread over processes, and what else it holds.
+
+    Returns:
+        The tree, with arrays of this process alone as NumPy arrays; and its leaves that are not spread, by leaf name.
+    """
+    pairs, treedef = tree_lib.flatten(tree)
+    own = {tree_lib.leaf_name(path): leaf for path, leaf in pairs if not _is_spread(leaf)}
+    own = {name: leaf for name, leaf in own.items() if leaf is not None and not _is_empty_container(leaf)}
+    leaves = [_on_host(leaf) for _, leaf in pairs]
+    return tree_lib.unflatten(treedef, leaves), own
+
+
+def join(tree: Any, own: Mapping[str, Any]) -> Any:
+    """The inverse of `split`: puts a node's own leaves over those that the primary had, where they differ."""
+    pairs, treedef = tree_lib.flatten(tree)
+    leaves = []
+    for path, leaf in pairs:
+        name = tree_lib.leaf_name(path)
+        leaves.append(own[name] if name in own and not _alike(leaf, own[name]) else leaf)
+    return tree_lib.unflatten(treedef, leaves)
+
+
+def _is_empty_container(leaf: Any) -> bool:
+    return isinstance(leaf, dict | list | tuple) and not leaf
+
+
+def _on_host(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or _is_spread(leaf) or tree_lib.is_prng_dtype(leaf.dtype):
+        return leaf
+    return np.asarray(leaf)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    try:
+        a, b = np.asarray(a), np.asarray(b)
+        return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
+    except (TypeError, ValueError, RuntimeError):
+        return False

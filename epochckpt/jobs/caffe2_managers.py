@@ -1,0 +1,584 @@
+"""Caffe2's `MultiNodeCheckpointManager`; see `epochckpt.caffe2`.
+
+What `ec.caffe2` calls a db: a node's epoch; its path, and checks of names and kinds.
+
+Caffe2's `CheckpointManager`, of one node, and what it shares with the one of many nodes; see `epochckpt.caffe2`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt.arrays import EpochReader
+from epochckpt.errors import FormatError, InvalidArgumentError, SaveError
+from epochckpt.format import paths
+from epochckpt.jobs import blobs, containers
+from epochckpt.jobs.caffe2_epochs import NodeEpochs
+from epochckpt.jobs.job import Node, Task, TaskGroup, joining
+from epochckpt.jobs.session import Session
+from epochckpt.jobs.workspace import Workspace
+from epochckpt.manager.metadata_handlers import AbstractMetadataHandler, answered_epoch, check_handler
+from epochckpt.manager.reader import epoch_number
+from epochckpt.storage import expanded
+
+DB_TYPE = "epochckpt"  # the one kind of storage
+
+
+def get_ckpt_filename(node_name: str, epoch: int) -> str:
+    """Where a node's epoch lies below the prefix: `<epoch>/<node>`, with the name of the node's folder."""
+    return paths.join(str(epoch_number(epoch)), paths.folder_name(paths.check_node_name(str(node_name))))
+
+
+def db_name(
+    epoch: int, node_name: str, db_prefix: str | os.PathLike[str], path_prefix: str | os.PathLike[str] | None = None
+) -> str:
+    """The full path of a node's epoch.
+
+    Args:
+        epoch: its number.
+        node_name: the node.
+        db_prefix: the directory.
+        path_prefix: in place of the directory; put before `<epoch>/<node>` as it stands, not joined to it.
+    """
+    name = get_ckpt_filename(node_name, epoch)
+    return expanded(f"{os.fspath(path_prefix)}{name}" if path_prefix else os.path.join(os.fspath(db_prefix), name))
+
+
+def check_type(name: str, value: str | None) -> None:
+    """Refuses a kind of storage that is not ours; None will do for `path_type`: the same as `db_type`."""
+    if value != DB_TYPE and (value is not None or name == "db_type"):
+        raise InvalidArgumentError(f"{name} {value!r} is not known; expected {DB_TYPE!r}, the only kind of storage")
+
+
+def name_list(names: Iterable[str]) -> list[str]:
+    """Names of blobs as a list; one string is refused, as it would be taken for its letters."""
+    if isinstance(names, str):
+        raise InvalidArgumentError(f"blob_names is a list of names, got the string {names!r}")
+    return [str(name) for name in names]
+
+
+def node_names(nodes: Iterable[Any]) -> list[str]:
+    """Names of nodes, each given as its name or as a `Node`, no name twice."""
+    given = [nodes] if isinstance(nodes, str | Node) else nodes
+    names = [paths.check_node_name(str(node)) for node in given]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise InvalidArgumentError(f"node {twice[0]!r} is named twice")
+    return names
+
+
+class Manager(abc.ABC):
+    """What both managers share: the handler, and the notes.
+
+    Attributes:
+        notes: JSON that is written with each save (not in Caffe2); `read_notes` gives it back.
+        introduced: whether `set_params` was called (not in Caffe2).
+    """
+
+    def __init__(
+        self, db_prefix: str | os.PathLike[str], db_type: str, metadata_handler: AbstractMetadataHandler | None
+    ):
+        check_type("db_type", db_type)
+        self._db_prefix, self._db_type = expanded(os.fspath(db_prefix)), db_type
+        self._handler = None if metadata_handler is None else check_handler(metadata_handler)
+        self.notes: dict[str, Any] = {}
+        self.introduced = False
+
+    @property
+    def db_prefix(self) -> str:
+        """The directory."""
+        return self._db_prefix
+
+    @property
+    def metadata_handler(self) -> Any:
+        """The handler that it was given, or None."""
+        return self._handler
+
+    @abc.abstractmethod
+    def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
+        """The names of the nodes that a caller gave, once they are known to suit this manager."""
+
+    @abc.abstractmethod
+    def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
+        """Adds the seconds that the last save or load took on each node of this process, by db name."""
+
+    def set_params(
+        self,
+        nodes: Iterable[Any] | None,
+        path_prefix: str | os.PathLike[str] | None = None,
+        path_type: str | None = None,
+    ) -> None:
+        """Tells the metadata handler, if there is one, of the nodes; the first call of a job."""
+        names = self.take_nodes(nodes)
+        check_type("path_type", path_type)
+        if self._asks_handler:
+            prefix = None if path_prefix is None else os.fspath(path_prefix)
+            self._told.set_params(
+                db_prefix=self._db_prefix,
+                db_type=self._db_type,
+                node_names=names,
+                path_prefix=prefix,
+                path_type=path_type,
+            )
+        self.introduced = True
+
+    def get_resume_from_epoch_id(self, user_epoch: int | None = None) -> int | None:
+        """The epoch to resume from; None: from scratch.
+
+        Args:
+            user_epoch: the one that the user names; the metadata handler, if there is one, may override it.
+        """
+        if self._asks_handler:
+            return answered_epoch(self._told.last_epoch(user_epoch=user_epoch), self._handler)
+        return None if user_epoch is None else epoch_number(user_epoch)
+
+    def cp_accessible(self, epoch: int | None = None) -> bool:
+        """Whether the metadata handler says that storage can be reached; True without one."""
+        return self._told.cp_accessible(epoch) if self._asks_handler else True
+
+    def write_checkpoint_metadata(self, epoch: int) -> None:
+        """Tells the metadata handler that an epoch was saved."""
+        if self._asks_handler:
+            self._told.write(epoch=epoch)
+
+    def report_checkpoint_stats(self, action_name: str) -> None:
+        """Reports the stats of the last operation to the metadata handler, all nodes together.
+
+        Args:
+            action_name: `checkpoint_save`, `checkpoint_load` or `checkpoint_partial_load`.
+        """
+        stats: dict[str, float] = {}
+        self.collect_checkpoint_stats(stats)
+        self.report(action_name, stats)
+
+    def report(self, action_name: str, stats: dict[str, float]) -> None:
+        """Reports seconds by db name, also of nodes of other processes, to the metadata handler (not in Caffe2)."""
+        if stats:
+            slowest = max(stats, key=lambda name: stats[name])
+            logging.info("%s: %d nodes, slowest %s with %.2f s", action_name, len(stats), slowest, stats[slowest])
+        if self._asks_handler:
+            self._told.report(action_name, stats)
+
+    @property
+    def _asks_handler(self) -> bool:
+        """Only the primary does: it speaks for all."""
+        return self._handler is not None and jax.process_index() == 0
+
+    @property
+    def _told(self) -> AbstractMetadataHandler:
+        assert self._handler is not None, "callers look first"
+        return self._handler
+
+
+class CheckpointManager(Manager):
+    """Saves and loads the workspace of one node.
+
+    Args:
+        db_prefix: the directory; must exist when it is used.
+        node_name: names the node's folder. In a job of several nodes each has a manager, and a name, of its own.
+        db_type: `"epochckpt"`.
+        metadata_handler: see `epochckpt.metadata`.
+
+    Raises:
+        InvalidArgumentError: a `db_type` that is not ours, or a name that cannot be one of a folder.
+    """
+
+    def __init__(
+        self,
+        db_prefix: str | os.PathLike[str],
+        node_name: str,
+        db_type: str,
+        metadata_handler: AbstractMetadataHandler | None = None,
+    ):
+        super().__init__(db_prefix, db_type, metadata_handler)
+        self._node_name = paths.check_node_name(str(node_name))
+        self._epochs = NodeEpochs(self._db_prefix, self._node_name)
+        self._runs_on: str | None = None
+        self._where: str | None = None
+        self._initialised = False
+        self._blob_names: list[str] | None = None
+        self._last: tuple[str, float] | None = None
+        self._recorder = containers.Recorder()
+
+    @property
+    def node_name(self) -> str:
+        """The name of the node's folder."""
+        return self._node_name
+
+    @property
+    def runs_on(self) -> str | None:
+        """The node whose workspace it is, where it was told."""
+        return self._runs_on
+
+    def init(
+        self,
+        nodes: Iterable[Any] | None = None,
+        retrieve_from_epoch: int | None = None,
+        path_prefix: str | os.PathLike[str] | None = None,
+        path_type: str | None = None,
+    ) -> Task:
+        """A task that determines which blobs are checkpointed: those that exist when it runs; later ones are not.
+
+        Args:
+            nodes: the one node whose workspace it is; by default that of the task that runs.
+            retrieve_from_epoch: take the names from this epoch instead.
+            path_prefix: see `db_name`; for that epoch only.
+            path_type: as `db_type`, for that epoch only.
+        """
+        self.take_nodes(nodes)
+        check_type("path_type", path_type)
+        epoch = None if retrieve_from_epoch is None else epoch_number(retrieve_from_epoch)
+        self._initialised = True
+        return self._task("init", lambda ws: self._init(ws, epoch, path_prefix))
+
+    def blob_list(self) -> list[str]:
+        """The names of the blobs that are checkpointed.
+
+        Raises:
+            InvalidArgumentError: `init` has not run.
+        """
+        if self._blob_names is None:
+            raise self._not_initialised("blob_list")
+        return list(self._blob_names)
+
+    def load(self, epoch: int, path_prefix: str | os.PathLike[str] | None = None, path_type: str | None = None) -> Task:
+        """A task that puts the blobs of `blob_list` back into the workspace.
+
+        Each comes back as what `ws.target` says. Nothing is loaded if something is wrong with any of them.
+        """
+        self._check_initialised("load")
+        check_type("path_type", path_type)
+        number = epoch_number(epoch)
+        return self._task(f"load epoch {number}", lambda ws: self._load(ws, number, None, path_prefix))
+
+    def load_blobs_from_checkpoint(self, blob_names: Iterable[str], epoch: int) -> Task:
+        """A task that loads just these blobs, reading just their bytes; works without `init`.
+
+        Args:
+            blob_names: their names, or `node/name`; what the epoch lacks is left out.
+            epoch: the epoch.
+        """
+        wanted, number = name_list(blob_names), epoch_number(epoch)
+        return self._task(f"load blobs of epoch {number}", lambda ws: self._load(ws, number, wanted, None))
+
+    def check_db_exists(self, epoch: int) -> Task:
+        """A task whose output is whether this node has committed that epoch; works without `init`."""
+        number = epoch_number(epoch)
+        return self._task(f"look for epoch {number}", lambda _: self.has_epoch(number))
+
+    def save(self, epoch: int) -> Task:
+        """A task that saves the blobs of `blob_list`, and replaces the node's epoch of this number if there is one.
+
+        Running it raises a SaveError, or an OSError for a directory that cannot be reached, if it was not committed.
+        """
+        self._check_initialised("save")
+        number = epoch_number(epoch)
+        return self._task(f"save epoch {number}", lambda ws: self._save(ws, number))
+
+    def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
+        """Adds the seconds that the last save or load took here, by db name."""
+        if self._last is not None:
+            stats[self._last[0]] = self._last[1]
+
+    def has_epoch(self, epoch: int) -> bool:
+        """Whether this node has committed an epoch (not in Caffe2)."""
+        return self._epochs.exists(epoch)
+
+    def read_notes(self, epoch: int) -> dict[str, Any] | None:
+        """The `notes` that an epoch was saved with; None if this node has no such epoch (not in Caffe2)."""
+        if not self.has_epoch(epoch):
+            return None
+        return _recorded(self._epochs.reader(epoch), "notes")
+
+    def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
+        """The name of the node's folder, once it is known that the node suits this manager."""
+        names = [] if nodes is None else node_names(nodes)
+        if len(names) > 1:
+            raise InvalidArgumentError(
+                f"CheckpointManager saves one node, got {len(names)}: {', '.join(names)}; "
+                "MultiNodeCheckpointManager saves several"
+            )
+        if names:
+            if self._runs_on not in (None, names[0]):
+                raise InvalidArgumentError(
+                    f"this CheckpointManager was given node {self._runs_on!r} and now {names[0]!r}; make another one"
+                )
+            self._runs_on = names[0]
+        return [self._node_name]
+
+    def _task(self, name: str, fn: Callable[[Workspace], Any]) -> Task:
+        def run(ws: Workspace) -> Any:
+            if self._where not in (None, ws.node):
+                raise InvalidArgumentError(
+                    f"the checkpoint manager of node {self._node_name!r} ran on node {self._where!r} and now on "
+                    f"{ws.node!r}; pass init(nodes=[…]), or use MultiNodeCheckpointManager"
+                )
+            self._where = ws.node
+            return fn(ws)
+
+        return Task(run, node=self._runs_on, name=f"checkpoint: {name}")
+
+    def _init(self, ws: Workspace, epoch: int | None, path_prefix: str | os.PathLike[str] | None) -> list[str]:
+        if epoch is None:
+            self._check_own({name: ws[name] for name in ws})
+            self._blob_names = list(ws)
+        else:
+            self._blob_names = list(_items_by_blob(self._at(path_prefix).reader(epoch)))
+        try:
+            self._epochs.join()
+        except OSError as error:  # a job trains to its end without its directory; every save will say it again
+            logging.warning("nothing can be saved for node %s: %s", self._node_name, error)
+        return list(self._blob_names)
+
+    def _save(self, ws: Workspace, epoch: int) -> None:
+        names = self.blob_list()
+        gone = [name for name in names if name not in ws]
+        if gone:
+            raise SaveError(
+                epoch,
+                f"node {self._node_name}: {', '.join(map(repr, gone))} existed when init ran, and does not now; found: "
+                f"{', '.join(ws) or 'no blob'}. Keep what is checkpointed, or make it after init",
+            )
+        with self._timed(epoch, None):
+            states = {name: blobs.state_of(ws[name]) for name in names}
+            for name in names:
+                blobs.kind_of(self._node_name, name, states[name])  # raises where one cannot be saved
+            self._check_own(states)
+            items = blobs.item_names(names)
+            recorded = {name: self._recorder.record(name, states[name]) for name in names}
+            types = {name: one for name, one in recorded.items() if one is not None}
+            args = ocp.args.Composite(**{items[n]: ocp.args.StandardSave(states[n]) for n in names})
+            kept = {"blobs": {items[name]: name for name in names}, "types": types, "notes": self.notes}
+            self._epochs.save(epoch, args, kept)
+
+    def _load(
+        self,
+        ws: Workspace,
+        epoch: int,
+        wanted: Sequence[str] | None,
+        path_prefix: str | os.PathLike[str] | None,
+    ) -> list[str]:
+        """Loads the wanted blobs that the epoch has, or all of `blob_list`; returns their names."""
+        needed = self.blob_list() if wanted is None else []
+        with self._timed(epoch, path_prefix):
+            epochs = self._at(path_prefix)
+            reader = epochs.reader(epoch)
+            items = _items_by_blob(reader)
+            missing = [name for name in needed if name not in items]
+            if missing:
+                raise InvalidArgumentError(
+                    f"{reader.folder} lacks {', '.join(map(repr, missing))}, which init determined to checkpoint; it "
+                    f"has: {', '.join(items) or 'no blob'}. Pass init(retrieve_from_epoch={epoch})"
+                )
+            names = needed if wanted is None else self._chosen(wanted, items)
+            targets = {name: blobs.target_of(ws, name) for name in names}
+            asked = {
+                items[name]: None if target is None else ocp.args.StandardRestore(target)
+                for name, target in targets.items()
+            }
+            values, types = epochs.restore(reader, asked), reader.record.custom_metadata.get("types")
+            types = types if isinstance(types, dict) else {}
+            made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in names}
+            for name, value in made.items():
+                blobs.put_back(ws, name, value)
+        return names
+
+    def _chosen(self, wanted: Sequence[str], items: Mapping[str, str]) -> list[str]:
+        found = []
+        for name in wanted:
+            short = name.removeprefix(f"{self._node_name}/")
+            found += [name] if name in items else [short] if short in items else []
+        return list(dict.fromkeys(found))
+
+    def _at(self, path_prefix: str | os.PathLike[str] | None) -> NodeEpochs:
+        if not path_prefix:
+            return self._epochs
+        directory, lead = os.path.split(os.fspath(path_prefix))
+        return NodeEpochs(directory or os.curdir, self._node_name, lead=lead)
+
+    @contextlib.contextmanager
+    def _timed(self, epoch: int, path_prefix: str | os.PathLike[str] | None) -> Iterator[None]:
+        self._last, began = None, time.monotonic()
+        yield
+        self._last = db_name(epoch, self._node_name, self._db_prefix, path_prefix), time.monotonic() - began
+
+    def _check_own(self, values: Mapping[str, Any]) -> None:
+        """Refuses blobs that are not this node's own."""
+        refusal = blobs.spread_refusal(self._node_name, values)
+        if refusal is not None:
+            raise refusal
+
+    def _check_initialised(self, verb: str) -> None:
+        if not self._initialised:
+            raise self._not_initialised(verb)
+
+    def _not_initialised(self, verb: str) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"{verb} of node {self._node_name!r} needs to know the blobs; first: session.run(manager.init(…))"
+        )
+
+
+def _recorded(reader: EpochReader, name: str) -> dict[str, Any]:
+    value = reader.record.custom_metadata.get(name)
+    if not isinstance(value, dict):
+        problem = f"was not written by a manager of epochckpt.caffe2: custom_metadata has no {name!r}"
+        raise FormatError(paths.join(reader.folder, paths.EPOCH_RECORD), problem)
+    return value
+
+
+def _items_by_blob(reader: EpochReader) -> dict[str, str]:
+    """The item of each blob, in the order in which they were saved."""
+    recorded = _recorded(reader, "blobs")
+    if recorded.keys() != reader.record.items.keys() or len(set(recorded.values())) != len(recorded):
+        problem = "the names of its blobs are not one for each item"
+        raise FormatError(paths.join(reader.folder, paths.EPOCH_RECORD), problem)
+    return {str(blob): item for item, blob in recorded.items()}
+
+
+class MultiNodeCheckpointManager(Manager):
+    """Saves and loads the workspaces of many nodes, each into its own folder of the epoch.
+
+    Args:
+        db_prefix: the directory; must exist when it is used.
+        db_type: `"epochckpt"`.
+        metadata_handler: see `epochckpt.metadata`.
+
+    Raises:
+        InvalidArgumentError: a `db_type` that is not ours.
+    """
+
+    def __init__(
+        self, db_prefix: str | os.PathLike[str], db_type: str, metadata_handler: AbstractMetadataHandler | None = None
+    ):
+        super().__init__(db_prefix, db_type, metadata_handler)
+        self._managers: dict[str, CheckpointManager] = {}
+
+    @property
+    def node_managers(self) -> list[tuple[str, CheckpointManager]]:
+        """(node, its manager), in the order in which the nodes were given; empty before they are."""
+        return list(self._managers.items())
+
+    def get_ckpt_db_name(self, node_name: str, epoch: int) -> str:
+        """The full path of a node's epoch.
+
+        Raises:
+            InvalidArgumentError: this manager does not have that node.
+        """
+        self._of([str(node_name)])
+        return db_name(epoch, node_name, self._db_prefix)
+
+    def init(
+        self,
+        nodes: Iterable[Any],
+        retrieve_from_epoch: int | None = None,
+        path_prefix: str | os.PathLike[str] | None = None,
+        path_type: str | None = None,
+    ) -> TaskGroup:
+        """Tasks that determine which blobs are checkpointed, on each node; see `CheckpointManager.init`.
+
+        Raises:
+            InvalidArgumentError: it was given other nodes before.
+        """
+        names = self.take_nodes(nodes)
+        return self._group("init", lambda m, n: m.init([n], retrieve_from_epoch, path_prefix, path_type), names)
+
+    def load(
+        self, epoch: int, path_prefix: str | os.PathLike[str] | None = None, path_type: str | None = None
+    ) -> TaskGroup:
+        """Tasks that put the blobs back, on each node; see `CheckpointManager.load`."""
+        return self._group("load", lambda m, _: m.load(epoch, path_prefix, path_type))
+
+    def load_blobs_from_checkpoint(self, blob_names: Iterable[str], epoch: int) -> TaskGroup:
+        """Tasks that load just these blobs, on each node that has them."""
+        names = name_list(blob_names)
+        return self._group("load blobs", lambda m, _: m.load_blobs_from_checkpoint(names, epoch))
+
+    def load_blobs_locally(self, nodes: Iterable[Any], blob_names: Iterable[str], epoch: int, session: Session) -> bool:
+        """Loads just these blobs from the nodes' folders into their workspaces; works without `init`.
+
+        Args:
+            nodes: the nodes.
+            blob_names: names that any of the nodes may have, or `node/name`; what an epoch lacks is left out.
+            epoch: the epoch.
+            session: whose workspaces are meant; of the nodes, those that it runs in this process.
+
+        Returns:
+            False if any of the nodes lacks that epoch; nothing is loaded then.
+        """
+        wanted, given = name_list(blob_names), node_names(nodes)
+        names = list(self._of(given)) if self._managers else self.take_nodes(given)
+        missing = [name for name, manager in self._of(names).items() if not manager.has_epoch(epoch)]
+        if missing:
+            logging.info("%s: epoch %d is not there for %s", self._db_prefix, epoch, ", ".join(missing))
+            return False
+        session.run(self._group("load blobs", lambda m, _: m.load_blobs_from_checkpoint(wanted, epoch), names))
+        return True
+
+    def check_db_exists(self, epoch: int) -> TaskGroup:
+        """Tasks whose outputs are whether each node has committed that epoch."""
+        return self._group("look", lambda m, _: m.check_db_exists(epoch))
+
+    def save(self, epoch: int) -> TaskGroup:
+        """Tasks that save the blobs, on each node; see `CheckpointManager.save`."""
+
+        def saving(manager: CheckpointManager, _: str) -> Task:
+            manager.notes = self.notes
+            return manager.save(epoch)
+
+        return self._group("save", saving)
+
+    def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
+        """Adds the seconds that the last save or load took on each node of this process, by db name."""
+        for manager in self._managers.values():
+            manager.collect_checkpoint_stats(stats)
+
+    def read_notes(self, epoch: int) -> dict[str, Any] | None:
+        """The `notes` of the first node that has an epoch; None if none has it (not in Caffe2)."""
+        found = (manager.read_notes(epoch) for manager in self._of(self._given()).values())
+        return next((notes for notes in found if notes is not None), None)
+
+    def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
+        """The nodes' names, once it is known that they suit this manager; the first ones stay."""
+        names = node_names(nodes or ())
+        if not names:
+            raise InvalidArgumentError(
+                "MultiNodeCheckpointManager needs the nodes' names, got none; a job without any has session.nodes"
+            )
+        if self._managers and sorted(names) != sorted(self._managers):
+            raise InvalidArgumentError(
+                f"this manager has the nodes {', '.join(self._managers)}, and was now given {', '.join(names)}; make "
+                "another manager for other nodes"
+            )
+        if not self._managers:
+            self._managers = {name: CheckpointManager(self._db_prefix, name, self._db_type) for name in names}
+        return names
+
+    def _given(self) -> list[str]:
+        if not self._managers:
+            raise InvalidArgumentError("this manager knows no nodes yet; first: set_params(nodes), or init(nodes)")
+        return list(self._managers)
+
+    def _of(self, names: Sequence[str]) -> dict[str, CheckpointManager]:
+        known = self._given()
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise InvalidArgumentError(f"this manager has no node {unknown[0]!r}; it has: {', '.join(known)}")
+        return {name: self._managers[name] for name in names}
+
+    def _group(
+        self, name: str, task: Callable[[CheckpointManager, str], Task], nodes: Sequence[str] | None = None
+    ) -> TaskGroup:
+        with joining(group := TaskGroup(f"checkpoint {name}")):
+            for node, manager in self._of(self._given() if nodes is None else nodes).items():
+                manager.take_nodes([node])
+                task(manager, node)
+        return group

@@ -1,0 +1,266 @@
+"""The containers of a pytree, such as tuples, named tuples and dataclasses: recorded, and made again.
+
+A restore without a target gives dicts and lists. What is recorded here (as JSON) says which of them were something
+else. No class is imported by a name that was read: a class is found only in a module that the program has imported
+already, and is used only if JAX knows it as a container with the same fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
+from epochckpt.format import tree as tree_lib
+
+_DEFINITION: Any = jax.tree_util.PyTreeDef
+_make_definition = getattr(_DEFINITION, "from_node_data_and_children", None) or (
+    _DEFINITION.make_from_node_data_and_children  # its name up to jax 0.8
+)
+_LEAF = jax.tree.structure(0)
+_FORM = "the record of a blob's types has an unexpected form"
+
+
+@dataclasses.dataclass(frozen=True)
+class Container:
+    """A container, and those in it.
+
+    Attributes:
+        cls: its class.
+        static: what JAX keeps of it beside its children, such as the static fields of a dataclass.
+        keys: of its children, in JAX's order, as in `tree.KeyPath`; of a dict, list or tuple only those in `inner`, and
+            keys that are no strings.
+        inner: the children, by their place in `keys`, that are containers to be recorded themselves.
+        hollow: no leaf is in it, so that an epoch may have nothing of it.
+    """
+
+    cls: type
+    static: Any = None
+    keys: tree_lib.KeyPath = ()
+    inner: Mapping[int, Container] = dataclasses.field(default_factory=dict)
+    hollow: bool = False
+
+    @property
+    def name(self) -> str:
+        """The class, for people."""
+        return f"{self.cls.__module__}.{self.cls.__qualname__}"
+
+    def loses(self) -> str:
+        """What a record cannot hold of this container or of one in it; empty: nothing."""
+        try:
+            _static_to_json(self.static)
+            _find(self.cls.__module__, self.cls.__qualname__)
+        except InvalidArgumentError as error:
+            fields = [f.name for f in dataclasses.fields(self.cls)] if dataclasses.is_dataclass(self.cls) else []
+            static = ", ".join(name for name in fields if name not in {key for _, key in self.keys})
+            return f"{self.name}: {error}{f' (the static fields {static})' if static else ''}"
+        return next(filter(None, (inner.loses() for inner in self.inner.values())), "")
+
+
+def of(tree: Any) -> Container | None:
+    """The containers of a pytree; None if it is made of dicts with strings as keys, and lists, alone."""
+    if tree is None or isinstance(tree, jax.Array):
+        return None
+    pairs, definition = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    data = definition.node_data()
+    if data is None:
+        return None
+    cls, static = data
+    keys = [tree_lib.key_path(path)[0] for path, _ in pairs]
+    inner = {number: found for number, (_, child) in enumerate(pairs) if (found := of(child)) is not None}
+    hollow = len(inner) == len(pairs) and all(child.hollow for child in inner.values())
+    if cls not in (dict, list, tuple):
+        return Container(cls, static, tuple(keys), inner, hollow)
+    kept = [n for n, (kind, key) in enumerate(keys) if n in inner or (kind == "k" and type(key) is not str)]
+    if cls is not tuple and not kept:
+        return None
+    inner = {place: inner[n] for place, n in enumerate(kept) if n in inner}
+    return Container(cls, None, tuple(keys[n] for n in kept), inner, hollow)
+
+
+# -- making again ------------------------------------------------------------------------------------------------
+
+
+def rebuild(plain: Any, container: Container) -> Any:
+    """Puts what a restore gave as dicts and lists into containers of the right classes.
+
+    Raises:
+        InvalidArgumentError: it does not fit; says where.
+    """
+    return plain if _is_it(plain, container) else _rebuild(plain, container, ())
+
+
+def _is_it(tree: Any, container: Container) -> bool:
+    try:
+        return of(tree) == container
+    except Exception:  # static fields may be anything, and what compares them too
+        return False
+
+
+def _rebuild(plain: Any, container: Container, where: tree_lib.KeyPath) -> Any:
+    found, made = _children(plain, container, where), {}
+    for number, (kind, key) in enumerate(container.keys):
+        name = str(key) if key not in found and str(key) in found else key  # stock Orbax turns keys into strings
+        inner = container.inner.get(number)
+        if name not in found and (inner is None or not inner.hollow):
+            raise InvalidArgumentError(f"{_at(where)}: {container.name} lacks {key!r}; found {_shown(found)}")
+        child = found.pop(name, None)
+        made[key] = child if inner is None else _rebuild(child, inner, (*where, (kind, key)))
+    if container.cls is dict:
+        return {**found, **made}
+    if container.cls in (list, tuple):
+        return container.cls(child for _, child in sorted({**found, **made}.items()))
+    if found:
+        raise InvalidArgumentError(f"{_at(where)}: {container.name} has no {_shown(found)}")
+    return _unflatten(container, list(made.values()), where)
+
+
+def _children(plain: Any, container: Container, where: tree_lib.KeyPath) -> dict[Any, Any]:
+    """What is in a restored dict or list, by key; nothing in None, as which an empty container comes back."""
+    if plain is None:
+        return {}
+    if isinstance(plain, Mapping):
+        return dict(plain)
+    if not isinstance(plain, list | tuple):
+        raise InvalidArgumentError(f"{_at(where)}: expected {container.name}, found {type(plain).__name__}")
+    keys = [key for _, key in container.keys]
+    by_place = container.cls in (list, tuple) or len(keys) != len(plain)
+    return dict(enumerate(plain)) if by_place else dict(zip(keys, plain, strict=True))
+
+
+def _unflatten(container: Container, children: Sequence[Any], where: tree_lib.KeyPath) -> Any:
+    cls, keys = container.cls, container.keys
+    try:
+        definition = _make_definition(jax.tree_util.default_registry, (cls, container.static), [_LEAF] * len(children))
+        made = definition.unflatten(children)
+        pairs, _ = jax.tree_util.tree_flatten_with_path(made, is_leaf=lambda node: node is not made)
+        found = tuple(tree_lib.key_path(path)[0] for path, _ in pairs)
+    except Exception as error:  # whatever a class says that was changed meanwhile
+        raise InvalidArgumentError(
+            f"{_at(where)}: {container.name} cannot be made of what was saved: {say(error)}"
+        ) from error
+    if found != keys:
+        raise InvalidArgumentError(
+            f"{_at(where)}: {container.name} has {_shown(key for _, key in found)} here, and was saved with "
+            f"{_shown(key for _, key in keys)}"
+        )
+    return made
+
+
+def _at(where: tree_lib.KeyPath) -> str:
+    return repr(tree_lib.leaf_name(where)) if where else "the blob itself"
+
+
+def _shown(keys: Any) -> str:
+    return ", ".join(map(repr, keys)) or "nothing"
+
+
+class Recorder:
+    """Records the containers of blobs, and anew only those that have changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, dict[str, Any] | None]] = {}
+
+    def record(self, name: str, tree: Any) -> dict[str, Any] | None:
+        """The containers of a blob as JSON; None if it is made of dicts and lists alone."""
+        definition = jax.tree.structure(tree)
+        known = self._known.get(name)
+        if known is None or known[0] != definition:
+            found = of(tree)
+            known = self._known[name] = definition, None if found is None else to_json(found)
+        return known[1]
+
+
+# -- as JSON -----------------------------------------------------------------------------------------------------
+
+
+def to_json(container: Container) -> dict[str, Any]:
+    """A container as JSON. What no JSON can hold is left out, and `from_json` says so."""
+    numbers: dict[str, int] = {}
+    types: list[list[Any]] = []
+    nodes: list[list[int]] = []
+
+    def add(one: Container, parent: int, place: int) -> None:
+        keys = [tree_lib.path_to_json((key,))[0] for key in one.keys]
+        alone = dataclasses.replace(one, inner={})
+        lost = alone.loses()
+        static = None if lost else _static_to_json(one.static)
+        row = [one.cls.__module__, one.cls.__qualname__, keys, static, one.hollow, lost]
+        number = numbers.setdefault(repr(row), len(types))
+        if number == len(types):
+            types.append(row)
+        me = len(nodes)
+        nodes.append([number, parent, place])
+        for child, inner in one.inner.items():
+            add(inner, me, child)
+
+    add(container, -1, 0)
+    return {"types": types, "nodes": nodes}
+
+
+def from_json(data: Any) -> Container:
+    """The inverse of `to_json`.
+
+    Raises:
+        InvalidArgumentError: a class is not there or JSON did not hold all of a container; says which.
+    """
+    try:
+        types = [_type(row) for row in data["types"]]
+        inner: list[dict[int, Container]] = [{} for _ in data["nodes"]]
+        for me, (number, parent, place) in reversed(list(enumerate(data["nodes"]))):
+            made = dataclasses.replace(types[number], inner=dict(sorted(inner[me].items())))
+            if me == 0:
+                return made
+            if not 0 <= parent < me:
+                break
+            inner[parent][place] = made
+    except EpochCheckpointError:
+        raise
+    except (TypeError, ValueError, LookupError, RecursionError) as error:
+        raise InvalidArgumentError(f"{_FORM}: {say(error)}") from error
+    raise InvalidArgumentError(_FORM)
+
+
+def _type(row: Any) -> Container:
+    module, name, keys, static, hollow, lost = row
+    if lost:
+        raise InvalidArgumentError(str(lost))
+    keys = tuple(tree_lib.path_from_json(_FORM, [key])[0] for key in keys)
+    return Container(_find(module, name), _static_from_json(static), keys, hollow=bool(hollow))
+
+
+def _find(module: str, name: str) -> type:
+    """A class of this program. Nothing is imported, not by a module's own `__getattr__` either."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    if not isinstance(found, type) or (found.__module__, found.__qualname__) != (module, name):
+        raise InvalidArgumentError("the program has no class of this name at the top of a module that it has imported")
+    return found
+
+
+def _static_to_json(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return {"float": value.hex()}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_static_to_json(one) for one in value]}
+    if type(value) is dict:
+        return {"dict": [[_static_to_json(key), _static_to_json(one)] for key, one in value.items()]}
+    raise InvalidArgumentError(f"it has a part that no checkpoint holds, a {type(value).__name__}")
+
+
+def _static_from_json(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    ((form, values),) = data.items()
+    if form == "float":
+        return float.fromhex(values)
+    if form == "dict":
+        return {_static_from_json(key): _static_from_json(one) for key, one in values}
+    return {"tuple": tuple, "list": list}[form](_static_from_json(one) for one in values)

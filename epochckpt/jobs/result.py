@@ -1,0 +1,131 @@
+"""What became of a run: `RunResult`, and the ledger that it is made from."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from absl import logging
+
+from epochckpt._units import several
+from epochckpt.errors import SaveError
+from epochckpt.jobs.preemption import PREEMPTED_EXIT_CODE
+from epochckpt.manager import SaveOutcome
+
+FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
+UNSAVED_EXIT_CODE = 74  # EX_IOERR of sysexits.h
+_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What became of a run. Printed, it is one line.
+
+    Attributes:
+        stop_reason: why it stopped: the stop conditions that were true, `preempted`, or `was finished already`.
+        epoch: the last epoch.
+        partial: the last epoch was left in the middle; it is saved as it is, and will be entered again.
+        last_committed_epoch: the newest epoch that is on storage; None if there is none, or no manager.
+        unsaved: why the last epoch is not on storage; empty if it is, and without a manager.
+        failed_saves: (epoch, reason) of the saves of this run that failed.
+        preempted: it stopped because it was preempted, or was while it ended.
+        finished: a stop condition ended it: started again it does not go on, as long as the condition holds.
+        fenced_off: a newer run has taken over the directory; this one ended at once, without `download` and `exit`.
+        resumed_from: the epoch that it went on from; None from scratch.
+        held_secs: how long saving has kept this process from training.
+        slowest_node: the node that took longest to write, and its seconds in all; None if nothing was written.
+        elapsed_secs: how long this run took.
+        total_secs: how long all runs of this job took until the last epoch.
+    """
+
+    stop_reason: str
+    epoch: int
+    partial: bool
+    last_committed_epoch: int | None
+    unsaved: str
+    failed_saves: tuple[tuple[int, str], ...]
+    preempted: bool
+    finished: bool
+    fenced_off: bool
+    resumed_from: int | None
+    held_secs: float
+    slowest_node: tuple[str, float] | None
+    elapsed_secs: float
+    total_secs: float
+
+    @property
+    def exit_code(self) -> int:
+        """For `sys.exit`: the first of these that is true.
+
+        76 if it was fenced off: do not start it again. 74 (EX_IOERR of sysexits.h) if the last epoch is not on storage.
+        75 (EX_TEMPFAIL) if it was preempted: start it again. 0.
+        """
+        if self.fenced_off:
+            return FENCED_OFF_EXIT_CODE
+        if self.unsaved:
+            return UNSAVED_EXIT_CODE
+        return PREEMPTED_EXIT_CODE if self.preempted else 0
+
+    def __str__(self) -> str:
+        kept = "nothing" if self.last_committed_epoch is None else f"epoch {self.last_committed_epoch}"
+        begun = "" if self.resumed_from is None else f"resumed from epoch {self.resumed_from}, "
+        parts = [
+            f"{begun}stopped after epoch {self.epoch}{' (partial)' if self.partial else ''}: {self.stop_reason}",
+            f"{kept} is the newest on storage",
+            f"saving held training for {self.held_secs:.2f} of {self.elapsed_secs:.1f} s",
+        ]
+        if self.failed_saves:
+            shown = "; ".join(f"epoch {epoch}: {reason}" for epoch, reason in self.failed_saves[-_SHOWN:])
+            parts.append(f"{several(len(self.failed_saves), 'save', 'saves')} failed ({shown})")
+        if self.slowest_node is not None:
+            parts.append("slowest node {} ({:.2f} s)".format(*self.slowest_node))
+        return "; ".join(parts)
+
+
+class Ledger:
+    """What is known of the saves of a run, from outcomes that all nodes have been told alike."""
+
+    def __init__(self) -> None:
+        self.last_committed: int | None = None
+        self.failed: list[tuple[int, str]] = []
+        self.consecutive_failures = 0
+        self.held_secs = 0.0
+        self._node_secs: collections.Counter[str] = collections.Counter()
+
+    def add(self, outcomes: Iterable[SaveOutcome]) -> None:
+        """Enters outcomes, oldest first."""
+        for outcome in outcomes:
+            self._node_secs.update(dict(outcome.nodes))
+            if outcome.committed:
+                self.last_committed, self.consecutive_failures = outcome.epoch, 0
+            else:
+                self.failed.append((outcome.epoch, outcome.detail))
+                self.consecutive_failures += 1
+                logging.warning("epoch %d was not saved, training goes on: %s", outcome.epoch, outcome.detail)
+
+    @property
+    def slowest_node(self) -> tuple[str, float] | None:
+        """The node that took longest to write, and its seconds."""
+        return next(iter(self._node_secs.most_common(1)), None)
+
+    def check(self, limit: int | None) -> None:
+        """Raises SaveError if more saves in a row have failed than are allowed."""
+        if limit is not None and self.consecutive_failures > limit:
+            epoch, reason = self.failed[-1]
+            raise SaveError(
+                epoch,
+                f"{self.consecutive_failures} saves in a row have failed, more than max_consecutive_save_failures="
+                f"{limit}; the last: {reason}",
+            )
+
+
+def to_json(outcome: SaveOutcome) -> dict[str, Any]:
+    """An outcome for another process."""
+    return {**dataclasses.asdict(outcome), "nodes": dict(outcome.nodes)}
+
+
+def from_json(data: Mapping[str, Any]) -> SaveOutcome:
+    """The inverse of `to_json`."""
+    return SaveOutcome(**data)

@@ -1,0 +1,185 @@
+"""Where a run begins: from scratch, or after an epoch that is on storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError, say
+from epochckpt.jobs import blobs as blob_lib
+from epochckpt.jobs import containers
+from epochckpt.jobs.backends.base import Keeper, Restored
+from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs.job import TaskGroup
+from epochckpt.jobs.reporting import Handler
+from epochckpt.jobs.workspace import Workspace
+
+AUTO, NEVER, MUST = "auto", "never", "must"
+
+
+def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, handler: Handler) -> Restored | None:
+    """Restores the epoch that the run goes on from; None: from scratch.
+
+    A named epoch is a rollback, durable before anything is trained. Otherwise it is the newest that every node can
+    read, also where the metadata handler says less: it may have died before it was told.
+
+    Args:
+        keeper: the manager.
+        named: the epoch that the user named, if any.
+        resume: `auto`, `never` or `must`.
+        exchange: the other processes.
+        handler: may know what was saved last.
+
+    Raises:
+        EpochNotFoundError: the named epoch is not there, or there is none although there should be.
+        DamagedError: there are epochs, and none of them can be used.
+        FormatError: there are none, but folders that are named like epochs.
+        InvalidArgumentError: `resume="never"` in a directory that has epochs.
+    """
+    keeper.claim()
+    if keeper.chooses:
+        if resume == NEVER:
+            return None
+        chosen = keeper.choose(named)  # the runner's own handler may overrule it: the manager does not know that one
+        epoch = exchange.publish("the epoch that was saved last", lambda: handler.last_epoch(chosen, must_say=True))
+        if epoch is None and resume == MUST:
+            raise EpochNotFoundError(None, keeper.directory, [])
+        return None if epoch is None else keeper.restore(epoch)
+    if named is not None:
+        keeper.roll_back(named)
+        return keeper.restore(named)
+
+    def look() -> dict[str, Any]:
+        epochs = keeper.epochs()
+        return {
+            "epochs": epochs[-20:],
+            "damaged": keeper.damaged()[-20:],
+            "foreign": list(keeper.foreign().values())[-1:],
+            "known": handler.last_epoch() if resume != NEVER else None,
+        }
+
+    found = exchange.publish("the epochs on storage", look)
+    epochs, known, damaged = found["epochs"], found["known"], found["damaged"]
+    if damaged and not epochs:
+        raise DamagedError(
+            keeper.directory,
+            f"it has the epochs {', '.join(map(str, damaged))}, and none of them can be used (the log says why). "
+            "Nothing is started over there: move them away, or take another directory",
+        )
+    if found["foreign"] and not epochs:
+        raise FormatError(
+            keeper.directory,
+            f"it has no epoch, but something under the name of one: {found['foreign'][0]}. Nothing is started over "
+            "there",
+        )
+    if resume == NEVER:
+        if epochs:
+            raise InvalidArgumentError(
+                f"resume='never', but {keeper.directory} has epochs up to {epochs[-1]}; take another directory, "
+                "delete them, or resume='auto'"
+            )
+        return None
+    if not epochs:
+        if resume == MUST:
+            raise EpochNotFoundError(None, keeper.directory, [])
+        if known is not None:
+            raise EpochNotFoundError(known, f"{keeper.directory} (the metadata handler says it was saved there)", [])
+        return None
+    if known is not None and known not in epochs:
+        logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, epochs)
+    return keeper.restore(None)
+
+
+def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:
+    """A function that says what `init_group` makes, without making it: for blobs whose types no epoch holds.
+
+    It runs the tasks once, at the first call, under `jax.eval_shape` and on a copy of the workspace.
+
+    Raises (when called):
+        InvalidArgumentError: init cannot be traced; says why.
+    """
+    done: list[Mapping[str, containers.Container | None] | InvalidArgumentError] = []
+
+    def trace() -> Mapping[str, containers.Container | None]:
+        found: dict[str, containers.Container | None] = {}
+
+        def run() -> None:
+            scratch = workspace.scratch()
+            for task in group.tasks():
+                if task.node in (None, workspace.node):
+                    task.fn(scratch)
+            found.update({name: containers.of(blob_lib.state_of(value)) for name, value in scratch.items()})
+
+        logging.info("node %s: init is run abstractly (jax.eval_shape), for the types of its blobs", workspace.node)
+        jax.eval_shape(run)
+        return found
+
+    def once() -> Mapping[str, containers.Container | None]:
+        if not done:
+            try:
+                done.append(trace())
+            except Exception as error:  # it may do anything, and was written to run on real values
+                text = f"init cannot be run abstractly (jax.eval_shape) to find out: {say(error).splitlines()[0]}"
+                done.append(InvalidArgumentError(text))
+        if isinstance(done[0], InvalidArgumentError):
+            raise done[0]
+        return done[0]
+
+    return once
+
+
+def warn_of_types(workspace: Workspace, names: Sequence[str], declared: Collection[str]) -> None:
+    """Says, when init has run, which blobs a resume may not be able to give back as they are.
+
+    Args:
+        workspace: of a node.
+        names: the blobs to be checkpointed.
+        declared: those of which setup said how they come back.
+    """
+    for name in names:
+        found = None if name in declared else containers.of(blob_lib.state_of(workspace[name]))
+        lost = "" if found is None else found.loses()
+        if lost:
+            logging.warning(
+                "node %s, blob %r: %s. A resume runs init once more, without computing (jax.eval_shape), to get it; "
+                "where init cannot be traced the blob comes back as dicts and lists. Better say how it comes back, in "
+                "@job.setup: ws.target(%r, jax.eval_shape(…what makes it…))",
+                workspace.node,
+                name,
+                lost,
+                name,
+            )
+
+
+def check_targets(restored: Restored, spaces: Mapping[str, Workspace], checkpointed: Sequence[str], where: str) -> None:
+    """Refuses an epoch that cannot be this job's: no blob came back that setup declared a target for.
+
+    If some came back and some did not, the job may have grown since it was saved: that is logged.
+
+    Args:
+        restored: what came back.
+        spaces: the workspaces of this process, by node.
+        checkpointed: names of blobs with targets, as far as they are checkpointed at all.
+        where: the directory, for messages.
+
+    Raises:
+        InvalidArgumentError: it cannot; says what the epoch holds.
+    """
+    for node, workspace in spaces.items():
+        wanted = [name for name in checkpointed if name in workspace.targets]
+        missing = [name for name in wanted if name not in workspace]
+        held = restored.names.get(node)
+        if not missing or not held:
+            continue
+        problem = (
+            f"{where}: epoch {restored.epoch} holds {', '.join(held[:10])}{', …' if len(held) > 10 else ''} for node "
+            f"{node}, not {', '.join(missing)}, for which setup declared targets"
+        )
+        if len(missing) == len(wanted):
+            raise InvalidArgumentError(
+                f"{problem}: it was saved by something else. Take another directory, or name the blobs alike"
+            )
+        logging.warning("%s; these blobs are not there unless the job makes them", problem)

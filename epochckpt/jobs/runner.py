@@ -1,0 +1,369 @@
+"""`JobRunner`: runs a job to its end, checkpoints it, and goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import inspect
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from absl import logging
+
+from epochckpt.errors import InvalidArgumentError, SaveError, say
+from epochckpt.jobs import backends
+from epochckpt.jobs.backends.base import Keeper
+from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs.first_epoch import ERROR, IGNORE, WARN
+from epochckpt.jobs.job import Job, TaskGroup
+from epochckpt.jobs.preemption import listening
+from epochckpt.jobs.progress import bar
+from epochckpt.jobs.reporting import Handler
+from epochckpt.jobs.result import RunResult
+from epochckpt.jobs.resume import AUTO, MUST, NEVER, traced_init
+from epochckpt.jobs.run import Run, Settings
+from epochckpt.jobs.saves import Saves
+from epochckpt.jobs.session import DistributedSession, Session
+from epochckpt.manager import metadata_handlers
+from epochckpt.manager.reader import epoch_number
+
+_ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")
+
+
+class UploadTaskGroupBuilder(abc.ABC):
+    """Builds the tasks that upload the last epoch of a run somewhere else. Caffe2's name and meaning."""
+
+    @abc.abstractmethod
+    def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
+        """The task group that uploads an epoch; called when the epoch is committed, on every process.
+
+        Args:
+            epoch: its number.
+            checkpoint_manager: the runner's.
+        """
+
+
+class JobRunner:
+    """Runs a job: from scratch or from the latest epoch, epoch by epoch, until a stop condition is true.
+
+    1. `setup`. The epoch to resume from: the named one, else the newest that every node can read.
+    2. From scratch: `init_group`, and epoch 0 is saved. Resuming: the blobs are restored, `init_group` does not run.
+    3. `epoch_group`; every stop condition is evaluated; the epoch is saved; over if any was true.
+    4. The last save is waited for; then the upload, `download_group`, `exit_group`.
+
+    A save that fails does not stop training, unless many fail in a row; it shows in `result`. SIGTERM, or JAX's
+    preemption notice, ends the run after the epoch that it came in (see `deadline_secs`), with that epoch committed.
+
+    As in Caffe2, `job`, `checkpoint_manager`, `resume_from_epoch` and `upload_task_group_builder` are attributes, too;
+    what is assigned to them counts from the next call on. Nothing else can be assigned.
+
+    Args:
+        job: what to run.
+        checkpoint_manager: an `epochckpt.CheckpointManager`, one of `epochckpt.caffe2`, any other
+            `orbax.checkpoint.AbstractCheckpointManager`, or None: nothing is saved.
+        resume_from_epoch: go back to this epoch. Later ones are set aside, before anything else happens.
+        upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
+        resume: `auto`; `never`: from scratch, refused if there are epochs; `must`: refused if there are none.
+        metadata_handler: told of what is saved; may also be given to the manager.
+        include: shell patterns of the blobs to checkpoint; None: all.
+        exclude: shell patterns of blobs not to checkpoint.
+        deadline_secs: how long after a preemption notice an epoch may still be worked on by tasks that ask
+            `ws.should_stop()`; what is not finished then is dropped, or saved if the epoch is resumable. None: until
+            the epoch is finished.
+        max_consecutive_save_failures: raise SaveError when more saves in a row have failed; None: never.
+        unsaved_blobs: what to do about blobs that are not checkpointed and stay from epoch to epoch, once, after the
+            first epoch: `warn`, `error` (raise InvalidArgumentError) or `ignore`. Those that `include` and `exclude`
+            leave out are not meant.
+        raise_if_not_saved: raise SaveError if the last epoch could not be saved, when everything else is done; `result`
+            is there then, too. False: only say so.
+        exchange_timeout_secs: how long the nodes wait for each other between epochs.
+        progress: show a progress bar; None: where output is a terminal or a notebook.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        checkpoint_manager: Any = None,
+        resume_from_epoch: int | None = None,
+        upload_task_group_builder: UploadTaskGroupBuilder | None = None,
+        *,
+        resume: str = AUTO,
+        metadata_handler: Any = None,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        deadline_secs: float | None = None,
+        max_consecutive_save_failures: int | None = 5,
+        raise_if_not_saved: bool = True,
+        unsaved_blobs: str = WARN,
+        exchange_timeout_secs: float = 600.0,
+        progress: bool | None = None,
+    ):
+        if resume not in (AUTO, NEVER, MUST):
+            raise InvalidArgumentError(f"resume must be {AUTO!r}, {NEVER!r} or {MUST!r}, got {resume!r}")
+        _check_seconds("deadline_secs", deadline_secs, zero=True)
+        _check_seconds("exchange_timeout_secs", exchange_timeout_secs)
+        limit = max_consecutive_save_failures
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise InvalidArgumentError(f"max_consecutive_save_failures is an integer of at least 0, got {limit!r}")
+        if unsaved_blobs not in (WARN, ERROR, IGNORE):
+            raise InvalidArgumentError(
+                f"unsaved_blobs must be {WARN!r}, {ERROR!r} or {IGNORE!r}, got {unsaved_blobs!r}"
+            )
+        for name, patterns in (("include", include), ("exclude", exclude)):
+            if isinstance(patterns, str):
+                raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
+        self.job, self.checkpoint_manager = job, checkpoint_manager
+        self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
+        self._given_handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
+        self._handler: Any = None
+        self._told: Collection[str] = ()
+        self._introduced: Any = None  # the manager of whose directory and nodes the handler has been told
+        self._settings = Settings(
+            resume_from_epoch=None,  # `train` looks at the attribute
+            resume=resume,
+            include=include,
+            exclude=exclude,
+            deadline_secs=deadline_secs,
+            max_consecutive_save_failures=limit,
+            unsaved_blobs=unsaved_blobs,
+        )
+        self._timeout, self._progress, self._must_save = exchange_timeout_secs, progress, raise_if_not_saved
+        self._result: RunResult | None = None
+        self._run: Run | None = None
+        self._check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = type(self) is JobRunner or name in inspect.signature(JobRunner).parameters  # not a subclass's
+        if own and not name.startswith("_") and name not in _ASSIGNABLE:  # it would be ignored
+            raise AttributeError(
+                f"JobRunner.{name} cannot be assigned; {', '.join(_ASSIGNABLE)} can. Give JobRunner(…) anything else"
+            )
+        super().__setattr__(name, value)
+
+    def _check(self) -> None:
+        """Looks whether the attributes fit together, which may have been set since the construction.
+
+        Raises:
+            InvalidArgumentError: they do not.
+        """
+        manager, builder = self.checkpoint_manager, self.upload_task_group_builder
+        if not isinstance(self.job, Job):
+            raise InvalidArgumentError(f"JobRunner runs an epochckpt.Job, got {type(self.job).__name__}")
+        if self.resume_from_epoch is not None:
+            self.resume_from_epoch = epoch_number(self.resume_from_epoch)
+            if self._settings.resume == NEVER or manager is None:
+                what = "resume='never'" if self._settings.resume == NEVER else "no checkpoint_manager"
+                raise InvalidArgumentError(f"resume_from_epoch={self.resume_from_epoch} contradicts {what}")
+        if builder is not None and not callable(getattr(builder, "build", None)):
+            kind = type(builder).__name__
+            raise InvalidArgumentError(
+                f"upload_task_group_builder needs a method build(epoch, manager); {kind} has none"
+            )
+        if builder is not None and manager is None:
+            raise InvalidArgumentError(
+                "upload_task_group_builder uploads the last epoch, and without a checkpoint_manager there is none"
+            )
+        keeper = backends.keeper_of(manager)
+        own = keeper.handler if keeper is not None else None
+        if self._given_handler is not None and own is not None and own is not self._given_handler:
+            raise InvalidArgumentError("the manager and the runner were given different metadata handlers")
+        self._handler = self._given_handler if own is None else own
+        self._told = keeper.tells if keeper is not None and own is not None else ()
+
+    @property
+    def result(self) -> RunResult:
+        """What became of the last run.
+
+        Raises:
+            InvalidArgumentError: none has ended yet.
+        """
+        if self._result is None:
+            raise InvalidArgumentError("no run has ended yet: train(session) comes first")
+        return self._result
+
+    def __call__(self, session: Session) -> int:
+        """The same as `train`."""
+        return self.train(session)
+
+    def train(self, session: Session) -> int:
+        """Runs the job; in a `jax.distributed` job, call it in every process. Blocks until it is over.
+
+        Returns:
+            The number of the last epoch; `result` says more.
+
+        Raises:
+            TaskError: a task raised; what is committed stays.
+            EpochNotFoundError: the epoch to resume from is not there; lists those that are.
+            InvalidArgumentError: something does not fit together: session, nodes, blobs, stop conditions.
+            SaveError: saves have failed, if that was asked for.
+            CoordinationTimeoutError: a node did not arrive at the end of an epoch; names it.
+        """
+        self._result = None
+        keeper = self._open(session)
+        exchange = Exchange(session.coordinator, session.nodes, self._timeout)
+        handler = Handler(self._handler, self._told, exchange.primary)
+        if keeper is not None:
+            try:
+                keeper.open(session, exchange)
+                handler.set_params(keeper.directory, keeper.told_nodes(session))
+                self._introduced = self.checkpoint_manager
+            except Exception as error:
+                exchange.bring(error)
+                raise
+        distributed = isinstance(session, DistributedSession)
+        with (
+            listening(distributed, keeper is not None and keeper.asks_jax) as notice,
+            bar(self._progress, exchange.primary, self.job.stop_conditions) as shown,
+        ):
+            settings = dataclasses.replace(self._settings, resume_from_epoch=self.resume_from_epoch)
+            run = Run(self.job, settings, session, exchange, keeper, handler, notice, shown, self._upload)
+            self._run = run
+            try:
+                result = run.train()
+            except BaseException:
+                self._run = None
+                raise
+            finally:
+                for workspace in session.workspaces().values():
+                    workspace.ask_when_to_stop(None)
+        self._result = result
+        logging.info("%s", result)
+        if result.unsaved and self._must_save and not result.fenced_off:
+            raise SaveError(result.epoch, f"it is the last of the run: {result.unsaved}")
+        return result.epoch
+
+    def load_blobs_from_checkpoints(self, blob_names: Sequence[str], epoch: int, session: Session) -> bool:
+        """Loads single blobs of an epoch, from every node's folder, into the session's workspaces.
+
+        Args:
+            blob_names: names of blobs, of all nodes or (`node/blob`) of one; those that the epoch lacks are left out.
+            epoch: its number.
+            session: where they go.
+
+        Returns:
+            Whether they were loaded; False if the epoch, of any node, is not there.
+
+        Raises:
+            InvalidArgumentError: there is no checkpoint manager.
+        """
+        keeper = self._open(session, "load_blobs_from_checkpoints")
+        assert keeper is not None
+        keeper.open(session, Exchange(session.coordinator, session.nodes, self._timeout), beside=True)
+        names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
+        began = time.monotonic()
+        loaded = keeper.load_blobs(names, epoch_number(epoch))
+        secs = {session.hosted[0]: time.monotonic() - began}
+        handler = Handler(self._handler, self._told, session.coordinator.primary)
+        self._introduce(handler, keeper, session)
+        handler.report("checkpoint_partial_load", secs)
+        return loaded
+
+    def save_checkpoints(self, epoch: int, session: Session) -> None:
+        """Saves the workspaces as they are now, and waits for it. A failure is logged, not raised.
+
+        After, or in, a run of this runner in this session: the blobs that the run checkpoints; otherwise all (with
+        Caffe2's managers those that `init` has found, as in Caffe2). An epoch of this number is replaced.
+
+        In a run nothing else changes for it: it saves its own epochs under their numbers, which replace what was saved
+        here under one of them. If it dies before that, what was saved here as the current epoch counts as that epoch
+        (of a resumable job: as a part of it); later numbers, and other sessions, are not gone on from unless they are
+        named.
+
+        Args:
+            epoch: its number.
+            session: whose workspaces.
+
+        Raises:
+            InvalidArgumentError: there is no checkpoint manager.
+        """
+        keeper = self._open(session, "save_checkpoints")
+        assert keeper is not None
+        exchange = Exchange(session.coordinator, session.nodes, self._timeout)
+        handler = Handler(self._handler, self._told, exchange.primary)
+        run, notes = self._run, dict[str, Any]()
+
+        def look() -> list[bool]:
+            self._introduce(handler, keeper, session)
+            return [saves.accessible(epoch), saves.exists(epoch)]
+
+        try:
+            epoch = epoch_number(epoch)
+            if run is not None:
+                notes = run.let_save(epoch, session)
+            if run is not None and run.keeper is not None and run.names and run.session is session:
+                keeper, names = run.keeper, run.names
+            else:
+                keeper.open(session, exchange, beside=run is not None and bool(run.names))
+                kept = self.job.nodes_to_checkpoint() or session.nodes
+                names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
+                keeper.agree_on_names(session, exchange, names)
+            saves = Saves(keeper, handler, exchange)
+            accessible, exists = exchange.publish("whether storage is there", look)
+            if accessible:
+                prepared = keeper.prepare(epoch, names)
+                if exists:
+                    keeper.let_replace(epoch)
+                keeper.save(epoch, prepared, {}, notes, True)
+                keeper.drain()
+            else:
+                logging.warning(
+                    "epoch %d is not saved: the metadata handler does not say that the storage can be reached", epoch
+                )
+        except Exception as error:
+            logging.warning("epoch %d could not be saved: %s", epoch, say(error))
+        for one in keeper.outcomes():
+            handler.saved(one)
+            if not one.committed:
+                logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
+
+    def _introduce(self, handler: Handler, keeper: Keeper | None, session: Session) -> None:
+        """Tells the metadata handler which nodes save where, if no run has."""
+        if keeper is not None and self._introduced is not self.checkpoint_manager:
+            handler.set_params(keeper.directory, keeper.told_nodes(session))
+            self._introduced = self.checkpoint_manager
+
+    def _upload(self, epoch: int) -> TaskGroup | None:
+        if self.upload_task_group_builder is None:
+            return None
+        group = self.upload_task_group_builder.build(epoch, self.checkpoint_manager)
+        if not isinstance(group, TaskGroup):
+            raise InvalidArgumentError(
+                f"{type(self.upload_task_group_builder).__name__}.build() must return a TaskGroup, "
+                f"got {type(group).__name__}"
+            )
+        return group
+
+    def _open(self, session: Session, verb: str = "") -> Keeper | None:
+        """Brings job, session and manager together: the same nodes everywhere. Gives a keeper for this session."""
+        self._check()
+        if self.checkpoint_manager is None and verb:
+            raise InvalidArgumentError(f"{verb} needs a checkpoint manager; give JobRunner one")
+        if not isinstance(session, Session):
+            raise InvalidArgumentError(
+                f"expected a session (LocalSession() or DistributedSession()), got {type(session).__name__}"
+            )
+        expected = self.job.session_class
+        if expected is not None and not isinstance(session, expected):
+            raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {type(session).__name__}")
+        everywhere = self.job.nodes()
+        keeper = backends.keeper_of(self.checkpoint_manager)
+        if keeper is None:
+            session.open(everywhere or session.nodes)
+            return None
+        # in a distributed job every process has its part in a save, if only to say that it has nothing
+        distributed = isinstance(session, DistributedSession) and not keeper.per_node
+        wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
+        nodes = keeper.nodes(wanted or everywhere, session)
+        session.open(everywhere or nodes)
+        for workspace in session.workspaces().values():
+            workspace.trace_init(traced_init(self.job.init_group, workspace))
+        return keeper
+
+
+def _check_seconds(name: str, value: float | None, zero: bool = False) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (value > 0 or (zero and value == 0)):
+        raise InvalidArgumentError(f"{name} is a number of seconds, got {value!r}")

@@ -1,0 +1,11 @@
+"""What a user does to a directory: save, restore, delete, roll back, follow, export, import, repair, report.
+
+Promises: `CheckpointManager` has Orbax's interface; what only reads needs no other process and no permission to write.
+"""
+
+from __future__ import annotations
+
+from epochckpt.manager.manager import CheckpointManager
+from epochckpt.manager.status import EpochStatus, NodeStatus, SaveOutcome, Verification
+
+__all__ = ["CheckpointManager", "EpochStatus", "NodeStatus", "SaveOutcome", "Verification"]

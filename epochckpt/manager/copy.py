@@ -1,0 +1,181 @@
+"""Copies of an epoch's files in another directory, byte for byte, in the layout that the other store needs.
+
+Of our epochs what the records list is copied, and compared with their checksums on the way; the Orbax view is built
+anew, because it is made of links that only some copies keep. A step of stock Orbax is copied file by file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from epochckpt.arrays import EpochReader
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, unreadable
+from epochckpt.format import EpochRecord, checksums, parsing, paths, records
+from epochckpt.orbax import Views, view_files
+from epochckpt.storage import Store
+from epochckpt.storage.store import copy_file, writing
+
+_STEP = re.compile(r"(?:\A|_)(\d+)\Z")
+_STEP_RECORD = "_CHECKPOINT_METADATA"
+
+
+def record_for(record: EpochRecord, target: Store) -> EpochRecord:
+    """The commit record of a copy: stores without rename have the attempt in their paths, and no Orbax view."""
+    left_out = record.orbax_left_out if target.renames else None
+    if target.renames and record.objects:  # a view could not be made where it was saved
+        left_out = {}
+    return dataclasses.replace(record, objects=not target.renames, orbax_left_out=left_out, orbax_view=None)
+
+
+def copy_node(reader: EpochReader, number: int, target: Store, folder: str) -> None:
+    """Copies the files of one node, durably, its record last.
+
+    Args:
+        reader: the epoch.
+        number: the node's.
+        target: the other directory.
+        folder: the epoch's folder there; it exists.
+
+    Raises:
+        DamagedError: bytes differ from what was written.
+        EpochDeleted: the epoch went away.
+        OSError: the target refuses.
+    """
+    record = record_for(reader.record, target)
+    base = paths.join(folder, record.node_folder(number))
+    recorded = reader.node_record(number)
+    files = [f for f in recorded.files if f.name]
+    inner = sorted({name for f in files for name in paths.parents(f.path)})  # parents first
+    for name in ("", *inner):
+        target.make_folder(paths.join(base, name))
+    for item in dict.fromkeys(f.item for f in recorded.files if not f.name):
+        own = item in recorded.items
+        part = reader.of_node(number, item) if own else reader
+        for file in part.files(item, 0 if own else number):
+            with writing(target, paths.join(base, file.path.rpartition("/")[2]), file.size) as writer:
+                file.stream(part, writer.write)
+    for file in files:
+        with writing(target, paths.join(base, file.path), file.size) as writer:
+            start = 0
+            for block in reader.blocks(number, file):
+                writer.write(start, block)
+                start += len(block)
+    for name in reversed(inner):
+        target.sync_folder(paths.join(base, name))
+    if record.orbax_left_out is not None and paths.JSON_FILE not in inner:
+        view_files.link_node(target, base)
+    target.create(paths.join(base, paths.NODE_RECORD), _read_node(reader.store, reader.folder, reader.record, number))
+    target.sync_folder(base)
+
+
+def copy_view(reader: EpochReader, target: Store, folder: str) -> EpochRecord:
+    """Writes the Orbax view of a copy, durably, if it is to have one; returns the copy's commit record."""
+    record = record_for(reader.record, target)
+    if record.orbax_left_out is None:
+        return record
+    return view_files.write(target, folder, record, Views().build(record), _one_by_one)
+
+
+def _one_by_one(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def check(store: Store, folder: str, record: EpochRecord) -> None:
+    """Whether an epoch's files are all there: the nodes' records, byte for byte, and every file, by its size.
+
+    Raises:
+        DamagedError: the first one that is not; says which.
+    """
+    for number, entry in enumerate(record.nodes):
+        _read_node(store, folder, record, number)
+        for file in entry.files:
+            path = paths.join(folder, record.node_folder(number), file.path)
+            try:
+                size = store.size(path)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            if size != file.size:
+                raise DamagedError(path, f"has {size} bytes, {file.size} were written")
+
+
+def _read_node(store: Store, folder: str, record: EpochRecord, number: int) -> bytes:
+    """The content of a node's record, compared with the epoch's."""
+    entry = record.nodes[number]
+    path = paths.join(folder, record.node_folder(number), paths.NODE_RECORD)
+    try:
+        data = store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise DamagedError(path, str(error)) from error
+    if len(data) != entry.record_size or checksums.digest(data) != entry.record_digest:
+        raise DamagedError(path, "is not the record that the epoch was committed with")
+    return data
+
+
+def record_in(store: Store, folder: str) -> EpochRecord | None:
+    """The commit record in a folder; None if there is none.
+
+    Raises:
+        DamagedError, FormatError: it cannot be used.
+    """
+    path = paths.join(folder, paths.EPOCH_RECORD)
+    try:
+        return parsing.parse_epoch(path, store.read(path, limit_bytes=records.MAX_RECORD_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except EpochCheckpointError:
+        raise
+    except ValueError as error:
+        raise DamagedError(path, str(error)) from error
+
+
+# -- steps of stock Orbax --------------------------------------------------------------------------------------------
+
+
+def find_step(store: Store, epoch: int) -> str:
+    """The folder of a step that stock Orbax wrote, whatever format its name has.
+
+    Raises:
+        EpochNotFoundError: no folder is named like it, or several are.
+    """
+    steps: dict[int, list[str]] = {}
+    for entry in store.list(""):
+        named = _STEP.search(entry.name)
+        if entry.is_folder and named:
+            steps.setdefault(int(named[1]), []).append(entry.name)
+    if len(found := steps.get(epoch, [])) != 1:
+        raise EpochNotFoundError(epoch, store.root, sorted(steps))
+    return found[0]
+
+
+def copy_tree(source: Store, path: str, target: Store, into: str) -> None:
+    """Copies a folder with all below it into one that exists, durably; a link to a file becomes a file."""
+    for entry in source.list(path):
+        here, there = paths.join(path, entry.name), paths.join(into, entry.name)
+        if entry.is_folder:
+            target.make_folder(there)
+            copy_tree(source, here, target, there)
+            continue
+        copy_file(source, here, target, there)
+    target.sync_folder(into)
+
+
+def same_step(a: Store, b: Store, folder: str) -> bool:
+    """Whether a step of stock Orbax is in both: the same names and sizes, and what Orbax says of it to the byte."""
+    path = paths.join(folder, _STEP_RECORD)
+    if any(not store.exists(path) for store in (a, b)) or sorted(_sizes(a, folder)) != sorted(_sizes(b, folder)):
+        return False
+    return a.read(path, limit_bytes=records.MAX_RECORD_BYTES) == b.read(path, limit_bytes=records.MAX_RECORD_BYTES)
+
+
+def _sizes(store: Store, path: str) -> Iterator[tuple[str, int]]:
+    for entry in store.list(path):
+        below = paths.join(path, entry.name)
+        if entry.is_folder:
+            yield from _sizes(store, below)
+        else:
+            yield below, store.size(below)

@@ -1,0 +1,304 @@
+"""`export`: an epoch as a plain stock Orbax checkpoint, or as safetensors files, in a folder of its own.
+
+The folder appears whole or not at all: it is written under another name beside its own, made durable, and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import stat
+import time
+import urllib.parse
+from collections.abc import Callable, Generator, Mapping
+
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt import _threads, _units
+from epochckpt._threads import Pool
+from epochckpt.arrays import EpochReader, items
+from epochckpt.commit import commits_of, restore_vote
+from epochckpt.commit.coordination import SingleProcess
+from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
+from epochckpt.format import EpochRecord, paths
+from epochckpt.manager import export_formats
+from epochckpt.manager.export_formats import Settings
+from epochckpt.manager.orbax_reader import StepReader
+from epochckpt.manager.reader import Reading, epoch_number
+from epochckpt.options import StorageOptions
+from epochckpt.orbax import StepNames, view
+from epochckpt.storage import PosixStore, Store, Writer, expanded, open_store
+
+FORMATS = ("orbax", "safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        epoch: the epoch.
+        path: the folder.
+        nbytes: bytes of its files.
+        left_out: what the format cannot express: reasons by leaf name, by item; empty if that is nothing.
+    """
+
+    epoch: int
+    path: str
+    nbytes: int
+    left_out: Mapping[str, Mapping[str, str]]
+
+
+def export(
+    directory: str | os.PathLike[str],
+    epoch: int | None,
+    destination: str | os.PathLike[str],
+    format: str = "orbax",
+    *,
+    item: str | None = None,
+    separator: str = ".",
+    max_file_bytes: int = 5 * 10**9,
+    max_buffer_bytes: int = 64 * 2**20,
+    allow_left_out: bool = False,
+    options: ocp.CheckpointManagerOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Exported:
+    """Writes an epoch in a form that needs nothing of ours, into a new local folder. Every byte is verified first.
+
+    - `"orbax"`: a checkpoint directory with this one step in it, without symlinks:
+      `ocp.CheckpointManager(destination).restore(epoch)`, `StandardCheckpointer`, `ocp.v1`.
+    - `"safetensors"`: an item of arrays as whole tensors, `model.safetensors` or Hugging Face's parts with their index.
+      Typed PRNG keys become their key data. What the format cannot say (Python values, key paths) is noted in the
+      file's `__metadata__`, for `import_`.
+
+    Memory stays bounded: by blocks for `"orbax"`, by about twice `max_buffer_bytes` for `"safetensors"`. One process
+    does it, at any time, also while the job goes on saving.
+
+    Args:
+        directory: where the epochs live: a path or a URL.
+        epoch: its number; None: the newest that can be read.
+        destination: a local folder that is missing or empty; an empty one is replaced, by one of its mode and group.
+        format: `"orbax"` or `"safetensors"`.
+        item: export this item only; safetensors needs it if there are several of arrays.
+        separator: safetensors: joins the keys of a leaf's path to its name; "." is what Hugging Face and Orbax use.
+        max_file_bytes: safetensors: goes on in a further file past so many bytes of tensors.
+        max_buffer_bytes: safetensors: bound on the bytes that are held at a time.
+        allow_left_out: leave out, and log, what the format cannot express, instead of refusing.
+        options: the step name format, if it is not the default.
+        progress: is told how many bytes were written, piece by piece, from any thread.
+
+    Raises:
+        EpochNotFoundError: there is no such epoch.
+        DamagedError: bytes differ from what was written. As after every other error there is no destination.
+        UnsupportedError: the format cannot express something, by name.
+        InvalidArgumentError: the destination is no empty folder, lies in `directory`, or is the current directory; no
+            such item; leaves that would be called alike.
+        OSError: the destination cannot be written.
+    """
+    began = time.monotonic()
+    _check(format, separator, max_file_bytes, max_buffer_bytes)
+    store = open_store(directory)
+    names = StepNames.of(options or ocp.CheckpointManagerOptions())
+    commits = commits_of(store, names)
+    place = _destination(destination, _local_root(store))
+    settings = Settings(separator, max_file_bytes, max_buffer_bytes, allow_left_out)
+    reading = Reading(commits, Pool(StorageOptions().io_threads), verify=True)
+
+    def run(number: int) -> Exported:
+        reader = reading.reader(number)
+        if isinstance(reader, StepReader):
+            raise UnsupportedError(
+                f"epoch {number} was written by stock Orbax: copy its folder, or save it once with a manager of ours"
+            )
+        record = _chosen(reader.record, item)
+
+        def write(target: PosixStore) -> export_formats.LeftOut:
+            if format == "orbax":
+                return export_formats.write_orbax(reader, record, target, allow_left_out)
+            return export_formats.write_safetensors(reader, _item_of_arrays(record), target, settings)
+
+        return _in_place(reader, place, write, progress)
+
+    try:
+        if epoch is not None:
+            done = run(epoch_number(epoch))
+        else:
+            done = restore_vote.newest_readable(
+                commits.list_epochs(), run, lambda _: (commits.list_epochs(), {}), SingleProcess(), "", 0.0, store.root
+            ).value
+    except NotADirectoryError as error:
+        if store.renames and not os.path.isdir(store.root) and os.path.lexists(store.root):
+            raise NotACheckpointDirectoryError(f"{store.root} is a file; expected a directory of epochs") from error
+        raise
+    for left, leaves in done.left_out.items():
+        few = view.few(leaves)
+        logging.warning("%s: item %s: left out %s: %s", place, left, _units.several(len(leaves), "leaf", "leaves"), few)
+    secs = time.monotonic() - began
+    size = _units.nbytes(done.nbytes)
+    logging.info("epoch %d of %s exported as %s to %s: %s in %.2f s", done.epoch, store.root, format, place, size, secs)
+    return done
+
+
+def _check(format: str, separator: str, max_file_bytes: int, max_buffer_bytes: int) -> None:
+    if format not in FORMATS:
+        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, FORMATS))}")
+    if not isinstance(separator, str) or not separator:
+        raise InvalidArgumentError(f"separator must be a text of at least one character, got {separator!r}")
+    for name, value in (("max_file_bytes", max_file_bytes), ("max_buffer_bytes", max_buffer_bytes)):
+        if type(value) is not int or value < 1:
+            raise InvalidArgumentError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _local_root(store: Store) -> str | None:
+    """The checkpoint directory as a local path, resolved; None if it is elsewhere."""
+    if store.renames:
+        return os.path.realpath(store.root)
+    return os.path.realpath(urllib.parse.unquote(store.root[7:])) if store.root.startswith("file://") else None
+
+
+def _destination(destination: str | os.PathLike[str], root: str | None) -> str:
+    """The destination, resolved; InvalidArgumentError unless it is missing or an empty folder outside of `root`."""
+    path = os.fspath(destination)
+    if "://" in path:
+        raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
+    path = os.path.realpath(expanded(path))
+    if root is not None and os.path.commonpath([root, path]) == root:
+        raise InvalidArgumentError(
+            f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "
+            "choose a folder outside"
+        )
+    if os.path.isdir(path):
+        if _is_current(path):
+            raise InvalidArgumentError(
+                f"destination {path} is the current working directory, which an export would replace; "
+                "name a folder in it, or go elsewhere"
+            )
+        if os.listdir(path) or os.path.ismount(path):
+            raise InvalidArgumentError(f"destination {path} is not empty; choose another folder")
+    elif os.path.lexists(path):
+        raise InvalidArgumentError(f"destination {path} is a file; expected a folder that is missing or empty")
+    return path
+
+
+def _is_current(path: str) -> bool:
+    try:
+        return os.path.samefile(path, os.curdir)
+    except FileNotFoundError:  # that is gone
+        return False
+
+
+def _chosen(record: EpochRecord, item: str | None) -> EpochRecord:
+    """The record with the chosen item only."""
+    if item is None:
+        return record
+    if item not in record.items:
+        raise items.unknown_item(record.epoch, item, record.items)
+    return dataclasses.replace(record, items={item: record.items[item]})
+
+
+def _item_of_arrays(record: EpochRecord) -> str:
+    if len(record.items) == 1:
+        return next(iter(record.items))
+    arrays = [name for name, item in record.items.items() if item.arrays is not None]
+    if len(arrays) != 1:
+        raise InvalidArgumentError(
+            f"epoch {record.epoch} has {len(arrays)} items of arrays; pass item= (--item), one of: "
+            f"{', '.join(arrays) or 'none'}"
+        )
+    return arrays[0]
+
+
+_Write = Callable[[PosixStore], export_formats.LeftOut]
+_Progress = Callable[[int], None] | None
+
+
+def _in_place(reader: EpochReader, place: str, write: _Write, progress: _Progress) -> Exported:
+    """Writes into a folder with a temporary name, and renames it when all is durable."""
+    parent, name = os.path.split(place)
+    with _parents(parent):
+        return _staged(reader, PosixStore(parent), name, write, progress)
+
+
+@contextlib.contextmanager
+def _parents(parent: str) -> Generator[None]:
+    """Makes the folders that are missing, and removes those again that it made if it comes to nothing."""
+    missing = []
+    while not os.path.lexists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    try:
+        PosixStore(missing[0] if missing else parent).make_root()
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # somebody else uses it already
+            for folder in missing:
+                if os.path.isdir(folder):
+                    os.rmdir(folder)
+        raise
+
+
+def _staged(reader: EpochReader, above: PosixStore, name: str, write: _Write, progress: _Progress) -> Exported:
+    place = os.path.join(above.root, name)
+    staging = f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
+    folder = os.path.join(above.root, staging)
+    above.make_folder(staging)
+    try:
+        if os.path.isdir(place):  # it is replaced: by one that is as open to others as it was, from the beginning
+            _like(place, folder)
+        left_out = write(PosixStore(folder) if progress is None else _Counted(folder, progress))
+        nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
+        reader.check_present("it was being exported")
+        try:
+            above.rename(staging, name, replace=True)  # of folders only an empty one
+        except (FileExistsError, NotADirectoryError) as error:
+            raise InvalidArgumentError(f"destination {place} was filled by somebody else meanwhile: {error}") from error
+        above.sync_folder("")
+    except BaseException:
+        _threads.logged(f"{folder} stays", lambda: above.remove_tree(staging))
+        raise
+    return Exported(reader.record.epoch, place, nbytes, left_out)
+
+
+class _Counted(PosixStore):
+    """A store that tells how many bytes are written to it.
+
+    Args:
+        root: its folder.
+        progress: is told.
+    """
+
+    def __init__(self, root: str, progress: Callable[[int], None]):
+        super().__init__(root)
+        self._progress = progress
+
+    def open_writer(self, path: str, size: int) -> Writer:
+        """See Store."""
+        return _CountedWriter(super().open_writer(path, size), self._progress)
+
+
+class _CountedWriter(Writer):
+    def __init__(self, writer: Writer, progress: Callable[[int], None]):
+        self._writer, self._progress = writer, progress
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        """See Writer."""
+        self._writer.write(offset, data)
+        self._progress(memoryview(data).nbytes)
+
+    def finish(self) -> None:
+        """See Writer."""
+        self._writer.finish()
+
+    def abort(self) -> None:
+        """See Writer."""
+        self._writer.abort()
+
+
+def _like(model: str, folder: str) -> None:
+    """Gives a folder the group, as far as that is allowed, and the mode of another; its owner may always write."""
+    status = os.stat(model)
+    with contextlib.suppress(PermissionError):
+        os.chown(folder, -1, status.st_gid)
+    os.chmod(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU)

@@ -1,0 +1,316 @@
+"""The arrays of an item as whole tensors in `.safetensors` files, in the form of Hugging Face.
+
+One `model.safetensors`, or `model-00001-of-00003.safetensors` … with `model.safetensors.index.json`. Names are the keys
+joined with a separator. Leaves are read in slabs that are contiguous in the file, so memory is bounded by the slab.
+
+An epoch as a plain checkpoint of stock Orbax: the Orbax view, with copies of the data files in place of its links.
+
+The index of an item names files below the item's folder, `<node>/<item>.safetensors`. In an epoch those are reached
+through a symlink per node; here the files themselves lie there, so the index stays the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from epochckpt.arrays import EpochReader, Request
+from epochckpt.arrays.reader import element_count, whole
+from epochckpt.arrays.saving import root_metadata
+from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.format import ArrayItem, Box, EpochRecord, paths, safetensors
+from epochckpt.format.tensor_notes import KEY, Notes
+from epochckpt.manager import status
+from epochckpt.orbax import Views
+from epochckpt.orbax import view as orbax_view
+from epochckpt.storage import Store, Writer
+from epochckpt.storage.store import writing
+
+LeftOut = dict[str, dict[str, str]]
+
+
+def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, allow_left_out: bool) -> LeftOut:
+    """Writes `<epoch>/…` and the directory's own metadata, durably; every byte is verified on its way.
+
+    Args:
+        reader: the epoch.
+        record: its record, with the items to export.
+        target: an empty folder.
+        allow_left_out: leave out what Orbax cannot express.
+
+    Returns:
+        What was left out: reasons by leaf name, by item.
+
+    Raises:
+        UnsupportedError: Orbax cannot express some of it, by name; or a kind of item that is not known here.
+        DamagedError: bytes differ from what was written.
+    """
+    # nothing of ours is needed to read it: no attempts in paths, as object stores have them
+    plain = dataclasses.replace(record, objects=False)
+    view = Views(orbax_view.MAX_EXPORT_CHUNKS).build(plain, beside_nodes=False)
+    if view.left_out and not allow_left_out:
+        raise UnsupportedError(refusal(record.epoch, "orbax", view.left_out))
+    base = str(record.epoch)
+    folders = _Folders(target)
+    for folder in ("", *view.folders):
+        folders.make(paths.join(base, folder))
+    for path, data in view.files.items():
+        target.create(paths.join(base, path), data)
+    for item in (name for name, entry in record.items.items() if entry.kind == "files"):
+        for node, file in reader.item_files(item):
+            with writing(target, paths.join(base, file.path), file.size) as writer:
+                start = 0
+                for block in reader.blocks(node, file):
+                    writer.write(start, block)
+                    start += len(block)
+    numbers = {entry.folder: i for i, entry in enumerate(record.nodes)}
+    for path in view.links:
+        item, name = path.split("/")[0], path.split("/")[-1]
+        if record.items[item].arrays is None:
+            continue
+        folders.make(paths.join(base, path))
+        for file in reader.files(item, numbers[name]):
+            with writing(target, paths.join(base, path, file.path.rpartition("/")[2]), file.size) as writer:
+                file.stream(reader, writer.write)
+    custom = status.root_metadata(reader.store).custom_metadata
+    if custom:
+        folders.make(paths.ROOT_METADATA[0])
+        target.create(paths.join(*paths.ROOT_METADATA), root_metadata(custom))
+    folders.sync()
+    return view.left_out
+
+
+def refusal(epoch: int, format: str, left_out: LeftOut) -> str:
+    """The message for leaves that a format cannot express."""
+    rows = [
+        f"  {item if leaf == '*' else f'{item}: {leaf}'}: {why}"
+        for item in left_out
+        for leaf, why in left_out[item].items()
+    ]
+    more = [f"  … and {len(rows) - 50} more"] if len(rows) > 50 else []
+    head = f"epoch {epoch} holds what the format {format!r} cannot express:"
+    return "\n".join([head, *rows[:50], *more, "allow_left_out=True (--allow-left-out) exports the rest"])
+
+
+class _Folders:
+    """The folders of an export: made once each, synced at the end."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._made = [""]
+
+    def make(self, path: str) -> None:
+        self._store.make_folder(path)
+        self._made.append(path)
+
+    def sync(self) -> None:
+        for path in reversed(self._made):
+            self._store.sync_folder(path)
+
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_BATCH_LEAVES = 4096  # read together at most; bounds what is kept per leaf meanwhile
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to write.
+
+    Attributes:
+        separator: joins the keys of a leaf's path.
+        max_file_bytes: bytes of tensors per file; a tensor larger than that has a file of its own.
+        max_buffer_bytes: bound on the memory for the bytes under way.
+        allow_left_out: leave out leaves that the format cannot express.
+    """
+
+    separator: str
+    max_file_bytes: int
+    max_buffer_bytes: int
+    allow_left_out: bool
+
+
+def write_safetensors(reader: EpochReader, item: str, target: Store, settings: Settings) -> LeftOut:
+    """Writes one item of arrays into an empty folder, durably; every byte is verified on its way.
+
+    Returns:
+        What was left out: reasons by leaf name, by item.
+
+    Raises:
+        UnsupportedError: dtypes that the format lacks, by leaf name.
+        InvalidArgumentError: two leaves would have the same name; says which.
+        DamagedError: bytes differ from what was written.
+    """
+    record = reader.record
+    arrays = record.items[item].arrays
+    if arrays is None:
+        raise UnsupportedError(f"item {item!r} is not made of arrays; only those become tensors")
+    left_out = _inexpressible(arrays)
+    if left_out and not settings.allow_left_out:
+        raise UnsupportedError(refusal(record.epoch, "safetensors", {item: left_out}))
+    kept = [i for i, leaf in enumerate(arrays.leaves) if leaf.name not in left_out]
+    names = _names(arrays, kept, settings.separator)
+    notes = Notes(settings.separator)
+    for i in kept:
+        leaf = arrays.leaves[i]
+        if leaf.dtype is None:
+            notes.values.append((leaf.path, leaf.kind, record.items[item].values.get(i)))
+        else:
+            notes.add(names[i], leaf.path, leaf.kind, leaf.impl)
+    files = _files(arrays, [i for i in kept if arrays.leaves[i].dtype is not None], settings.max_file_bytes)
+    weights: dict[str, str] = {}
+    for number, leaves in enumerate(files):
+        name = FILE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        mine = {names[i]: i for i in leaves}
+        text = notes.only(mine, values=number == 0).to_text()
+        _write_file(reader, arrays, mine, {"format": "flax", KEY: text}, target, name, settings)
+        weights.update(dict.fromkeys(mine, name))
+    if len(files) > 1:
+        total = sum(arrays.leaves[i].nbytes for leaves in files for i in leaves)
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        target.create(INDEX, json.dumps(index, indent=2).encode())
+    target.sync_folder("")
+    return {item: left_out} if left_out else {}
+
+
+def _inexpressible(arrays: ArrayItem) -> dict[str, str]:
+    found = {}
+    for leaf in arrays.leaves:
+        if leaf.dtype is not None and not safetensors.has_type(leaf.dtype):
+            found[leaf.name] = f"safetensors has no type for {leaf.dtype.name}"
+    return found
+
+
+def _names(arrays: ArrayItem, leaves: Sequence[int], separator: str) -> dict[int, str]:
+    """Names of the tensors by leaf number."""
+    names = {}
+    taken: dict[str, str] = {}
+    for i in leaves:
+        leaf = arrays.leaves[i]
+        if leaf.dtype is None:
+            continue
+        name = separator.join(str(key) for _, key in leaf.path) if leaf.path else leaf.name
+        if name in taken:
+            raise InvalidArgumentError(
+                f"leaves {taken[name]!r} and {leaf.name!r} would both be called {name!r}; choose another separator= "
+                "(--separator)"
+            )
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgumentError(f"leaf {leaf.name!r}: its keys are no valid text, as names must be") from None
+        if name == "__metadata__":
+            raise InvalidArgumentError(f"leaf {leaf.name!r}: safetensors keeps the name '__metadata__' for itself")
+        taken[name] = leaf.name
+        names[i] = name
+    return names
+
+
+def _files(arrays: ArrayItem, leaves: Sequence[int], max_bytes: int) -> list[list[int]]:
+    """The leaves of each file, in the tree's order; within a file the largest types first, so that all are aligned."""
+    files: list[list[int]] = [[]]
+    size = head = 0
+    for i in leaves:
+        leaf = arrays.leaves[i]
+        extra = 3 * safetensors.header_bytes_bound(6 * len(leaf.name), len(leaf.shape))  # name in header, notes, index
+        if files[-1] and (size + leaf.nbytes > max_bytes or head + extra > safetensors.MAX_HEADER_BYTES):
+            files.append([])
+            size = head = 0
+        files[-1].append(i)
+        size += leaf.nbytes
+        head += extra
+    return [sorted(f, key=lambda i: -_itemsize(arrays, i)) for f in files]
+
+
+def _itemsize(arrays: ArrayItem, leaf: int) -> int:
+    dtype = arrays.leaves[leaf].dtype
+    return dtype.itemsize if dtype is not None else 0
+
+
+def _write_file(
+    reader: EpochReader,
+    arrays: ArrayItem,
+    leaves: dict[str, int],
+    metadata: dict[str, str],
+    target: Store,
+    name: str,
+    settings: Settings,
+) -> None:
+    tensors = []
+    for tensor, i in leaves.items():
+        leaf = arrays.leaves[i]
+        assert leaf.dtype is not None
+        tensors.append((tensor, leaf.dtype, leaf.shape, leaf.nbytes))
+    head = safetensors.header(tensors, metadata)
+    if len(head) > safetensors.MAX_READ_BYTES:
+        raise UnsupportedError(
+            f"epoch {reader.record.epoch}, item {arrays.name!r}: its Python values make the header of {name} "
+            f"{len(head)} bytes long; safetensors allows {safetensors.MAX_READ_BYTES}"
+        )
+    size = len(head) + sum(t[3] for t in tensors)
+    writer = target.open_writer(name, size)
+    try:
+        writer.write(0, head)
+        _write_tensors(reader, arrays, list(leaves.values()), writer, len(head), settings.max_buffer_bytes)
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _write_tensors(
+    reader: EpochReader, arrays: ArrayItem, leaves: Sequence[int], writer: Writer, start: int, max_bytes: int
+) -> None:
+    """Writes leaves one after the other: read into one buffer as many as it holds, verified, then written in one go."""
+    buffer: np.ndarray = np.empty(0, np.uint8)
+    waiting: collections.deque[tuple[int, Box, int]] = collections.deque()
+    held = 0
+
+    def flush() -> None:
+        nonlocal buffer, start, held
+        if len(buffer) < held:
+            buffer = np.empty(held, np.uint8)
+        requests, offset = [], 0
+        while waiting:
+            leaf, box, nbytes = waiting.popleft()
+            dtype = arrays.leaves[leaf].dtype
+            assert dtype is not None
+            out = buffer[offset : offset + nbytes].view(dtype).reshape([b - a for a, b in box])
+            requests.append(Request(arrays.name, leaf, box, out))
+            offset += nbytes
+        reader.read(requests)
+        writer.write(start, buffer[:offset].data)
+        start += offset
+        held = 0
+
+    for leaf in leaves:
+        reader.check_files(arrays.name, leaf, whole(arrays.leaves[leaf].shape))
+        for box in slabs(arrays.leaves[leaf].shape, max(1, max_bytes // _itemsize(arrays, leaf))):
+            nbytes = element_count(box) * _itemsize(arrays, leaf)
+            if waiting and (held + nbytes > max_bytes or len(waiting) >= _BATCH_LEAVES):
+                flush()
+            waiting.append((leaf, box, nbytes))
+            held += nbytes
+    flush()
+
+
+def slabs(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
+    """Cuts an array into boxes of at most so many elements, each contiguous in C order, one after the other."""
+    if math.prod(shape) <= max_elements:
+        if math.prod(shape):
+            yield whole(shape)
+        return
+    inner = math.prod(shape[1:])
+    rows = max_elements // inner
+    if rows:
+        for first in range(0, shape[0], rows):
+            yield ((first, min(first + rows, shape[0])), *whole(shape[1:]))
+        return
+    for first in range(shape[0]):
+        for box in slabs(shape[1:], max_elements):
+            yield ((first, first + 1), *box)

@@ -1,0 +1,51 @@
+"""`repair_view`: the Orbax view of an epoch, made anew from its record; needs nobody."""
+
+from __future__ import annotations
+
+import os
+
+import orbax.checkpoint as ocp
+
+from epochckpt.commit import Commits, commits_of
+from epochckpt.errors import UnsupportedError
+from epochckpt.manager.reader import epoch_number
+from epochckpt.orbax import OrbaxRecord, StepNames, view_files
+from epochckpt.storage import open_store
+
+
+def repair_view(
+    directory: str | os.PathLike[str], epoch: int, *, options: ocp.CheckpointManagerOptions | None = None
+) -> list[str]:
+    """Makes anew what is damaged or missing of the small files by which stock Orbax reads an epoch.
+
+    `CheckpointManager.verify(epoch).view_damage` lists what is damaged. Nothing else of the epoch is touched, nothing
+    is claimed, and a run that saves there goes on. Each file, and the folder of each item, is exchanged as a whole.
+
+    Args:
+        directory: where the epochs live.
+        epoch: its number.
+        options: the step name format, if it is not the default.
+
+    Returns:
+        What was made anew, as paths in the epoch's folder; nothing if the view is as it was written.
+
+    Raises:
+        EpochNotFoundError: there is no such epoch.
+        EpochDeleted: it was deleted or replaced meanwhile.
+        DamagedError, FormatError: its record cannot be used.
+        UnsupportedError: it was saved without a view, or by stock Orbax.
+        AccessError: no permission to write there.
+    """
+    commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
+    return repair(commits, epoch_number(epoch))
+
+
+def repair(commits: Commits, epoch: int) -> list[str]:
+    """The same in an open directory."""
+    record = commits.read_record(epoch)
+    if isinstance(record, OrbaxRecord):
+        raise UnsupportedError(
+            f"{commits.store.root}: epoch {epoch} was written by stock Orbax: it is no view of something else, and "
+            "what is damaged of it cannot be made anew"
+        )
+    return view_files.repair(commits.store, commits.folder(epoch), record)

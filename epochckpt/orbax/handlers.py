@@ -1,0 +1,355 @@
+"""Orbax's handlers: which one stands for an item, and how those that are not ours are run.
+
+As in Orbax, the class of an argument says which handler takes the item: through the manager's `handler_registry` or
+`item_handlers`, else through the global registration. Unmodified handlers of Orbax's own only choose what *our*
+engine does (`OURS`); everybody else's handlers are run. They get a folder of their own, on local disk: `save` (or
+`async_save` and what it returns) fills it, the background copies it to the node's folder, and for `restore` it is
+filled again with what every node wrote, verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+
+from epochckpt import _threads
+from epochckpt._threads import Deadline
+from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.format import paths
+
+OURS: Mapping[type, str] = {
+    ocp.handlers.StandardCheckpointHandler: "arrays",
+    ocp.handlers.PyTreeCheckpointHandler: "arrays",
+    ocp.handlers.ArrayCheckpointHandler: "arrays",
+    ocp.handlers.JaxRandomKeyCheckpointHandler: "jax_key",
+    ocp.handlers.NumpyRandomKeyCheckpointHandler: "numpy_key",
+    ocp.handlers.JsonCheckpointHandler: "json",
+    ocp.handlers.ProtoCheckpointHandler: "proto",
+}
+"""What our engine does for an unmodified handler of Orbax's."""
+
+_ENGINE = (*(c for c, kind in OURS.items() if kind not in ("json", "proto")), ocp.handlers.CompositeCheckpointHandler)
+MAX_FILES = 4096
+"""How many files a handler may write on one node for one item."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """Files of an item whose bytes are known when `save()` returns.
+
+    Attributes:
+        item: item name.
+        files: content by path inside the item's folder.
+    """
+
+    item: str
+    files: Mapping[str, bytes]
+
+    def collect(self, deadline: Deadline) -> Mapping[str, bytes | pathlib.Path]:
+        """The files."""
+        return self.files
+
+    def discard(self) -> None:
+        """Nothing to do."""
+
+
+class Run:
+    """A handler that writes an item of this node into a folder of its own.
+
+    Args:
+        handler: the handler; its blocking part runs here, on the caller's thread.
+        item: item name.
+        args: its argument.
+    """
+
+    def __init__(self, handler: Any, item: str, args: Any):
+        self.item, self._handler = item, handler
+        self._late: _threads.Future[Any] | None = None
+        self._futures: list[Any] = []
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="epochckpt-"))
+        try:
+            where = epath.Path(self._folder)
+            if isinstance(handler, ocp.handlers.AsyncCheckpointHandler):
+                self._futures = list(_finished(handler.async_save(where, args=args)) or ())
+            else:
+                handler.save(where, args=args)
+        except BaseException as error:
+            self.discard()
+            error.add_note(f"raised by {type(handler).__name__} while saving item {item!r}")
+            raise
+
+    def collect(self, deadline: Deadline) -> Mapping[str, bytes | pathlib.Path]:
+        """What it has written, by path inside the item's folder; waits for that. Empty folders are not kept.
+
+        Raises:
+            InvalidArgumentError: it left something that is no plain file, or too many of them.
+            TimeoutError: it did not end in time.
+            BaseException: whatever the handler raises.
+        """
+        while self._futures:
+            self._bounded(self._futures.pop(0).result, deadline)
+        finalize = getattr(type(self._handler), "finalize", None)
+        if finalize not in (None, ocp.handlers.CheckpointHandler.finalize):
+            self._bounded(lambda: self._handler.finalize(epath.Path(self._folder)), deadline)
+        found = dict(self._walk(self._folder))
+        if len(found) > MAX_FILES:
+            raise InvalidArgumentError(f"item {self.item!r}: its handler wrote {len(found)} files, over {MAX_FILES}")
+        return found
+
+    def _bounded(self, call: Callable[[], Any], deadline: Deadline) -> None:
+        running = _threads.start(call)
+        if not running.wait(max(deadline.left(), 0.001)):
+            self._late = running
+            raise TimeoutError(f"it did not end within {deadline.secs:g} s")
+        running.result()
+
+    def _walk(self, folder: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
+        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+            path = pathlib.Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(path)
+                continue
+            name = path.relative_to(self._folder).as_posix()
+            if not entry.is_file(follow_symlinks=False) or not paths.is_file_path(name):
+                raise InvalidArgumentError(f"item {self.item!r}: its handler left {name!r}, which cannot be kept")
+            yield name, path
+
+    def discard(self) -> None:
+        """Removes the folder; if the handler still writes to it, when that has ended."""
+        if self._late is None and not self._futures:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        else:
+            _threads.start(self._discard_late)
+
+    def _discard_late(self) -> None:
+        if self._late is not None:
+            self._late.wait()
+        for future in self._futures:
+            with contextlib.suppress(BaseException):  # nobody waits for it any more
+                future.result()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _finished(call: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine; beside a running event loop (in a notebook) it gets a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(call)
+    return _threads.start(lambda: asyncio.run(call)).result()
+
+
+class Handlers:
+    """The handlers of one manager.
+
+    Args:
+        item_handlers: a handler for the one unnamed item, or handlers by item name.
+        handler_registry: an Orbax `CheckpointHandlerRegistry`.
+
+    Attributes:
+        given: handlers by item name, as passed.
+        names: the item names that this implies.
+        single: whether one handler was passed, for the one unnamed item.
+
+    Raises:
+        UnsupportedError: a handler that overrides Orbax's engine, or has no argument classes; by name.
+    """
+
+    def __init__(self, item_handlers: Any = None, handler_registry: Any = None):
+        self._registry: Any = handler_registry
+        if handler_registry is not None and not hasattr(handler_registry, "get_all_entries"):
+            raise InvalidArgumentError(
+                f"handler_registry expects a CheckpointHandlerRegistry, got a {type(handler_registry).__name__}"
+            )
+        several = isinstance(item_handlers, Mapping)
+        given = item_handlers if several else {} if item_handlers is None else {paths.DEFAULT_ITEM: item_handlers}
+        self.names: tuple[str, ...] = tuple(given) if several else ()
+        self.single = item_handlers is not None and not several
+        self.given = {name: handler for name, handler in given.items() if handler is not None}
+        self._made: dict[tuple[str, type], Any] = {}
+        for name, handler in self.given.items():
+            _check(name, type(handler), handler)
+            if type(handler) not in OURS and not ocp.args.has_registered_args(handler):
+                raise UnsupportedError(
+                    f"item_handlers[{name!r}]: {type(handler).__name__} has no argument classes; register them with "
+                    "orbax.checkpoint.args.register_with_handler"
+                )
+
+        known = {name or "any": h for (name, _), h in self._entries().items()} | self.given
+        chosen = sorted(name for name, h in known.items() if kind_of(h) == "arrays")
+        if chosen:
+            logging.info(
+                "items %s: Orbax's array handlers choose epochckpt's engine; their own options change nothing here",
+                ", ".join(chosen),
+            )
+
+    def find(self, item: str, args: Any, *, saving: bool) -> Any:
+        """The handler for an item with an argument: an instance, or one of the classes in `OURS`.
+
+        Raises:
+            InvalidArgumentError: there is none, the item has another, or the argument is for the other direction.
+            UnsupportedError: it overrides Orbax's engine.
+        """
+        handler = self._find(item, args)
+        if ocp.args.has_registered_args(handler):
+            right, wrong = ocp.args.get_registered_args_cls(handler)[:: 1 if saving else -1]
+            if type(args) is wrong is not right:
+                verb = "saving" if saving else "restoring"
+                raise InvalidArgumentError(f"item {item!r}: {wrong.__name__} is no argument for {verb}")
+        return handler
+
+    def _find(self, item: str, args: Any) -> Any:
+        kind = type(args)
+        for name in (item, None):
+            if self._registry is not None and self._registry.has(name, kind):
+                handler = self._registry.get(name, kind)
+                _check(item, type(handler), handler)
+                return handler
+        known = self.given.get(item)
+        if known is not None:
+            if not _suits(known, kind):
+                taken = f"{type(known).__name__}, which takes no {kind.__name__}"
+                raise InvalidArgumentError(f"item {item!r} has a {taken}")
+            return known
+        try:
+            found = ocp.args.get_registered_handler_cls(kind)
+        except ValueError:
+            raise InvalidArgumentError(
+                f"item {item!r}: {kind.__name__} has no handler; register it with "
+                "orbax.checkpoint.args.register_with_handler, or pass handler_registry="
+            ) from None
+        _check(item, found)
+        return found if found in OURS else self._make(item, found)
+
+    def of(self, item: str, recorded: str) -> tuple[Any, Any]:
+        """The handler of an item that was saved before, and its default argument for restoring.
+
+        Args:
+            item: item name.
+            recorded: the handler's name in the epoch's record.
+
+        Raises:
+            InvalidArgumentError: it is not known here, or its argument has no defaults.
+        """
+        handler = next((h for h in self._configured(item) if same(type_name(h), recorded)), None)
+        if handler is None:
+            found = [c for c in _registered() if same(type_name(c), recorded)]
+            if not found:
+                raise InvalidArgumentError(
+                    f"item {item!r} was saved by {recorded}, which is not known here: pass its restore argument in "
+                    "args=, or handler_registry= or item_handlers= to the manager"
+                )
+            handler = self._make(item, found[-1])  # a class that was defined again counts
+        _, restore = ocp.args.get_registered_args_cls(handler)
+        try:
+            return handler, restore()
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"item {item!r}: {restore.__name__} cannot be made without arguments ({error}); pass it in args="
+            ) from None
+
+    def _configured(self, item: str) -> list[Any]:
+        """The handlers that an item may have, the most particular first."""
+        given = [self.given[item]] if item in self.given else []
+        named = [handler for (name, _), handler in self._entries().items() if name == item]
+        anyone = [handler for (name, _), handler in self._entries().items() if name is None]
+        return given + named + anyone + [handler for (name, _), handler in self._made.items() if name == item]
+
+    def _entries(self) -> Mapping[tuple[str | None, type], Any]:
+        return self._registry.get_all_entries() if self._registry is not None else {}
+
+    def _make(self, item: str, kind: type) -> Any:
+        if (item, kind) not in self._made:
+            try:
+                self._made[item, kind] = kind()
+            except TypeError as error:
+                raise InvalidArgumentError(
+                    f"item {item!r}: {kind.__name__} cannot be made without arguments ({error}); pass an instance as "
+                    "item_handlers= or in handler_registry="
+                ) from None
+        return self._made[item, kind]
+
+    def close(self) -> None:
+        """Closes the handlers."""
+        every = [*self.given.values(), *self._entries().values(), *self._made.values()]
+        for handler in {id(h): h for h in every}.values():
+            close = getattr(handler, "close", None)
+            if close is not None:
+                _threads.logged(f"{type(handler).__name__} could not be closed", close)
+
+
+def kind_of(handler: Any) -> str:
+    """What our engine does for a handler (an instance, or a class in `OURS`); `other` if it is to be run."""
+    return OURS.get(handler if isinstance(handler, type) else type(handler), "other")
+
+
+def type_name(handler: Any) -> str:
+    """The name under which Orbax records a handler (an instance or a class)."""
+    kind = handler if isinstance(handler, type) else type(handler)
+    return kind.typestr() if hasattr(kind, "typestr") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def same(name: str, other: str) -> bool:
+    """Whether two names mean one handler; Orbax moves its own from module to module."""
+    orbax = name.startswith("orbax.checkpoint.") and other.startswith("orbax.checkpoint.")
+    return name == other or (orbax and name.rpartition(".")[2] == other.rpartition(".")[2])
+
+
+def _check(item: str, kind: type, handler: Any = None) -> None:
+    """Refuses handlers whose work our engine would do otherwise than they do."""
+    if kind in OURS:
+        if handler is not None and _leaf_types(handler) is not _usual_leaf_types(kind):
+            raise UnsupportedError(
+                f"item {item!r}: {kind.__name__}(type_handler_registry=…) teaches Orbax's engine leaf types, which "
+                "epochckpt does not use; save such leaves as an item of their own, with a handler"
+            )
+        return
+    if issubclass(kind, _ENGINE) or kind.__module__.startswith("orbax.checkpoint."):
+        raise UnsupportedError(
+            f"item {item!r}: {kind.__module__}.{kind.__qualname__} overrides Orbax's own engine, which epochckpt does "
+            "not use; pass an unmodified handler of Orbax's, or none"
+        )
+
+
+def _leaf_types(handler: Any) -> Any:
+    """What a handler was taught about leaves; there is no public way to ask."""
+    return getattr(handler, "_type_handler_registry", None)
+
+
+@functools.cache
+def _usual_leaf_types(kind: type) -> Any:
+    return _leaf_types(kind())
+
+
+def _suits(handler: Any, args: type) -> bool:
+    """Whether a handler takes arguments of a class."""
+    kind = kind_of(handler)
+    try:
+        registered = ocp.args.get_registered_handler_cls(args)
+    except ValueError:
+        return False
+    return registered is type(handler) or (kind != "other" and kind == OURS.get(registered))
+
+
+def _registered(args: type = ocp.args.CheckpointArgs) -> Iterator[Any]:
+    """Every handler that has argument classes for saving and restoring."""
+    for child in args.__subclasses__():
+        try:
+            handler = ocp.args.get_registered_handler_cls(child)
+        except ValueError:
+            handler = None
+        if handler is not None and ocp.args.has_registered_args(handler):
+            yield handler
+        yield from _registered(child)

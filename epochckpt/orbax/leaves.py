@@ -1,0 +1,456 @@
+"""The trees of steps that stock Orbax wrote, read without Orbax's handlers: those start jax's backends.
+
+What Orbax keeps of a tree, all of it JSON: `_METADATA` (keys and types), `array_metadatas` (PRNG keys among the
+arrays), `_sharding`, `_strings.json`. The arrays are zarr (version 2 or 3), each below its name, in an OCDBT database
+or in plain folders (https://google.github.io/tensorstore/driver/zarr/index.html). Before there was a `_METADATA`, the
+tree lay in a msgpack file `checkpoint`, in which `PLACEHOLDER://<name>` stands for an array in a folder.
+
+The tree of an item that stock Orbax wrote, in our terms: leaves, names and shardings from Orbax's metadata.
+
+Orbax writes every key as text. A key that was a number, as in the states of NNX, gets the name that it has with us;
+where there is a target, a leaf has the name that the target has for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from epochckpt import _text as naming
+from epochckpt.errors import (
+    AccessError,
+    DamagedError,
+    EpochCheckpointError,
+    FormatError,
+    StorageError,
+    UnsupportedError,
+    is_passing,
+    unreadable,
+)
+from epochckpt.format import Box, KeyPath, Leaf, flax_msgpack, paths
+from epochckpt.format import tree as tree_lib
+from epochckpt.orbax import marks, steps
+from epochckpt.storage import Store
+from epochckpt.storage.object_store import told_errno
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTree:
+    """The tree of an array item.
+
+    Attributes:
+        name: the item.
+        treedef: of Orbax's nested dicts and lists; its keys are text.
+        leaves: as our records would have them, in the order of `treedef`; `sharding` is the leaf's own number. A key
+            that is a number as text is an int in a leaf's path, not so in `treedef`: never build one from the other.
+        found: Orbax's metadata of each leaf.
+        bare: the tree is a single array.
+        values: `found` holds the values themselves: the item is older than Orbax's metadata.
+    """
+
+    name: str
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+    found: list[Any]
+    bare: bool = False
+    values: bool = False
+
+    def nest(self, values: Sequence[Any]) -> Any:
+        """The tree with these leaves."""
+        return values[0] if self.bare else tree_lib.unflatten(self.treedef, values)
+
+    def named_like(self, target: Any) -> tuple[Leaf, ...]:
+        """The leaves under the names that the target has for them: Orbax writes all keys as text."""
+        pairs, _ = tree_lib.flatten(target)
+        names = {tuple(str(key) for _, key in path): tree_lib.leaf_name(path) for path, _ in pairs}
+        return tuple(
+            dataclasses.replace(leaf, name=names.get(tuple(str(key) for _, key in leaf.path), leaf.name))
+            for leaf in self.leaves
+        )
+
+
+def value_types(tree: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+    """What each leaf was when it was saved, by its keys as text; from an item's `_METADATA`."""
+    return {
+        tuple(str(entry["key"]) for entry in row["key_metadata"]): str(row["value_metadata"]["value_type"])
+        for row in tree["tree_metadata"].values()
+    }
+
+
+def leaves_of(
+    pairs: Sequence[tuple[tree_lib.KeyPath, Any]], types: Mapping[tuple[str, ...], str], impls: Mapping[str, str]
+) -> tuple[Leaf, ...]:
+    """The leaves as our records would have them.
+
+    Args:
+        pairs: key paths, and Orbax's metadata or the values themselves.
+        types: see `value_types`.
+        impls: PRNG implementations of typed keys by Orbax's parameter name.
+    """
+    out = []
+    for number, (path, meta) in enumerate(pairs):
+        impl = impls.get(getattr(meta, "name", None) or "")
+        dtype, shape = getattr(meta, "dtype", None), tuple(getattr(meta, "shape", None) or ())
+        kind = tree_lib.leaf_kind(meta)  # of empty nodes, and of values
+        if isinstance(meta, ocp.metadata.StringMetadata):
+            kind, dtype = "str", None
+        elif isinstance(meta, ocp.metadata.ScalarMetadata):
+            kind, dtype = _scalar_kind(dtype), None
+        elif kind is None and dtype is not None:
+            numpy = types.get(tuple(str(key) for _, key in path)) == "np.ndarray"
+            kind = "prng" if impl is not None else "numpy" if numpy else "jax"
+        elif kind is None:
+            raise UnsupportedError(f"leaf {tree_lib.leaf_name(path)!r} is a {type(meta).__name__} of Orbax's")
+        path = tuple(("k", int(key)) if k == "k" and _is_int(key) else (k, key) for k, key in path)
+        dtype = None if dtype is None else np.dtype(dtype)
+        out.append(Leaf(path, tree_lib.leaf_name(path), kind, dtype, shape, sharding=number, impl=impl))
+    return tuple(out)
+
+
+def _is_int(key: Any) -> bool:
+    """Whether a key was a number, as in the states of NNX: Orbax writes all keys as text."""
+    return isinstance(key, str) and key.isdecimal() and str(int(key)) == key
+
+
+def _scalar_kind(dtype: Any) -> str:
+    return {"b": "bool", "i": "int", "u": "int", "c": "complex"}.get(np.dtype(dtype).kind, "float")
+
+
+UNKNOWN = "unknown"
+"""Kind of a leaf that cannot be looked into: damaged, or written by a type handler of somebody's own."""
+
+_EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}  # as Orbax restores them
+_PLACEHOLDER = "PLACEHOLDER://"
+_BARE = ((("k", "checkpoint"),), "ArrayCheckpointHandler")  # what that handler calls its only leaf
+_CACHE_BYTES = 2**32  # bound on decoded chunks that are kept while an array is read through
+_INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database, which is read once then
+_SLACK_BYTES = 2**24  # of the cache: entries take a little more than their chunks
+_TOLERATED = (ValueError, IndexError, NotImplementedError, RuntimeError, OSError)  # what tensorstore raises
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """A leaf as Orbax stored it.
+
+    Attributes:
+        leaf: in our terms; `shape` and `dtype` of typed keys are those of their data.
+        param: Orbax's name for it.
+        write_shape: of the pieces that devices held; None where Orbax does not say.
+        value: of leaves that lie in the msgpack file; an array of the mapped file. Of a leaf that only a type handler
+            of somebody's own can read: Orbax's name of the type.
+        here: whether `value` is meant.
+        problem: why it cannot be looked into; empty otherwise.
+    """
+
+    leaf: Leaf
+    param: str
+    write_shape: tuple[int, ...] | None = None
+    value: Any = None
+    here: bool = False
+    problem: str = ""
+
+
+class OrbaxItem:
+    """One array item of a step; its metadata is read now, arrays later.
+
+    Args:
+        store: the directory.
+        at: the item's folder in it.
+        epoch: the step.
+        handler: that Orbax recorded; empty if it did not.
+
+    Raises:
+        DamagedError: its metadata is not whole.
+        FormatError: its metadata is not what Orbax writes.
+    """
+
+    def __init__(self, store: Store, at: str, epoch: int, handler: str = ""):
+        self._store, self._at, self._epoch = store, at, epoch
+        self._folder = os.path.join(store.root, at)
+        self.custom_metadata: Any = None
+        self._fill = self._zarr3 = False
+        self._context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}})
+        self._ocdbt = store.exists(paths.join(at, marks.OCDBT))
+        try:
+            marks.check_files(store, at)
+            if store.exists(paths.join(at, marks.TREE_RECORD)):
+                rows = self._recorded(steps.tree_record(store, at, epoch))
+            else:
+                rows = self._aggregated()
+            if handler.endswith(_BARE[1]) and [r.leaf.path for r in rows] == [_BARE[0]]:
+                leaf = dataclasses.replace(rows[0].leaf, path=(), name=tree_lib.leaf_name(()))
+                rows = [dataclasses.replace(rows[0], leaf=leaf)]
+        except OSError as error:
+            raise unreadable(at, error) from error
+        self.leaves: tuple[StoredLeaf, ...] = tuple(rows)
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, StoredLeaf]:
+        """The leaves by public name, and by that of their paths."""
+        numbers = naming.either([row.leaf.name for row in self.leaves])
+        return {name: self.leaves[number] for name, number in numbers.items()}
+
+    @functools.cached_property
+    def shardings(self) -> dict[str, Mapping[str, Any]]:
+        """How arrays lay on devices, as Orbax recorded it, by Orbax's name; empty where it did not."""
+        found, _ = marks.read_object(self._store, paths.join(self._at, "_sharding"))
+        out: dict[str, Mapping[str, Any]] = {}
+        for key, text in (found or {}).items():
+            with contextlib.suppress(ValueError, TypeError, RecursionError):  # one is not worth an error
+                row = json.loads(text)
+                if isinstance(row, dict):
+                    out[base64.urlsafe_b64decode(key).decode()] = row
+        return out
+
+    # -- metadata ------------------------------------------------------------------------------------------------
+
+    def _recorded(self, tree: Mapping[str, Any]) -> list[StoredLeaf]:
+        """The leaves that `_METADATA` names, in its order."""
+        self.custom_metadata = tree.get("custom_metadata")
+        self._zarr3 = bool(tree.get("use_zarr3"))
+        self._ocdbt = self._ocdbt if tree.get("use_ocdbt") is None else bool(tree["use_ocdbt"])
+        self._fill = not tree.get("store_array_data_equal_to_fill_value")
+        try:
+            entries = [_entry(row) for row in tree["tree_metadata"].values()]
+            types = value_types(tree)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            where = paths.join(self._at, marks.TREE_RECORD)
+            raise FormatError(where, f"is not what Orbax writes there: {error!r}") from None
+        inner = {path[:depth] for path, _ in entries for depth in range(len(path))}
+        entries = [(path, value) for path, value in entries if path not in inner]  # left over from partial saves
+        params = [".".join(str(key) for _, key in path) for path, _ in entries]
+        arrays = [p for p, (_, v) in zip(params, entries, strict=True) if v["value_type"] in _ARRAYS]
+        found = self._zarr_metadata(arrays)
+        impls = steps.prng_impls(self._store, self._at)
+        rows = []
+        for (path, value), param in zip(entries, params, strict=True):
+            kind, array = value["value_type"], found.get(param)
+            problem = array if isinstance(array, str) else ""
+            shape, dtype = array if isinstance(array, tuple) else ((), None)
+            common: dict[str, Any] = {"name": param, "directory": None}
+            meta: Any = None
+            if kind in _EMPTY:
+                meta = _EMPTY[kind]
+            elif kind == "string":
+                meta = ocp.metadata.StringMetadata(**common)
+            elif dtype is None:
+                meta = UNKNOWN
+            elif kind == "scalar":
+                meta = ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=dtype)
+            else:
+                meta = ocp.metadata.ArrayMetadata(**common, shape=shape, sharding=None, dtype=dtype)
+            if meta is UNKNOWN:
+                leaf = Leaf(path, tree_lib.leaf_name(path), UNKNOWN)
+            else:
+                (leaf,) = leaves_of([(path, meta)], types, impls)
+            written = value["write_shape"]
+            rows.append(StoredLeaf(leaf, param, written, kind if meta is UNKNOWN else None, problem=problem))
+        return rows
+
+    def _zarr_metadata(self, params: Sequence[str]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]] | str]:
+        """(shape, dtype) of arrays by Orbax's name, or what is wrong with them."""
+        if not params:
+            return {}
+        file = "zarr.json" if self._zarr3 else ".zarray"
+        out: dict[str, tuple[tuple[int, ...], np.dtype[Any]] | str] = {}
+        with self._tensorstore(""):
+            kv = ts.KvStore.open(self._kvstore(), context=self._context).result()
+            reads = [kv.read(f"{param}/{file}") for param in params]
+        for param, read in zip(params, reads, strict=True):
+            try:
+                got = read.result()
+                if got.state != "value":
+                    out[param] = f"is missing: {param}/{file} is not there"
+                    continue
+                row = json.loads(got.value)
+                shape = tuple(row["shape"])
+                dtype = _dtype(row["data_type"] if self._zarr3 else row["dtype"])
+                if not all(type(d) is int and d >= 0 for d in shape) or len(shape) > 32:
+                    raise ValueError(f"shape {shape}")
+                if not tree_lib.fits(shape, dtype):
+                    raise ValueError(f"shape {shape} is beyond what NumPy can have")
+                out[param] = shape, dtype
+            except (*_TOLERATED, KeyError, TypeError, RecursionError) as error:
+                out[param] = f"cannot be read: {param}/{file}: {str(error)[:300]}"
+        return out
+
+    def _aggregated(self) -> list[StoredLeaf]:
+        """The leaves of the msgpack file, in its order."""
+        path = paths.join(self._at, steps.AGGREGATE)
+        if not self._store.exists(path):
+            raise DamagedError(paths.join(self._at, marks.TREE_RECORD), "is missing; expected the tree of the item")
+        with tempfile.TemporaryDirectory() as scratch:  # for arrays that flax has cut into pieces
+            tree = flax_msgpack.load(os.path.join(self._folder, steps.AGGREGATE), scratch)
+        pairs, _ = tree_lib.flatten(tree)
+        away = {p: v.removeprefix(_PLACEHOLDER) for p, v in pairs if isinstance(v, str) and v.startswith(_PLACEHOLDER)}
+        found = self._zarr_metadata(list(away.values()))
+        rows = []
+        for path, value in pairs:
+            if path not in away:
+                (leaf,) = leaves_of([(path, value)], {}, {})
+                rows.append(StoredLeaf(leaf, "", value=value, here=True))
+                continue
+            array = found[away[path]]
+            if isinstance(array, str):
+                leaf = Leaf(path, tree_lib.leaf_name(path), UNKNOWN)
+                rows.append(StoredLeaf(leaf, away[path], problem=array))
+            else:
+                leaf = Leaf(path, tree_lib.leaf_name(path), "jax", array[1], array[0])
+                rows.append(StoredLeaf(leaf, away[path]))
+        return rows
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def value(self, row: StoredLeaf) -> Any:
+        """A leaf as a NumPy array or Python value; typed keys as their data.
+
+        Raises:
+            DamagedError: it cannot be read.
+            UnsupportedError: only a handler of somebody's own can read it.
+        """
+        leaf = row.leaf
+        self._check(row)
+        if row.here:
+            return np.asarray(row.value) if isinstance(row.value, np.ndarray) else row.value
+        if leaf.kind in tree_lib.EMPTY_KINDS:
+            return {"dict": {}, "list": [], "tuple": ()}.get(leaf.kind)
+        if leaf.kind == "str":
+            return self._text(row)
+        with self._tensorstore(leaf.name):
+            data = self._open(row).read().result()
+        data = np.asarray(data)
+        if leaf.dtype is not None:
+            return data
+        if data.ndim:
+            raise DamagedError(self._at, f"has the shape {list(data.shape)}; expected one number", leaf.name)
+        return data.item()
+
+    def boxes(self, row: StoredLeaf, boxes: Iterator[Box]) -> Iterator[np.ndarray]:
+        """Parts of an array, one after another; decoded chunks are kept as far as the next part needs them.
+
+        Args:
+            row: the array.
+            boxes: the parts, in C order.
+
+        Raises:
+            DamagedError: it cannot be read.
+        """
+        self._check(row)
+        if row.here:
+            whole = np.asarray(row.value)
+            for box in boxes:
+                yield whole[tuple(slice(a, b) for a, b in box)]
+            return
+        with self._tensorstore(row.leaf.name):
+            chunks: Sequence[Any] = self._open(row).chunk_layout.read_chunk.shape or ()
+            deep = math.prod(row.leaf.shape[1:]) * (chunks[0] or 1 if chunks else 1)
+            kept = min(deep * np.dtype(row.leaf.dtype).itemsize + _SLACK_BYTES, _CACHE_BYTES)
+            array = self._open(row, kept)
+        for box in boxes:
+            with self._tensorstore(row.leaf.name):
+                data = array[tuple(slice(a, b) for a, b in box)].read().result()
+            yield np.asarray(data)
+
+    def _check(self, row: StoredLeaf) -> None:
+        if row.problem:
+            raise DamagedError(self._at, row.problem, row.leaf.name)
+        if row.leaf.kind == UNKNOWN:
+            raise UnsupportedError(
+                f"leaf {row.leaf.name!r} is of the type {str(row.value)[:80]!r}: only the type handler that wrote it, "
+                "which Orbax does not name, can read it"
+            )
+
+    def _text(self, row: StoredLeaf) -> str:
+        path = paths.join(self._at, "_strings.json")
+        node: Any = self._strings
+        for token in row.param.split("/"):  # a JSON pointer, as Orbax makes it of the name
+            token = token.replace("~1", "/").replace("~0", "~")
+            if not isinstance(node, dict) or token not in node:
+                raise DamagedError(path, "does not hold its text", row.leaf.name)
+            node = node[token]
+        return str(node)
+
+    @functools.cached_property
+    def _strings(self) -> Mapping[str, Any]:
+        path = paths.join(self._at, "_strings.json")
+        found, problem = marks.read_object(self._store, path)
+        if found is None:
+            raise DamagedError(path, problem or "is missing; expected the strings of the item")
+        return found
+
+    def _kvstore(self, param: str = "") -> dict[str, Any]:
+        files = {"driver": "file", "path": f"{self._folder}/"}
+        if self._ocdbt:
+            return {"driver": "ocdbt", "base": files, "path": param, "cache_pool": "cache_pool#ocdbt"}
+        return {**files, "path": f"{self._folder}/{param}"}
+
+    def _open(self, row: StoredLeaf, kept: int = 0) -> ts.TensorStore:
+        spec = {
+            "driver": "zarr3" if self._zarr3 else "zarr",
+            "kvstore": self._kvstore(f"{row.param}/"),
+            "fill_missing_data_reads": self._fill,  # Orbax once left out what equals the fill value
+            "recheck_cached_data": False,
+            "cache_pool": {"total_bytes_limit": kept},  # of decoded chunks
+        }
+        found = ts.open(spec, open=True, read=True, context=self._context).result()
+        if row.leaf.dtype is not None and (tuple(found.shape), found.dtype.numpy_dtype) != (
+            row.leaf.shape,
+            row.leaf.dtype,
+        ):
+            raise ValueError(f"it is {found.dtype.name}{list(found.shape)} now")
+        return found
+
+    @contextlib.contextmanager
+    def _tensorstore(self, name: str) -> Generator[None]:
+        """Says what an error of tensorstore's means."""
+        try:
+            yield
+        except EpochCheckpointError:
+            raise
+        except _TOLERATED as error:
+            if "PERMISSION_DENIED" in str(error):
+                raise AccessError(f"{self._at}: {str(error)[:500]}") from error
+            code = error.errno if isinstance(error, OSError) else told_errno(error)
+            if code and is_passing(told := OSError(code, str(error)[:500])):
+                raise StorageError(self._at, told) from error
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            problem = f"cannot be read: {str(error)[:500]}"
+            raise DamagedError(self._at, problem, name or None) from error
+
+
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+
+
+def _entry(row: Mapping[str, Any]) -> tuple[KeyPath, Mapping[str, Any]]:
+    """(key path, value metadata) of one leaf; keys of dicts are text."""
+    path = tuple(
+        ("s", int(key["key"])) if key["key_type"] == 1 else ("k", str(key["key"])) for key in row["key_metadata"]
+    )
+    value = row["value_metadata"]
+    shape = value.get("write_shape")
+    if shape is not None and not all(type(d) is int and d >= 0 for d in shape):
+        raise ValueError(f"write_shape {shape}")
+    return path, {"value_type": str(value["value_type"]), "write_shape": None if shape is None else tuple(shape)}
+
+
+def _dtype(name: Any) -> np.dtype[Any]:
+    """The dtype that zarr calls by this name."""
+    if isinstance(name, str) and name in tree_lib.DTYPES:
+        return tree_lib.DTYPES[name]
+    found = np.dtype(str(name))
+    if found.newbyteorder("=").name not in tree_lib.DTYPES:
+        raise ValueError(f"dtype {str(name)[:40]!r}")
+    return found.newbyteorder("=")

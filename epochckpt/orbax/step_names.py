@@ -1,0 +1,135 @@
+"""Folders of epochs that are not where, or not called as, a reader expects them: a single epoch; another name format.
+
+By content: a name alone proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from epochckpt.errors import EpochCheckpointError, UnsupportedError
+from epochckpt.format import parsing, paths, records
+from epochckpt.orbax import marks
+from epochckpt.storage import Store
+
+RECORDS = (paths.EPOCH_RECORD, marks.STEP_RECORD)
+_LOOKED_INTO = 50
+_SHOWN = 6
+_NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<number>\d+)\Z")
+_NUMBER = re.compile(r"\d+\Z")
+_ENDING = re.compile(r"(\d+)\Z")
+_NUMBERED = re.compile(r"[/._-](\d{1,18})\Z")
+
+
+class StepNames:
+    """Names of epochs' folders, by Orbax's step NameFormat.
+
+    Attributes:
+        only: the one folder that is looked at, whatever else lies beside it; empty: all are.
+    """
+
+    only = ""
+
+    def __init__(self, name_format: Any):
+        self._format = name_format
+        self._readable = tuple(getattr(name_format, "read_name_formats", ())) or (name_format,)
+        for known in (name_format, *self._readable):
+            if not _ENDING.search(known.build_name(7)):
+                raise UnsupportedError(
+                    f"step_name_format {known} builds names that do not end in the step's number; "
+                    "use a standard_name_format"
+                )
+
+    @classmethod
+    def of(cls, options: ocp.CheckpointManagerOptions) -> StepNames:
+        """The names that a manager's options ask for."""
+        if options.step_name_format is not None:
+            return cls(options.step_name_format)
+        length = options.step_format_fixed_length
+        return cls(ocp.path.step.standard_name_format(step_prefix=options.step_prefix, step_format_fixed_length=length))
+
+    @property
+    def several(self) -> bool:
+        """Whether epochs of other name formats are read, too."""
+        return len(self._readable) > 1
+
+    def build(self, epoch: int) -> str:
+        """The folder name of an epoch to be written."""
+        return self._format.build_name(epoch)
+
+    def parse(self, name: str) -> int | None:
+        """The epoch that a folder name stands for, or None."""
+        found = _ENDING.search(name)
+        if not found:
+            return None
+        epoch = int(found[1])
+        return epoch if any(f.build_name(epoch) == name for f in self._readable) else None
+
+
+def is_single(names: set[str]) -> bool:
+    """Whether a folder with these entries is one epoch: of ours, a step of stock Orbax, or a tree that Orbax saved."""
+    return paths.NODE_RECORD not in names and bool(names & {*RECORDS, marks.TREE_RECORD})
+
+
+def is_item(store: Store, names: set[str]) -> bool:
+    """Whether such a folder of a tree is only one item of the epoch above it."""
+    if names & set(RECORDS):
+        return False
+    above = os.path.dirname(store.root.rstrip("/"))
+    return store.renames and any(os.path.exists(os.path.join(above, record)) for record in RECORDS)
+
+
+def number_of(store: Store) -> int:
+    """The number of the epoch that lies in a folder: as recorded, else as the folder is named, else 0."""
+    try:
+        data = store.read(paths.EPOCH_RECORD, limit_bytes=records.MAX_RECORD_BYTES)
+        return parsing.parse_head(paths.EPOCH_RECORD, data).epoch
+    except (OSError, ValueError, EpochCheckpointError):  # of stock Orbax, or damaged
+        found = _NUMBERED.search(store.root.rstrip("/"))
+        return int(found[1]) if found else 0
+
+
+def named_otherwise(store: Store, found: list[tuple[str, bool]]) -> str:
+    """What to say of epochs below a folder, if there are any: no reader sees them under the names that it expects.
+
+    Args:
+        store: the folder.
+        found: its entries that are not named like an epoch, with whether each is a folder.
+    """
+    below = [n for n, is_folder in found if is_folder and not n.startswith(".") and paths.TMP_SUFFIX not in n]
+    epochs = [name for name in below[:_LOOKED_INTO] if _NUMBER.search(name) and has_one(store, name, RECORDS)]
+    if not epochs:
+        return ""
+    shown = ", ".join(f"{name}/" for name in epochs[:_SHOWN])
+    shown = shown if len(epochs) <= _SHOWN else f"{shown}, … ({len(epochs)} in all)"
+    return f"holds epochs whose folders are named otherwise ({shown}): {_advice(epochs)}"
+
+
+def _advice(names: list[str]) -> str:
+    """What to pass so that they are seen."""
+    parsed = [match for name in names if (match := _NAME.match(name))]
+    prefixes = {match["prefix"] or "" for match in parsed}
+    if len(parsed) < len(names) or len(prefixes) != 1:
+        return "no step_prefix and no step_format_fixed_length means all of them; pass a step_name_format"
+    (prefix,) = prefixes
+    lengths = {len(match["number"]) for match in parsed}
+    padded = any(match["number"] != str(int(match["number"])) for match in parsed)
+    options = [("step_prefix", prefix)] if prefix else []
+    options += [("step_format_fixed_length", max(lengths))] if padded else []
+    if not options:
+        return "pass no step_prefix and no step_format_fixed_length"
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options)
+    said = ", ".join(f"{name}={value!r}" for name, value in options)
+    return f"pass CheckpointManagerOptions({said}), or {flags} to the command"
+
+
+def has_one(store: Store, folder: str, names: tuple[str, ...]) -> bool:
+    """Whether one of these files is in a folder; False where this user may not look."""
+    try:
+        return any(store.exists(paths.join(folder, name)) for name in names)
+    except OSError:
+        return False

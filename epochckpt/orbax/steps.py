@@ -1,0 +1,298 @@
+"""Steps that stock Orbax wrote: what their small files say, and what is missing. `orbax_marks` says which folders are.
+
+Reads JSON and lists folders, nothing else; the arrays are read by Orbax's own handlers (`orbax_reader`). On POSIX
+Orbax renames a finished step into place, so its folder under its final name is finished unless files were lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+from epochckpt.errors import DamagedError, FormatError, StorageError, kept, unreadable
+from epochckpt.format import EpochRecord, paths
+from epochckpt.orbax import marks
+from epochckpt.orbax.marks import ARRAY_RECORDS, COMMIT, MAX_BYTES, OCDBT, STEP_RECORD, TREE_RECORD
+from epochckpt.storage import Store, patiently
+
+AGGREGATE = "checkpoint"  # a whole tree as msgpack, or its structure: before there was a `_METADATA`
+METRICS = "metrics"
+
+_ZARR = frozenset({".zarray", "zarr.json"})
+_TREE_MARKS = frozenset({TREE_RECORD, OCDBT, "_sharding", "_strings.json", AGGREGATE})  # files
+_NO_ITEMS = frozenset({METRICS, "descriptor"})  # folders that Orbax's manager keeps for itself
+_ARRAY_HANDLERS = ("PyTreeCheckpointHandler", "StandardCheckpointHandler", "ArrayCheckpointHandler")
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxRecord(EpochRecord):
+    """What the files of a step of stock Orbax say; takes the place of `epoch.json`. It has no nodes of ours.
+
+    Attributes:
+        folders: folder of each item, relative to the step's; `""` in the old layout that has no folders of items.
+        handlers: the handler that Orbax recorded for each item, as far as it did.
+        problems: what is wrong with small files that the step is read without, by path.
+        unread: which of them storage did not give: they may be good, and what is said without them may be wrong.
+        sure: nothing is missing that says what the folder is and how good; else retention leaves it alone.
+    """
+
+    folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    handlers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unread: Mapping[str, StorageError] = dataclasses.field(default_factory=dict)
+    sure: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The items, without Orbax's own."""
+        return [name for name in self.folders if name not in _NO_ITEMS]
+
+
+def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
+    """What Orbax recorded of a step.
+
+    Raises:
+        FileNotFoundError: it is gone.
+    """
+    entries = {e.name: e.is_folder for e in store.list(folder)}
+    problems: dict[str, str] = {}
+    unread: dict[str, StorageError] = {}
+    info = _json(store, paths.join(folder, STEP_RECORD), problems, unread)
+    handlers = info.get("item_handlers")
+    if _is_bare(entries, handlers):
+        folders = {paths.DEFAULT_ITEM: ""}
+        handlers = {paths.DEFAULT_ITEM: handlers}
+    else:
+        folders = {n: n for n, is_folder in sorted(entries.items()) if is_folder and paths.TMP_SUFFIX not in n}
+    recorded = {n: h for n, h in handlers.items() if isinstance(h, str)} if isinstance(handlers, dict) else {}
+    metrics = (
+        _metrics(store, folder, METRICS in recorded, problems, unread) if {METRICS} & {*folders, *recorded} else None
+    )
+    for path, problem in problems.items():
+        logging.warning("%s/%s %s; the step is read without it", store.root, path, problem)
+    committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
+    attempt = f"orbax-{committed}"
+    if committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
+        found = patiently(folder, lambda: os.stat(os.path.join(store.root, folder)))
+        committed, attempt = found.st_mtime_ns, f"orbax-folder-{found.st_ino}"
+    started = _nanoseconds(info.get("init_timestamp_nsecs"))
+    custom = info.get("custom_metadata")
+    return OrbaxRecord(
+        epoch=epoch,
+        attempt=attempt,
+        objects=False,
+        plan="",
+        nodes=(),
+        items={},
+        default_item=[n for n in folders if n not in _NO_ITEMS] == [paths.DEFAULT_ITEM],
+        metrics=metrics or None,
+        custom_metadata=custom if isinstance(custom, dict) else {},
+        started_ns=committed if started is None else started,
+        committed_ns=committed,
+        timings={},
+        folders=folders,
+        handlers=recorded,
+        problems=problems,
+        unread=unread,
+        sure=not problems and marks.has_orbax_fields(info) and not _holds_steps(store, folder),
+    )
+
+
+def check(store: Store, folder: str, record: OrbaxRecord) -> None:
+    """Looks for what a step that was written to its end has, and for what must not be read; reads no arrays.
+
+    Raises:
+        DamagedError: the first thing that is missing or refused; says where, what was found and what to do.
+    """
+    try:
+        for name in (n for n, kind in marks.look(store, folder).items() if kind == "link"):
+            path = paths.join(folder, name)
+            if not os.path.isfile(os.path.join(store.root, path)):  # a file that is elsewhere is read there
+                raise DamagedError(
+                    path,
+                    f"is a symlink, which is not followed, so epoch {record.epoch} cannot be read here. Nothing was "
+                    "changed: open the directory that the data lies in, or put the folder itself in the link's place",
+                )
+        marks.check_files(store, folder)
+        for entry in store.list(folder):
+            if paths.TMP_SUFFIX in entry.name:
+                item = entry.name.partition(paths.TMP_SUFFIX)[0]
+                raise half_written(record.epoch, paths.join(folder, entry.name), f"item {item!r} was not finished")
+        for name in record.handlers:
+            if name not in record.folders and name not in _NO_ITEMS:
+                raise half_written(record.epoch, paths.join(folder, name), f"is missing; {STEP_RECORD} names it")
+        if not record.names:
+            raise half_written(record.epoch, folder, "holds no item")
+        for name in record.names:
+            _check_item(store, paths.join(folder, record.folders[name]), name, record)
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def _check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
+    """The same for one item in the folder `at`."""
+    entries = {e.name: e.is_folder for e in store.list(at)}
+    if not entries:
+        raise half_written(record.epoch, at, "is an empty folder")
+    if kind(store, at, name, record) != "arrays":
+        if record.handlers.get(name, "").endswith("JsonCheckpointHandler"):
+            first = _first_file(at, entries, record.epoch)
+            if not store.size(first):
+                raise half_written(record.epoch, first, "has 0 bytes; expected JSON")
+        return
+    if TREE_RECORD not in entries:
+        if entries.get(AGGREGATE) is False:
+            return
+        found = f"the folder holds {', '.join(sorted(entries)[:6])}"
+        problem = f"is missing; expected the tree of item {name!r} ({found})"
+        raise half_written(record.epoch, paths.join(at, TREE_RECORD), problem)
+    tree = tree_record(store, at, record.epoch)
+    if tree.get("use_ocdbt") and OCDBT not in entries:
+        expected = f"expected the index of the arrays of item {name!r}, as {TREE_RECORD} says"
+        raise half_written(record.epoch, paths.join(at, OCDBT), f"is missing; {expected}")
+    if OCDBT in entries and not store.size(paths.join(at, OCDBT)):
+        raise half_written(record.epoch, paths.join(at, OCDBT), "has 0 bytes; expected the index of the arrays")
+    rows = paths.join(at, ARRAY_RECORDS)
+    if _has_jax_arrays(tree) and not (entries.get(ARRAY_RECORDS) and store.list(rows)):
+        problem = f"is missing; expected what the jax arrays of item {name!r} are (PRNG keys among them)"
+        raise half_written(record.epoch, rows, problem)
+
+
+def tree_record(store: Store, at: str, epoch: int) -> dict[str, Any]:
+    """An item's `_METADATA`.
+
+    Raises:
+        DamagedError: it cannot be used.
+    """
+    path = paths.join(at, TREE_RECORD)
+    try:
+        data = store.read(path, limit_bytes=MAX_BYTES)
+        tree = json.loads(data)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise half_written(epoch, path, f"is no JSON ({error}); expected the tree of the item") from None
+    if not isinstance(tree, dict) or not isinstance(tree.get("tree_metadata"), dict):
+        raise half_written(epoch, path, "has no tree_metadata")
+    return tree
+
+
+def kind(store: Store, at: str, name: str, record: OrbaxRecord) -> str:
+    """What an item is: `arrays` (a pytree), `json`, or `other`: something of another handler."""
+    handler = record.handlers.get(name, "")
+    names = _names(store, at)
+    if handler.endswith(_ARRAY_HANDLERS) or names & (_TREE_MARKS | {ARRAY_RECORDS}) or _holds_arrays(store, at):
+        return "arrays"
+    if handler.endswith("JsonCheckpointHandler") or (not handler and paths.JSON_FILE in names):
+        return "json"
+    return "other"
+
+
+def half_written(epoch: int, path: str, problem: str) -> DamagedError:
+    """The error for a step that is not whole: where, what, and what to do."""
+    return DamagedError(
+        path,
+        f"{problem}. Stock Orbax did not finish epoch {epoch}, or files of it were lost or damaged since. Nothing was "
+        "changed: restore an older epoch, or repair this one from a whole copy of it. What is left of it may still be "
+        f"of use; if nobody needs it, delete({epoch}) removes it",
+    )
+
+
+def nbytes(store: Store, folder: str) -> int:
+    """Bytes of all files of a step; folders behind symlinks, and what is no file, are none of it."""
+    total, waiting = 0, [folder]
+    while waiting:
+        at = waiting.pop()
+        for name, kind in marks.look(store, at).items():
+            path = paths.join(at, name)
+            if kind == "folder":
+                waiting.append(path)
+            elif os.path.exists(os.path.join(store.root, path)):
+                found = os.stat(os.path.join(store.root, path))
+                total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return total
+
+
+def prng_impls(store: Store, at: str) -> dict[str, str]:
+    """The PRNG implementation of each typed key of an item, by Orbax's parameter name."""
+    found: dict[str, str] = {}
+    if ARRAY_RECORDS not in _names(store, at):
+        return found
+    for entry in store.list(paths.join(at, ARRAY_RECORDS)):
+        path = paths.join(at, ARRAY_RECORDS, entry.name)
+        try:
+            for row in json.loads(store.read(path, limit_bytes=MAX_BYTES))["array_metadatas"]:
+                one = row["array_metadata"]
+                impl = (one.get("ext_metadata") or {}).get("random_key_impl")
+                if impl is not None:
+                    found[str(one["param_name"])] = str(impl)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise FormatError(path, f"is not what Orbax writes there: {error!r}") from None
+    return found
+
+
+def _is_bare(entries: Mapping[str, bool], handlers: Any) -> bool:
+    """Whether the tree of a single item lies in the step's folder itself, as a plain Checkpointer writes it."""
+    if isinstance(handlers, dict | str):
+        return isinstance(handlers, str)
+    return any(entries.get(name) is False for name in _TREE_MARKS)
+
+
+def _holds_steps(store: Store, folder: str) -> bool:
+    """Whether something was saved below a step that is no part of it."""
+    inner = [paths.join(folder, e.name) for e in store.list(folder) if e.is_folder]
+    return any(store.exists(paths.join(at, name)) for at in inner for name in (STEP_RECORD, paths.EPOCH_RECORD))
+
+
+def _has_jax_arrays(tree: Mapping[str, Any]) -> bool:
+    """Whether an item's `_METADATA` names a leaf that has a row in `array_metadatas`."""
+    rows = [row.get("value_metadata") for row in tree["tree_metadata"].values() if isinstance(row, dict)]
+    return any(isinstance(row, dict) and row.get("write_shape") is not None for row in rows)
+
+
+def _holds_arrays(store: Store, at: str) -> bool:
+    """Whether there is an array that is stored as a folder of its own."""
+    return any(_ZARR & _names(store, paths.join(at, e.name)) for e in store.list(at) if e.is_folder)
+
+
+def _names(store: Store, at: str) -> set[str]:
+    return {e.name for e in store.list(at)}
+
+
+def _first_file(at: str, entries: Mapping[str, bool], epoch: int) -> str:
+    files = sorted(n for n, is_folder in entries.items() if not is_folder and n != COMMIT)
+    if not files:
+        raise half_written(epoch, paths.join(at, paths.JSON_FILE), "is missing; expected JSON")
+    return paths.join(at, files[0])
+
+
+def _json(store: Store, path: str, problems: dict[str, str], unread: dict[str, StorageError]) -> dict[str, Any]:
+    """A small JSON object that the step can be read without; empty if it cannot be used, which is noted."""
+    try:
+        found, problem = marks.read_object(store, path)
+    except StorageError as error:
+        found, problem, unread[path] = None, f"cannot be read: {error}", kept(error)
+    if problem:
+        problems[path] = problem
+    return found or {}
+
+
+def _metrics(
+    store: Store, folder: str, recorded: bool, problems: dict[str, str], unread: dict[str, StorageError]
+) -> dict[str, Any] | None:
+    """The metrics of a step."""
+    path = paths.join(folder, METRICS, METRICS)
+    found = _json(store, path, problems, unread)
+    if recorded and path not in unread and not store.exists(path):
+        problems[path] = f"is missing; {STEP_RECORD} names it"
+    return found or None
+
+
+def _nanoseconds(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None

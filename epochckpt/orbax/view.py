@@ -1,0 +1,474 @@
+"""The Orbax view: small files beside the data that let stock Orbax read an epoch without epochckpt.
+
+From an epoch's record to the content of files and links, without I/O; `commit` writes them. An uncompressed zarr
+chunk *is* the raw bytes of a cell, so the index of an OCDBT database points into the nodes' data files, through one
+relative symlink per node (the database accepts only paths below its own folder):
+
+    <item>/manifest.ocdbt index.0 _METADATA _sharding _strings.json array_metadatas/process_0
+    <item>/<node> -> ../<node>                for items of arrays
+    <item>/<file> -> ../<node>/<item>/<file>  for what handlers wrote, JSON among it
+    <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
+    metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
+
+What Orbax cannot express is left out, never wrong, and named in `View.left_out`.
+
+How leaves lay on devices, in the text that Orbax keeps in `_sharding`.
+
+What the Orbax view says, and does, about leaves that Orbax has no form for.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Container, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType
+
+from epochckpt._text import readable
+from epochckpt._units import several
+from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, KeyPath, Leaf, checksums
+from epochckpt.format import paths as layout
+from epochckpt.format import tree as tree_lib
+from epochckpt.orbax import ocdbt
+
+
+def texts(arrays: ArrayItem, names: Mapping[int, str]) -> dict[str, str]:
+    """Orbax's form of the recorded shardings, by parameter name in base64."""
+    rows = [text(arrays, row) for row in arrays.shardings]
+    out = {}
+    for number, name in names.items():
+        leaf = arrays.leaves[number]
+        row = rows[leaf.sharding] if leaf.kind in ("jax", "prng") and leaf.sharding >= 0 else None
+        if row is not None:
+            out[base64.b64encode(name.encode()).decode()] = row
+    return out
+
+
+def text(arrays: ArrayItem, row: Any) -> str | None:
+    """One recorded sharding; None where the device is not there, or the row is nonsense: nobody checked it before."""
+    try:
+        return _text(arrays, row)
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def _text(arrays: ArrayItem, row: Any) -> str | None:
+    if "device" in row:
+        names = [str(d) for d in jax.devices() if (d.platform, d.id) == (row["platform"], row["device"])]
+        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": names[0]}) if names else None
+    mesh = arrays.meshes[row["mesh"]]
+    devices = np.array([{"id": d} for d in mesh["devices"]], dtype=object).reshape(mesh["shape"]).tolist()
+    return json.dumps(
+        {
+            "sharding_type": "NamedSharding",
+            "shape": mesh["shape"],
+            "axis_names": mesh["axes"],
+            "axis_types": [str(AxisType[t]) for t in mesh["axis_types"]],
+            "partition_spec": row["spec"],
+            "device_mesh": {"mesh": devices},
+        }
+    )
+
+
+_MAX_NOTED = 100
+_FEW = 3
+
+
+def gaps(paths: Mapping[int, KeyPath], out: Container[int], named: Container[int]) -> dict[int, KeyPath]:
+    """Where Orbax needs a None because a sequence would lack an element; with a gap it reads nothing of the item.
+
+    As a rule that is the leaf itself, so that targets still fit. A sequence of which no element is left needs none.
+
+    Args:
+        paths: of all the leaves, by number.
+        out: numbers of those that are left out.
+        named: numbers of those that Orbax can name. An element with others becomes None as a whole.
+
+    Returns:
+        The path of the None, by number of the leaf that is left out.
+    """
+    kept = {path[:depth] for i, path in paths.items() if i not in out for depth in range(len(path) + 1)}
+    found = {}
+    whole = set()
+    for i, path in paths.items():
+        for depth, (kind, _) in enumerate(path) if i in out else ():
+            if kind in ("s", "f") and path[:depth] in kept and path[: depth + 1] not in kept:
+                found[i] = path[: depth + 1]
+                if i not in named:
+                    whole.add(found[i])
+                break
+    return {i: element if element in whole else paths[i] for i, element in found.items()}
+
+
+def nothing_left(left_out: Mapping[str, str]) -> str:
+    """Why an item has no view although each of its leaves was looked at."""
+    more = f" and {len(left_out) - _FEW} more" if len(left_out) > _FEW else ""
+    return f"Orbax has no form for any of its leaves: {few(left_out)}{more}" if left_out else "it has no leaves"
+
+
+def few(left_out: Mapping[str, str]) -> str:
+    """The first of them with their reasons, for messages."""
+    return ", ".join(f"{readable(leaf)} ({why})" for leaf, why in list(left_out.items())[:_FEW])
+
+
+def short(left_out: dict[str, str]) -> dict[str, str]:
+    """At most a hundred of them: the record stays small."""
+    if len(left_out) <= _MAX_NOTED:
+        return left_out
+    kept = dict(list(left_out.items())[:_MAX_NOTED])
+    return {**kept, "*": f"and {several(len(left_out) - _MAX_NOTED, 'leaf', 'leaves')} more"}
+
+
+JSON_HANDLER = ocp.handlers.JsonCheckpointHandler.typestr()
+ARRAY_HANDLER = ocp.handlers.ArrayCheckpointHandler.typestr()
+_KEY_HANDLERS = {
+    ocp.handlers.JaxRandomKeyCheckpointHandler.typestr(): "jax_random_key",
+    ocp.handlers.NumpyRandomKeyCheckpointHandler.typestr(): "np_random_key",
+}
+"""Handlers that keep arrays one folder deeper, beside a JSON file, and the folder."""
+_TEXT = "string"
+_NONE = {"value_type": "None", "skip_deserialize": True}
+_ALONE = "checkpoint"  # what Orbax calls an array that is not in a tree
+
+_COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax_marks: so it is never taken for one of Orbax's
+MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
+"""Items with more cells get no view: the index would be read whole by whoever opens it; and it holds up a commit."""
+
+_EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
+_TYPES = {"jax": "jax.Array", "prng": "jax.Array", "numpy": "np.ndarray", "scalar": "scalar"}
+_KEY_TYPES = {"k": 2, "a": 2, "s": 1, "f": 1}  # Orbax's KeyType: DICT and SEQUENCE
+_ZARR_DTYPES = frozenset(  # those of ours that TensorStore's zarr knows
+    ["bool", "int2", "int4", "bfloat16", "float4_e2m1fn"]
+    + [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+    + ["float16", "float32", "float64", "complex64", "complex128"]
+    + [f"float8_{kind}" for kind in ("e3m4", "e4m3fn", "e4m3fnuz", "e4m3b11fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
+)
+
+
+_Scalars = Mapping[int, tuple[str, bytes] | None]
+
+
+@dataclasses.dataclass
+class View:
+    """What lies in an epoch's folder for Orbax's sake; paths are relative to it.
+
+    Attributes:
+        folders: to be made, in this order.
+        files: content by path.
+        links: target by path.
+        left_out: reasons by leaf name, by item; the leaf name `*` stands for the whole item.
+    """
+
+    folders: list[str] = dataclasses.field(default_factory=list)
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    links: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+
+
+class Views:
+    """Builds the views of one manager's epochs; what does not change from epoch to epoch is built once."""
+
+    def __init__(self, max_chunks: int | None = None) -> None:
+        self._known: dict[str, _Items] = {}
+        self._max_chunks = max_chunks
+
+    def build(self, record: EpochRecord, *, beside_nodes: bool = True) -> View:
+        """The view of an epoch that is about to be committed.
+
+        Args:
+            record: the epoch.
+            beside_nodes: it lies beside the nodes' folders. Orbax takes every folder for an item when it is not told
+                which to restore; so a node is shown as the JSON item that its record is, through a link of its own.
+        """
+        view = View()
+        handlers = {}
+        for node in record.nodes if beside_nodes else ():
+            if not any(f.name and f.item == layout.JSON_FILE for f in node.files):  # that link's name is taken
+                handlers[node.folder] = JSON_HANDLER
+        for name, item in record.items.items():
+            handlers[name] = item.handler
+            if item.kind == "files":
+                _add_files(view, record, name)
+            elif item.arrays is None:
+                view.left_out[name] = {"*": "it differs per node, which Orbax has no form for"}
+                del handlers[name]
+            elif not self._add_arrays(view, record, name, item, item.arrays):
+                del handlers[name]
+            elif item.arrays.is_bare and item.handler not in _KEY_HANDLERS:
+                handlers[name] = ARRAY_HANDLER
+        if record.metrics is not None:
+            view.folders.append("metrics")
+            view.files["metrics/metrics"] = json.dumps(record.metrics).encode()
+            handlers["metrics"] = JSON_HANDLER
+        step = {
+            "item_handlers": handlers,
+            "metrics": record.metrics or {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": record.started_ns,
+            "commit_timestamp_nsecs": record.committed_ns,
+            "custom_metadata": dict(record.custom_metadata),
+        }
+        view.files["_CHECKPOINT_METADATA"] = json.dumps(step).encode()
+        view.files["commit_success.txt"] = _COMMITTED_BY_US if beside_nodes else b"The checkpoint was committed.\n"
+        return view
+
+    def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> bool:
+        """Adds an item of arrays; returns False where Orbax can be given none of it."""
+        places = tuple((n.folder, tuple(f for f in n.files if f.item == name)) for n in record.nodes)
+        values = {
+            i: tree_lib.value_from_json(arrays.leaves[i].name, arrays.leaves[i].kind, v) for i, v in item.values.items()
+        }
+        scalars = {i: _scalar(v) for i, v in values.items()}
+        key = arrays, places, {i: s and s[0] for i, s in scalars.items()}, item.handler, item.custom_metadata
+        known = self._known.get(name)
+        if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
+            if reason := _inexpressible(arrays, self._max_chunks or MAX_CHUNKS):
+                view.left_out[name] = {"*": reason}
+                return False
+            known = self._known[name] = _Items(key, record, item, name, scalars)
+        params = known.params
+        if not params.tree:
+            view.left_out[name] = {"*": nothing_left(params.left_out)}
+            return False
+        kept = {i: (params.names[i], s) for i, s in scalars.items() if s and i in params.names}
+        fresh = {f"{path}/0".encode(): s[1] for path, s in kept.values() if s[0] != _TEXT}
+        token = bytes.fromhex(checksums.digest(f"{record.attempt} {name}".encode()))
+        files = {**known.index.files(fresh, token, record.committed_ns), **known.files}
+        strings = {path: values[i] for i, (path, s) in kept.items() if s[0] == _TEXT}
+        if strings:
+            files["_strings.json"] = _json(strings)
+        base, up = name, ".."
+        view.folders.append(name)
+        if item.handler in _KEY_HANDLERS:
+            base, up = f"{name}/{_KEY_HANDLERS[item.handler]}", "../.."
+            view.folders += [base, f"{base}_metadata"]
+            view.files[f"{base}_metadata/{layout.JSON_FILE}"] = _json(_key_metadata(arrays, item.handler))
+        view.folders.append(f"{base}/array_metadatas")
+        view.files.update({f"{base}/{path}": data for path, data in files.items()})
+        view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(params.nodes)})
+        if params.left_out:
+            view.left_out[name] = short(params.left_out)
+        return True
+
+
+def _add_files(view: View, record: EpochRecord, name: str) -> None:
+    """Adds what handlers wrote: one link per file."""
+    folders = {name}
+    for number, node in enumerate(record.nodes):
+        for file in (f for f in node.files if f.item == name):
+            parents = layout.parents(file.path)
+            folders.update(parents)
+            up = "../" * len(parents)
+            view.links[file.path] = f"{up}{layout.join(record.node_folder(number), file.path)}"
+    view.folders += sorted(folders)  # parents first
+
+
+def _inexpressible(arrays: ArrayItem, max_chunks: int) -> str | None:
+    """Why Orbax can be given nothing of an item, if so."""
+    chunks = sum(len(arrays.grids[leaf.grid].holders) for leaf in arrays.leaves if leaf.grid >= 0)
+    if chunks > max_chunks:
+        return f"{chunks} chunks, more than {max_chunks}; an export takes {MAX_EXPORT_CHUNKS}"
+    bare = arrays.is_bare and arrays.leaves[0].kind not in _TYPES.keys() | {"bool", "int", "float"}
+    return f"Orbax has no form for a {arrays.leaves[0].kind} alone" if bare else None
+
+
+def _key_metadata(arrays: ArrayItem, handler: str) -> dict[str, bool]:
+    """What Orbax's handlers of random keys put beside the key."""
+    if handler == ocp.handlers.JaxRandomKeyCheckpointHandler.typestr():
+        return {"typed": arrays.leaves[0].kind == "prng"}
+    return {"legacy": all(leaf.path[0][0] == "s" for leaf in arrays.leaves)}
+
+
+class _Items:
+    """What stays the same while an item's tree does.
+
+    Args:
+        key: what it depends on: the item's arrays, where they lie, the types of its Python values.
+        record: an epoch that has the item.
+        item: its record.
+        name: the item's name.
+        scalars: (dtype, bytes) of its Python values by leaf number; None for those that Orbax cannot have.
+    """
+
+    def __init__(self, key: tuple[Any, ...], record: EpochRecord, item: ItemRecord, name: str, scalars: _Scalars):
+        assert item.arrays is not None, "callers choose array items"
+        self.key, arrays = key, item.arrays
+        self.params = params = _Params(arrays, scalars, typed=item.handler not in _KEY_HANDLERS)
+        _locate(record, name, arrays, params)
+        # an empty tree: Orbax wants a database nevertheless
+        self.index = ocdbt.Index(params.entries or {b".empty": b""})
+        metadata = {
+            "tree_metadata": params.tree,
+            "use_ocdbt": True,
+            "use_zarr3": False,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": item.custom_metadata,
+        }
+        self.files = {
+            "_METADATA": _json(metadata),
+            "_sharding": _json(texts(arrays, params.names)),
+            "array_metadatas/process_0": _json({"array_metadatas": params.metadatas}),
+        }
+
+
+class _Params:
+    """The leaves of an item as Orbax's parameters.
+
+    Args:
+        arrays: the item.
+        scalars: see `_Items`.
+        typed: typed PRNG keys come back as such; else as their data.
+    """
+
+    def __init__(self, arrays: ArrayItem, scalars: _Scalars, *, typed: bool):
+        self.arrays, self.typed = arrays, typed
+        self.left_out: dict[str, str] = {}
+        self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
+        self.tree: dict[str, Any] = {}
+        self.metadatas: list[Any] = []
+        self.nodes: set[str] = set()
+        self.names = self._name()
+        for number, name in self.names.items():
+            self._add(number, name, scalars.get(number))
+        if self.left_out:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
+            paths = {i: self._path(leaf) for i, leaf in enumerate(arrays.leaves)}
+            out = {i for i in paths if arrays.leaves[i].name in self.left_out}
+            positions = gaps(paths, out, self.names)
+            rows = (_row(positions.get(i, path), _NONE) for i, path in paths.items() if i not in out or i in positions)
+            self.tree = {key: self.tree.get(key, row) for key, row in rows}
+
+    def _name(self) -> dict[int, str]:
+        """Orbax's parameter name by leaf number, for the leaves that it can name."""
+        paths = {i: self._path(leaf) for i, leaf in enumerate(self.arrays.leaves)}
+        found = {i: ".".join(str(key) for _, key in path) for i, path in paths.items()}
+        count = collections.Counter(found.values())
+        out = {}
+        for i, name in found.items():
+            leaf = self.arrays.leaves[i]
+            if count[name] > 1:
+                self.left_out[leaf.name] = f"Orbax would call it and another leaf {name!r}"
+            elif not name.isprintable() or any(str(key) in ("", ".", "..") for _, key in leaf.path):
+                self.left_out[leaf.name] = "Orbax cannot name it"
+            else:
+                out[i] = name
+        return out
+
+    def _path(self, leaf: Leaf) -> tree_lib.KeyPath:
+        return leaf.path or (("k", _ALONE),)
+
+    def _add(self, number: int, name: str, scalar: tuple[str, bytes] | None) -> None:
+        """Adds a leaf, without the places of its chunks."""
+        leaf = self.arrays.leaves[number]
+        if leaf.kind in _EMPTY:
+            self._record(leaf, _EMPTY[leaf.kind], skip=True)
+        elif leaf.kind == "str" and scalar is None:
+            self.left_out[leaf.name] = "Orbax cannot store a lone surrogate"
+        elif leaf.kind == "str":
+            self._record(leaf, _TEXT)
+        elif scalar is not None:
+            self._record(leaf, "scalar")
+            self.entries[f"{name}/.zarray".encode()] = _zarray((), (), scalar[0])
+            self.entries[f"{name}/0".encode()] = scalar[1]
+        elif leaf.kind not in _TYPES or leaf.dtype is None:
+            self.left_out[leaf.name] = f"Orbax has no type for this {leaf.kind}"
+        elif leaf.dtype.name not in _ZARR_DTYPES:
+            self.left_out[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
+        else:
+            self._array(number, leaf, name)
+
+    def _array(self, number: int, leaf: Leaf, name: str) -> None:
+        assert leaf.dtype is not None
+        chunk = self.arrays.cell_shape(number)
+        if not math.prod(leaf.shape):
+            self.left_out[leaf.name] = "Orbax cannot store arrays without elements"
+            return
+        self.entries[f"{name}/.zarray".encode()] = _zarray(leaf.shape, chunk, _zarr_dtype(leaf.dtype))
+        is_jax = leaf.kind in ("jax", "prng")
+        self._record(leaf, _TYPES[leaf.kind], chunk if is_jax else None)
+        if is_jax:
+            ext = {"random_key_impl": leaf.impl} if leaf.kind == "prng" and self.typed else None
+            shape = list(chunk)
+            row = {"param_name": name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": ext}
+            self.metadatas.append({"array_metadata": row})
+
+    def _record(self, leaf: Leaf, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:
+        value: dict[str, Any] = {"value_type": kind, "skip_deserialize": skip}
+        if shape is not None:
+            value["write_shape"] = list(shape)
+        self.tree.update([_row(self._path(leaf), value)])
+
+
+def _row(path: tree_lib.KeyPath, value: Any) -> tuple[str, Any]:
+    """An entry of Orbax's tree metadata."""
+    keys = [{"key": str(key), "key_type": _KEY_TYPES[entry]} for entry, key in path]
+    return str(tuple(k["key"] for k in keys)), {"key_metadata": keys, "value_metadata": value}
+
+
+def _scalar(value: Any) -> tuple[str, bytes] | None:
+    """(zarr dtype, bytes) of a Python number, as Orbax stores it; (_TEXT, nothing) of a text; None where it cannot."""
+    if isinstance(value, str):
+        return None if any("\ud800" <= c <= "\udfff" for c in value) else (_TEXT, b"")
+    if isinstance(value, bool):
+        return "|b1", bytes([value])
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return "<i8", struct.pack("<q", value)
+    return ("<f8", struct.pack("<d", value)) if isinstance(value, float) else None
+
+
+def _locate(record: EpochRecord, name: str, arrays: ArrayItem, params: _Params) -> None:
+    """Adds where the chunks of an item's arrays lie."""
+    prefixes = {i: f"{p}/" for i, p in params.names.items() if f"{p}/.zarray".encode() in params.entries}
+    for node, entry in enumerate(record.nodes):
+        files = [f for f in entry.files if f.item == name and f.data_start]
+        ends = np.cumsum([f.cells for f in files]).tolist()
+        for file, part in zip(files, arrays.cut(arrays.owned(node), ends), strict=True):
+            path = layout.join(record.node_folder(node), layout.data_file(name, file.part))
+            starts = (part.offsets[:-1] + file.data_start).tolist()
+            used = False
+            for leaf, cell, start in zip(part.leaves.tolist(), part.cells.tolist(), starts, strict=True):
+                prefix = prefixes.get(leaf)
+                if prefix is not None:
+                    key = f"{prefix}{_chunk(arrays, leaf, cell)}"
+                    params.entries[key.encode()] = (path, start, arrays.cell_bytes(leaf))
+                    used = True
+            if used:
+                params.nodes.add(entry.folder)
+
+
+def _chunk(arrays: ArrayItem, leaf: int, cell: int) -> str:
+    counts = arrays.counts(leaf)
+    where = (0,) * len(counts) if arrays.is_whole(leaf) else np.unravel_index(cell, counts)
+    return ".".join(str(int(i)) for i in where) or "0"
+
+
+def _zarray(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str) -> bytes:
+    return _json(
+        {
+            "chunks": list(chunk),
+            "compressor": None,
+            "dimension_separator": ".",
+            "dtype": dtype,
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+            "shape": list(shape),
+            "zarr_format": 2,
+        }
+    )
+
+
+def _zarr_dtype(dtype: np.dtype[Any]) -> str:
+    return dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,285 @@
+"""The Orbax view as files and links in the folder of an epoch: written, compared with the record, made anew.
+
+What counts is that stock Orbax can read the epoch: a copy in which a link became what it led to is as good as the
+original, and one without the view is whole, but nothing for Orbax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import io
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from absl import logging
+
+from epochckpt.errors import AccessError, DamagedError, EpochDeleted, UnsupportedError, unreadable
+from epochckpt.format import EpochRecord, checksums, paths
+from epochckpt.orbax.view import View, Views
+from epochckpt.storage import Store
+
+Run = Callable[[list[Callable[[], None]]], None]
+"""Runs calls, in parallel if it likes; raises the first error."""
+
+NO_SYMLINKS: Mapping[str, Mapping[str, str]] = {"*": {"*": "the file system has no symlinks"}}
+"""What a record says is left out of a view that the file system cannot hold: all of it."""
+
+_PREFIX = "view-"
+_PIECE_BYTES = 4 * 2**20
+_told: set[str] = set()  # said once per directory and process
+
+
+def link_node(store: Store, folder: str) -> None:
+    """Shows a node's record as an item of JSON, see `orbax_view`; by the node itself."""
+    with contextlib.suppress(io.UnsupportedOperation):  # `write` leaves the whole view out then
+        store.link(paths.join(folder, paths.JSON_FILE), paths.NODE_RECORD)
+
+
+def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) -> EpochRecord:
+    """Writes a view into an epoch's folder, durably but for the names in that folder itself.
+
+    Args:
+        store: the directory.
+        folder: of the epoch, with its nodes in it.
+        record: what is about to be committed.
+        view: of it.
+        run: makes many files at once.
+
+    Returns:
+        The record with the note of what the view lacks: all of it where the file system has no symlinks.
+    """
+    try:
+        if not _has_links(store, folder, record):
+            raise io.UnsupportedOperation("see link_node")
+        for name in view.folders:
+            store.make_folder(paths.join(folder, name))
+        for path, target in view.links.items():
+            store.link(paths.join(folder, path), target)
+    except io.UnsupportedOperation:
+        for name in view.folders:
+            store.remove_tree(paths.join(folder, name))
+        if store.root not in _told:
+            _told.add(store.root)
+            logging.warning(
+                "%s: the file system has no symlinks, which the Orbax view needs: stock Orbax cannot read the epochs "
+                "that are saved there, epochckpt can. For stock Orbax export them, or copy them with CopyUpload to "
+                "another file system; orbax_view=False saves this line",
+                store.root,
+            )
+        return dataclasses.replace(record, orbax_left_out=NO_SYMLINKS, orbax_view=None)
+    run([partial(store.create, paths.join(folder, path), data) for path, data in view.files.items()])
+    run([partial(store.sync_folder, paths.join(folder, name)) for name in reversed(view.folders)])
+    files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
+    return dataclasses.replace(record, orbax_left_out=view.left_out, orbax_view=files)
+
+
+def _has_links(store: Store, folder: str, record: EpochRecord) -> bool:
+    """Whether the first node has the link that it made of its own accord, or has another file of that name."""
+    return store.exists(paths.join(folder, record.node_folder(0), paths.JSON_FILE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """How an epoch's view is.
+
+    Attributes:
+        absent: nothing of it is there, as in a copy that left it out.
+        damage: else one error per file or link that is not as it was written, by path in the epoch's folder.
+    """
+
+    absent: bool = False
+    damage: Mapping[str, DamagedError] = dataclasses.field(default_factory=dict)
+
+
+def check(store: Store, folder: str, record: EpochRecord) -> Checked:
+    """Compares the view of a committed epoch with its record; one that was never made has no damage."""
+    if record.orbax_view is None:
+        return Checked()
+    view = Views().build(record)
+    links = _links(view, record)
+    places = [os.path.join(store.root, folder, path) for path in (*record.orbax_view, *view.links)]
+    if not any(map(os.path.lexists, places)):
+        return Checked(absent=True)
+    damage = {}
+    for path in sorted({*record.orbax_view, *links}):
+        at = paths.join(folder, path)
+        try:
+            if path in record.orbax_view:
+                problem = _compare_file(store, at, record.orbax_view[path], view.files.get(path))
+            else:
+                problem = _compare_link(store, folder, path, links[path])
+        except PermissionError as error:  # a link that leads out of the directory, for example
+            problem = f"cannot be read: {error}"
+        except OSError as error:
+            found = unreadable(at, error)
+            if not isinstance(found, DamagedError):
+                raise
+            problem = found.problem
+        if problem:
+            damage[path] = DamagedError(at, problem)
+    return Checked(damage=damage)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Link:
+    """A link: what it says, and the files that are reached through it, by path through it, as they lie themselves."""
+
+    target: str
+    files: Mapping[str, str]
+
+
+def _links(view: View, record: EpochRecord) -> dict[str, _Link]:
+    """The links of an epoch, by path in its folder: those of the view, and one that each node made."""
+    out = {}
+    nodes = {entry.name: number for number, entry in enumerate(record.nodes)}
+    for path, target in view.links.items():
+        item, name = path.split("/")[0], path.rpartition("/")[2]
+        if record.items[item].arrays is None:  # a file that a handler wrote
+            out[path] = _Link(target, {path: os.path.normpath(paths.join(path.rpartition("/")[0], target))})
+            continue
+        entry, base = record.nodes[nodes[name]], record.node_folder(nodes[name])
+        files = [f.path for f in entry.files if f.item == item and f.data_start]
+        out[path] = _Link(target, {paths.join(path, f): paths.join(base, f) for f in files})
+    for number, entry in enumerate(record.nodes):
+        if not any(f.name and f.item == paths.JSON_FILE for f in entry.files):
+            at, itself = (paths.join(record.node_folder(number), n) for n in (paths.JSON_FILE, paths.NODE_RECORD))
+            out[at] = _Link(paths.NODE_RECORD, {at: itself})
+    return out
+
+
+def _compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: bytes | None) -> str:
+    """What is wrong with a file of the view; one made anew, maybe by another epochckpt, is as good as the first."""
+    known = {recorded}
+    if fresh is not None:
+        known.add((len(fresh), checksums.digest(fresh)))
+    size = store.size(path)
+    if size not in {length for length, _ in known}:
+        return f"has {size} bytes, {recorded[0]} were written"
+    if (size, checksums.digest(store.read(path, limit_bytes=size))) not in known:
+        return "has other bytes than were written"
+    return ""
+
+
+def _compare_link(store: Store, folder: str, path: str, link: _Link) -> str:
+    """What is wrong with a link, or with the copy of what it led to that lies in its place."""
+    place = os.path.join(store.root, folder, path)
+    itself = os.path.join(os.path.dirname(place), link.target)
+    if os.path.realpath(place) == os.path.realpath(itself):
+        return ""
+    if not os.path.lexists(place):
+        return "is missing"
+    for through, original in link.files.items():
+        if not _same(store, paths.join(folder, through), paths.join(folder, original)):
+            return f"does not lead to {link.target}" if os.path.islink(place) else f"is no copy of {original}"
+    return ""
+
+
+def _same(store: Store, one: str, other: str) -> bool:
+    with store.open_reader(one) as a, store.open_reader(other) as b:
+        if a.size != b.size:
+            return False
+        for start in range(0, a.size, _PIECE_BYTES):
+            pieces = [bytearray(min(_PIECE_BYTES, a.size - start)) for _ in range(2)]
+            for reader, piece in zip((a, b), pieces, strict=True):
+                reader.read_into(start, memoryview(piece))
+            if pieces[0] != pieces[1]:
+                return False
+    return True
+
+
+def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
+    """Makes anew what is damaged or missing of a view; nothing else of the epoch is touched.
+
+    Each file, and each item's folder as a whole, is exchanged for a new one. They are made in a folder within the
+    epoch's, so that a view never comes to an epoch that has taken this one's place meanwhile.
+
+    Returns:
+        Paths in the epoch's folder of what was made anew; none if nothing was wrong.
+
+    Raises:
+        UnsupportedError: the epoch was saved without a view, or the file system has no symlinks.
+        EpochDeleted: the epoch went away.
+        AccessError: the epoch may not be written.
+    """
+    where = f"{store.root}/{folder}"
+    if record.orbax_view is None:
+        why = "; ".join((record.orbax_left_out or {}).get("*", {}).values()) or "none was asked for"
+        raise UnsupportedError(
+            f"{where}: the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
+        )
+    checked, view = check(store, folder, record), Views().build(record)
+    links = _links(view, record)
+    wrong = {*record.orbax_view, *links} if checked.absent else checked.damage.keys()
+    by_nodes = links.keys() - view.links.keys()  # in a node's folder, of which nothing else is exchanged
+    parts = sorted(wrong & by_nodes | {path.split("/")[0] for path in wrong - by_nodes})
+    if not parts:
+        return []
+    ours = {path.split("/")[0] for path in (*view.folders, *view.files)} - {entry.name for entry in record.nodes}
+    if unknown := [part for part in parts if part not in ours | by_nodes]:
+        raise UnsupportedError(
+            f"{where}: this epochckpt makes no {', '.join(unknown)}, which belongs to the epoch's Orbax view: another "
+            "version wrote it. An export has a view of its own"
+        )
+    staging = paths.join(folder, f"{_PREFIX}{paths.new_id()}{paths.TMP_SUFFIX}")
+    try:
+        for entry in store.list(folder):  # of a repair that was killed
+            if entry.is_folder and entry.name.startswith(_PREFIX) and entry.name.endswith(paths.TMP_SUFFIX):
+                store.remove_tree(paths.join(folder, entry.name))
+        store.make_folder(staging)
+        try:
+            for number, part in enumerate(parts):
+                draft = paths.join(staging, f"new-{number}")
+                _make(store, draft, part, view, links)
+                _exchange(store, draft, paths.join(folder, part), paths.join(staging, f"old-{number}"))
+                store.sync_folder(paths.join(folder, part.rpartition("/")[0]))
+        finally:
+            store.remove_tree(staging)
+    except io.UnsupportedOperation as error:
+        raise UnsupportedError(f"{where}: the Orbax view needs symlinks: {error}. An export does without") from error
+    except FileNotFoundError as error:
+        raise EpochDeleted(record.epoch, store.root, "while its Orbax view was being repaired") from error
+    except PermissionError as error:
+        raise AccessError(f"{where}: {error}; repairing the Orbax view needs write access to it") from error
+    return parts
+
+
+def _make(store: Store, draft: str, part: str, view: View, links: Mapping[str, _Link]) -> None:
+    """Makes a file or a link of a view, or a folder with all that is in it, durably."""
+
+    def place(path: str) -> str:
+        return paths.join(draft, path.removeprefix(part).strip("/"))
+
+    def within(path: str) -> bool:
+        return path == part or path.startswith(f"{part}/")
+
+    folders = [path for path in view.folders if within(path)]
+    for path in folders:
+        store.make_folder(place(path))
+    for path, link in links.items():
+        if within(path):
+            store.link(place(path), link.target)
+    for path, data in view.files.items():
+        if within(path):
+            store.create(place(path), data)
+    for path in reversed(folders):
+        store.sync_folder(place(path))
+
+
+def _exchange(store: Store, new: str, final: str, old: str) -> None:
+    """Puts a part in its place; what was there is at `old` or `new` then, or gone."""
+    try:
+        if not os.path.lexists(os.path.join(store.root, final)):
+            store.rename(new, final)
+            return
+        store.exchange(new, final)
+        return
+    except io.UnsupportedOperation:
+        store.rename(final, old)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        store.remove_tree(final)  # overlayfs: no rename moves it
+    store.rename(new, final)

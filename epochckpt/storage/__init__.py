@@ -1,0 +1,52 @@
+"""Where bytes lie: one small interface, `Store`, over POSIX folders and object stores.
+
+Promises: what is written is durable when the call that says so returns; what exists is never overwritten unless asked;
+errors of a store that is away are told from errors of what lies there. `epochckpt.testing` has the tests that every
+store must pass.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.storage.object_store import KvStore
+from epochckpt.storage.posix import PosixStore
+from epochckpt.storage.store import Entry, Reader, Store, Writer, patiently
+
+__all__ = ["Entry", "PosixStore", "Reader", "Store", "Writer", "expanded", "open_store", "patiently"]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_COLLAPSED_URL = re.compile(r"(?:gs|s3|file|memory|https?):/[^/]")
+
+
+def expanded(path: str) -> str:
+    """A path with `~` or `~user` at its start replaced by that home directory, as in a shell; not in URLs."""
+    return os.path.expanduser(path)
+
+
+def open_store(
+    directory: str | os.PathLike[str], *, early_write_back: bool = True, folder_mode: int | None = None
+) -> Store:
+    """Opens the store that a directory names; touches nothing.
+
+    Args:
+        directory: `scheme://…` for what TensorStore's key-value stores know (`gs://`, `s3://`, `memory://`,
+            `file://`); anything else is a POSIX path, made absolute here and now, `~` expanded.
+        early_write_back: POSIX: have the kernel start writing to the disk while later pieces are still being
+            written. Never changes what is durable when.
+        folder_mode: POSIX: permission bits of the folders that are created here; None leaves that to the umask.
+
+    Raises:
+        InvalidArgumentError: no such scheme, or a URL that `pathlib.Path` has damaged.
+    """
+    name = os.fspath(directory)
+    if _URL.match(name):
+        return KvStore(name)
+    if isinstance(directory, pathlib.PurePath) and _COLLAPSED_URL.match(name):
+        raise InvalidArgumentError(
+            f"{name!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path"
+        )
+    return PosixStore(expanded(name), early_write_back=early_write_back, folder_mode=folder_mode)

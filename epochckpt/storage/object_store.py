@@ -1,0 +1,381 @@
+r"""Epochs in an object store, over TensorStore's key-value stores (`gs://`, `s3://`, `memory://`, `file://`).
+
+What TensorStore 0.1.86 was found to do, on memory, file and S3:
+
+- *Put-if-absent* is `write(..., if_equal=b"\x02")`: that is the generation which a read of a missing key
+  reports. `b""` means *no condition*. A condition that does not hold is no error: the answer has the
+  generation `b""`.
+- *Ranged reads* are `read(..., byte_range=slice(a, b))`. Reaching beyond the end is `OUT_OF_RANGE`, never a
+  short answer; an empty range asks only whether the key exists (a HEAD request on S3).
+- There is no call for the size of a value. A read far beyond the end names it in the error on these three;
+  that is checked with two more reads, and where it is not named, the end is found by bisection.
+
+Folders are prefixes of keys: they exist while a key does, and cannot be renamed. The context, and so what
+`memory://` holds, is one for the process. A symlink below a `file://` root is followed: use the plain path.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import io
+import os
+import re
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.storage.store import Entry, Reader, Store, Writer, check_path, check_piece, too_large
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+PART_BYTES = 256 << 20
+"""A `KvWriter` holds a whole file in memory, so files are kept to this size."""
+
+_ABSENT = b"\x02"
+_CONDITION_FAILED = b""
+_FAR = 1 << 50  # beyond the largest object of any store (S3: 5 TiB)
+_NAMED_SIZE = re.compile(r"\bsize (\d+)|<ActualObjectSize>(\d+)<")
+_ERRNO = re.compile(r"os_error_code='(\d+)'")
+_STATUS = {
+    "NOT_FOUND": errno.ENOENT,
+    "PERMISSION_DENIED": errno.EACCES,
+    "UNAUTHENTICATED": errno.EACCES,
+    "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
+    "RESOURCE_EXHAUSTED": errno.EAGAIN,
+    "UNAVAILABLE": errno.EAGAIN,
+}
+_REMOVE_ROUNDS = 16
+
+
+@functools.cache
+def _context() -> ts.Context:
+    """The one context of this process: `memory://` lives in it, and connections are shared through it."""
+    import tensorstore as ts
+
+    return ts.Context()
+
+
+class KvStore(Store):
+    """A directory of epochs as keys with a common prefix.
+
+    Args:
+        directory: URL, or a TensorStore key-value store specification as JSON (to name an endpoint, say). The
+            final `/` may be missing. On S3 conditional writes are switched on unless it says otherwise.
+
+    Raises:
+        InvalidArgumentError: TensorStore does not know such a store.
+        OSError: it cannot be opened.
+    """
+
+    renames = False
+    preferred_part_bytes = PART_BYTES
+
+    def __init__(self, directory: str | Mapping[str, Any]):
+        import tensorstore as ts
+
+        try:
+            spec = dict(ts.KvStore.Spec(directory if isinstance(directory, str) else dict(directory)).to_json())
+        except ValueError as error:
+            raise InvalidArgumentError(f"{directory!r} names no store: {error}") from error
+        if spec["driver"] == "s3":
+            spec.setdefault("use_conditional_write", True)
+        path = spec.get("path", "")
+        spec["path"] = path if not path or path.endswith("/") else f"{path}/"
+        self.root = directory if isinstance(directory, str) else _url(spec)
+        with _translated(self.root):
+            self._kv = ts.KvStore.open(spec, context=_context()).result()
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a key, or one below it."""
+        return bool(path and self._is_file(path)) or bool(self._below(path))
+
+    def read(self, path: str, *, limit_bytes: int) -> bytes:
+        """Asks for the byte beyond the limit first, so that nothing large is ever transferred."""
+        check_path(path, root_allowed=False)
+        reader = KvReader(self._kv, path, self._name(path))
+        if reader.reaches(limit_bytes):
+            raise too_large(self._name(path), reader.size, limit_bytes)
+        data = reader.fetch(None)
+        if len(data) > limit_bytes:  # replaced just now
+            raise too_large(self._name(path), len(data), limit_bytes)
+        return data
+
+    def open_reader(self, path: str) -> KvReader:
+        """Asks whether the key exists; there is nothing to hold open."""
+        check_path(path, root_allowed=False)
+        if not self._is_file(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._name(path))
+        return KvReader(self._kv, path, self._name(path))
+
+    def uncache(self, path: str) -> None:
+        """Nothing: no page cache of ours."""
+
+    def create(self, path: str, data: bytes) -> None:
+        """One conditional write."""
+        check_path(path, root_allowed=False)
+        put_if_absent(self._kv, path, data, self._name(path))
+
+    def open_writer(self, path: str, size: int) -> KvWriter:
+        """Allocates the memory for the whole file; nothing is stored before `finish`."""
+        check_path(path, root_allowed=False)
+        name = self._name(path)
+        if size < 0:
+            raise ValueError(f"{name}: size {size}; expected at least 0")
+        if self._is_file(path):  # found out early; what counts is the condition of the write
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+        return KvWriter(self._kv, path, name, size)
+
+    def list(self, path: str) -> list[Entry]:
+        """One listing of everything below, grouped by the first component."""
+        found: dict[str, bool] = {}
+        for key in self._below(path):
+            name, slash, _ = key.decode("utf-8", "surrogateescape").partition("/")
+            if name not in ("", ".", ".."):  # what lies below those has no path
+                found[name] = found.get(name, False) or bool(slash)
+        return [Entry(name, found[name]) for name in sorted(found)]
+
+    def find(self, prefix: str, folder: str | None = None) -> list[str]:
+        """One listing, of the keys with the prefix where the folder is given."""
+        if folder is None:
+            keys = [key.decode("utf-8", "surrogateescape") for key in self._below("")]
+            return sorted(k for k in keys if k.count("/") == 1 and k.partition("/")[2].startswith(prefix))
+        import tensorstore as ts
+
+        start = f"{folder}/{prefix}" if folder else prefix
+        stop = start[:-1] + chr(ord(start[-1]) + 1)
+        with _translated(self._name(folder)):
+            keys = self._kv.list(ts.KvStore.KeyRange(start, stop)).result()
+        depth = check_path(folder).count("/") + (1 if folder else 0)
+        return sorted(k for key in keys if (k := key.decode("utf-8", "surrogateescape")).count("/") == depth)
+
+    def make_folder(self, path: str) -> None:
+        """Nothing to do."""
+        check_path(path)
+
+    def make_root(self) -> None:
+        """Nothing to do."""
+
+    def link(self, path: str, target: str) -> None:
+        """Refused."""
+        raise io.UnsupportedOperation(f"{self.root}: an object store has no symlinks")
+
+    def sync_folder(self, path: str) -> None:
+        """Nothing to do: a write that has returned is durable with its name."""
+        check_path(path)
+
+    def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
+        """Always refused."""
+        check_path(src, root_allowed=False)
+        check_path(dst, root_allowed=False)
+        raise io.UnsupportedOperation(
+            f"{self.root} cannot rename {src!r} to {dst!r}: an object store has no atomic rename"
+        )
+
+    def replace(self, path: str, old: bytes, new: bytes) -> None:
+        """One read, and one write on condition that nobody has written since."""
+        check_path(path, root_allowed=False)
+        name = self._name(path)
+        with _translated(name):
+            found = self._kv.read(path).result()
+        if found.state != "value":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        changed = found.value != old
+        if not changed:
+            with _translated(name):
+                stamp = self._kv.write(path, new, if_equal=found.stamp.generation).result()
+            changed = stamp.generation == _CONDITION_FAILED
+        if changed:
+            raise FileExistsError(errno.EEXIST, "it has other content by now", name)
+
+    def remove(self, path: str) -> None:
+        """One delete."""
+        check_path(path, root_allowed=False)
+        with _translated(self._name(path)):
+            self._kv.write(path, None).result()
+
+    def remove_tree(self, path: str) -> None:
+        """Deletes the key and the range below it, until a listing finds nothing."""
+        with suppress(IsADirectoryError):  # file:// has folders
+            self.remove(path)
+        for _ in range(_REMOVE_ROUNDS):
+            with _translated(self._name(path)):
+                self._kv.delete_range(_range(path)).result()
+            if not self._below(path):
+                return
+        raise OSError(errno.ENOTEMPTY, f"files kept appearing below it {_REMOVE_ROUNDS} times over", self._name(path))
+
+    def _name(self, path: str) -> str:
+        return f"{self.root.rstrip('/') if path else self.root}{'/' if path else ''}{path}"
+
+    def _is_file(self, path: str) -> bool:
+        check_path(path, root_allowed=False)
+        try:
+            with _translated(self._name(path)):
+                return self._kv.read(path, byte_range=slice(0, 0)).result().state == "value"
+        except EOFError:  # an empty file, where a store counts even the empty range as beyond its end
+            return True
+
+    def _below(self, path: str) -> list[bytes]:
+        """Keys below a folder, relative to it, in any order."""
+        check_path(path)
+        with _translated(self._name(path)):
+            return self._kv.list(_range(path), strip_prefix_length=len(path.encode()) + 1 if path else 0).result()
+
+
+class KvReader(Reader):
+    """One key, read by ranges."""
+
+    def __init__(self, kv: ts.KvStore, path: str, name: str):
+        self._kv, self._path, self._name = kv, path, name
+        self._size: int | None = None
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """Length, found out on first use."""
+        if self._size is None:
+            self._size = self._find_size()
+        return self._size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """One ranged read and one copy."""
+        if self._closed:
+            raise ValueError(f"{self._name} is closed")
+        if offset < 0:
+            raise ValueError(f"{self._name}: offset {offset}; expected at least 0")
+        if buffer.nbytes:
+            data = self.fetch(slice(offset, offset + buffer.nbytes))
+            if len(data) != buffer.nbytes:
+                raise EOFError(f"{self._name}: {len(data)} of {buffer.nbytes} bytes at {offset}")
+            buffer.cast("B")[:] = data
+
+    def close(self) -> None:
+        """Forgets the key; no connection was held."""
+        self._closed = True
+
+    def fetch(self, byte_range: slice | None) -> bytes:
+        """Some bytes, or all.
+
+        Raises:
+            EOFError: the range reaches beyond the end.
+            FileNotFoundError: the key is gone.
+            OSError: storage refused.
+        """
+        with _translated(self._name):
+            found = self._kv.read(self._path, byte_range=byte_range).result()
+        if found.state != "value":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._name)
+        return found.value
+
+    def reaches(self, position: int) -> bool:
+        """Whether there is a byte at a position."""
+        try:
+            self.fetch(slice(position, position + 1))
+        except EOFError:
+            return False
+        return True
+
+    def _find_size(self) -> int:
+        try:
+            self.fetch(slice(_FAR, _FAR + 1))
+        except EOFError as error:
+            named = _NAMED_SIZE.search(str(error))
+            # An error text is no interface, so it is only a guess.
+            size = int(named[1] or named[2]) if named else -1
+            if size >= 0 and (not size or self.reaches(size - 1)) and not self.reaches(size):
+                return size
+        high = 1
+        while self.reaches(high - 1):
+            high *= 2
+        low = high // 2  # low bytes are there, high bytes are not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.reaches(middle - 1) else (low, middle)
+        return low
+
+
+class KvWriter(Writer):
+    """One new key: collected in memory, stored by `finish`."""
+
+    def __init__(self, kv: ts.KvStore, path: str, name: str, size: int):
+        self._kv, self._path, self._name, self._size = kv, path, name, size
+        self._data: bytearray | None = bytearray(size)
+        self._written = 0
+        self._lock = threading.Lock()
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        """One copy."""
+        view = memoryview(data)
+        check_piece(offset, view.nbytes, self._size, self._name)
+        whole = self._data
+        if whole is None:
+            raise ValueError(f"{self._name} is closed")
+        if view.nbytes:
+            with memoryview(whole) as target:
+                target[offset : offset + view.nbytes] = view.cast("B")
+            with self._lock:
+                self._written += view.nbytes
+
+    def finish(self) -> None:
+        """One conditional write of the whole file."""
+        with self._lock:
+            data, self._data = self._data, None
+        if data is None:
+            raise ValueError(f"{self._name} is closed")
+        if self._written != self._size:
+            raise ValueError(f"{self._name}: {self._written} of {self._size} bytes written; not finished")
+        put_if_absent(self._kv, self._path, data, self._name)
+
+    def abort(self) -> None:
+        """Frees the memory."""
+        self._data = None
+
+
+def put_if_absent(kv: ts.KvStore, key: str, data: bytes | bytearray, name: str) -> None:
+    """Stores a value under a key that has none, durable on return.
+
+    Raises:
+        FileExistsError: it has one.
+        OSError: storage refused.
+    """
+    with _translated(name):
+        # A bytearray is taken as it is; the stub knows only bytes, of which a copy would have to be made.
+        value: Any = data
+        stamp = kv.write(key, value, if_equal=_ABSENT).result()
+    if stamp.generation == _CONDITION_FAILED:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+
+
+def _range(path: str) -> ts.KvStore.KeyRange:
+    """The keys below a folder: from `path/` up to the next character after the slash."""
+    import tensorstore as ts
+
+    return ts.KvStore.KeyRange(f"{path}/", f"{path}0") if path else ts.KvStore.KeyRange()
+
+
+def _url(spec: Mapping[str, Any]) -> str:
+    """How a store that was given as a specification is shown: some have no URL of their own."""
+    place = spec.get("bucket") or spec.get("base_url")
+    return f"{spec['driver']}://{f'{place}/' if place else ''}{spec['path']}"
+
+
+def told_errno(error: BaseException) -> int | None:
+    """What the operating system said, in an error of TensorStore's; None where it does not tell."""
+    code = _ERRNO.search(str(error))
+    return int(code[1]) if code else None
+
+
+@contextmanager
+def _translated(name: str) -> Generator[None]:
+    """TensorStore's errors, which are ValueErrors that begin with a status, as what they mean here."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        status, _, text = str(error).partition(":")
+        if status == "OUT_OF_RANGE":
+            raise EOFError(f"{name}: {text.strip()}") from error
+        raise OSError(told_errno(error) or _STATUS.get(status, errno.EIO), str(error), name) from error

@@ -1,0 +1,509 @@
+"""Epochs in a POSIX directory: positional reads and writes, early write-back, atomic renames.
+
+Every system call here releases the interpreter lock, and there is no Python work per byte: cost is per call,
+so callers pass pieces of megabytes. Errors are the operating system's, with its errno and the full path.
+
+A file that one thread closes while another still uses it stays open until that use ends: a descriptor that is
+closed too early may already mean somebody else's file.
+
+A file descriptor that several threads use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import io
+import os
+import stat
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+
+from epochckpt.errors import StorageError
+from epochckpt.storage.store import Entry, Reader, Store, Writer, check_path, check_piece, copy_file, patiently
+
+
+class Handle:
+    """A file descriptor shared by threads. It is closed when the last use of it has ended, not before."""
+
+    def __init__(self, fd: int, name: str):
+        self.name = name
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._uses = 0
+        self._closed = False
+
+    @contextmanager
+    def use(self) -> Generator[int]:
+        """Holds the descriptor open; ValueError if it is closed."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self.name} is closed")
+            self._uses += 1
+        try:
+            yield self._fd
+        finally:
+            with self._lock:
+                self._uses -= 1
+                last = self._closed and not self._uses
+            if last:
+                os.close(self._fd)
+
+    def busy(self) -> bool:
+        """Whether somebody uses the descriptor now."""
+        with self._lock:
+            return self._uses > 0
+
+    def close(self) -> None:
+        """Closes now, or as soon as the last use has ended."""
+        with self._lock:
+            unused = not self._closed and not self._uses
+            self._closed = True
+        if unused:
+            os.close(self._fd)
+
+
+WRITE_BACK_BYTES = 1 << 20
+"""Writes from this size on start their own write-back."""
+
+_CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
+_REMOVE_ROUNDS = 16
+_SYNC_FILE_RANGE_WRITE = 2
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_WRITE_FAILED = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+_NO_LINKS_HERE = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP)  # SMB, exFAT and some FUSE file systems
+_NO_FLAGS_HERE = (errno.EINVAL, *_NO_LINKS_HERE)
+
+
+def _function(name: str, *arguments: type) -> Callable[..., int] | None:
+    """A function of the C library that returns 0 or -1 and sets errno; None where there is none such."""
+    try:
+        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes, found.restype = arguments, ctypes.c_int
+    return found
+
+
+_sync_file_range = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+
+
+class PosixStore(Store):
+    """A directory of a POSIX file system.
+
+    Args:
+        directory: made absolute now; need not exist yet.
+        early_write_back: see `open_store`.
+    """
+
+    renames = True
+    preferred_part_bytes = None
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, early_write_back: bool = True, folder_mode: int | None = None
+    ):
+        self.root = os.path.abspath(directory)
+        self._early_write_back, self._folder_mode = early_write_back, folder_mode
+
+    def exists(self, path: str) -> bool:
+        """Whether stat(2) finds it, or a link that leads to itself."""
+        try:
+            target = self._target(path)
+            patiently(self._name(path), lambda: os.stat(target))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        return True
+
+    def open_reader(self, path: str) -> PosixReader:
+        """Opens a regular file; anything else is refused."""
+        check_path(path, root_allowed=False)
+        return patiently(self._name(path), lambda: self._open_reader(path))
+
+    def _open_reader(self, path: str) -> PosixReader:
+        name = self._name(path)
+        # Non-blocking, because a pipe of that name would otherwise wait for a writer. The resolved path is
+        # opened, so that a last component swapped for a symlink after the check is refused.
+        with _named(name):
+            fd = os.open(self._target(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if stat.S_ISDIR(status.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", name)
+        except BaseException:
+            os.close(fd)
+            raise
+        return PosixReader(fd, name, status.st_size)
+
+    def uncache(self, path: str) -> None:
+        """One posix_fadvise(2), where the system has it."""
+        with self.open_reader(path) as reader, reader.handle.use() as fd:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def create(self, path: str, data: bytes) -> None:
+        """Open (`O_EXCL`), write, flush."""
+        writer = self.open_writer(path, len(data))
+        try:
+            writer.write(0, data)
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            with suppress(OSError):  # the error that counts is the one being raised
+                os.unlink(self._name(path))
+            raise
+
+    def open_writer(self, path: str, size: int) -> PosixWriter:
+        """Creates the file now, empty."""
+        name = self._place(path)
+        if size < 0:
+            raise ValueError(f"{name}: size {size}; expected at least 0")
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        return PosixWriter(fd, name, size, self._early_write_back)
+
+    def list(self, path: str) -> list[Entry]:
+        """One scandir, without a stat per entry."""
+        target = self._target(path)
+
+        def look() -> list[Entry]:
+            with _named(self._name(path)), os.scandir(target) as entries:
+                return [Entry(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+
+        return sorted(patiently(self._name(path), look), key=lambda entry: entry.name)
+
+    def find(self, prefix: str, folder: str | None = None) -> list[str]:
+        """One scandir per folder."""
+        found, places = list[str](), [] if folder is None else [folder]
+        with suppress(FileNotFoundError, NotADirectoryError):
+            places = places or [e.name for e in self.list("") if e.is_folder]
+        for place in places:
+            with suppress(FileNotFoundError, NotADirectoryError):  # deleted just now
+                entries = [e.name for e in self.list(place) if e.name.startswith(prefix) and not e.is_folder]
+                found += [f"{place}/{name}" if place else name for name in entries]
+        return sorted(found)
+
+    def make_folder(self, path: str) -> None:
+        """One mkdir(2), never recursive."""
+        self._make(self._place(path))
+
+    def _make(self, path: str) -> None:
+        os.mkdir(path)
+        if self._folder_mode is not None:
+            os.chmod(path, self._folder_mode)  # mkdir(2) would subtract the umask
+
+    def make_root(self) -> None:
+        """Creates what is missing from the top down, and flushes each folder that got a new name."""
+        missing = []
+        folder = self.root
+        while not is_folder(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for folder in reversed(missing):
+            with suppress(FileExistsError):  # another process was quicker, or it is no folder
+                if folder == self.root:
+                    self._make(folder)
+                else:
+                    os.mkdir(folder)
+            if not is_folder(folder):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+            _sync_folder(os.path.dirname(folder), os.path.dirname(folder))
+
+    def may_write(self) -> bool:
+        """One access(2); True for a root that is missing."""
+        return os.access(self.root, os.W_OK | os.X_OK) or not os.path.isdir(self.root)
+
+    def link(self, path: str, target: str) -> None:
+        """One symlink(2), where the file system has it."""
+        place = self._place(path)
+        try:
+            os.symlink(target, place)
+        except OSError as error:
+            if error.errno in _NO_LINKS_HERE:
+                raise io.UnsupportedOperation(
+                    f"{place}: this file system has no symlinks ({error.strerror})"
+                ) from error
+            raise
+
+    def sync_folder(self, path: str) -> None:
+        """One fsync(2) of the folder."""
+        _sync_folder(self._target(path), self._name(path))
+
+    def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
+        """Refuses an existing name atomically, where the file system can (renameat2, or hard links for files)."""
+        source, target = self._place(src), self._place(dst)
+        try:
+            if replace:
+                os.rename(source, target)
+            else:
+                _rename_if_absent(source, target)
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:  # what some systems say instead of EEXIST
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), source, None, target) from error
+            raise
+
+    def copy_tree(self, src: str, dst: str) -> None:
+        """File by file, each flushed."""
+        self.make_folder(dst)
+        with _named(self._name(src)), os.scandir(self._target(src)) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            here, there = f"{src}/{entry.name}", f"{dst}/{entry.name}"
+            if entry.is_symlink():
+                self.link(there, os.readlink(entry.path))
+            elif entry.is_dir(follow_symlinks=False):
+                self.copy_tree(here, there)
+            else:
+                copy_file(self, here, self, there)
+        self.sync_folder(dst)
+
+    def exchange(self, one: str, other: str) -> None:
+        """One renameat2(2), where the system and the file system have it."""
+        first, second = self._place(one), self._place(other)
+        while _renameat2 is not None:
+            if not _renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
+                return
+            code = ctypes.get_errno()
+            if code in _NO_FLAGS_HERE:
+                break
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code), first, None, second)
+        raise io.UnsupportedOperation(f"{self.root}: this file system cannot exchange {one!r} and {other!r}")
+
+    def remove(self, path: str) -> None:
+        """One unlink(2)."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._place(path))
+
+    def remove_tree(self, path: str) -> None:
+        """Works from open folder to open folder, so that no name is followed out of the tree."""
+        name = self._place(path)
+        with suppress(FileNotFoundError):
+            parent = os.open(os.path.dirname(name), os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                _remove_at(parent, os.path.basename(name), name)
+            except RecursionError:
+                raise OSError(errno.ENAMETOOLONG, "folders lie too deep in each other", name) from None
+            finally:
+                os.close(parent)
+
+    def _name(self, path: str) -> str:
+        """The full path as the user writes it."""
+        check_path(path)
+        return os.path.join(self.root, path) if path else self.root
+
+    def _target(self, path: str) -> str:
+        """The full path with symlinks resolved, which must lie in the root."""
+        name = self._name(path)
+        root, target = patiently(name, lambda: (_resolved(self.root), _resolved(name)))
+        if target != root and not target.startswith(os.path.join(root, "")):
+            raise PermissionError(
+                errno.EACCES, f"a symlink leads out of the root {self.root}, to {target}: refused", name
+            )
+        return target
+
+    def _place(self, path: str) -> str:
+        """The full path of what to make or move: its folder must lie in the root, itself is not followed."""
+        check_path(path, root_allowed=False)
+        self._target(path.rpartition("/")[0])
+        return self._name(path)
+
+
+class PosixReader(Reader):
+    """One file, read by position."""
+
+    def __init__(self, fd: int, name: str, size: int):
+        self.handle = Handle(fd, name)
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """Length when it was opened."""
+        return self._size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """One preadv(2) as a rule."""
+        if offset < 0:
+            raise ValueError(f"{self.handle.name}: offset {offset}; expected at least 0")
+        if not buffer.nbytes:
+            return
+        whole = buffer.cast("B")
+        done = 0
+        with self.handle.use() as fd, _named(self.handle.name):
+            while done < len(whole):
+                rest = whole[done : done + _CALL_BYTES]
+                count = patiently(self.handle.name, functools.partial(os.preadv, fd, [rest], offset + done))
+                if not count:
+                    raise EOFError(
+                        f"{self.handle.name}: bytes [{offset}, {offset + len(whole)}) asked for; "
+                        f"it ends at {os.fstat(fd).st_size}"
+                    )
+                done += count
+
+    def close(self) -> None:
+        """Closes once the last read has ended."""
+        self.handle.close()
+
+
+class PosixWriter(Writer):
+    """One new file, written by position."""
+
+    def __init__(self, fd: int, name: str, size: int, early_write_back: bool):
+        self.handle = Handle(fd, name)
+        self._size = size
+        self._early_write_back = early_write_back
+        self._written = 0
+        self._lock = threading.Lock()
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        """One pwrite(2) as a rule, and from 1 MiB on the start of its write-back."""
+        view = memoryview(data)
+        check_piece(offset, view.nbytes, self._size, self.handle.name)
+        if not view.nbytes:
+            return
+        view = view.cast("B")
+        done = 0
+        with self.handle.use() as fd, _named(self.handle.name):
+            while done < len(view):
+                done += os.pwrite(fd, view[done : done + _CALL_BYTES], offset + done)
+            if self._early_write_back and done >= WRITE_BACK_BYTES:
+                _start_write_back(fd, offset, done)
+        with self._lock:
+            self._written += done
+
+    def finish(self) -> None:
+        """One fsync(2)."""
+        name = self.handle.name
+        if self.handle.busy():
+            raise ValueError(f"{name}: finished while a write is still running")
+        try:
+            with self.handle.use() as fd, _named(name):
+                if self._written != self._size:
+                    raise ValueError(f"{name}: {self._written} of {self._size} bytes written; not finished")
+                os.fsync(fd)
+        finally:
+            self.handle.close()
+
+    def abort(self) -> None:
+        """Closes once the last write has ended; the file stays."""
+        with suppress(OSError):
+            self.handle.close()
+
+
+@contextmanager
+def _named(name: str) -> Generator[None]:
+    """Puts the full path into an error of a call that knew only a number or a part of it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = name
+        raise
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is a folder, or a link to one.
+
+    Raises:
+        StorageError: storage does not answer; `os.path.isdir` would say no.
+    """
+    try:
+        return stat.S_ISDIR(patiently(path, lambda: os.stat(path)).st_mode)
+    except StorageError:
+        raise
+    except OSError:
+        return False
+
+
+def _resolved(path: str) -> str:
+    """The path with symlinks resolved, of what is missing as far as it is there; unlike realpath, with its errors."""
+    try:
+        return os.path.realpath(path, strict=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return os.path.realpath(path)
+
+
+def _start_write_back(fd: int, offset: int, length: int) -> None:
+    """Has the kernel begin to write a range to the disk, without waiting: this is no flush."""
+    if _sync_file_range is None or not _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE):
+        return
+    code = ctypes.get_errno()
+    if code in _WRITE_FAILED:  # anything else says only that this file system or sandbox has no such call
+        raise OSError(code, os.strerror(code))
+
+
+def _sync_folder(folder: str, name: str) -> None:
+    with _named(name):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _rename_if_absent(source: str, target: str) -> None:
+    """Renames onto a free name. rename(2) replaces files and empty folders, so it is the last resort."""
+    while _renameat2 is not None:
+        if not _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE):
+            return
+        code = ctypes.get_errno()
+        if code in _NO_FLAGS_HERE:  # NFS and some FUSE file systems
+            break
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), source, None, target)
+    if not stat.S_ISDIR(os.lstat(source).st_mode):
+        try:
+            os.link(source, target, follow_symlinks=False)  # refuses an existing name atomically
+            os.unlink(source)
+            return
+        except OSError as error:
+            if error.errno not in _NO_LINKS_HERE:
+                raise
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), source, None, target)
+    os.rename(source, target)  # of what appears just now, a folder with content is refused; see Store.rename
+
+
+def _remove_at(parent: int, name: str, full: str) -> None:
+    """Removes `name` in an open folder, with everything below; FileNotFoundError if it is gone."""
+    for _ in range(_REMOVE_ROUNDS):
+        with _named(full):
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+                os.unlink(name, dir_fd=parent)  # a file, or a symlink wherever it points
+                return
+        try:
+            _empty(fd, full)
+        finally:
+            os.close(fd)
+        with _named(full):
+            try:
+                os.rmdir(name, dir_fd=parent)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+    raise OSError(errno.ENOTEMPTY, f"files kept appearing in it {_REMOVE_ROUNDS} times over", full)
+
+
+def _empty(fd: int, full: str) -> None:
+    with _named(full), os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        path = os.path.join(full, name)
+        with suppress(FileNotFoundError):  # somebody else removes it too
+            if is_folder:
+                _remove_at(fd, name, path)
+            else:
+                with _named(path):
+                    os.unlink(name, dir_fd=fd)

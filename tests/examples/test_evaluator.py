@@ -1,0 +1,65 @@
+"""examples/evaluate_digits.py: scores what another job saves, and the scores decide what that job keeps."""
+
+import os
+import pathlib
+import re
+
+from epochckpt.inspection import scan
+from tests.examples.test_digits import start as start_training
+from tests.support.processes import ROOT, Processes, start_processes
+
+EVALUATOR = ROOT / "examples" / "evaluate_digits.py"
+TIMEOUT = 110.0
+KEEP_BEST = ["--ckpt_best_metric=robust_accuracy", "--ckpt_max_to_keep=1"]
+
+
+def start_evaluating(workdir: pathlib.Path, *flags: str) -> Processes:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    given = [f"--workdir={workdir}", f"--flagfile={ROOT}/configs/evaluator.flags", "--ckpt_follow_interval_secs=0.1"]
+    return start_processes([str(EVALUATOR), *given, *flags], 1, env={"PYTHONPATH": path})
+
+
+def scores_in(output: str) -> dict[int, float]:
+    return {int(epoch): float(score) for epoch, score in re.findall(r"epoch +(\d+)  robust_accuracy (\S+)", output)}
+
+
+def test_an_evaluator_beside_a_run_decides_which_epoch_is_kept(tmp_path: pathlib.Path) -> None:
+    """It begins first, survives epochs that are deleted under it, and the best one that it found is still there."""
+    with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=20") as (evaluator,):
+        with start_training(tmp_path, 40, more=KEEP_BEST) as (training,):
+            assert training.wait_for_exit(TIMEOUT), training.output()
+        assert training.returncode == 0, training.output()
+        evaluator.wait_for_output("epoch  40  robust_accuracy", TIMEOUT)
+    scores = scores_in(evaluator.output())
+    rows = {row.epoch: row for row in scan.look(tmp_path / "checkpoints", metric="robust_accuracy").epochs}
+    (best,) = [row for row in rows.values() if row.best]
+    assert round(best.metrics["robust_accuracy"], 4) == max(scores.values()), scores
+    assert rows[40].sources == {"robust_accuracy": "evaluator"}
+    assert rows[40].metrics.keys() == {"loss", "accuracy", "robust_accuracy"}
+
+    # What was scored and is not the best goes with the next commit; the best stays.
+    with start_training(tmp_path, 41, more=KEEP_BEST) as (training,):
+        assert training.wait_for_exit(TIMEOUT), training.output()
+    left = [row.epoch for row in scan.look(tmp_path / "checkpoints").epochs]
+    assert left == [best.epoch, 41], (left, scores)
+    # Started again it scores what is left, and nothing twice.
+    with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=1") as (again,):
+        assert again.wait_for_exit(TIMEOUT), again.output()
+    assert again.returncode == 0, again.output()
+    assert scores_in(again.output()).keys() == {41}
+
+
+def test_epochs_that_are_trained_anew_are_scored_anew(tmp_path: pathlib.Path) -> None:
+    """A run that goes back to an earlier epoch brings other epochs of the same numbers, with scores of their own."""
+    with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=60") as (evaluator,):
+        with start_training(tmp_path, 3) as (training,):
+            assert training.wait_for_exit(TIMEOUT), training.output()
+        evaluator.wait_for_output("epoch   3  robust_accuracy", TIMEOUT)
+        with start_training(tmp_path, 4, more=["--ckpt_resume=1"]) as (training,):
+            assert training.wait_for_exit(TIMEOUT), training.output()
+        assert training.returncode == 0, training.output()
+        evaluator.wait_for_output("epoch   4  robust_accuracy", TIMEOUT)
+    scored = [int(epoch) for epoch in re.findall(r"epoch +(\d+)  robust_accuracy", evaluator.output())]
+    assert scored == [0, 1, 2, 3, 2, 3, 4]
+    rows = {row.epoch: row.metrics for row in scan.look(tmp_path / "checkpoints").epochs}
+    assert all("robust_accuracy" in metrics for metrics in rows.values()), rows

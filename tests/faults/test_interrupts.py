@@ -1,0 +1,190 @@
+"""Ctrl-C, signal handlers, forks and the interpreter's end: a manager keeps its promises at every line of its code."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt import _threads
+from epochckpt.commit import attempt, retention, saver
+from epochckpt.errors import EpochExistsError
+from epochckpt.manager import epochs, manager, outcomes
+from tests.support.interrupting import ctrl_c, interrupt
+
+MODULES = [attempt, saver, epochs, manager, outcomes, retention, _threads]  # what the training thread runs of ours
+EVERY = [pytest.param(False, id="line"), pytest.param(True, id="opcode", marks=pytest.mark.long)]
+
+
+@pytest.fixture
+def m(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ec.CheckpointManager]:
+    """A manager that gives a save up after a few seconds: nothing here takes that long unless it is lost."""
+    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 1.0)
+    storage = ec.StorageOptions(save_timeout_secs=10, orbax_view=False)
+    options = ocp.CheckpointManagerOptions(max_to_keep=3)
+    with ec.CheckpointManager(tmp_path / "run", options=options, storage=storage) as opened:
+        yield opened
+
+
+def save(m: ec.CheckpointManager, step: int, *, force: bool = False) -> bool:
+    return m.save(step, args=ocp.args.StandardSave({"a": np.full(4, float(step))}), force=force)
+
+
+def save_now(m: ec.CheckpointManager, step: int) -> None:
+    """What a handler of SIGTERM does: the epoch is there when it returns, whoever saves it."""
+    with contextlib.suppress(EpochExistsError):  # the code that is interrupted saves it
+        save(m, step, force=True)
+    m.wait_until_finished()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("opcodes", EVERY)
+def test_ctrl_c_anywhere_in_save_leaves_a_manager_that_saves(m: ec.CheckpointManager, opcodes: bool) -> None:
+    """The interrupted epoch is saved, or can be saved again; so can later ones; and nothing is in flight for ever."""
+
+    def call(step: int) -> None:
+        save(m, step)
+        m.wait_until_finished()
+
+    assert save(m, 0)
+    for place in itertools.count(1):
+        interrupted = interrupt(MODULES, place, lambda: call(place), ctrl_c, opcodes=opcodes)  # noqa: B023
+        save_now(m, place)
+        assert place in m.all_steps(), f"interrupted at place {place}"
+        assert m.restore(place)["a"].tolist() == [float(place)] * 4
+        assert not m.is_saving_in_progress()
+        if not interrupted:
+            break
+    assert place > 100
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("opcodes", EVERY)
+@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_signal_handler_may_save_and_wait_anywhere(m: ec.CheckpointManager, ahead: int, opcodes: bool) -> None:
+    """It waits for nothing that the code holds which it interrupts; no save is reported as failed."""
+
+    def call(step: int) -> None:
+        save(m, step)
+        m.reload()
+        m.all_steps()
+        m.status(step)
+        m.check_for_errors()
+        m.wait_until_finished()
+        m.take_outcomes()
+
+    for place in itertools.count(1):
+        step = 2 * place
+        interrupted = interrupt(MODULES, place, lambda: call(step), lambda: save_now(m, step + ahead), opcodes=opcodes)  # noqa: B023
+        m.wait_until_finished()
+        m.reload()  # what was committed while storage was looked at is seen by the next look
+        if not interrupted:
+            break
+        assert step + ahead in m.all_steps(), f"interrupted at place {place}"
+        assert not m.is_saving_in_progress()
+    assert place > 100
+
+
+FORK = """
+import atexit, faulthandler, os, sys, threading
+import numpy as np, orbax.checkpoint as ocp, epochckpt as ec
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.posix_store import PosixWriter
+
+def save(step):
+    return m.save(step, args=ocp.args.StandardSave({"a": np.full(4, float(step))}))
+
+m = ec.CheckpointManager(sys.argv[1])
+save(0)
+m.wait_until_finished()
+m.restore_leaves(0, "*")  # threads that have run and are idle now
+reached, go, finish = threading.Event(), threading.Event(), PosixWriter.finish
+
+def held(writer):
+    reached.set()
+    go.wait()
+    finish(writer)
+
+PosixWriter.finish = held
+save(1)
+reached.wait()
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(20, exit=True)
+    with m:
+        assert m.restore_leaves(0, "a")["a"].tolist() == [0.0] * 4
+        assert m.restore(0)["a"].tolist() == [0.0] * 4
+        assert m.restore(None)["a"].tolist() == [0.0] * 4
+        m.reload()
+        m.wait_until_finished()
+        assert m.all_steps() == [0] and not m.is_saving_in_progress()
+        for write in (lambda: save(2), lambda: m.delete(0), lambda: m.rollback_to(0), lambda: m.let_replace(0)):
+            try:
+                write()
+            except InvalidArgumentError as error:
+                assert "fork" in str(error), error
+            else:
+                raise AssertionError("a forked child writes")
+    m.close()
+    atexit._run_exitfuncs()  # the usual end, but for XLA's destructors: they wait for threads that are not here
+    os._exit(7)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+go.set()
+assert code == 7
+m.wait_until_finished()
+assert m.all_steps() == [0, 1] and m.verify(1).ok
+"""
+
+
+def run_script(code: str, *args: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a script in an interpreter of its own."""
+    program = [sys.executable, "-W", "ignore::RuntimeWarning", "-c", code, *map(str, args)]
+    return subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_forked_child_reads_and_leaves_its_parents_saves_alone(tmp_path: pathlib.Path) -> None:
+    """It restores, it may not write, and when it ends in the usual way the parent's save in flight is committed."""
+    done = run_script(FORK, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["0", "1"]
+
+
+EXIT = """
+import sys, threading
+import numpy as np, orbax.checkpoint as ocp, epochckpt as ec
+from epochckpt import attempts, manager, posix_store
+
+attempts._VERDICT_MARGIN_SECS = manager._QUIET_SECS = 0.3
+never = threading.Event()
+storage = ec.StorageOptions(save_timeout_secs=0.7)
+managers = [ec.CheckpointManager(f"{sys.argv[1]}/{i}", storage=storage) for i in range(int(sys.argv[2]))]
+for m in managers:
+    m.save(2, args=ocp.args.StandardSave({"a": np.zeros(4)}))
+    m.wait_until_finished()
+setattr(posix_store.PosixStore, sys.argv[3], lambda *args, **kwargs: never.wait())
+for m in managers:
+    m.save(3, args=ocp.args.StandardSave({"a": np.zeros(4)}))
+print("exits", flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["rename", "remove_tree"])
+def test_a_file_system_that_is_gone_does_not_keep_the_program_from_ending(tmp_path: pathlib.Path, method: str) -> None:
+    """It ends within the bound of a save, for all managers together, and says what it gave up."""
+    done = run_script(EXIT, tmp_path, 2, method)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "exits\n"
+    given_up = [line for line in done.stderr.splitlines() if "the program exits without" in line]
+    assert len(given_up) == 2, done.stderr
+    assert all("waits up to" in done.stderr and f"{tmp_path}/{i}" in done.stderr for i in range(2))
+    if method != "remove_tree":  # only the clean-up hangs there
+        assert all("epoch 3" in line for line in given_up)

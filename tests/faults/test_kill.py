@@ -1,0 +1,466 @@
+"""What a job leaves behind that is killed, or stopped and overtaken by a newer run, at any moment.
+
+SIGKILL of the whole job: the latest epoch stays real, nothing that was seen committed is lost, the next start cleans
+up. SIGSTOP, a newer run, SIGCONT: the older run can no longer commit, delete or move anything.
+"""
+
+import collections
+import errno
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt import errors
+from epochckpt.storage import posix
+from tests.support import killjob, zombiejob
+from tests.support.processes import Processes, parse_result, start_processes
+from tests.support.zombiejob import Stop
+
+SEED = int(os.environ.get("EPOCHCKPT_KILL_SEED", "20240229"))
+RUN_SECS = 60.0
+
+
+COUNTS = {"write": 120, "delete": 40, "renamed": 8, "any": 150, "open": 12, "time": 1}  # a kill at the 1st to n-th call
+AIMED = (killjob.WRITING, killjob.DELETING)
+
+
+def kill_plans(rng: random.Random, kills: int) -> list[dict[str, Any]]:
+    """When each run is killed: two thirds within a write or a delete, the others anywhere."""
+    kinds = [kind for kind in ("renamed", "any", "open", "time") for _ in range(kills // 12)]
+    kinds += ["delete"] * (kills // 3)
+    kinds += ["write"] * (kills - len(kinds))
+    rng.shuffle(kinds)
+    plans = []
+    for number, kind in enumerate(kinds):
+        processes = 2 if number % 3 == 2 else 1
+        plans.append(
+            {
+                "processes": processes,
+                "kind": kind,
+                "count": rng.randint(1, COUNTS[kind]),
+                "how": rng.choice(["before", "before", "after", "torn"]),
+                "victim": rng.randrange(processes) if kind in ("write", "any") else 0,  # the others never delete
+                "delay_ms": rng.uniform(0, 400),
+            }
+        )
+    return plans
+
+
+class KilledJob:
+    """A job that is started over and over on one directory.
+
+    Args:
+        folder: for the directory and, beside it, the outside log.
+        unprotected: a name in `killjob.UNPROTECTED`, for a negative control.
+    """
+
+    def __init__(self, folder: pathlib.Path, unprotected: str = ""):
+        self.directory, self.outside = folder / "epochs", folder / "outside"
+        self.outside.mkdir()
+        self._unprotected = unprotected
+        self._runs = 0
+
+    def run(self, processes: int = 1, **plan: Any) -> list[int]:
+        """One run; returns how its processes ended."""
+        self._runs += 1
+        fields = {"directory": str(self.directory), "outside": str(self.outside), "run": self._runs}
+        args = json.dumps({**fields, **plan, "unprotected": self._unprotected})
+        program = ["-m", "tests.support.worker", "tests.support.killjob:run", args]
+        with start_processes(program, processes, devices_per_process=2) as job:
+            outcomes = job.wait(RUN_SECS, after_failure_secs=10.0)
+            if job.timed_out or any(o.returncode not in (0, -signal.SIGKILL) for o in outcomes):
+                print(*(o.stdout for o in outcomes), sep="\n----\n")
+        assert not job.timed_out, f"run {self._runs} was late: {plan}"
+        return [outcome.returncode for outcome in outcomes]
+
+    def kill(self, plan: dict[str, Any]) -> str:
+        """One run that is killed; prints and returns where."""
+        ended = self.run(**plan)
+        hits = [e for e in self.events("kill") if e["run"] == self._runs]
+        if not hits and self.events("violation"):
+            return ""  # it never came so far; the caller looks at the violations
+        assert ended == [-signal.SIGKILL] * len(ended), f"run {self._runs} ended with {ended}, planned {plan}"
+        (hit,) = hits
+        victim = f"process {hit['process']} of {len(ended)}"
+        print(f"kill {self._runs:3} ({plan['kind']}, {victim}) {hit['place']}: {hit['moment']}")
+        return hit["place"]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What the outside log says."""
+        return [e for e in killjob.read_log(self.outside) if e["event"] == kind]
+
+    def violations(self) -> list[str]:
+        """What starts found wrong."""
+        return [f"run {e['run']}, process {e['process']}: {e['what']}" for e in self.events("violation")]
+
+
+def kill_over_and_over(job: KilledJob, plans: Iterable[dict[str, Any]]) -> collections.Counter[str]:
+    """Kills a job by plan, checks at every start and after the last; returns how many kills hit where."""
+    places = collections.Counter(job.kill(plan) for plan in plans)
+    assert job.violations() == []
+    assert job.run(processes=1, epochs=4) == [0], "the last run, which nobody killed"
+    assert job.violations() == []
+    left = set(os.listdir(job.directory))
+    assert left == set(map(str, sorted(map(int, left))[-killjob.KEEP :])), "a job that closed leaves epochs alone"
+    seen = {e["epoch"] for e in job.events("committed")}
+    requested = {e["epoch"] for e in job.events("requested")}
+    print(f"\n{places.total()} kills, seed {SEED}:")
+    for place in killjob.PLACES:
+        print(f"{places[place]:5}  {place}")
+    print(
+        f"{len(requested)} epochs asked for, {len(seen)} seen committed, {len(job.events('checked'))} checks, no loss"
+    )
+    return places
+
+
+def check_places(places: collections.Counter[str], kills: int) -> None:
+    assert places.total() == kills
+    assert sum(places[place] for place in AIMED) >= 0.6 * kills
+    assert all(places[place] for place in AIMED)
+
+
+def test_a_killed_job_loses_nothing_it_saw_committed(tmp_path: pathlib.Path) -> None:
+    """12 kills of real jobs of one and two processes, most of them within a write or a delete."""
+    kills = 12
+    check_places(kill_over_and_over(KilledJob(tmp_path), kill_plans(random.Random(SEED), kills)), kills)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(850)
+def test_a_job_killed_100_times_loses_nothing_it_saw_committed(tmp_path: pathlib.Path) -> None:
+    """100 kills of real jobs of one and two processes, at least 60 of them within a write or a delete."""
+    kills = 100
+    check_places(kill_over_and_over(KilledJob(tmp_path), kill_plans(random.Random(SEED), kills)), kills)
+
+
+@pytest.mark.parametrize("unprotected", sorted(killjob.UNPROTECTED))
+def test_without_the_protection_the_same_kills_are_found_out(tmp_path: pathlib.Path, unprotected: str) -> None:
+    """Negative control: epochs that are written, or deleted, in place are lost, and the harness sees it."""
+    job = KilledJob(tmp_path, unprotected)
+    kind, count = {"write_in_place": ("write", 8), "delete_in_place": ("delete", 8)}[unprotected]
+    job.kill({"kind": kind, "count": count, "how": "after"})  # within the first write, or the first delete
+    job.run(epochs=0)
+    print(*job.violations(), sep="\n")
+    assert job.violations()
+
+
+# -- an older run that is stopped, and goes on when a newer one has taken over
+
+FENCED = "a newer run .*has taken over"
+NEWER = 1000  # what the newer run saves as epoch e is the content of e + NEWER
+ZOMBIE_SECS = 30.0
+
+
+def open_manager(directory: str | os.PathLike[str], **options: Any) -> ec.CheckpointManager:
+    return ec.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(**options),
+        storage=zombiejob.STORAGE,
+        item_names=zombiejob.ITEMS,
+    )
+
+
+def save(manager: ec.CheckpointManager, epochs: Iterable[int], offset: int = 0) -> None:
+    for epoch in epochs:
+        manager.save(epoch, args=killjob.save_args(epoch + offset))
+    manager.wait_until_finished()
+
+
+def fingerprint(directory: pathlib.Path, epochs: Iterable[int]) -> dict[str, tuple[int, int, bytes]]:
+    """Inode, time and bytes of every file of the epochs."""
+    found = {}
+    for epoch in epochs:
+        for path in sorted((directory / str(epoch)).rglob("*")):
+            if path.is_file() and not path.is_symlink():
+                status = path.stat()
+                found[str(path)] = (status.st_ino, status.st_mtime_ns, path.read_bytes())
+    return found
+
+
+def make_epochs(directory: pathlib.Path) -> None:
+    """Epochs 1, 2 and 3."""
+    with open_manager(directory) as manager:
+        save(manager, [1, 2, 3])
+
+
+def zombie_case(directory: pathlib.Path, stop: Stop, **options: Any) -> dict[str, Any]:
+    """What `zombiejob.run` takes, for a directory with three epochs."""
+    make_epochs(directory)
+    return {"directory": str(directory), "stop": list(stop), "options": options}
+
+
+def start_zombie(cases: list[dict[str, Any]], processes: int = 1, who: int = 0) -> Processes:
+    args = json.dumps({"cases": cases, "who": who})
+    program = ["-m", "tests.support.worker", "tests.support.zombiejob:run", args]
+    return start_processes(program, processes, devices_per_process=2)
+
+
+def take_over(job: Processes, number: int, case: dict[str, Any], who: int = 0) -> list[int]:
+    """Waits until the older run has stopped, opens the directory anew, saves two epochs, lets the older run go on to
+    its end, and checks that everything is as the newer run left it. Returns the epochs that the newer run found.
+    """
+    directory = pathlib.Path(case["directory"])
+    job[who].wait_for_output(f"{zombiejob.STOPPED} {number}, ", ZOMBIE_SECS)
+    os.waitid(os.P_PID, job[who].pid, os.WSTOPPED)  # consumes the news of this stop, reaps nothing
+    try:
+        with open_manager(directory) as newer:
+            found = list(newer.all_steps())
+            fresh = [found[-1] + 1, found[-1] + 2]
+            save(newer, fresh, NEWER)
+            entries, prints = set(os.listdir(directory)), fingerprint(directory, found + fresh)
+            job[who].send_signal(signal.SIGCONT)
+            for process in job:
+                process.wait_for_output(f"{zombiejob.DONE} {number}.", ZOMBIE_SECS)
+            assert set(os.listdir(directory)) == entries
+            assert fingerprint(directory, found + fresh) == prints
+            newer.reload()
+            assert list(newer.all_steps()) == found + fresh
+            for epoch in found + fresh:
+                newer.verify(epoch).raise_if_damaged()
+                assert killjob.wrong_content(newer, epoch, epoch + (NEWER if epoch in fresh else 0)) == ""
+            save(newer, [fresh[-1] + 1], NEWER)
+            assert newer.latest_step() == fresh[-1] + 1
+    except BaseException:
+        job[who].send_signal(signal.SIGCONT)  # to the next case, whatever happened in this one
+        raise
+    assert not [name for name in os.listdir(directory) if name.startswith("incarnation-")]
+    return found
+
+
+def check_fenced(found: dict[str, list[str]], *calls: str) -> None:
+    """The calls ended in a FencedError that says why."""
+    for call in calls:
+        assert found[call][0] == "FencedError", (call, found[call])
+        assert re.search(FENCED, found[call][1]), (call, found[call])
+
+
+def test_an_older_run_stopped_anywhere_in_a_save_cannot_commit(
+    tmp_path: pathlib.Path, subtests: pytest.Subtests
+) -> None:
+    """Stopped before and in the middle of every write, and just before the rename: FencedError, and no trace of it."""
+    cases = [zombie_case(tmp_path / str(i), stop) for i, stop in enumerate(zombiejob.STOPS.values())]
+    with start_zombie(cases) as job:
+        for number, (place, case) in enumerate(zip(zombiejob.STOPS, cases, strict=True)):
+            with subtests.test(place):
+                assert take_over(job, number, case) == [1, 2, 3]
+        (outcome,) = job.wait(ZOMBIE_SECS)
+    for place, found in zip(zombiejob.STOPS, parse_result(outcome.stdout), strict=True):
+        with subtests.test(f"{place}: what it reports"):
+            check_fenced(found, "stopped", "save", "delete", "roll back")
+            assert found["close"] == ["", ""]
+
+
+def test_an_older_run_stopped_in_its_clean_up_cannot_delete(tmp_path: pathlib.Path, subtests: pytest.Subtests) -> None:
+    """Stopped after a commit that counts: what retention, or a delete, would remove now belongs to the newer run."""
+    keep = {"max_to_keep": 3}
+    cases = {
+        "after the rename": zombie_case(tmp_path / "renamed", zombiejob.AFTER_RENAME, **keep),
+        "before the delete": zombie_case(tmp_path / "delete", zombiejob.BEFORE_DELETE, **keep),
+        "before the move": zombie_case(tmp_path / "move", zombiejob.BEFORE_DELETE, **keep, todelete_subdir="trash"),
+    }
+    with start_zombie(list(cases.values())) as job:
+        for number, (place, case) in enumerate(cases.items()):
+            with subtests.test(place):
+                assert take_over(job, number, case) == [1, 2, 3, 4]
+        (outcome,) = job.wait(ZOMBIE_SECS)
+    for place, found in zip(cases, parse_result(outcome.stdout), strict=True):
+        with subtests.test(f"{place}: what it reports"):
+            assert found["stopped"] == ["", ""], "its epoch 4 was committed before the newer run came"
+            check_fenced(found, "save")
+
+
+def test_an_older_run_stopped_in_a_rollback_moves_no_epoch_of_the_newer_one(
+    tmp_path: pathlib.Path, subtests: pytest.Subtests
+) -> None:
+    """A rollback that was recorded is finished by the newer run, one that was not is void; then it is over."""
+    cases = [zombie_case(tmp_path / str(i), stop) for i, stop in enumerate(zombiejob.ROLLBACKS.values())]
+    with start_zombie(cases) as job:
+        for number, (place, case) in enumerate(zip(zombiejob.ROLLBACKS, cases, strict=True)):
+            with subtests.test(place):
+                recorded = "epoch" in place or "removed" in place
+                assert take_over(job, number, case) == ([1] if recorded else [1, 2, 3])
+        (outcome,) = job.wait(ZOMBIE_SECS)
+    for place, found in zip(zombiejob.ROLLBACKS, parse_result(outcome.stdout), strict=True):
+        with subtests.test(f"{place}: what it reports"):
+            check_fenced(found, "stopped", "save", "delete")
+
+
+def test_an_older_run_that_replaces_a_damaged_epoch_does_not_move_the_newer_ones_repair(tmp_path: pathlib.Path) -> None:
+    """Both runs found epoch 3 damaged; the newer one has saved it again when the older one goes on to set it aside."""
+    case = zombie_case(tmp_path / "epochs", zombiejob.BEFORE_REPLACING)
+    (data,) = (tmp_path / "epochs" / "3").rglob("state.safetensors")
+    os.truncate(data, 100)
+    with start_zombie([case]) as job:
+        assert take_over(job, 0, case) == [1, 2]
+        (outcome,) = job.wait(ZOMBIE_SECS)
+    check_fenced(parse_result(outcome.stdout)[0], "stopped", "save", "delete", "roll back")
+
+
+@pytest.mark.parametrize(
+    ("place", "who"), [("in the middle of the data", 1), ("before a file is created", 1), ("just before the rename", 0)]
+)
+def test_an_older_job_of_two_processes_cannot_commit(tmp_path: pathlib.Path, place: str, who: int) -> None:
+    """Either process may be the one that slept: every process of the older job reports FencedError."""
+    case = zombie_case(tmp_path / "epochs", zombiejob.STOPS[place])
+    with start_zombie([case], processes=2, who=who) as job:
+        assert take_over(job, 0, case, who) == [1, 2, 3]
+        outcomes = job.wait(ZOMBIE_SECS)
+    for outcome in outcomes:
+        check_fenced(parse_result(outcome.stdout)[0], "stopped", "save", "delete", "roll back")
+
+
+def test_an_older_manager_on_an_object_store_cannot_commit() -> None:
+    """Two managers on one `memory://` directory: the first reports FencedError and changes nothing."""
+    url = f"memory://{uuid.uuid4().hex}"
+    older = open_manager(url)
+    save(older, [1, 2])
+    newer = open_manager(url)
+    assert list(newer.all_steps()) == [1, 2]
+    save(newer, [3], NEWER)
+    older.save(4, args=killjob.save_args(4))
+    with pytest.raises(errors.FencedError, match=FENCED):
+        older.wait_until_finished()
+    with pytest.raises(errors.FencedError, match=FENCED):
+        older.delete(1)
+    with pytest.raises(errors.FencedError, match=FENCED):
+        older.rollback_to(1)
+    older.close()
+    newer.reload()
+    assert list(newer.all_steps()) == [1, 2, 3]
+    assert [killjob.wrong_content(newer, e, c) for e, c in [(1, 1), (2, 2), (3, 3 + NEWER)]] == ["", "", ""]
+    assert all(newer.verify(epoch).ok for epoch in (1, 2, 3))
+    save(newer, [4], NEWER)
+    newer.close()
+
+
+# -- the directory cannot be made durable, or the rename lies
+
+
+class FlakyRename:
+    """The rename of epoch 2 into place, and what follows it, go wrong.
+
+    Args:
+        rename: called with the real rename of epoch 2, instead of it.
+        sync: the flush of the directory right after it fails.
+        back: moving the epoch out of sight again fails.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        rename: Callable[[Callable[[], None]], None] = lambda call: call(),
+        sync: bool = False,
+        back: bool = False,
+    ):
+        store = posix.PosixStore
+        real_rename, real_sync = store.rename, store.sync_folder
+        state = {"failing": False, "hits": 0}
+
+        def fake_rename(self: Any, src: str, dst: str, *, replace: bool = False) -> None:
+            if dst == "2" and not state["hits"]:
+                state["hits"] += 1
+                state["failing"] = sync
+                return rename(lambda: real_rename(self, src, dst, replace=replace))
+            if src == "2" and back:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real_rename(self, src, dst, replace=replace)
+
+        def fake_sync(self: Any, path: str) -> None:
+            if not path and state["failing"]:
+                state["failing"] = False
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            real_sync(self, path)
+
+        monkeypatch.setattr(store, "rename", fake_rename)
+        monkeypatch.setattr(store, "sync_folder", fake_sync)
+
+
+def stale(call: Callable[[], None]) -> None:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def stale_but_done(call: Callable[[], None]) -> None:
+    call()
+    stale(call)
+
+
+def test_a_directory_that_cannot_be_flushed_after_the_rename_takes_the_epoch_out_of_sight(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UncertainError; the epoch is not visible, the earlier one is untouched, the next save works."""
+    with open_manager(tmp_path) as manager:
+        save(manager, [1])
+        before = fingerprint(tmp_path, [1])
+        FlakyRename(monkeypatch, sync=True)
+        manager.save(2, args=killjob.save_args(2))
+        with pytest.raises(errors.UncertainError, match="out of sight"):
+            manager.wait_until_finished()
+        assert list(manager.all_steps()) == [1]
+        assert not (tmp_path / "2").exists()
+        manager.reload()
+        assert list(manager.all_steps()) == [1]
+        assert fingerprint(tmp_path, [1]) == before
+        save(manager, [2], NEWER)
+        assert list(manager.all_steps()) == [1, 2]
+        assert killjob.wrong_content(manager, 2, 2 + NEWER) == ""
+        assert manager.verify(1).ok
+        assert manager.verify(2).ok
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_an_epoch_that_can_neither_be_flushed_nor_moved_back_is_reported_as_uncertain(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may survive and is whole, so that neither "committed" nor "not committed" would be true."""
+    manager = open_manager(tmp_path)
+    save(manager, [1])
+    with monkeypatch.context() as patch:
+        FlakyRename(patch, sync=True, back=True)
+        manager.save(2, args=killjob.save_args(2))
+        with pytest.raises(errors.UncertainError):
+            manager.wait_until_finished()
+    manager.reload()
+    assert list(manager.all_steps()) == [1, 2]
+    assert killjob.wrong_content(manager, 2, 2) == ""
+    save(manager, [3])
+    assert list(manager.all_steps()) == [1, 2, 3]
+    manager.close()
+
+
+def test_a_rename_that_reports_an_error_although_it_happened_is_a_commit(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NFS: the attempt's id under the final name tells."""
+    with open_manager(tmp_path) as manager:
+        save(manager, [1])
+        FlakyRename(monkeypatch, stale_but_done)
+        save(manager, [2])
+        assert list(manager.all_steps()) == [1, 2]
+        assert manager.verify(2).ok
+        assert killjob.wrong_content(manager, 2, 2) == ""
+
+
+def test_a_rename_that_reports_an_error_and_did_not_happen_is_no_commit(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counterpart: nothing is visible, the error is told, the next save works."""
+    with open_manager(tmp_path) as manager:
+        save(manager, [1])
+        FlakyRename(monkeypatch, stale)
+        manager.save(2, args=killjob.save_args(2))
+        with pytest.raises(errors.SaveError, match="renaming it into place failed"):
+            manager.wait_until_finished()
+        assert list(manager.all_steps()) == [1]
+        save(manager, [2])
+        assert list(manager.all_steps()) == [1, 2]
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]

@@ -1,0 +1,717 @@
+"""What goes wrong around a save, a restore or a deletion, once, and what the manager makes of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import pathlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import epochckpt as ec
+from epochckpt.arrays.restore import TreeRequest, restore_tree
+from epochckpt.commit import opening
+from epochckpt.commit.rename import RenameCommits
+from epochckpt.errors import (
+    EpochDeleted,
+    FencedError,
+    InvalidArgumentError,
+    MismatchError,
+    SaveError,
+    StorageError,
+    UncertainError,
+    UnfinishedError,
+    UnsupportedError,
+)
+from epochckpt.format import checksums
+from epochckpt.format import paths as layout
+from epochckpt.orbax import StepNames
+
+WAIT_SECS = 30.0
+MOMENT_SECS = 0.2  # how long something that must not happen is waited for
+Options = ocp.CheckpointManagerOptions
+Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
+
+
+def new_memory() -> str:
+    return f"memory://{uuid.uuid4().hex}/"
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"a": np.full(400, float(value))}
+
+
+def value_of(restored: Any) -> float:
+    """What `state` was made from."""
+    (value,) = set(restored["a"].tolist())
+    return value
+
+
+def save_all(manager: ec.CheckpointManager, epochs: Any, **kwargs: Any) -> None:
+    for epoch in epochs:
+        assert manager.save(epoch, args=Save(state(epoch)), **kwargs)
+        manager.wait_until_finished()
+
+
+def fill(directory: str, *epochs: int, options: Options | None = None) -> None:
+    """Commits epochs and closes."""
+    with ec.CheckpointManager(directory, options=options) as manager:
+        save_all(manager, epochs)
+
+
+def on_storage(directory: str, options: Options | None = None) -> list[int]:
+    """What somebody who only reads sees now."""
+    commits = opening.commits_of(opening.open_store(directory), StepNames.of(options or Options()))
+    return commits.list_epochs()
+
+
+def data_path(manager: ec.CheckpointManager, epoch: int) -> str:
+    folder = manager.node_path("process_0", epoch).relative_to(manager.directory)
+    return f"{folder}/default.safetensors"
+
+
+def cut(manager: ec.CheckpointManager, epoch: int) -> None:
+    """Removes the last byte of an epoch's data."""
+    store, path = manager._store, data_path(manager, epoch)
+    with store.open_reader(path) as reader:
+        data = bytearray(reader.size)
+        reader.read_into(0, memoryview(data))
+    store.remove(path)
+    store.create(path, bytes(data[:-1]))
+
+
+def edit_record(path: pathlib.Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a sealed record, with a seal that fits."""
+    body = checksums.unseal(path.name, path.read_bytes())
+    edit(body)
+    path.write_bytes(checksums.seal(body))
+
+
+class Once:
+    """A method that raises at its first matching call, and is as ever afterwards.
+
+    Args:
+        patch: takes it back at the end of the test.
+        owner: an object or a class.
+        method: the method's name.
+        error: what it raises.
+        match: which calls concern us, by their arguments.
+    """
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        owner: Any,
+        method: str,
+        error: BaseException,
+        match: Callable[..., bool] = lambda *args: True,
+    ):
+        self.hits, original = 0, getattr(owner, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.hits and match(*args):
+                self.hits += 1
+                raise error
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, method, call)
+
+
+class Hold:
+    """A method whose matching calls wait until they are let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, method: str, match: Callable[..., bool]):
+        self.reached, self.go, original = threading.Event(), threading.Event(), getattr(owner, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if match(*args):
+                self.reached.set()
+                assert self.go.wait(WAIT_SECS)
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, method, call)
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Event, list[Any]]:
+    """Runs a call beside the test; the event is set when it has ended, the list holds its result or error."""
+    done, out = threading.Event(), []
+
+    def job() -> None:
+        try:
+            out.append(call())
+        except BaseException as error:  # the test looks at it
+            out.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=job, daemon=True).start()
+    return done, out
+
+
+def bounded(call: Callable[[], Any]) -> Any:
+    """The result of a call that must end."""
+    done, out = in_thread(call)
+    assert done.wait(WAIT_SECS), "it hangs"
+    if isinstance(out[0], BaseException):
+        raise out[0]
+    return out[0]
+
+
+def waits_for(hold: Hold, call: Callable[[], Any]) -> list[Any]:
+    """A call does not end before the hold is let go, and does then; returns what `in_thread` got of it."""
+    assert hold.reached.wait(WAIT_SECS)
+    done, out = in_thread(call)
+    assert not done.wait(MOMENT_SECS)
+    hold.go.set()
+    assert done.wait(WAIT_SECS)
+    return out
+
+
+def eventually(look: Callable[[], bool]) -> bool:
+    """Whether something that happens in the background happens."""
+    deadline, pause = time.monotonic() + WAIT_SECS, threading.Event()
+    while not look():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.01)
+    return True
+
+
+def timed_out() -> OSError:
+    return OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+# -- passing errors are not damage ---------------------------------------------------------------------------------
+
+
+def test_an_error_of_storage_at_open_is_raised_and_condemns_no_epoch(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The survey tells a file that cannot be looked at now from one that is damaged."""
+    with ec.CheckpointManager(directory) as manager:
+        save_all(manager, [1, 2])
+        store = type(manager._store)
+    once = Once(monkeypatch, store, "size", timed_out())
+    with pytest.raises(StorageError):
+        ec.CheckpointManager(directory)
+    assert once.hits == 1
+    with ec.CheckpointManager(directory) as manager:
+        assert list(manager.all_steps()) == [1, 2]
+        assert value_of(manager.restore(None)) == 2
+
+
+def test_a_passing_error_does_not_make_restore_fall_back(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """restore(None) raises it: an older epoch is no answer to a time-out. The newest stays the newest."""
+    with ec.CheckpointManager(directory) as manager:
+        save_all(manager, [1, 2])
+        path = data_path(manager, 2)
+        once = Once(monkeypatch, manager._store, "open_reader", timed_out(), lambda opened: opened == path)
+        with pytest.raises(StorageError):
+            manager.restore(None)
+        assert once.hits == 1
+        assert list(manager.all_steps()) == [1, 2]
+        assert value_of(manager.restore(None)) == 2
+
+
+def test_a_passing_error_in_the_middle_of_a_file_does_not_make_restore_fall_back(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, if the file could be opened."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        save_all(manager, [1, 2])
+        with manager._store.open_reader(data_path(manager, 2)) as reader:
+            kind = type(reader)
+        once = Once(monkeypatch, kind, "read_into", timed_out(), lambda r, *_: r.handle.name.endswith(".safetensors"))
+        with pytest.raises(StorageError):
+            manager.restore(None)
+        assert once.hits == 1
+        assert value_of(manager.restore(None)) == 2
+
+
+def test_retention_deletes_nothing_while_metrics_cannot_be_read(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best epoch is not taken for one without metrics; the next commit retires what this one could not."""
+    options = Options(
+        max_to_keep=1, best_fn=lambda m: m["acc"], best_mode="max", keep_checkpoints_without_metrics=False
+    )
+    with ec.CheckpointManager(directory, options=options) as manager:
+        save_all(manager, [1], metrics={"acc": 0.99})
+    with ec.CheckpointManager(directory, options=options) as manager:
+        with monkeypatch.context() as patch:
+            once = Once(patch, manager._store, "read", timed_out(), lambda path: path == "1/epoch.json")
+            save_all(manager, [2], metrics={"acc": 0.1})
+            assert once.hits == 1
+        assert list(manager.all_steps()) == on_storage(directory) == [1, 2]
+        save_all(manager, [3], metrics={"acc": 0.2})
+        assert 1 in manager.all_steps()
+        assert 2 not in manager.all_steps()
+
+
+# -- saves in flight and their ends --------------------------------------------------------------------------------
+
+
+def test_reload_waits_for_saves_in_flight(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch that is committed while storage is being looked at is never lost from the history."""
+    with ec.CheckpointManager(directory) as manager:
+        save_all(manager, [1])
+        saving: list[bool] = []
+        survey = opening.survey
+
+        def look(*args: Any) -> Any:
+            saving.append(manager.is_saving_in_progress())
+            return survey(*args)
+
+        monkeypatch.setattr(opening, "survey", look)
+        hold = Hold(monkeypatch, manager._commits, "publish", lambda *args: True)
+        assert manager.save(2, args=Save(state(2)))
+        assert waits_for(hold, manager.reload) == [None]
+        assert saving == [False]
+        assert list(manager.all_steps()) == [1, 2]
+
+
+def test_a_logger_that_raises_does_not_make_a_commit_a_failure(
+    directory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The epoch is committed; the logger's error is in the log."""
+
+    class Log:
+        def log_entry(self, entry: Any) -> None:
+            raise RuntimeError("the logger's own disk is full")
+
+    manager = ec.CheckpointManager(directory, logger=Log())
+    save_all(manager, [1])
+    assert manager.status(1).state == "committed"
+    assert list(manager.all_steps()) == [1]
+    manager.close()
+    assert "the logger's own disk is full" in caplog.text
+
+
+def test_retired_epochs_are_out_of_sight_when_waiting_ends(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wait_until_finished covers the deletions that follow a commit."""
+    with ec.CheckpointManager(directory, options=Options(max_to_keep=1)) as manager:
+        save_all(manager, [1])
+        hold = Hold(monkeypatch, manager._commits, "hide", lambda epoch, into=None: epoch == 1)
+        assert manager.save(2, args=Save(state(2)))
+        waits_for(hold, manager.wait_until_finished)
+        assert list(manager.all_steps()) == on_storage(directory) == [2]
+
+
+@pytest.mark.parametrize(
+    "error", [timed_out(), RuntimeError("a bug"), InvalidArgumentError("no such name"), MemoryError(), KeyError("x")]
+)
+def test_waiting_ends_whatever_hiding_raises(directory: str, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The new epoch is committed, the old one stays on storage; saving goes on."""
+    manager = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
+    save_all(manager, [1])
+    once = Once(monkeypatch, manager._commits, "hide", error)
+    assert manager.save(2, args=Save(state(2)))
+    bounded(manager.wait_until_finished)
+    assert once.hits == 1
+    assert manager.latest_step() == 2
+    assert on_storage(directory) == [1, 2]
+    assert manager.save(3, args=Save(state(3)))
+    bounded(manager.wait_until_finished)
+    assert manager.latest_step() == 3
+    assert {2, 3} & set(on_storage(directory)) == {3}
+    bounded(manager.close)
+
+
+def test_a_forced_older_epoch_survives_the_retention_of_its_own_commit(directory: str) -> None:
+    """What was asked for by force is not deleted the moment it is there; the next commit may retire it."""
+    with ec.CheckpointManager(directory, options=Options(max_to_keep=1)) as manager:
+        save_all(manager, [5])
+        save_all(manager, [3], force=True)
+        assert 3 in manager.all_steps()
+        assert value_of(manager.restore(3)) == 3
+        save_all(manager, [6])
+        assert list(manager.all_steps()) == on_storage(directory) == [6]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [ocp.args.Composite(a=ocp.args.ProtoSave(None)), Save({"a": object()})],
+    ids=["several items", "one item"],
+)
+def test_a_refused_save_does_not_decide_the_form_of_the_next(directory: str, args: Any) -> None:
+    """Whether a manager has one item or several is settled by the first save that is begun, not by one refused."""
+    for form in (Save(state(1)), ocp.args.Composite(b=Save(state(1)))):
+        with ec.CheckpointManager(f"{directory.rstrip('/')}-{type(form).__name__}") as manager:
+            with pytest.raises((InvalidArgumentError, UnsupportedError)):
+                manager.save(1, args=args)
+            assert manager.save(1, args=form)
+            manager.wait_until_finished()
+            assert list(manager.all_steps()) == [1]
+
+
+# -- two runs on one directory -------------------------------------------------------------------------------------
+
+
+def when_fence_is_checked(manager: ec.CheckpointManager, number: int, action: Callable[[], None]) -> None:
+    """Does something behind the nth look of a save at the newest claim: the process was stopped there."""
+    check, seen = manager._commits._check_fence, 0
+
+    def look(epoch: int) -> None:
+        nonlocal seen
+        check(epoch)
+        seen += 1
+        if seen == number:
+            action()
+
+    manager._commits._check_fence = look
+
+
+@pytest.mark.parametrize("look", [2, 3])
+def test_an_older_run_never_replaces_what_a_newer_one_committed(look: int) -> None:
+    """It was to replace a damaged epoch; by now there is a sound one of the same number, which stays."""
+    url = new_memory()
+    with ec.CheckpointManager(url) as manager:
+        save_all(manager, [1, 2])
+        cut(manager, 2)
+    older = ec.CheckpointManager(url)
+    assert list(older.all_steps()) == [1]
+
+    def take_over() -> None:
+        newer = ec.CheckpointManager(url)
+        assert newer.save(2, args=Save(state(222)))
+        newer.wait_until_finished()
+
+    when_fence_is_checked(older, look, take_over)
+    assert older.save(2, args=Save(state(22)))
+    with pytest.raises(SaveError):
+        older.wait_until_finished()
+    with ec.CheckpointManager(url) as last:
+        assert list(last.all_steps()) == [1, 2]
+        assert value_of(last.restore(2)) == 222
+
+
+@pytest.mark.parametrize("sweep", ["before the record is put", "after it"])
+def test_an_epoch_that_a_newer_run_has_swept_does_not_stay_visible(monkeypatch: pytest.MonkeyPatch, sweep: str) -> None:
+    """The older run's record comes late: it, or the newer run's sweep, takes it back, and the number is free."""
+    url = new_memory()
+    older = ec.CheckpointManager(url)
+    save_all(older, [1])
+    store = type(older._store)
+    early = sweep == "before the record is put"
+    hold = Hold(
+        monkeypatch, store, "remove_tree", lambda owner, path: owner is not older._store and path.startswith("2/")
+    )
+    runs: list[ec.CheckpointManager] = []
+
+    def take_over() -> None:
+        runs.append(ec.CheckpointManager(url))
+        runs[0].claim()
+        assert hold.reached.wait(WAIT_SECS)
+        if early:
+            hold.go.set()
+            assert eventually(lambda: not store.exists(older._store, f"2/process_0/{older._commits.incarnation}-2-0"))
+
+    when_fence_is_checked(older, 2, take_over)
+    assert older.save(2, args=Save(state(2)))
+    with pytest.raises(FencedError if early else UncertainError):
+        older.wait_until_finished()
+    hold.go.set()
+    assert eventually(lambda: on_storage(url) == [1])
+    assert list(ec.follow(url, after=1, timeout_secs=0.01, interval_secs=0.01)) == []
+    (newer,) = runs
+    newer.reload()
+    assert list(newer.all_steps()) == [1]
+    assert newer.save(2, args=Save(state(22)))
+    newer.wait_until_finished()
+    assert value_of(newer.restore(2)) == 22
+    newer.close()
+
+
+def test_an_epoch_that_a_newer_run_found_committed_keeps_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newer run came right after the record was put: the older one, in doubt, removes nothing of it."""
+    url = new_memory()
+    older = ec.CheckpointManager(url)
+    save_all(older, [1])
+    create, runs = older._store.create, []
+
+    def put(path: str, data: bytes) -> None:
+        create(path, data)
+        if path == "2/epoch.json":
+            runs.append(ec.CheckpointManager(url))
+            runs[0].claim()
+
+    monkeypatch.setattr(older._store, "create", put)
+    assert older.save(2, args=Save(state(2)))
+    with pytest.raises(UncertainError):
+        older.wait_until_finished()
+    (newer,) = runs
+    assert list(newer.all_steps()) == [1, 2]
+    assert value_of(newer.restore(2)) == 2
+    newer.close()
+
+
+# -- several name formats ------------------------------------------------------------------------------------------
+
+
+def formats() -> tuple[Options, Options]:
+    """Options that write `step_<n>`, and options that read both forms and write `<n>`."""
+    plain, prefixed = ocp.path.step.standard_name_format(), ocp.path.step.standard_name_format(step_prefix="step")
+    both = ocp.path.step.composite_name_format(plain, [plain, prefixed])
+    return Options(step_name_format=prefixed), Options(step_name_format=both)
+
+
+def test_a_damaged_epoch_of_another_name_format_is_replaced(tmp_path: pathlib.Path) -> None:
+    """It is set aside under its own name, and does not come back at the next open."""
+    old, both = formats()
+    with ec.CheckpointManager(tmp_path, options=old) as manager:
+        save_all(manager, [1, 2])
+        cut(manager, 2)
+    with ec.CheckpointManager(tmp_path, options=both) as manager:
+        assert list(manager.all_steps()) == [1]
+        assert manager.save(2, args=Save(state(22)))
+        manager.wait_until_finished()
+        assert list(manager.all_steps()) == [1, 2]
+        assert value_of(manager.restore(2)) == 22
+    assert not (tmp_path / "step_2").exists()
+    assert len(list(tmp_path.glob("damaged-*/step_2/epoch.json"))) == 1
+    with ec.CheckpointManager(tmp_path, options=both) as manager:
+        assert list(manager.all_steps()) == [1, 2]
+        assert value_of(manager.restore(None)) == 22
+
+
+def test_a_rollback_over_epochs_of_another_name_format_is_finished_by_the_next_claim(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted before the first epoch moved: readers obey it at once, the next claim moves them."""
+    old, both = formats()
+    fill(str(tmp_path), 1, 2, 3, options=old)
+    manager = ec.CheckpointManager(tmp_path, options=both)
+    once = Once(
+        monkeypatch, manager._store, "rename", OSError(errno.EIO, "killed"), lambda src, *_: src.startswith("step_")
+    )
+    with pytest.raises(UnfinishedError, match="killed"):
+        manager.rollback_to(1)
+    assert once.hits == 1
+    assert (tmp_path / "step_3").exists()
+    assert on_storage(str(tmp_path), both) == [1]
+    with ec.CheckpointManager(tmp_path, options=both) as manager:
+        assert list(manager.all_steps()) == [1]
+        manager.claim()
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_1"]
+    assert sorted(p.parent.name for p in tmp_path.glob("rolled-back-*/*/epoch.json")) == ["step_2", "step_3"]
+    assert not (tmp_path / layout.ROLLBACK_RECORD).exists()
+
+
+# -- deleting ------------------------------------------------------------------------------------------------------
+
+
+def test_a_deleted_epoch_is_gone_even_if_its_bytes_stay(
+    directory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name goes first; that removing the bytes failed is logged, not raised."""
+    manager = ec.CheckpointManager(directory)
+    save_all(manager, [1, 2])
+    with monkeypatch.context() as patch:
+        once = Once(patch, manager._store, "remove_tree", OSError(errno.EBUSY, "busy, says the server"))
+        manager.delete(2)
+        assert list(manager.all_steps()) == on_storage(directory) == [1]
+        manager._attempts.drain_removals()
+    assert once.hits == 1
+    assert "busy, says the server" in caplog.text
+    assert value_of(manager.restore(None)) == 1
+    save_all(manager, [2])
+    assert list(manager.all_steps()) == [1, 2]
+    manager.close()
+
+
+@pytest.mark.parametrize("broken", ["make_folder", "rename"])
+def test_an_epoch_that_cannot_be_kept_elsewhere_is_not_deleted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """With todelete_subdir nothing is ever removed: what cannot be moved there stays where it is."""
+    options = Options(max_to_keep=1, todelete_subdir="old")
+    manager = ec.CheckpointManager(tmp_path, options=options)
+    save_all(manager, [1])
+    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    once = Once(
+        monkeypatch, manager._store, broken, no_space, lambda *paths: paths[-1] == "old/1" or "/removed-" in paths[0]
+    )
+    save_all(manager, [2])
+    assert once.hits == 1
+    manager.close()
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        assert list(manager.all_steps()) == [1, 2]
+        assert value_of(manager.restore(1)) == 1
+
+
+TAKEN = ["7", "metadata", "rollback.json", "damaged-0", "rolled-back-0", "x.orbax-checkpoint-tmp"]
+
+
+@pytest.mark.parametrize("folder", ["old/epochs", "../trash", "..", ".", "/tmp/trash", "", "a\nb", "x" * 256, *TAKEN])
+def test_a_todelete_subdir_that_is_no_folder_of_its_own_is_refused(tmp_path: pathlib.Path, folder: str) -> None:
+    """At construction, before anything is written."""
+    with pytest.raises(InvalidArgumentError, match="todelete_subdir"):
+        ec.CheckpointManager(tmp_path / "run", options=Options(max_to_keep=1, todelete_subdir=folder))
+    assert not (tmp_path / "run").exists()
+
+
+# -- replaced under a reader ---------------------------------------------------------------------------------------
+
+
+def arrays(value: int) -> Any:
+    return Save({"a": np.arange(4.0 + value), "b": np.full(3, value)})
+
+
+def same_arrays(value: int) -> Any:
+    return Save({"a": np.full(4, value)})
+
+
+def one_json(value: int) -> Any:
+    return ocp.args.Composite(j=ocp.args.JsonSave({"v": "x" * value}))
+
+
+def read_tree(reader: Any) -> Any:
+    return restore_tree(reader, "default", TreeRequest())
+
+
+def read_json(reader: Any) -> Any:
+    return json.loads(reader.read_file("j", "metadata"))
+
+
+@pytest.mark.parametrize("record_read", [False, True], ids=["before its node's record", "after it"])
+@pytest.mark.parametrize(
+    ("args", "read"),
+    [(arrays, read_tree), (same_arrays, read_tree), (one_json, read_json)],
+    ids=["arrays of another size", "arrays of the same size", "JSON"],
+)
+def test_an_epoch_replaced_under_its_reader_is_deleted_not_damaged(
+    directory: str, record_read: bool, args: Callable[[int], Any], read: Callable[[Any], Any]
+) -> None:
+    """Another attempt is committed under the number: the reader says so, and nobody throws a sound epoch away."""
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.save(1, args=args(1))
+        manager.wait_until_finished()
+        reader = manager._reading.reader(1)
+        if record_read:
+            reader.node_record(0)
+        manager.delete(1)
+        manager._attempts.drain_removals()
+        assert manager.save(1, args=args(2))
+        manager.wait_until_finished()
+        with pytest.raises(EpochDeleted):
+            read(reader)
+        read(manager._reading.reader(1))
+
+
+# -- odd places and records ----------------------------------------------------------------------------------------
+
+
+def test_a_directory_named_in_another_way_is_the_same_directory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """restore(None, directory=) with a slash, a dot or a relative path falls back, and learns, like without it."""
+    monkeypatch.chdir(tmp_path)
+    place = str(tmp_path / "run")
+    for other in (f"{place}/", f"{place}/.", "run", pathlib.Path(place)):
+        with ec.CheckpointManager(place) as manager:
+            save_all(manager, [1, 2])
+            cut(manager, 2)
+            assert value_of(manager.restore(None, directory=other)) == 1
+            assert list(manager.all_steps()) == [1]
+            manager.delete(1)
+            manager.delete(2)
+
+
+def test_a_number_that_no_float_holds_is_damage_not_a_crash(tmp_path: pathlib.Path) -> None:
+    """An integer of 400 digits where seconds should be."""
+    fill(str(tmp_path), 1, 2)
+
+    def edit(body: dict[str, Any]) -> None:
+        assert isinstance(body["nodes"][0][4], float)
+        body["nodes"][0][4] = 10**400
+
+    edit_record(tmp_path / "2" / "epoch.json", edit)
+    with ec.CheckpointManager(tmp_path) as manager:
+        assert list(manager.all_steps()) == [1]
+        assert value_of(manager.restore(None)) == 1
+        assert manager.status(2).state == "damaged"
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+def test_masked_arrays_are_refused_by_name(directory: str) -> None:
+    """Their mask would be lost."""
+    masked = np.ma.masked_array([1.0, 2.0, 3.0], mask=[False, True, False])
+    with ec.CheckpointManager(directory) as manager:
+        with pytest.raises(InvalidArgumentError, match=r"layer/masked.*MaskedArray"):
+            manager.save(1, args=Save({"layer": {"masked": masked}}))
+        save_all(manager, [1])
+
+
+@pytest.mark.parametrize("target", [False, 0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_restored_as_bool_or_int(directory: str, value: float, target: Any) -> None:
+    """NaN is neither True nor a number of any kind."""
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.save(1, args=Save({"a": value}))
+        manager.wait_until_finished()
+        with pytest.raises((MismatchError, InvalidArgumentError), match="a"):
+            manager.restore(1, args=Restore({"a": target}))
+        found = manager.restore(1, args=Restore({"a": 0.0}))["a"]
+        assert found == value or (math.isnan(found) and math.isnan(value))
+
+
+def test_item_metadata_is_a_target_for_bytes_too(directory: str) -> None:
+    """Orbax has one class for text; bytes come back as bytes."""
+    tree = {"raw": b"xx\x00\xff", "long": b"y" * 5000, "text": "é", "n": np.float32(3)}
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.save(1, args=Save(tree))
+        manager.wait_until_finished()
+        assert manager.restore(1, args=Restore(manager.item_metadata(1))) == tree
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_a_sharding_is_restored_with_the_types_of_its_axes(directory: str, kind: AxisType) -> None:
+    """Without a target the array has the very sharding that was saved, so that it can be used together with others."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
+    saved = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("x")))
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.save(1, args=Save({"w": saved}))
+        manager.wait_until_finished()
+        found = manager.restore(1)["w"]
+    assert found.sharding == saved.sharding
+    assert found.sharding.mesh.axis_types == mesh.axis_types
+    assert ((found + saved) == 2 * np.arange(8.0)).all()
+
+
+def test_a_sharding_of_the_default_mesh_is_restored(directory: str) -> None:
+    """`jax.make_mesh` without axis types, whatever its default is."""
+    saved = jax.device_put(jnp.arange(8.0), NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x")))
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.save(1, args=Save({"w": saved}))
+        manager.wait_until_finished()
+        assert manager.restore(1)["w"].sharding == saved.sharding
+
+
+def test_a_slow_commit_holds_saves_back_and_fails_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that renames slowly: a loop that saves faster than that waits in `save()`, and every epoch commits."""
+    publish = RenameCommits.publish
+
+    def slow(*args: Any) -> None:
+        threading.Event().wait(MOMENT_SECS)
+        publish(*args)
+
+    monkeypatch.setattr(RenameCommits, "publish", slow)
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch in range(10):
+            manager.save(epoch, args=Save(state(epoch)))
+        manager.wait_until_finished()
+        assert manager.all_steps() == list(range(10))

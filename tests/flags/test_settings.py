@@ -1,0 +1,518 @@
+"""Settings: each decides one thing, wrong values are named, and what is written reads back equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+import pathlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ml_collections import config_dict
+
+import epochckpt as ec
+from epochckpt._settings import Metric, fields
+from epochckpt._settings import kinds as kinds
+from epochckpt._settings.fields import ABOUT, DEFAULTS
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.flags import Settings, from_config
+from epochckpt.orbax import options as checks
+
+# For every setting, a value that is not the default, and what it needs beside it.
+SAMPLES: dict[str, Any] = {
+    "directory": "/tmp/run",
+    "read_only": True,
+    "create": False,
+    "node": "tpu-7",
+    "step_prefix": "epoch",
+    "step_format_fixed_length": 6,
+    "save_interval_steps": 5,
+    "save_on_steps": (1, 7),
+    "enable_async_checkpointing": False,
+    "max_to_keep": 3,
+    "keep_period": 10,
+    "keep_time_interval_secs": 3600.0,
+    "best_metric": "accuracy",
+    "best_mode": "min",
+    "keep_checkpoints_without_metrics": False,
+    "todelete_subdir": "bin",
+    "save_timeout_secs": 7.5,
+    "open_timeout_secs": 8.0,
+    "restore_timeout_secs": 9.0,
+    "host_memory_limit_bytes": 8 * 10**9,
+    "io_threads": 5,
+    "part_bytes": 2**28,
+    "block_bytes": 2**20,
+    "split_bytes": 2**21,
+    "orbax_view": False,
+    "verify": False,
+    "metadata_handler": "sqlite:/tmp/runs.sqlite",
+    "resume": 12,
+    "include": ("a", "b*"),
+    "exclude": ("c,d", '"e"'),
+    "unsaved_blobs": "error",
+    "preemption_deadline_secs": 0.0,
+    "max_consecutive_save_failures": 0,
+    "raise_if_not_saved": False,
+    "exchange_timeout_secs": 11.0,
+    "progress": False,
+    "follow_interval_secs": 0.25,
+    "follow_timeout_secs": 60.0,
+}
+BESIDE = {
+    "keep_period": ["max_to_keep"],
+    "keep_time_interval_secs": ["max_to_keep"],
+    "best_mode": ["best_metric"],
+    "keep_checkpoints_without_metrics": ["best_metric", "max_to_keep"],
+}
+# What only code can say: objects, functions, and settings of things that are no run's business.
+BY_CODE = {
+    "CheckpointManagerOptions": {
+        "step_name_format",
+        "async_options",
+        "should_save_fn",
+        "file_options",
+        "save_root_metadata",
+        "save_decision_policy",
+        "preservation_policy",
+        "prevent_write_metrics",
+        "enable_should_save_is_saving_in_progress_check",
+        "multiprocessing_options",
+    },
+    "StorageOptions": set(),
+    "CheckpointManager": {
+        "checkpointers",
+        "metadata",
+        "item_names",
+        "item_handlers",
+        "logger",
+        "handler_registry",
+        "options",
+        "storage",
+    },
+    "JobRunner": {"job", "checkpoint_manager", "upload_task_group_builder", "metadata_handler", "resume_from_epoch"},
+    "follow": {"after", "options", "stop", "directory"},
+}
+
+
+def beside(name: str) -> dict[str, Any]:
+    return {other: SAMPLES[other] for other in BESIDE.get(name, [])}
+
+
+def made(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What settings make, thing by thing: every option, and every argument of what is called."""
+    out: dict[str, Any] = {}
+
+    def record(owner: str) -> Any:
+        return lambda *args, **kwargs: out.update({f"{owner}.{k}": v for k, v in kwargs.items()})
+
+    with monkeypatch.context() as patch:
+        for owner in ("CheckpointManager", "JobRunner", "follow"):
+            patch.setattr(f"epochckpt.settings.{owner}", record(owner))
+        settings.manager(directory=settings.directory or "none")
+        if not settings.read_only:
+            settings.runner(ec.Job(), object(), metadata_handler=None)
+        settings.follow(directory="none")
+    handler = out["CheckpointManager.metadata_handler"]
+    out["CheckpointManager.metadata_handler"] = handler and type(handler)
+    for owner, value in (("CheckpointManagerOptions", settings.options()), ("StorageOptions", settings.storage())):
+        out |= {f"{owner}.{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
+    for name in ("CheckpointManager.options", "CheckpointManager.storage", "follow.options"):
+        del out[name]
+    return out
+
+
+def test_every_setting_is_sampled() -> None:
+    """The tables of this module leave none out, and no sample is the default."""
+    assert SAMPLES.keys() == ABOUT.keys() == DEFAULTS.keys()
+    assert all(SAMPLES[name] != DEFAULTS[name] for name in SAMPLES)
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_each_setting_decides_the_one_thing_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all options and arguments that are made, that one changes and no other."""
+    without = made(Settings(**beside(name)), monkeypatch)
+    found = made(Settings(**{name: SAMPLES[name]}, **beside(name)), monkeypatch)
+    changed = {key for key in without if key in found and without[key] != found[key]}
+    also = {
+        # asked to resume from an epoch, the runner is told its number
+        "resume": ({"JobRunner.resume"}, {"JobRunner.resume_from_epoch"}),
+        # Orbax's own consequences of reading only
+        "read_only": (
+            set(),
+            {"CheckpointManagerOptions.create", "CheckpointManagerOptions.save_interval_steps"},
+        ),
+    }
+    minus, plus = also.get(name, (set(), set()))
+    assert changed == {ABOUT[name].sets} - minus | plus
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [
+        ("CheckpointManagerOptions", {name.partition(".")[0] for name in checks.HONOURED}),
+        ("StorageOptions", {field.name for field in dataclasses.fields(ec.StorageOptions)}),
+        ("CheckpointManager", set(inspect.signature(ec.CheckpointManager).parameters)),
+        ("JobRunner", set(inspect.signature(ec.JobRunner).parameters)),
+        ("follow", set(inspect.signature(ec.follow).parameters)),
+    ],
+)
+def test_whatever_there_is_can_be_set_or_is_left_to_code(owner: str, names: set[str]) -> None:
+    """A new option cannot be forgotten here."""
+    sets = [about.sets.split(".")[1] for about in ABOUT.values() if about.sets.split(".")[0] == owner]
+    assert len(sets) == len(set(sets))
+    assert set(sets) | BY_CODE[owner] == names
+    assert not set(sets) & BY_CODE[owner]
+
+
+def test_defaults_are_those_of_what_they_set() -> None:
+    """Settings without a word change nothing."""
+    assert Settings().storage() == ec.StorageOptions()
+    assert Settings().options() == ocp.CheckpointManagerOptions()
+    assert Settings().handler() is None
+    parameters = inspect.signature(ec.JobRunner).parameters
+    for name, about in ABOUT.items():
+        owner, parameter = about.sets.split(".")
+        if owner == "JobRunner" and name not in ("include", "exclude"):
+            assert DEFAULTS[name] == parameters[parameter].default
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_what_is_written_reads_back_equal(name: str) -> None:
+    """Of every setting: the sample, the default, and through JSON."""
+    kind = ABOUT[name].kind
+    for value in (SAMPLES[name], DEFAULTS[name]):
+        assert kind.read(kind.write(value)) == value
+    settings = Settings(**{name: SAMPLES[name]}, **beside(name))
+    assert Settings.from_mapping(json.loads(json.dumps(dataclasses.asdict(settings)))) == settings
+
+
+@settings(deadline=None)
+@given(st.integers(1, kinds.MAX_BYTES))
+def test_any_number_of_bytes_is_written_exactly(value: int) -> None:
+    kind = kinds.number_of_bytes()
+    assert kind.read(kind.write(value)) == value
+
+
+@settings(deadline=None)
+@given(st.floats(0, kinds.MAX_SECS))
+def test_any_duration_is_written_exactly(value: float) -> None:
+    kind = kinds.seconds(0)
+    assert kind.read(kind.write(value)) == value
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(min_size=1).filter(lambda t: t == t.strip() and not set(t) & set("\r\n\0"))))
+def test_any_list_of_texts_is_written_exactly(value: list[str]) -> None:
+    """With commas and quotes in them, too."""
+    assert kinds.TEXTS.read(kinds.TEXTS.write(tuple(value))) == tuple(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8GB", 8 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("512 mib", 512 * 2**20),
+        ("1.5KiB", 1536),
+        ("0.5TB", 5 * 10**11),
+        ("4096", 4096),
+        ("1e9", 10**9),
+        ("7B", 7),
+        (np.int64(9), 9),
+    ],
+)
+def test_bytes_with_units(text: Any, expected: int) -> None:
+    assert Settings(host_memory_limit_bytes=text).host_memory_limit_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("250ms", 0.25), ("10min", 600), ("1.5h", 5400), ("2d", 172800), (3, 3), (np.float32(0.5), 0.5)],
+)
+def test_durations_with_units(text: Any, expected: float) -> None:
+    found = Settings(save_timeout_secs=text).save_timeout_secs
+    assert found == expected
+    assert type(found) is float
+
+
+@pytest.mark.parametrize("none", ["none", "None", "", None])
+def test_none_is_a_value_of_what_may_be_none(none: Any) -> None:
+    assert Settings(max_to_keep=none) == Settings()
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("max_to_keep", 0, "an integer of at least 1, or none, found 0"),
+    ("max_to_keep", 2.5, "found 2.5"),
+    ("max_to_keep", True, "found True"),
+    ("max_to_keep", "three", "found 'three'"),
+    ("max_to_keep", 10**30, "or none"),
+    ("save_interval_steps", None, "an integer of at least 0, found None"),
+    ("save_interval_steps", "-1", "found '-1'"),
+    ("host_memory_limit_bytes", "8XB", "unknown unit 'XB'; known are B, KB, MB, GB, TB, KiB"),
+    ("host_memory_limit_bytes", "8G", "unknown unit 'G'"),
+    ("host_memory_limit_bytes", "GB", "found 'GB'"),
+    ("host_memory_limit_bytes", "8GB or so", "found"),
+    ("host_memory_limit_bytes", "0.1B", "found"),
+    ("host_memory_limit_bytes", "9e99TB", "found"),
+    ("host_memory_limit_bytes", -5, "found -5"),
+    ("block_bytes", "1GB", "from 4KiB to 256MiB, found '1GB'"),
+    ("save_timeout_secs", "10m", "unknown unit 'm'; known are s, ms, min, h, d"),
+    ("save_timeout_secs", "soon", "found 'soon'"),
+    ("save_timeout_secs", 0, "of at least 0.001, found 0"),
+    ("save_timeout_secs", math.nan, "found nan"),
+    ("save_timeout_secs", math.inf, "found inf"),
+    ("save_timeout_secs", "1e99", "found"),
+    ("keep_time_interval_secs", 0.5, "of at least 1"),
+    ("verify", "maybe", "true or false, found 'maybe'"),
+    ("verify", 1, "true or false, found 1"),
+    ("best_mode", "largest", "max or min, found 'largest'"),
+    ("resume", -1, "auto, never, must, or the number of an epoch (an integer of at least 0), found -1"),
+    ("resume", "always", "found 'always'"),
+    ("resume", 1.0, "found 1.0"),
+    ("save_on_steps", (1, -2), "found (1, -2)"),
+    ("save_on_steps", "1;2", "found '1;2'"),
+    ("save_on_steps", {"a": 1}, "found"),
+    ("include", ("a", 3), "each is a text"),
+    ("include", 'a,"b', "found"),
+    ("include", "a,,b", "each is a text, not empty"),
+    ("node", "a/b", "a node's name, or nothing, found 'a/b': node name 'a/b' is not usable"),
+    ("step_prefix", "../x", "letters, digits"),
+    ("todelete_subdir", "a/b", "one folder's name"),
+    ("directory", 7, "a path or URL, or nothing, found 7"),
+    ("directory", "a\0b", "found"),
+    ("directory", pathlib.Path("gs://bucket/run"), "pathlib took a slash away"),
+    ("metadata_handler", "postgres:x", "json, json:FILE or sqlite:FILE"),
+    ("metadata_handler", "sqlite", "what is its file?"),
+    ("directory", b"x" * 1000, "characters)"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), WRONG)
+def test_a_wrong_value_is_named(name: str, value: Any, said: str) -> None:
+    """The setting, what was expected, what was found, and a unit that is not known; in one line."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        Settings(**{name: value})
+    assert str(caught.value).startswith(f"{name}: expected ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_unknown_names_come_with_near_ones() -> None:
+    """All of them at once, and what there is."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        Settings.from_mapping({"max_to_kep": 3, "verfy": True, "zzz": 1, "io_threads": 2})
+    assert "'max_to_kep' (did you mean max_to_keep" in str(caught.value)
+    assert "'verfy' (did you mean verify" in str(caught.value)
+    assert "'zzz'; there are directory, read_only" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", [None, 3, "max_to_keep=3", ["max_to_keep"]])
+def test_settings_come_from_a_mapping(what: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="settings come from a mapping, got "):
+        from_config(what)
+
+
+@pytest.mark.parametrize("rule", fields.RULES, ids=lambda rule: f"{rule.name}-{rule.other}")
+def test_contradictions_are_refused_by_both_names(rule: fields.Rule) -> None:
+    """And what was missing makes it right."""
+    without = {name: value for name, value in beside(rule.name).items() if name != rule.other}
+    values = {rule.name: SAMPLES[rule.name], **(without if rule.needed else {rule.other: SAMPLES[rule.other]})}
+    with pytest.raises(InvalidArgumentError) as caught:
+        Settings(**values)
+    assert f"{rule.name}={ABOUT[rule.name].kind.write(SAMPLES[rule.name])} " in str(caught.value)
+    if rule.needed:
+        assert f"needs {rule.other}: " in str(caught.value)
+    else:
+        assert f"contradicts {rule.other}=true: " in str(caught.value)
+    Settings(**{rule.name: SAMPLES[rule.name], **beside(rule.name)})
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().max_to_keep = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Settings("/tmp/run")  # type: ignore[misc]
+
+
+def saved(directory: Any, settings: Settings, metrics: Mapping[int, Any]) -> list[int]:
+    """Epochs with metrics are saved one after the other; which are left."""
+    with settings.manager(directory=directory) as manager:
+        for epoch, found in metrics.items():
+            manager.save(epoch, args=ocp.args.StandardSave({"a": jnp.full(3, epoch)}), metrics=found)
+            manager.wait_until_finished()
+        return list(manager.all_steps())
+
+
+METRICS = {0: None, 1: {"acc": 0.5}, 2: {"acc": 0.9}, 3: {"loss": 1.0}, 4: {"acc": 0.1}, 5: {"acc": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        (Settings(), [0, 1, 2, 3, 4, 5]),
+        (Settings(max_to_keep=2), [4, 5]),
+        (Settings(max_to_keep=1, keep_period=2), [0, 2, 4, 5]),
+        (Settings(max_to_keep=1, best_metric="acc"), [0, 2, 3, 5]),
+        (Settings(max_to_keep=1, best_metric="acc", keep_checkpoints_without_metrics=False), [2, 5]),
+        (Settings(max_to_keep=1, best_metric="acc", best_mode="min"), [0, 3, 4, 5]),
+        (Settings(save_interval_steps=3), [0, 3]),
+        (Settings(save_interval_steps=0, save_on_steps=(2, 5)), [0, 2, 5]),
+    ],
+)
+def test_the_rules_about_epochs_do_what_they_say(tmp_path: pathlib.Path, settings: Settings, left: list[int]) -> None:
+    """Real epochs; one without metrics, and one that lacks the metric that counts."""
+    assert saved(tmp_path, settings, METRICS) == left
+
+
+def test_a_metric_that_no_epoch_has_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With the names that there are; ranking goes on without it."""
+    name = f"acuracy{random.random()}"
+    metric = Metric(name)
+    assert [metric(found) for found in ({"accuracy": 1.0, "loss": 2}, {"accuracy": 1.0, "loss": 3})] == [None, None]
+    (said,) = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert "accuracy, loss" in said
+    assert Metric("loss")({"loss": 2}) == 2
+    assert Metric("loss")({"loss": "low"}) is None
+    assert Metric("loss") == Metric("loss")
+
+
+def counting_job(epochs: int) -> ec.Job:
+    job = ec.Job()
+
+    @job.init
+    def init(ws: ec.Workspace) -> None:
+        ws["w"] = jnp.zeros(2)
+
+    @job.epoch
+    def train(ws: ec.Workspace) -> dict[str, float]:
+        ws["w"] += 1
+        return {"acc": 1.0}
+
+    job.stop_when(ec.stop.max_epochs(epochs))
+    return job
+
+
+def test_a_runner_resumes_as_the_settings_say(tmp_path: pathlib.Path) -> None:
+    """auto goes on, a number goes back, never and must are refused where they do not fit."""
+    base = {"directory": tmp_path / "run", "metadata_handler": f"json:{tmp_path}/last.json", "progress": False}
+    with pytest.raises(ec.errors.EpochNotFoundError), Settings(**base, resume="must").manager() as manager:
+        Settings(**base, resume="must").runner(counting_job(2), manager).train(ec.LocalSession())
+    runner = Settings(**base).runner(counting_job(3))  # makes its own manager
+    assert runner.train(ec.LocalSession()) == 3
+    runner.checkpoint_manager.close()
+    assert json.loads((tmp_path / "last.json").read_text())["epoch"] == 3
+    with Settings(**base, resume=1).manager() as manager:
+        runner = Settings(**base, resume=1).runner(counting_job(2), manager)
+        assert runner.train(ec.LocalSession()) == 2
+        assert runner.result.resumed_from == 1
+        assert list(manager.all_steps()) == [0, 1, 2]
+    with pytest.raises(InvalidArgumentError, match="never"), Settings(**base).manager() as manager:
+        Settings(**base, resume="never").runner(counting_job(2), manager).train(ec.LocalSession())
+
+
+def test_the_handler_is_told_by_the_runner_if_not_by_the_manager(tmp_path: pathlib.Path) -> None:
+    """A manager that was made without one, also stock Orbax's."""
+    settings = Settings(metadata_handler=f"sqlite:{tmp_path}/runs.sqlite", progress=False)
+    with ocp.CheckpointManager(tmp_path / "run", options=settings.options()) as manager:
+        assert settings.runner(counting_job(2), manager).train(ec.LocalSession()) == 2
+    epochs = ec.metadata.SqliteMetadataHandler(tmp_path / "runs.sqlite").epochs()
+    assert [row.epoch for row in epochs if row.outcome == "written"] == [0, 1, 2]
+
+
+def test_without_a_directory_nothing_is_made(tmp_path: pathlib.Path) -> None:
+    """Rather than a run that is not saved; and a runner for what is only read is refused."""
+    for make in (Settings().manager, Settings().follow, lambda: Settings().runner(ec.Job())):
+        with pytest.raises(InvalidArgumentError, match="directory is not given"):
+            make()
+    with pytest.raises(InvalidArgumentError, match="read_only: a runner saves"):
+        Settings(directory=tmp_path, read_only=True).runner(ec.Job())
+
+
+def test_overrides_go_before_settings(tmp_path: pathlib.Path) -> None:
+    """Arguments of the manager and of the runner, by their names there."""
+    settings = Settings(directory=tmp_path / "a", max_to_keep=1, resume="must", metadata_handler=f"json:{tmp_path}/x")
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with settings.manager(options=options, directory=tmp_path / "c", metadata_handler=None) as manager:
+        assert manager.directory.name == "c"
+        assert manager.metadata_handler is None
+        runner = settings.runner(counting_job(4), manager, resume="auto", progress=False)
+        runner.train(ec.LocalSession())
+        assert list(manager.all_steps()) == [3, 4]
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_evaluator_follows(tmp_path: pathlib.Path) -> None:
+    """In the names that the settings give to epochs, until there was nothing new for so long."""
+    names: dict[str, Any] = {"directory": tmp_path, "step_prefix": "epoch", "step_format_fixed_length": 4}
+    assert saved(tmp_path, Settings(**names), {0: None, 7: None}) == [0, 7]
+    assert (tmp_path / "epoch_0007").is_dir()
+    settings = Settings(**names, read_only=True, follow_interval_secs=0.01, follow_timeout_secs=0)
+    assert list(settings.follow()) == [0, 7]
+    assert list(settings.follow(after=0)) == [7]
+    with settings.manager() as manager:
+        assert manager.restore(7)["a"].tolist() == [7, 7, 7]
+        assert not manager.save(8, args=ocp.args.StandardSave({}))
+
+
+def config(**values: Any) -> config_dict.ConfigDict:
+    return config_dict.ConfigDict(values)
+
+
+def test_a_config_dict_with_all_its_tricks_gives_settings() -> None:
+    """References, placeholders that are filled or not, locked and frozen ones, lists, texts with units."""
+    whole = config(every=10, checkpoint=config(save_on_steps=[3, 1], host_memory_limit_bytes="8GB", max_to_keep=3))
+    part = whole.checkpoint
+    part.keep_period = whole.get_ref("every") * 2
+    part.io_threads = config_dict.placeholder(int)
+    part.save_timeout_secs = config_dict.placeholder(float)
+    part.resume = config_dict.required_placeholder(str)
+    expected = Settings(
+        save_on_steps=(1, 3),
+        host_memory_limit_bytes=8 * 10**9,
+        max_to_keep=3,
+        keep_period=20,
+        save_timeout_secs=30.0,
+        resume="must",
+    )
+    with pytest.raises(InvalidArgumentError, match="resume: has no value"):
+        from_config(part)
+    part.resume, part.save_timeout_secs = "must", 30.0
+    assert from_config(part) == expected
+    whole.lock()
+    assert from_config(whole.checkpoint) == expected
+    assert from_config(config_dict.FrozenConfigDict(whole).checkpoint) == expected
+    with whole.unlocked():
+        whole.every = 50
+    assert from_config(whole.checkpoint).keep_period == 100
+    with pytest.raises(InvalidArgumentError, match=r"'keep_periods' \(did you mean keep_period"):
+        from_config(config(keep_periods=3))
+    with pytest.raises(InvalidArgumentError, match="max_to_keep: expected an integer"):
+        from_config(config(max_to_keep=config(n=3)))
+    with pytest.raises(InvalidArgumentError, match="save_on_steps: expected epochs"):
+        from_config(config(save_on_steps=config(n=3)))
+
+
+def test_settings_as_a_mapping_make_a_config(tmp_path: pathlib.Path) -> None:
+    """`dataclasses.asdict` and back, by way of a ConfigDict."""
+    settings = Settings(directory=tmp_path, max_to_keep=3, include=("a",), save_on_steps=(1, 2))
+    assert settings.directory == str(tmp_path)
+    assert from_config(config(**dataclasses.asdict(settings))) == settings
+
+
+def test_help_is_a_line_with_what_is_expected() -> None:
+    """Each says what it is for, ends as a sentence, and holds no line break."""
+    for about in ABOUT.values():
+        assert about.help.endswith(".")
+        assert "\n" not in about.help + about.kind.expected
+    assert fields.Fields.__doc__

@@ -1,0 +1,380 @@
+"""Index arithmetic: which node writes which part of which leaf, against JAX's own maps and by counting elements."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from epochckpt.arrays.plan import ItemPlan, boxes_of_devices, device_cells, plan_item
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, Grid, ItemRecord, Leaf, NodeEntry
+from epochckpt.format.grid import blocks
+from epochckpt.format.parsing import parse_epoch
+from epochckpt.format.records import array_item_json
+from tests.support.processes import run_worker
+
+SHAPES: tuple[tuple[int, ...], ...] = ((), (8,), (16, 8), (8, 24), (0, 8), (8, 16, 8), (8, 1, 8, 2))
+
+
+def specs_of(axes: Sequence[str], rank: int) -> Iterator[PartitionSpec]:
+    """Every PartitionSpec that gives each dimension none, one or several (in any order) of the mesh's axes."""
+    entries: list[Any] = [None, *axes, *itertools.permutations(axes, 2), *itertools.permutations(axes, 3)]
+    for chosen in itertools.product(entries, repeat=min(rank, 3)):
+        flat = [a for e in chosen if e is not None for a in (e if isinstance(e, tuple) else (e,))]
+        if len(set(flat)) == len(flat):
+            yield PartitionSpec(*chosen)
+
+
+def check_against_jax(sharding: Any, shape: tuple[int, ...]) -> None:
+    """Cells and boxes say of every device what `devices_indices_map` says."""
+    expected = {
+        device: tuple(s.indices(d)[:2] for s, d in zip(index, shape, strict=True))
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+    counts, cells = device_cells(sharding, shape)
+    assert cells.keys() == expected.keys()
+    assert boxes_of_devices(sharding, shape) == expected
+    piece = [d // c for d, c in zip(shape, counts, strict=True)]
+    assert tuple(piece) == sharding.shard_shape(shape)
+    leaf = Leaf((), "value", "jax", np.dtype(np.int8), shape, 0)
+    item = ArrayItem("default", (leaf,), (Grid(counts, ((0,),) * math.prod(counts)),))
+    if math.prod(shape):
+        for device, cell in cells.items():
+            assert item.cell_box(0, cell) == expected[device]
+    assert set(cells.values()) == set(range(math.prod(counts)))
+
+
+def arithmetic_job() -> int:
+    """Runs where there are eight devices; returns how many cases were compared."""
+    devices = np.array(jax.devices())
+    assert len(devices) == 8
+    meshes = [
+        Mesh(devices, ("x",)),
+        Mesh(devices[::-1].reshape(2, 4), ("x", "y")),
+        Mesh(devices.reshape(4, 2), ("x", "y")),
+        Mesh(devices[[3, 1, 7, 5]].reshape(2, 2), ("x", "y")),
+        Mesh(devices.reshape(1, 8), ("x", "y")),
+        Mesh(devices[[0, 4, 2, 6, 1, 5, 3, 7]].reshape(2, 2, 2), ("x", "y", "z")),
+    ]
+    cases = 0
+    for mesh, shape in itertools.product(meshes, SHAPES):
+        for spec in specs_of(mesh.axis_names, len(shape)):
+            sharding = NamedSharding(mesh, spec)
+            try:
+                sharding.shard_shape(shape)
+            except ValueError:  # uneven: such arrays cannot be made
+                continue
+            check_against_jax(sharding, shape)
+            cases += 1
+    for shape in SHAPES:
+        check_against_jax(SingleDeviceSharding(devices[5]), shape)
+    return cases
+
+
+def test_cells_and_boxes_are_those_of_jax() -> None:
+    """For many meshes of eight devices and every PartitionSpec, index arithmetic gives JAX's own map."""
+    (cases,) = run_worker("tests.format.test_grid:arithmetic_job", devices_per_process=8)
+    assert cases > 300
+
+
+# -- plans of jobs with many nodes: fake devices, everything else real ---------------------------------------------
+
+
+class FakeDevice:
+    """A device of a process, for sharding arithmetic only."""
+
+    platform, device_kind, client = "cpu", "cpu", None
+
+    def __init__(self, number: int, process: int):
+        self.id, self.process_index = number, process
+
+    def __repr__(self) -> str:
+        return f"FakeDevice({self.id})"
+
+
+@dataclasses.dataclass
+class FakeShard:
+    device: FakeDevice
+
+
+class FakeArray:
+    """What planning looks at in a global `jax.Array`, as one process of the job sees it."""
+
+    __class__ = jax.Array  # type: ignore[assignment]  # isinstance() believes it
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, process: int):
+        self.shape, self.dtype, self.sharding = shape, np.dtype(dtype), sharding
+        self.ndim = len(shape)
+        mine = [d for d in sharding.mesh.devices.flat if d.process_index == process]
+        self.addressable_shards = [FakeShard(d) for d in mine]
+
+    def is_deleted(self) -> bool:
+        return False
+
+
+Spec = tuple[str, tuple[int, ...], Any, Any]  # name, shape, dtype, sharding (None: a NumPy leaf)
+
+
+def fake_mesh(shape: tuple[int, ...], axes: tuple[str, ...], per_process: int) -> Mesh:
+    count = math.prod(shape)
+    devices = np.array([FakeDevice(i, i // per_process) for i in range(count)], dtype=object)
+    return Mesh(devices.reshape(shape), axes)
+
+
+def plan_on(node: int, nodes: int, state: Sequence[Spec], split_bytes: int = 16 * 2**20) -> ItemPlan:
+    pairs = []
+    for name, shape, dtype, sharding in state:
+        value: Any = np.zeros(shape, dtype) if sharding is None else FakeArray(shape, dtype, sharding, node)
+        pairs.append(((("k", name),), value))
+    return plan_item(
+        "default",
+        pairs,
+        node=node,
+        node_of_process={i: i for i in range(nodes)},
+        split_bytes=split_bytes,
+        part_bytes=None,
+    )
+
+
+def small_state(mesh: Mesh) -> list[Spec]:
+    def on(*spec: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return [
+        ("rows", (16, 8), np.float32, on("x")),
+        ("columns", (16, 8), np.float16, on(None, "y")),
+        ("both", (16, 8), np.float32, on("x", "y")),
+        ("folded", (32, 3), np.int8, on(("y", "x"))),
+        ("everywhere", (48, 5), np.float32, on()),
+        ("large", (96, 64), np.float32, on()),
+        ("large_rows", (96, 64), np.float32, on("y")),
+        ("scalar", (), np.int32, on()),
+        ("nothing", (0, 8), np.float32, on(None, "y")),
+        ("host", (7, 3), np.float64, None),
+    ]
+
+
+@pytest.mark.parametrize(("shape", "per_process"), [((4, 2), 2), ((2, 4), 2), ((4, 2), 1), ((2, 2), 4)])
+@pytest.mark.parametrize("split_bytes", [1, 1024, 16 * 2**20])
+def test_owners_cover_every_element_exactly_once(shape: tuple[int, int], per_process: int, split_bytes: int) -> None:
+    """All nodes compute the same item, and their cells together cover each leaf without gap or overlap."""
+    mesh = fake_mesh(shape, ("x", "y"), per_process)
+    nodes = math.prod(shape) // per_process
+    state = small_state(mesh)
+    plans = [plan_on(n, nodes, state, split_bytes) for n in range(nodes)]
+    item = plans[0].item
+    assert all(array_item_json(p.item) == array_item_json(item) for p in plans)
+    covered = [np.zeros(leaf.shape, dtype=np.int64) for leaf in item.leaves]
+    written = [0] * len(item.leaves)
+    for node, plan in enumerate(plans):
+        order = []
+        for leaf, cell, size, take in zip(*(a.tolist() for a in plan.owned), plan.takes, strict=True):
+            info = item.leaves[leaf]
+            assert item.owner(leaf, cell) == node
+            assert take.leaf == leaf
+            box = item.cell_box(leaf, cell)
+            covered[leaf][tuple(slice(a, b) for a, b in box)] += 1
+            written[leaf] += size
+            order.append((-info.dtype.itemsize, leaf, cell))
+            sharding = state[leaf][3]
+            if sharding is not None and math.prod(info.shape):
+                shards = [d for d in mesh.devices.flat if d.process_index == node]
+                index = sharding.devices_indices_map(info.shape)[shards[take.shard]]
+                whole = [s.indices(d)[:2] for s, d in zip(index, info.shape, strict=True)]
+                cut = take.cut or tuple(slice(0, b - a) for a, b in whole)
+                found = tuple((a + s.start, a + s.stop) for (a, _), s in zip(whole, cut, strict=True))
+                assert found == box, f"{info.name}: the cell is taken from another place than it is written for"
+        assert order == sorted(order), "a file is ordered by item size, leaf, cell"
+    for leaf, seen, size in zip(item.leaves, covered, written, strict=True):
+        assert (seen == 1).all(), leaf.name
+        assert size == leaf.nbytes
+
+
+def test_a_cell_belongs_only_to_a_node_that_holds_it() -> None:
+    """Owners are among the holders, and holders are the processes of the devices that JAX gives the part to."""
+    mesh = fake_mesh((4, 2), ("x", "y"), 2)
+    state = small_state(mesh)
+    item = plan_on(0, 4, state, 1024).item
+    for number, (leaf, (_, shape, _, sharding)) in enumerate(zip(item.leaves, state, strict=True)):
+        if sharding is None:
+            assert item.grids[leaf.grid].holders == ((0,),)
+            continue
+        holders = item.grids[leaf.grid].holders
+        owners = item.grids[leaf.grid].owners(leaf.rotation)
+        for cell, held in enumerate(holders):
+            assert owners[cell] == item.owner(number, cell)
+            assert item.owner(number, cell) in held
+            if math.prod(shape) == 0:
+                continue
+            box = item.cell_box(number, cell)
+            expected = set()
+            for device, index in sharding.devices_indices_map(shape).items():
+                outer = [s.indices(d)[:2] for s, d in zip(index, shape, strict=True)]
+                if all(a <= low and high <= b for (a, b), (low, high) in zip(outer, box, strict=True)):
+                    expected.add(device.process_index)
+            assert set(held) == expected
+
+
+def test_the_cells_that_touch_a_box_are_those_that_meet_it() -> None:
+    """Against brute force, for every box of a small leaf."""
+    leaf = Leaf((), "value", "jax", np.dtype(np.int8), (6, 4), 0)
+    item = ArrayItem("default", (leaf,), (Grid((3, 2), ((0,),) * 6),))
+    owner_of = np.zeros((6, 4), dtype=int)
+    for cell in range(6):
+        owner_of[tuple(slice(a, b) for a, b in item.cell_box(0, cell))] = cell
+    for a, b, c, d in itertools.product(range(7), range(7), range(5), range(5)):
+        expected = sorted(set(owner_of[a:b, c:d].ravel().tolist())) if a <= b and c <= d else []
+        assert item.cells_touching(0, ((a, b), (c, d))) == expected
+
+
+def test_blocks_are_runs_of_whole_small_cells_or_pieces_of_one_large() -> None:
+    """Ends ascend, the last is the file's; no block is larger than allowed; a cell is whole or alone in its blocks."""
+    rng = np.random.default_rng(0)
+    fixed = [[], [0], [5], [100], [101], [99, 1, 1], [250, 3, 0, 100, 0], [0, 0, 300]]
+    for sizes in [*fixed, *(rng.choice([0, 1, 7, 50, 99, 100, 101, 230], size=20).tolist() for _ in range(200))]:
+        array = np.array(sizes, dtype=np.int64)
+        ends = blocks(array, 40, 100).tolist()
+        assert ends[0] == 40
+        assert ends[-1] == 40 + sum(sizes)
+        assert ends == sorted(set(ends))
+        lengths = np.diff(ends)
+        assert (lengths <= 100).all()
+        starts = 40 + np.concatenate([[0], np.cumsum(array)])
+        for start, size in zip(starts[:-1].tolist(), sizes, strict=True):
+            inside = [e for e in ends if start < e < start + size]
+            if size < 100:
+                assert inside == [], "a small cell is never cut"
+            else:
+                assert start in ends
+                assert inside == list(range(start + 100, start + size, 100))
+                assert start + size in ends
+        cells = list(zip(starts[:-1].tolist(), sizes, strict=True))
+        for a, b, c in zip(ends, ends[1:], ends[2:], strict=False):
+            if all(size < 100 for start, size in cells if start < c and start + size > a):
+                assert c - a > 100, f"blocks {a}-{b} and {b}-{c} of small cells would have fitted into one"
+
+
+def transformer(mesh: Mesh, layers: int) -> list[Spec]:
+    """Parameters and Adam moments of a decoder, weights sharded over `model` only: replicated over `data`."""
+
+    def on(*spec: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    state: list[Spec] = []
+    for copy in ("params", "mu", "nu"):
+        dtype = ml_dtypes.bfloat16 if copy == "params" else np.float32
+        state.append((f"{copy}/embed", (32000, 1024), dtype, on(None, "model")))
+        for i in range(layers):
+            base = f"{copy}/{i}"
+            state += [
+                (f"{base}/qkv", (1024, 3072), dtype, on(None, "model")),
+                (f"{base}/out", (1024, 1024), dtype, on("model")),
+                (f"{base}/up", (1024, 4096), dtype, on(None, "model")),
+                (f"{base}/down", (4096, 1024), dtype, on("model")),
+                (f"{base}/norm", (1024,), np.float32, on()),
+                (f"{base}/bias", (1024,), np.float32, on()),
+            ]
+    return [*state, ("step", (), np.int32, on())]
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_process", "limit"),
+    [
+        ((16, 4), 4, 1.3),
+        ((4, 4), 4, 1.3),
+        ((8, 2), 1, 1.3),
+        ((32, 1), 1, 1.3),
+        ((24, 1), 1, 1.3),
+        # The cells of one column of `model` meet only every fourth of its holders.
+        ((8, 4), 1, 1.45),
+        ((16, 4), 2, 1.45),
+    ],
+)
+def test_replicated_bytes_spread_evenly_over_their_holders(
+    shape: tuple[int, int], per_process: int, limit: float
+) -> None:
+    """The node with the most to write has at most 1.3 times the mean, for a state replicated over `data`."""
+    mesh = fake_mesh(shape, ("data", "model"), per_process)
+    nodes = math.prod(shape) // per_process
+    item = plan_on(0, nodes, transformer(mesh, 12)).item
+    loads = np.array([item.owned(n)[2].sum() for n in range(nodes)])
+    assert loads.sum() == sum(leaf.nbytes for leaf in item.leaves)
+    assert loads.max() / loads.mean() <= limit, loads.tolist()
+
+
+def test_equal_leaves_share_one_row_of_the_grid_table() -> None:
+    """The table of grids grows with distinct shardings, not with leaves."""
+    mesh = fake_mesh((16, 4), ("data", "model"), 4)
+    few, many = (plan_on(0, 16, transformer(mesh, layers)).item for layers in (2, 24))
+    assert len(few.grids) == len(many.grids) <= 8
+    assert len(few.shardings) == len(many.shardings)
+    assert len(many.meshes) == 1
+
+
+# -- scale ---------------------------------------------------------------------------------------------------------
+
+
+def record_of(nodes: int, leaves: int) -> EpochRecord:
+    """An epoch of many nodes: a few distinct grids, each with a cell or more per node, and replicated leaves."""
+    everyone = tuple(range(nodes))
+    grids = (
+        Grid((nodes,), tuple((n,) for n in everyone)),
+        Grid((1, nodes), tuple((n,) for n in everyone)),
+        Grid((nodes // 4,), tuple(tuple(range(4 * i, 4 * i + 4)) for i in range(nodes // 4))),
+        Grid((), (everyone,)),
+        Grid((8,), (everyone,) * 8),
+    )
+    entries = []
+    for i in range(leaves):
+        path = (("k", "params"), ("k", f"layer_{i // 10}"), ("k", "attention"), ("k", f"kernel_{i % 10}"))
+        name = "/".join(key for _, key in path)
+        shape = (8 * nodes, 8 * nodes)
+        entries.append(Leaf(path, name, "jax", np.dtype(np.float32), shape, i % len(grids), i % 97, 0))
+    sharding = {"mesh": 0, "spec": ["x", None], "memory": None}
+    mesh = {"platform": "tpu", "axes": ["x"], "shape": [4 * nodes], "devices": list(range(4 * nodes))}
+    item = ArrayItem("default", tuple(entries), grids, (sharding,), (mesh,))
+    files = tuple(
+        NodeEntry(f"process_{n}", n, 12345, "0123456789abcdef" * 2, (DataFile("default", 0, 10**9, 8192, 5000),), 1.5)
+        for n in everyone
+    )
+    record = ItemRecord("arrays", "", item, {})
+    return EpochRecord(
+        7, "0123456789abcdef-1", False, "ab" * 16, files, {"default": record}, True, None, {}, 1, 2, {"secs": 1.0}
+    )
+
+
+def test_a_record_of_1000_nodes_and_5000_leaves_is_small() -> None:
+    """`epoch.json` stays under 1.5 MB, and survives its own parser."""
+    record = record_of(1000, 5000)
+    data = record.to_bytes()
+    assert len(data) < 1.5e6
+    again = parse_epoch("7/epoch.json", data)
+    assert again.to_bytes() == data
+    first, second = (r.items["default"].arrays for r in (record, again))
+    assert first is not None
+    assert second is not None
+    assert first.leaves == second.leaves
+    assert first.grids == second.grids
+
+
+def test_a_record_does_not_grow_with_leaves_times_nodes() -> None:
+    """Its size is a sum of a part that grows with nodes and a part that grows with leaves."""
+    size = {(n, k): len(record_of(n, k).to_bytes()) for n in (100, 1000) for k in (500, 5000)}
+    by_leaves = size[100, 5000] - size[100, 500]
+    assert size[1000, 5000] - size[1000, 500] == pytest.approx(by_leaves, rel=0.05)
+
+
+def test_what_a_node_owns_is_found_without_walking_all_cells_in_python() -> None:
+    """The cells of one of 1000 nodes: each appears once, and all nodes together own every cell."""
+    item = record_of(1000, 50).items["default"].arrays
+    assert item is not None
+    total = sum(len(item.owned(n)[0]) for n in range(1000))
+    assert total == sum(len(item.grids[leaf.grid].holders) for leaf in item.leaves)

@@ -1,0 +1,517 @@
+"""What nobody looks at is removed, and nothing else: not what a live job may need, not an epoch, not behind a link."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.commit.protocol import Rollback
+from epochckpt.commit.rename import RenameCommits
+from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
+from epochckpt.inspection import gc, leftovers, scan
+from epochckpt.inspection.rows import RemainRow
+from epochckpt.storage import PosixStore, Store, open_store
+from epochckpt.storage.object_store import KvStore
+from tests.faults.test_kill import KilledJob
+
+Save = ocp.args.StandardSave
+TMP = ".orbax-checkpoint-tmp"
+
+
+def next_week() -> float:
+    """A clock: nothing that is there now was written to for a week."""
+    return time.time() + 7 * gc.DAY_SECS
+
+
+def paths(rows: Any) -> list[str]:
+    return [row.path for row in rows]
+
+
+def below(directory: pathlib.Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*")}
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Two epochs, the second of them replaced by another after it was damaged; one rolled back, one deleted."""
+    directory = tmp_path / "run"
+    options = ocp.CheckpointManagerOptions(todelete_subdir="trash")
+    with ec.CheckpointManager(directory, options=options) as manager:
+        for epoch in range(1, 5):
+            manager.save(epoch, args=Save({"x": np.arange(4) + epoch}))
+        manager.wait_until_finished()
+        manager.delete(1)
+        manager.rollback_to(3)
+    os.truncate(directory / "3" / "process_0" / "default.safetensors", 5)
+    with ec.CheckpointManager(directory) as manager:
+        manager.save(3, args=Save({"x": np.arange(4) + 3}))
+    return directory
+
+
+def leave(directory: pathlib.Path) -> dict[str, pathlib.Path]:
+    """What killed runs leave: attempts of ours, of single nodes, of stock Orbax, and removals that were cut off."""
+    home = directory / f"incarnation-{'ab' * 8}{TMP}"
+    found = {
+        "attempt": home / "9-2",
+        "deleted": home / f"removed-{'cd' * 8}-1",
+        "discarded": home / f"removed-{'ab' * 8}",
+        "swept": home / f"incarnation-{'ef' * 8}{TMP}",
+        "node": directory / f"node-n1-{'ab' * 8}{TMP}" / "4-1",
+        "orbax": directory / f"7{TMP}-1234",
+        "upload": directory / f"upload-{'ab' * 8}{TMP}",
+        "gc": directory / f"gc-{'ab' * 8}{TMP}",
+    }
+    for path in found.values():
+        (path / "process_0").mkdir(parents=True)
+        (path / "process_0" / "default.safetensors").write_bytes(bytes(1000))
+    return found
+
+
+def test_what_is_dead_goes_and_nothing_else(run: pathlib.Path) -> None:
+    """Attempts and what is out of sight; epochs stay, those that were set aside too, and so does a run's own folder."""
+    before = below(run)
+    left = leave(run)
+    found = gc.find(run, clock=next_week)
+    assert paths(found.rows) == sorted(path.relative_to(run).as_posix() for path in left.values())
+    assert (found.nbytes, found.directory) == (8000, str(run))
+    assert {row.kind for row in found.rows} == {"attempt", "deleted", "orbax attempt"}
+    kept = {row.kind: row for row in found.others}
+    assert kept.keys() == {"rolled back", "set aside"}
+    assert all("only when asked for" in found.kept[row.path] for row in found.others)
+    assert all(path.exists() for path in left.values()), "finding removes nothing"
+    seen: list[RemainRow] = []
+    removed = gc.remove(run, clock=next_week, progress=seen.append)
+    assert paths(removed.rows) == paths(seen) == paths(found.rows)
+    homes = {f"incarnation-{'ab' * 8}{TMP}", f"node-n1-{'ab' * 8}{TMP}"}
+    assert below(run) == before | homes, "a run may be alive, and idle: its folder stays"
+    with ec.CheckpointManager(run) as manager:
+        assert manager.all_steps() == [2, 3]
+
+
+def test_what_was_written_to_lately_stays(run: pathlib.Path) -> None:
+    """By the time of the last write, or of the last move: an old epoch that is being deleted was moved just now."""
+    left = leave(run)
+    before = below(run)
+    found = gc.remove(run)
+    assert found.rows == ()
+    assert found.kept.keys() >= {path.relative_to(run).as_posix() for path in left.values()}
+    assert all("was written to it" in found.kept[path.relative_to(run).as_posix()] for path in left.values())
+    old = left["attempt"]
+    for path in (*old.rglob("*"), old):
+        os.utime(path, (1.0, 1.0))
+    os.rename(old, old.with_name(f"removed-{'12' * 8}-9"))
+    assert gc.find(run).rows == ()
+    assert len(below(run)) == len(before)
+
+
+def test_epochs_that_were_set_aside_go_when_asked_for(run: pathlib.Path) -> None:
+    """Rolled back, damaged and replaced, and those in the folder that todelete_subdir names, if it is named."""
+    found = gc.find(run, epochs_too=True, clock=next_week)
+    assert [(row.kind, row.epochs) for row in found.rows] == [("set aside", (3,)), ("rolled back", (4,))]
+    options = ocp.CheckpointManagerOptions(todelete_subdir="trash")
+    removed = gc.remove(run, epochs_too=True, clock=next_week, options=options)
+    assert sorted(row.epochs for row in removed.rows) == [(1,), (3,), (4,)]
+    assert {path.name for path in run.iterdir()} == {"2", "3"}
+
+
+def test_folders_that_are_only_called_alike_are_somebody_elses(run: pathlib.Path) -> None:
+    """Ours carry an id of 16 hexadecimal digits."""
+    for name in ("damaged-plots", "rolled-back-notes", "damaged-2024", f"damaged-{'AB' * 8}"):
+        (run / name).mkdir()
+        (run / name / "file").write_text("mine")
+    found = gc.remove(run, epochs_too=True, clock=next_week)
+    assert [row.epochs for row in found.rows] == [(3,), (4,)]
+    assert all((run / name / "file").exists() for name in ("damaged-plots", "rolled-back-notes", "damaged-2024"))
+
+
+def test_a_rollback_under_way_keeps_what_it_moved(run: pathlib.Path) -> None:
+    (folder,) = run.glob("rolled-back-*")
+    token = folder.name.removeprefix("rolled-back-")
+    for record in (Rollback(2, (3, 4), token).to_bytes(), b"not usable", None):
+        if record is None:
+            (run / "rollback.json").unlink()
+            (run / "rollback.json").mkdir()
+        else:
+            (run / "rollback.json").write_bytes(record)
+        found = gc.remove(run, epochs_too=True, clock=next_week)
+        assert found.kept[folder.name] == "a rollback is under way"
+        assert (folder / "4" / "epoch.json").exists()
+        found_dirs = {path.name for path in run.iterdir()}
+        assert {"2", "3"} <= found_dirs
+
+
+def test_an_epoch_on_the_move_stays(run: pathlib.Path) -> None:
+    """A run was killed between moving an epoch away and its successor in: the next run puts it back, gc leaves it."""
+    home = run / f"incarnation-{'ab' * 8}{TMP}"
+    older, oldest = f"incarnation-{'cd' * 8}{TMP}", f"incarnation-{'ef' * 8}{TMP}"
+    moving = f"moving-{'12' * 8}"
+    for away in (home / older / f"{moving}-trash%2F9", home / oldest / older / f"{moving}-damaged-{'34' * 8}%2F8"):
+        away.mkdir(parents=True)
+    os.rename(run / "3", home / f"{moving}-3")
+    found = gc.remove(run, epochs_too=True, clock=next_week)
+    assert not any(path.startswith(home.name) for path in paths(found.rows))
+    assert sum(path.startswith(home.name) for path in found.kept) == 3
+    with ec.CheckpointManager(run) as manager:
+        manager.claim()
+        assert manager.all_steps() == [2, 3]
+
+
+def test_links_are_not_followed(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Neither one in the place of a staging folder nor one in what is removed; what is unknown stays."""
+    precious = tmp_path / "precious"
+    (precious / "9-1").mkdir(parents=True)
+    (precious / "9-1" / "file").write_text("mine")
+    (run / f"incarnation-{'12' * 8}{TMP}").symlink_to(precious)
+    (run / f"8{TMP}-1").symlink_to(precious)
+    attempt = run / f"incarnation-{'ab' * 8}{TMP}" / "9-2"
+    attempt.mkdir(parents=True)
+    (attempt / "link").symlink_to(precious)
+    (attempt.parent / "my-notes").mkdir()
+    (run / "17").mkdir()
+    (run / "17" / "file").write_text("mine")
+    removed = gc.remove(run, epochs_too=True, clock=next_week)
+    assert attempt.relative_to(run).as_posix() in paths(removed.rows)
+    assert not attempt.exists()
+    assert (precious / "9-1" / "file").read_text() == "mine"
+    assert (attempt.parent / "my-notes").exists()
+    assert (run / "17" / "file").read_text() == "mine"
+
+
+def test_what_is_written_to_while_it_is_removed_goes_back(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of sight it is looked at once more; it is there again, whole, and the reason is told."""
+    left = leave(run)
+    rename = PosixStore.rename
+
+    def race(self: PosixStore, src: str, dst: str, **kwargs: Any) -> None:
+        if src.endswith("/9-2"):
+            (run / src / "process_0" / "node.json").write_text("{}")
+        rename(self, src, dst, **kwargs)
+
+    monkeypatch.setattr(PosixStore, "rename", race)
+    found = gc.remove(run, clock=next_week)
+    path = left["attempt"].relative_to(run).as_posix()
+    assert found.kept[path] == "something was written to it just now"
+    assert below(left["attempt"]) == {"process_0", "process_0/default.safetensors", "process_0/node.json"}
+    assert len(found.rows) == len(left) - 1
+    assert not list(run.glob("gc-*"))
+
+
+def test_only_the_rows_that_are_given_go_as_far_as_they_still_may(run: pathlib.Path) -> None:
+    """Rows of an earlier look: what was removed since is no error, what may not go any more stays."""
+    left = leave(run)
+    rows = gc.find(run, clock=next_week).rows
+    chosen = [row for row in rows if row.kind == "attempt"]
+    assert len(chosen) == 3
+    shutil.rmtree(left["upload"])
+    epoch = dataclasses.replace(chosen[0], path="3")
+    removed = gc.remove(run, [*chosen, epoch], clock=next_week)
+    assert paths(removed.rows) == [row.path for row in chosen if "upload" not in row.path]
+    assert left["orbax"].exists()
+    assert (run / "3" / "epoch.json").exists()
+    assert gc.remove(run, rows).rows == (), "by the true clock they are young"
+
+
+@pytest.mark.parametrize("secs", [0, -1, 600.0, float("nan"), float("inf"), True, "86400"])
+def test_an_age_that_a_save_may_reach_is_refused(run: pathlib.Path, secs: Any) -> None:
+    """A job that is saving may be silent for its save timeout."""
+    for call in (gc.find, gc.remove):
+        with pytest.raises(InvalidArgumentError, match="save_timeout_secs"):
+            call(run, older_than_secs=secs)
+    with pytest.raises(InvalidArgumentError, match="7200"):
+        gc.find(run, older_than_secs=3600.0, storage=ec.StorageOptions(save_timeout_secs=7200.0))
+
+
+def test_a_clock_that_is_ahead_of_the_storage_makes_nothing_old(
+    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts for a removal is the clock of the storage, which dates a folder that is made there now."""
+    leave(run)
+    now = time.time
+    monkeypatch.setattr(gc.time, "time", lambda: now() + 7 * gc.DAY_SECS)
+    assert gc.remove(run, clock=gc.time.time).rows == ()
+
+
+def test_a_directory_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(NotACheckpointDirectoryError, match="is empty"):
+        gc.remove(tmp_path)
+
+
+# -- real jobs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "count"), [("write", 25), ("delete", 3)])
+def test_what_a_killed_job_left_is_removed(tmp_path: pathlib.Path, kind: str, count: int) -> None:
+    """SIGKILL within a save, or within a delete: once it is old all of it goes; the next run loses nothing."""
+    job = KilledJob(tmp_path)
+    job.kill({"processes": 1, "kind": kind, "count": count, "how": "after", "victim": 0, "delay_ms": 0})
+    (home,) = job.directory.glob("incarnation-*")
+    assert list(home.iterdir()), "it was killed in the middle"
+    committed = [row for row in scan.look(job.directory).epochs if row.state == "committed"]
+    assert gc.remove(job.directory).rows == (), "it was alive just now"
+    removed = gc.remove(job.directory, clock=next_week)
+    assert removed.rows
+    assert [path.name for path in home.iterdir()] == ["owner.json"]
+    assert [row for row in scan.look(job.directory).epochs if row.state == "committed"] == committed
+    assert job.run(processes=1, epochs=4) == [0]
+    assert job.violations() == []
+
+
+def aged(monkeypatch: pytest.MonkeyPatch, is_old: Callable[[str], bool]) -> None:
+    """Lets what was left by a dead job look a week old: the time of the last change of an inode cannot be set."""
+    extent = leftovers.extent
+
+    def older(store: Store, path: str) -> leftovers.Extent | None:
+        found = extent(store, path)
+        if found is not None and is_old(path):
+            found.newest_ns, found.moved_ns = 1, 1
+        return found
+
+    monkeypatch.setattr(leftovers, "extent", older)
+
+
+def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gc over and over beside saves, replacements and deletions: what is dead goes, every save commits."""
+    directory = tmp_path / "run"
+    dead = re.compile(r"[/-]\d+-77\d+\Z")
+    aged(monkeypatch, lambda path: dead.search(path) is not None)
+    failures: list[BaseException] = []
+    removed: list[str] = []
+    done = threading.Event()
+
+    def collect() -> None:
+        try:
+            while not done.is_set():
+                removed.extend(paths(gc.remove(directory, epochs_too=True).rows))
+        except BaseException as error:
+            failures.append(error)
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=3)
+    with ec.CheckpointManager(directory, options=options, node=["a", "b"]) as manager:
+        manager.save(0, args=Save({"x": np.zeros(1)}))
+        manager.wait_until_finished()
+        thread = threading.Thread(target=collect)
+        thread.start()
+        (home,) = directory.glob("incarnation-*")
+        try:
+            for epoch in range(1, 30):
+                if epoch % 5 == 0:
+                    copy = shutil.copytree(directory / str(epoch - 1), tmp_path / f"copy{epoch}", symlinks=True)
+                    os.rename(copy, home / f"{epoch}-77{epoch}")
+                if epoch % 15 == 0:
+                    manager.let_replace(epoch - 1)
+                    manager.save(epoch - 1, args=Save({"x": np.arange(2000) + epoch - 1}))
+                manager.save(epoch, args=Save({"x": np.arange(2000) + epoch}))
+                manager.wait_until_finished()
+            manager.rollback_to(28)
+        finally:
+            done.set()
+            thread.join(60)
+        assert failures == []
+        assert manager.all_steps() == [27, 28]
+        for epoch in (27, 28):
+            assert manager.verify(epoch).ok
+            np.testing.assert_array_equal(manager.restore(epoch)["x"], np.arange(2000) + epoch)
+    assert removed
+    assert all(dead.search(path) for path in removed)
+    gc.remove(directory)
+    assert not any(dead.search(path) for path in below(directory))
+
+
+# -- object stores ---------------------------------------------------------------------------------------------------
+
+
+def left_in(directory: str, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed when all nodes have written."""
+    manager = ec.CheckpointManager(directory, node=["a", "b"])
+    with monkeypatch.context() as patch:
+
+        def die(*_: Any) -> None:
+            raise OSError("killed")
+
+        patch.setattr(PutCommits, "publish", die)
+        patch.setattr(PutCommits, "discard", lambda *_: None)
+        manager.save(epoch, args=Save({"x": np.arange(4) + epoch}))
+        with pytest.raises(ec.errors.SaveError):
+            manager.wait_until_finished()
+    manager.close()
+
+
+def test_on_an_object_store_what_earlier_runs_left_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the newest run wrote, which may be alive, nor the data of an epoch that was rolled back or replaced,
+    unless that is asked for."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    monkeypatch.setattr(PutCommits, "sweep", lambda *_: None)  # what an open would remove by itself
+    with ec.CheckpointManager(directory, node=["a", "b"]) as manager:
+        for epoch in (1, 2, 3):
+            manager.save(epoch, args=Save({"x": np.arange(4) + epoch}))
+        manager.wait_until_finished()
+        manager.rollback_to(2)
+    left_in(directory, 5, monkeypatch)
+    left_in(directory, 6, monkeypatch)
+    monkeypatch.undo()
+    store = open_store(directory)
+    store.create("2/a/00ab00ab00ab00ab-1/node.json", b"{}")  # an upload has begun: its ids are another run's
+    found = gc.find(directory)
+    assert {row.path.rpartition("/")[0] for row in found.rows} == {"5/a", "5/b"}
+    assert all(row.age_secs is None for row in found.rows)
+    assert {path.rpartition("/")[0] for path in found.kept} == {"6/a", "6/b", "2/a", ""}
+    removed = gc.remove(directory)
+    assert paths(removed.rows) == paths(found.rows)
+    assert not store.exists("5")
+    assert all(store.exists(path) for path in ("3/a", "6/a", "2/a/00ab00ab00ab00ab-1"))
+    removed = gc.remove(directory, epochs_too=True)
+    assert [row.epochs for row in removed.rows] == [(3,)]
+    assert not store.exists("3")
+    with ec.CheckpointManager(directory, node=["a", "b"]) as manager:
+        assert manager.all_steps() == [1, 2]
+        for epoch in (1, 2):
+            np.testing.assert_array_equal(manager.restore(epoch)["x"], np.arange(4) + epoch)
+
+
+def test_epochs_in_a_todelete_folder_of_an_object_store_keep_their_data() -> None:
+    """Only their record is there; a later run that sweeps, and gc, leave the objects that it names."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    options = ocp.CheckpointManagerOptions(todelete_subdir="trash")
+    for _ in range(2):
+        with ec.CheckpointManager(directory, options=options) as manager:
+            manager.claim()  # and sweeps
+            if not manager.all_steps():
+                manager.save(1, args=Save({"x": np.arange(4)}))
+                manager.save(2, args=Save({"x": np.arange(4)}))
+                manager.wait_until_finished()
+                manager.delete(1)
+    gc.remove(directory)
+    store = open_store(directory)
+    assert store.exists("trash/1/epoch.json")
+    (attempt,) = [entry.name for entry in store.list("1/process_0")]
+    assert store.exists(f"1/process_0/{attempt}/default.safetensors")
+    removed = gc.remove(directory, options=options, epochs_too=True)
+    assert paths(removed.rows) == ["trash"]
+    assert not store.exists("1")
+    assert not store.exists("trash")
+
+
+def test_the_names_are_those_that_commits_give(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that fails and whose remains cannot be removed, and a deletion that is cut off: both are found."""
+    monkeypatch.setattr(PosixStore, "remove_tree", lambda *_: None)
+    publish = RenameCommits.publish
+
+    def fail(self: RenameCommits, epoch: int, *args: Any) -> Any:
+        if epoch == 3:
+            raise OSError("no")
+        return publish(self, epoch, *args)
+
+    monkeypatch.setattr(RenameCommits, "publish", fail)
+    manager = ec.CheckpointManager(tmp_path / "run")
+    for epoch in (1, 2):
+        manager.save(epoch, args=Save({"x": np.zeros(1)}))
+    manager.wait_until_finished()
+    manager.delete(1)
+    manager.save(3, args=Save({"x": np.zeros(1)}))
+    with pytest.raises(ec.errors.SaveError):
+        manager.wait_until_finished()
+    monkeypatch.undo()
+    details = {row.detail.partition(",")[0]: row for row in gc.find(tmp_path / "run", clock=next_week).rows}
+    assert details.keys() == {"a deleted or replaced epoch", "a failed save"}
+    assert details["a deleted or replaced epoch"].epochs == (1,)
+    assert len(gc.remove(tmp_path / "run", clock=next_week).rows) == 2
+    manager.save(4, args=Save({"x": np.zeros(1)}))
+    manager.close()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"2", "4"}
+
+
+@pytest.mark.parametrize("kind", ["fails for a moment", "is damaged"])
+def test_on_an_object_store_data_stays_whose_record_cannot_be_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record of an epoch that was rolled back says what its data is: without it nobody knows, so nothing goes."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save({"x": np.arange(4)}))
+        manager.wait_until_finished()
+        manager.rollback_to(1)
+    store = open_store(directory)
+    (aside,) = [e.name for e in store.list("") if e.name.startswith("rolled-back-")]
+    read = KvStore.read
+
+    def fail(self: KvStore, path: str, **kwargs: Any) -> bytes:
+        if path == f"{aside}/2/epoch.json":
+            raise OSError(110, "Connection timed out")
+        return read(self, path, **kwargs)
+
+    if kind == "is damaged":
+        store.remove(f"{aside}/2/epoch.json")
+        store.create(f"{aside}/2/epoch.json", b"{")
+    else:
+        monkeypatch.setattr(KvStore, "read", fail)
+    swept: list[str] = []
+    monkeypatch.setattr(PutCommits, "sweep", lambda self, path: swept.append(path))
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.all_steps() == [1]
+    assert not [path for path in swept if path.startswith("2/")]
+    assert gc.find(directory).rows == ()
+
+
+def test_on_an_object_store_the_record_that_moves_meanwhile_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback between the looks: it copies a record before it takes it away, and is looked for in that order."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save({"x": np.arange(4)}))
+        manager.wait_until_finished()
+        exists = KvStore.exists
+        done: list[int] = []
+
+        def rolled_back_meanwhile(self: KvStore, path: str) -> bool:
+            if path.startswith("1/") and not done:
+                done.append(1)
+                manager.rollback_to(1)
+            return exists(self, path)
+
+        commits = scan.open_commits(directory)
+        assert isinstance(commits, PutCommits)
+        monkeypatch.setattr(KvStore, "exists", rolled_back_meanwhile)
+        assert list(commits.unrecorded()) == []
+        assert done
+
+
+def test_names_that_no_path_can_have_are_passed_over() -> None:
+    """Whoever else writes to a bucket: it is opened, looked at and cleared up all the same."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    with ec.CheckpointManager(directory) as manager:
+        manager.save(1, args=Save({"x": np.arange(4)}))
+    store = open_store(directory)
+    assert isinstance(store, KvStore)
+    for key in ("../x/y", "./x", "1/../x", "trash//x", "notes/7"):
+        store._kv.write(key, b"x").result()
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.all_steps() == [1]
+    assert [row.epoch for row in scan.look(directory).epochs] == [1]
+    assert gc.find(directory).rows == ()
+
+
+def test_an_epoch_is_not_deleted_where_its_place_in_the_todelete_folder_is_taken() -> None:
+    """On an object store as on a file system: nothing names its data any more if its record cannot be kept."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    with ec.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(todelete_subdir="trash")) as manager:
+        for start in (0, 100):
+            manager.save(1, args=Save({"x": np.arange(4) + start}), force=True)
+            manager.wait_until_finished()
+            if not start:
+                manager.delete(1)
+        with pytest.raises(ec.errors.EpochExistsError, match="trash/1 exists already"):
+            manager.delete(1)
+        np.testing.assert_array_equal(manager.restore(1)["x"], np.arange(4) + 100)

@@ -1,0 +1,1177 @@
+"""`CheckpointManager` in one process: every promise on POSIX folders and on a store without rename."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import inspect
+import logging
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
+
+import epochckpt as ec
+from epochckpt._threads import Deadline
+from epochckpt.commit import memory, saver
+from epochckpt.errors import (
+    DamagedError,
+    EpochExistsError,
+    EpochNotFoundError,
+    ErrorGroup,
+    InvalidArgumentError,
+    LateNodesError,
+    NotACheckpointDirectoryError,
+    SaveError,
+    UncertainError,
+    UnfinishedError,
+    UnsupportedError,
+)
+from tests.support.managers import traced_memory
+
+WAIT_SECS = 30.0
+MOMENT_SECS = 0.2  # how long something that must not happen is waited for
+Options = ocp.CheckpointManagerOptions
+
+
+@pytest.fixture
+def m(directory: str) -> Iterator[ec.CheckpointManager]:
+    """An open manager. The test says itself what it expects of `close`."""
+    manager = ec.CheckpointManager(directory)
+    yield manager
+    try:
+        manager.close()
+    except SaveError as error:
+        pytest.fail(f"a failure nobody asked about: {error}")
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"w": jnp.full((4, 2), value), "b": np.full(3, value), "n": 1}
+
+
+def save(m: ec.CheckpointManager, step: int, value: float | None = None, **kwargs: Any) -> bool:
+    return m.save(step, args=ocp.args.StandardSave(state(float(step) if value is None else value)), **kwargs)
+
+
+def save_all(m: ec.CheckpointManager, steps: Any, **kwargs: Any) -> None:
+    for step in steps:
+        assert save(m, step, **kwargs)
+        m.wait_until_finished()
+
+
+def read_only(directory: str) -> ec.CheckpointManager:
+    return ec.CheckpointManager(directory, options=Options(read_only=True))
+
+
+def store_of(m: ec.CheckpointManager) -> Any:
+    """The store of a manager, to break it on purpose."""
+    return m._store
+
+
+class Tap:
+    """Sees calls of one method of a manager's store before they happen.
+
+    Args:
+        m: the manager.
+        method: its store's method.
+        match: which paths (first arguments) concern us.
+        action: what happens then, instead of blocking until `let_go`.
+    """
+
+    def __init__(
+        self,
+        m: ec.CheckpointManager,
+        method: str,
+        match: Callable[[str], bool],
+        action: Callable[[], None] | None = None,
+    ):
+        self.reached, self.go, self._match, self._action = threading.Event(), threading.Event(), match, action
+        self._store, self._method, self._original = store_of(m), method, getattr(store_of(m), method)
+        setattr(self._store, method, self._call)
+
+    def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        if self._match(path):
+            self.reached.set()
+            if self._action is not None:
+                self._action()
+            else:
+                assert self.go.wait(WAIT_SECS)
+        return self._original(path, *args, **kwargs)
+
+    def remove(self) -> None:
+        setattr(self._store, self._method, self._original)
+
+    def let_go(self) -> None:
+        self.remove()
+        self.go.set()
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def hold_commits(m: ec.CheckpointManager) -> Tap:
+    return Tap(m, "create", lambda path: path.endswith("epoch.json"))
+
+
+def hold_writes(m: ec.CheckpointManager) -> Tap:
+    return Tap(m, "open_writer", is_data)
+
+
+def fail_writes(m: ec.CheckpointManager) -> Tap:
+    return Tap(m, "open_writer", is_data, no_space)
+
+
+def is_data(path: str) -> bool:
+    return path.endswith(".safetensors")
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Event, list[Any]]:
+    """Runs a call beside the test; the event is set when it has returned."""
+    done, out = threading.Event(), []
+
+    def job() -> None:
+        try:
+            out.append(call())
+        finally:
+            done.set()
+
+    threading.Thread(target=job, daemon=True).start()
+    return done, out
+
+
+# -- Orbax's interface ---------------------------------------------------------------------------------------------
+
+
+def test_it_is_an_orbax_manager_with_all_its_members() -> None:
+    """Every member of the abstract class exists, is concrete, and takes what Orbax's own manager takes."""
+    base = ocp.AbstractCheckpointManager
+    assert base in ec.CheckpointManager.__mro__
+    assert not getattr(ec.CheckpointManager, "__abstractmethods__", None)
+    members = [n for n in dir(base) if not n.startswith("_")]
+    assert {"save", "restore", "all_steps", "directory"} <= set(members)
+    for name in members:
+        theirs, ours = getattr(ocp.CheckpointManager, name), getattr(ec.CheckpointManager, name)
+        assert isinstance(theirs, property) == isinstance(ours, property), name
+        if not isinstance(theirs, property):
+            check_signature(name, theirs, ours)
+
+
+@pytest.mark.parametrize("name", ["__init__", "save", "restore"])
+def test_the_parameters_are_those_of_orbax_in_its_order(name: str) -> None:
+    """What is positional in Orbax's own manager is so here, with the same name, place and default."""
+    check_signature(name, getattr(ocp.CheckpointManager, name), getattr(ec.CheckpointManager, name))
+
+
+def check_signature(name: str, theirs: Any, ours: Any) -> None:
+    expected = list(inspect.signature(theirs).parameters.values())
+    found = list(inspect.signature(ours).parameters.values())
+    assert [p.name for p in found[: len(expected)]] == [p.name for p in expected], name
+    for a, b in zip(found, expected, strict=False):
+        assert a.kind == b.kind, (name, a)
+        assert a.default == b.default or b.default is inspect.Parameter.empty, (name, a)
+    assert all(p.default is not inspect.Parameter.empty for p in found[len(expected) :]), name
+
+
+def test_legacy_arguments_are_refused_by_name(directory: str, m: ec.CheckpointManager) -> None:
+    """Orbax's legacy forms, where no handler says what they mean, say what to use instead; nothing is begun."""
+    with pytest.raises(InvalidArgumentError, match="checkpointers"):
+        ec.CheckpointManager(directory, ocp.PyTreeCheckpointHandler())
+    with pytest.raises(UnsupportedError, match="args="):
+        m.save(0, state())
+    with pytest.raises(InvalidArgumentError, match="args="):
+        m.save(0)
+    with pytest.raises(InvalidArgumentError, match="by name"):
+        m.save(0, ocp.args.StandardSave(state()))
+    for step in (-1, 1.5, "1", None, True):
+        with pytest.raises(InvalidArgumentError, match="epoch"):
+            save(m, step, 0.0)  # type: ignore[arg-type]
+    assert save(m, np.int64(0))  # type: ignore[arg-type]
+    m.wait_until_finished()
+    assert m.all_steps() == [0]
+
+
+# -- saving and restoring ------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_restored_by_any_manager(directory: str, m: ec.CheckpointManager) -> None:
+    """By the one that saved, by one opened later, by a read-only one, and through `directory=`."""
+    assert m.all_steps() == []
+    assert m.latest_step() is None
+    assert m.best_step() is None
+    save_all(m, [0, 5])
+    assert m.all_steps() == [0, 5]
+    assert m.latest_step() == m.best_step() == 5
+    with read_only(directory) as other:
+        assert other.all_steps() == [0, 5]
+        for manager in (m, other):
+            for step in (0, 5):
+                got = manager.restore(step, args=ocp.args.StandardRestore(state()))
+                assert (got["w"] == step).all()
+                assert (got["b"] == step).all()
+            assert (manager.restore(None)["w"] == 5).all()
+    with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}/") as empty:
+        assert (empty.restore(0, directory=directory)["w"] == 0).all()
+        assert (empty.restore(None, directory=directory)["w"] == 5).all()
+
+
+def test_a_save_in_flight_is_not_an_epoch(directory: str, m: ec.CheckpointManager) -> None:
+    """Until its record is there, nobody sees it: not this manager, not another; then everybody does."""
+    save_all(m, [0])
+    tap = hold_commits(m)
+    assert save(m, 1)
+    assert tap.reached.wait(WAIT_SECS)
+    assert m.is_saving_in_progress()
+    assert m.latest_step() == 0
+    assert m.status(1).state == "saving"
+    assert m.all_steps() == [0]
+    assert read_only(directory).all_steps() == [0]
+    with pytest.raises(EpochNotFoundError):
+        read_only(directory).restore(1)
+    tap.let_go()
+    assert m.restore(1)  # waits for it
+    assert not m.is_saving_in_progress()
+    assert m.all_steps() == read_only(directory).all_steps() == [0, 1]
+
+
+def test_latest_is_the_greatest_number_not_the_last_saved(m: ec.CheckpointManager) -> None:
+    """A forced save of an older epoch does not become the latest."""
+    save_all(m, [5])
+    assert not save(m, 3)
+    assert save(m, 3, force=True)
+    m.wait_until_finished()
+    assert m.all_steps() == [3, 5]
+    assert m.latest_step() == 5
+
+
+def test_an_existing_epoch_is_not_saved_again(m: ec.CheckpointManager) -> None:
+    """Without force: False. With force: an error that is Orbax's too. Also while it is still in flight."""
+    tap = hold_commits(m)
+    assert save(m, 0)
+    with pytest.raises(EpochExistsError):
+        save(m, 0, force=True)
+    tap.let_go()
+    m.wait_until_finished()
+    assert not save(m, 0, 9.0)
+    with pytest.raises(StepAlreadyExistsError) as caught:
+        save(m, 0, 9.0, force=True)
+    assert isinstance(caught.value, EpochExistsError)
+    assert (m.restore(0)["w"] == 0).all()
+
+
+def test_a_missing_epoch_lists_those_that_exist(directory: str, m: ec.CheckpointManager) -> None:
+    """An explicit epoch never falls back; the message says what there is."""
+    with pytest.raises(EpochNotFoundError, match="no committed epoch"):
+        m.restore(None)
+    save_all(m, [2, 4])
+    for call in (m.restore, m.metrics, m.metadata, m.item_metadata, m.nodes, m.delete, m.rollback_to, m.verify):
+        with pytest.raises(EpochNotFoundError, match=r"no epoch 3; committed: 2, 4") as caught:
+            call(3)
+        assert caught.value.available == [2, 4]
+        assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_damaged_newest_epoch_falls_back_only_if_none_was_named(m: ec.CheckpointManager) -> None:
+    """`restore(None)` takes the older one and `latest_step` follows; `restore(1)` raises."""
+    save_all(m, [0, 1])
+    damage(m, 1)
+    with pytest.raises(DamagedError, match=r"default\.safetensors"):
+        m.restore(1)
+    assert (m.restore(None)["w"] == 0).all()
+    assert m.latest_step() == 0
+    assert save(m, 1, 7.0)
+    m.wait_until_finished()
+    assert (m.restore(None)["w"] == 7).all()
+
+
+def damage(m: ec.CheckpointManager, epoch: int) -> str:
+    """Flips a bit of an epoch's data; returns the file's path."""
+    store = store_of(m)
+    path = f"{m.node_path('process_0', epoch).relative_to(m.directory)}/default.safetensors"
+    with store.open_reader(path) as reader:
+        data = bytearray(reader.size)
+        reader.read_into(0, memoryview(data))
+    data[-5] ^= 1
+    store.remove(path)
+    store.create(path, bytes(data))
+    return path
+
+
+def test_metrics_and_metadata(directory: str, m: ec.CheckpointManager) -> None:
+    """JSON kept with an epoch, NaN and NumPy scalars included; in Orbax's StepMetadata too."""
+    metrics = {"loss": np.float32(0.5), "bad": math.nan, "list": [1, None, "x", -math.inf], "n": jnp.int32(3)}
+    save(m, 0, metrics=metrics, custom_metadata={"commit": "abc", "deep": {"a": [1.5]}})
+    save(m, 1)
+    m.wait_until_finished()
+    for manager in (m, read_only(directory)):
+        got = manager.metrics(0)
+        assert got["loss"] == 0.5
+        assert math.isnan(got["bad"])
+        assert got["list"] == [1, None, "x", -math.inf]
+        assert got["n"] == 3
+        assert manager.metrics(1) is None
+        found = manager.metadata(0)
+        assert isinstance(found, ocp.metadata.StepMetadata)
+        assert found.custom_metadata == {"commit": "abc", "deep": {"a": [1.5]}}
+        assert found.metrics["loss"] == 0.5
+        assert found.init_timestamp_nsecs <= found.commit_timestamp_nsecs
+    with pytest.raises(InvalidArgumentError, match="metrics"):
+        save(m, 2, metrics={"x": object()})
+    with pytest.raises(InvalidArgumentError, match="custom_metadata"):
+        save(m, 2, custom_metadata={"x": {1: 2}})
+    assert not m.is_saving_in_progress()
+    assert save(m, 2)
+
+
+def test_item_metadata_is_a_restore_target(directory: str) -> None:
+    """A fresh manager describes what it has never seen, and restores by that description."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    tree = {
+        "sharded": jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("x"))),
+        "single": jax.device_put(jnp.arange(3, dtype=jnp.bfloat16), jax.devices()[1]),
+        "numpy": np.arange(5),
+        "number": 3,
+        "text": "x",
+        "nothing": None,
+        "list": [np.zeros(2), {}],
+        "key": jax.random.key(1),
+    }
+    with ec.CheckpointManager(directory) as m:
+        m.save(0, args=ocp.args.StandardSave(tree))
+    fresh = read_only(directory)
+    found = fresh.item_metadata(0)
+    assert found["sharded"].shape == (8,)
+    assert found["single"].dtype == jnp.bfloat16
+    got = fresh.restore(0, args=ocp.args.StandardRestore(found))
+    assert got["sharded"].sharding == tree["sharded"].sharding
+    assert got["single"].devices() == {jax.devices()[1]}
+    assert isinstance(got["numpy"], np.ndarray)
+    for name in ("sharded", "single", "numpy"):
+        assert np.asarray(got[name]).tobytes() == np.asarray(tree[name]).tobytes()
+    assert (type(got["number"]), got["number"]) == (int, 3)
+    assert got["text"] == "x"
+    assert got["nothing"] is None
+    assert got["list"][1] == {}
+    assert jax.random.key_data(got["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+
+
+def test_root_metadata_is_written_once(directory: str) -> None:
+    """For the whole directory, with the first write; a later manager reads it and does not replace it."""
+    with ec.CheckpointManager(directory, metadata={"model": "small", "n": 3}) as m:
+        assert m.metadata().custom_metadata == {"model": "small", "n": 3}
+        assert read_only(directory).metadata().custom_metadata == {}
+        m.claim()
+    with ec.CheckpointManager(directory, metadata={"model": "other"}) as m:
+        m.claim()
+        found = m.metadata()
+        assert isinstance(found, ocp.metadata.RootMetadata)
+        assert found.custom_metadata == {"model": "small", "n": 3}
+
+
+def test_stock_orbax_reads_the_root_metadata(tmp_path: pathlib.Path) -> None:
+    """It lies where Orbax keeps it, in its form."""
+    with ec.CheckpointManager(tmp_path, metadata={"model": "small"}) as m:
+        m.claim()
+        assert m.metadata().custom_metadata == {"model": "small"}
+    with ocp.CheckpointManager(tmp_path) as stock:
+        assert stock.metadata().custom_metadata == {"model": "small"}
+
+
+# -- when ----------------------------------------------------------------------------------------------------------
+
+
+def test_should_save_decides_from_what_was_asked_for(directory: str) -> None:
+    """Not from what is committed, which depends on how far the background is."""
+    m = ec.CheckpointManager(directory, options=Options(save_interval_steps=2))
+    tap = hold_commits(m)
+    assert m.should_save(1), "the first save is always made"
+    assert save(m, 1)
+    assert not m.should_save(1)
+    assert not save(m, 3)
+    assert save(m, 4)
+    assert not m.should_save(2)
+    assert not m.should_save(5)
+    assert m.should_save(6)
+    assert m.all_steps() == []
+    assert not save(m, 5)
+    tap.let_go()
+    m.close()
+    assert m.all_steps() == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        (Options(save_interval_steps=3), [0, 3, 6]),
+        (Options(save_interval_steps=5, save_on_steps=[2, 3]), [0, 2, 3, 5]),
+        (Options(should_save_fn=lambda step, last: step in (1, 4) and last != 1), [1]),
+        (Options(should_save_fn=lambda step, last: last is None or step - last >= 4), [0, 4]),
+    ],
+)
+def test_the_options_decide_when(directory: str, options: Options, saved: list[int]) -> None:
+    """Orbax's interval, steps and function."""
+    with ec.CheckpointManager(directory, options=options) as m:
+        assert [step for step in range(7) if save(m, step)] == saved
+    assert m.all_steps() == saved
+
+
+def test_sync_mode_returns_after_the_commit(directory: str) -> None:
+    """With `enable_async_checkpointing=False` the epoch exists when `save` returns, or `save` raises."""
+    with ec.CheckpointManager(directory, options=Options(enable_async_checkpointing=False)) as m:
+        assert save(m, 0)
+        assert m.latest_step() == 0
+        tap = fail_writes(m)
+        with pytest.raises(SaveError, match="epoch 1"):
+            save(m, 1)
+        tap.remove()
+        assert save(m, 1)
+        assert m.all_steps() == [0, 1]
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_is_told_once_and_may_be_tried_again(directory: str, m: ec.CheckpointManager) -> None:
+    """`wait_until_finished` raises it; the epoch does not exist; asking again works and leaves nothing behind."""
+    save_all(m, [0])
+    tap = fail_writes(m)
+    assert save(m, 1)
+    with pytest.raises(SaveError, match="No space left") as caught:
+        m.wait_until_finished()
+    assert caught.value.epoch == 1
+    m.check_for_errors()
+    m.wait_until_finished()
+    assert m.latest_step() == 0
+    assert m.status(1).state == "failed"
+    assert "No space left" in m.status(1).detail
+    tap.remove()
+    assert m.should_save(1)
+    assert save(m, 1)
+    m.wait_until_finished()
+    assert m.all_steps() == [0, 1]
+    assert m.status(1).state == "committed"
+    assert m.verify(1).ok
+
+
+def test_saving_goes_on_after_a_failure(m: ec.CheckpointManager) -> None:
+    """The next `save` saves; the old failure is raised by whoever asks."""
+    tap = fail_writes(m)
+    assert save(m, 0)
+    m._attempts.drain()
+    tap.remove()
+    assert save(m, 1)
+    with pytest.raises(SaveError, match="epoch 0"):
+        m.wait_until_finished()
+    assert m.all_steps() == [1]
+
+
+def test_a_failed_save_keeps_nothing_of_its_snapshot(directory: str, m: ec.CheckpointManager) -> None:
+    """Its memory is free when it has ended, without help of the garbage collector; its error still says where."""
+    tap = fail_writes(m)
+    with traced_memory() as held:
+        for step in range(4):
+            m.save(step, args=ocp.args.StandardSave({"a": np.zeros(2**20, np.uint8)}))
+            m._attempts.drain()
+        assert held() < 2**20
+        with pytest.raises(ErrorGroup) as caught:
+            m.wait_until_finished()
+        assert held() < 2**20
+    cause = caught.value.errors[0].__cause__
+    assert isinstance(cause, OSError)
+    assert "write_arrays" in "".join(cause.__notes__)
+    tap.remove()
+
+
+def test_several_failures_are_raised_together_once(m: ec.CheckpointManager) -> None:
+    """Oldest first."""
+    tap = fail_writes(m)
+    for step in range(3):
+        assert save(m, step)
+    with pytest.raises(ErrorGroup, match="3 saves failed") as caught:
+        m.wait_until_finished()
+    assert [e.epoch for e in caught.value.errors] == [0, 1, 2]
+    m.check_for_errors()
+    tap.remove()
+    assert m.all_steps() == []
+
+
+def test_a_failed_commit_leaves_no_epoch(directory: str, m: ec.CheckpointManager) -> None:
+    """The record could not be written: nothing is visible, and nothing is in the way of the next try."""
+    tap = Tap(m, "create", lambda path: path.endswith("epoch.json"), no_space)
+    save(m, 0)
+    with pytest.raises(SaveError):
+        m.wait_until_finished()
+    tap.remove()
+    assert read_only(directory).all_steps() == []
+    save_all(m, [0])
+
+
+@pytest.mark.parametrize("committing", [True, False])
+def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
+    directory: str, committing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the decisive call has begun it is uncertain, and nothing is deleted; given up before, it never comes."""
+    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 0.0)
+    m = ec.CheckpointManager(directory, options=Options(max_to_keep=1))
+    save_all(m, [0])
+    if committing and store_of(m).renames:
+        tap = Tap(m, "rename", lambda path: "/1-" in path)
+    elif committing:
+        tap = hold_commits(m)
+    else:
+        tap = Tap(m, "open_writer", is_data)
+    assert save(m, 1)
+    assert tap.reached.wait(WAIT_SECS)
+    m._attempts.pending()[0].deadline = Deadline(0)
+    m._attempts.drain()
+    with pytest.raises(UncertainError if committing else LateNodesError) as caught:
+        m.check_for_errors()
+    assert ("not committed" in str(caught.value)) is not committing
+    assert m.status(1).state == ("uncertain" if committing else "failed")
+    assert m.all_steps() == read_only(directory).all_steps() == [0]
+    tap.let_go()
+    m.wait_until_finished()
+    assert m._attempts._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    m.wait_until_finished()
+    assert m.all_steps() == read_only(directory).all_steps() == ([1] if committing else [0])
+    assert m.status(1).state == ("committed" if committing else "failed")
+    m.close()
+
+
+def test_close_raises_what_nobody_was_told(directory: str) -> None:
+    """A failure is never lost; a second close is quiet."""
+    m = ec.CheckpointManager(directory)
+    fail_writes(m)
+    save(m, 0)
+    with pytest.raises(SaveError):
+        m.close()
+    m.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("the user's own"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_an_error_in_a_with_block_is_what_the_caller_sees(directory: str, error: BaseException) -> None:
+    """Also when an earlier save has failed: that is logged, and a note of the error, and does not take its place."""
+
+    def body() -> None:
+        with ec.CheckpointManager(directory) as m:
+            fail_writes(m)
+            save(m, 0)
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        body()
+    assert caught.value is error
+    assert "epoch 0 was not committed" in "".join(traceback.format_exception(error))
+
+
+def test_a_with_block_that_ends_well_raises_what_nobody_was_told(directory: str) -> None:
+    """So does one that ends the program with exit code 0: the program claims that all went well."""
+
+    def body(end: Callable[[], None]) -> None:
+        with ec.CheckpointManager(directory) as m:
+            fail_writes(m)
+            save(m, 0)
+            end()
+
+    for end in (lambda: None, sys.exit, lambda: sys.exit(0)):
+        with pytest.raises(SaveError, match="epoch 0 was not committed"):
+            body(end)
+
+
+def test_closing_in_a_finally_shows_both_errors(directory: str) -> None:
+    """`finally: manager.close()` raises the failed save in place of the user's error; the output names that, too."""
+
+    def body() -> None:
+        m = ec.CheckpointManager(directory)
+        try:
+            fail_writes(m)
+            save(m, 0)
+            raise ValueError("the user's own")
+        finally:
+            m.close()
+
+    with pytest.raises(SaveError) as caught:
+        body()
+    assert "ValueError: the user's own" in "".join(traceback.format_exception(caught.value))
+
+
+def test_close_drains_and_can_be_called_again(directory: str) -> None:
+    """What was asked for is committed; the closed manager still reads, and refuses to save."""
+    with ec.CheckpointManager(directory) as m:
+        save(m, 0)
+    m.close()
+    assert m.all_steps() == [0]
+    assert (m.restore(0)["w"] == 0).all()
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        save(m, 1)
+
+
+def test_the_third_unwritten_save_waits_for_the_oldest(
+    m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two may be unwritten; the third returns only after the first is written, and says why it holds training."""
+    monkeypatch.setattr(saver, "LONG_SECS", 0.0)
+    tap = hold_writes(m)
+    assert save(m, 0)
+    assert save(m, 1)
+    assert tap.reached.wait(WAIT_SECS)
+    done, out = in_thread(lambda: save(m, 2))
+    assert not done.wait(MOMENT_SECS)
+    assert said(caplog, "save(2) holds training: it waits for the save of epoch 0 (writing), because one save is ")
+    tap.let_go()
+    assert done.wait(WAIT_SECS)
+    assert out == [True]
+    assert said(caplog, "save(2) held training for ")
+    m.wait_until_finished()
+    assert m.all_steps() == [0, 1, 2]
+
+
+def test_slow_commits_hold_the_fourth_save(
+    m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One save is committed, one is written, one waits; no more are on their way, and nothing fails."""
+    monkeypatch.setattr(saver, "LONG_SECS", 0.0)
+    tap = hold_commits(m)
+    assert [save(m, step) for step in range(3)] == [True] * 3
+    assert tap.reached.wait(WAIT_SECS)
+    done, out = in_thread(lambda: save(m, 3))
+    assert not done.wait(MOMENT_SECS)
+    assert said(caplog, "save(3) holds training: it waits for the save of epoch 0 (every node has written, committing)")
+    tap.let_go()
+    assert done.wait(WAIT_SECS)
+    assert out == [True]
+    m.wait_until_finished()
+    assert m.all_steps() == [0, 1, 2, 3]
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> bool:
+    """Whether a warning had this in it."""
+    return any(text in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+
+
+def save_bytes(m: ec.CheckpointManager, step: int, size: int) -> bool:
+    return m.save(step, args=ocp.args.StandardSave({"a": np.zeros(size, np.uint8)}))
+
+
+def test_host_memory_is_bounded(directory: str) -> None:
+    """A second copy that would exceed the limit waits until the first is written; one that never fits is refused."""
+    storage = ec.StorageOptions(host_memory_limit_bytes=1000)
+    with ec.CheckpointManager(directory, storage=storage) as m:
+        tap = hold_writes(m)
+        with pytest.raises(InvalidArgumentError, match="host_memory_limit_bytes"):
+            save_bytes(m, 0, 2000)
+        assert save_bytes(m, 0, 800)
+        done, _ = in_thread(lambda: save_bytes(m, 1, 300))
+        assert not done.wait(MOMENT_SECS)
+        tap.let_go()
+        assert done.wait(WAIT_SECS)
+    assert m.all_steps() == [0, 1]
+
+
+def test_host_memory_is_bounded_by_the_machines(
+    directory: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit of the user's own nothing is refused, but what is larger than half of it is held alone."""
+    monkeypatch.setattr(memory, "of_this_machine", lambda: 2000)
+    monkeypatch.setattr(saver, "LONG_SECS", 0.0)
+    with ec.CheckpointManager(directory) as m:
+        tap = hold_writes(m)
+        assert save_bytes(m, 0, 3000)
+        done, _ = in_thread(lambda: save_bytes(m, 1, 3000))
+        assert not done.wait(MOMENT_SECS)
+        assert said(caplog, "both copies (3.0 kB and 3.0 kB) are more than 1.0 kB of memory")
+        tap.let_go()
+        assert done.wait(WAIT_SECS)
+    assert m.all_steps() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limits"),
+    [
+        ("0::/", {"memory.max": "7000"}, [7000]),
+        ("0::/jobs/1", {"jobs/1/memory.max": "max", "jobs/memory.max": "500", "cpu.max": "3"}, [500]),
+        ("5:cpu:/\n4:cpu,memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "60"}, [60]),
+        ("4:memory:/outside", {"memory/memory.limit_in_bytes": "80", "memory.max": "1"}, [80]),
+        ("nonsense", {"memory.max": "1"}, []),
+    ],
+)
+def test_memory_is_that_of_the_container(
+    tmp_path: pathlib.Path, own: str, files: dict[str, str], limits: list[int]
+) -> None:
+    """Control groups of both versions, those around the process's own, and as a container shows them."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(own + "\n")
+    assert list(memory._limits(tmp_path, tmp_path / "own")) == limits
+    whole = memory.of_this_machine()
+    assert whole is not None
+    assert whole > 2**28
+
+
+def test_the_interpreter_drains_before_it_ends(tmp_path: pathlib.Path) -> None:
+    """A script that saves and ends without `close` has committed."""
+    code = (
+        "import sys, numpy as np, orbax.checkpoint as ocp, epochckpt as ec\n"
+        "m = ec.CheckpointManager(sys.argv[1])\n"
+        "for step in range(3):\n"
+        "    m.save(step, args=ocp.args.StandardSave({'a': np.full(2_000_000, step)}))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    m = read_only(str(tmp_path))
+    assert m.all_steps() == [0, 1, 2]
+    assert all(m.verify(step).ok for step in range(3))
+    assert not list(tmp_path.glob("incarnation-*"))
+
+
+def test_a_save_logs_one_line(directory: str, m: ec.CheckpointManager, caplog: pytest.LogCaptureFixture) -> None:
+    """At INFO, with epoch, place, size, nodes and times."""
+    with caplog.at_level(logging.INFO, logger="absl"):
+        save_all(m, [3])
+    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    assert len(lines) == 1, lines
+    assert "epoch 3 committed" in lines[0]
+    assert "1 node" in lines[0]
+
+
+def test_the_loggers_entry(directory: str) -> None:
+    """An Orbax logger is given one entry per commit."""
+    entries: list[Any] = []
+
+    class Log:
+        def log_entry(self, entry: Any) -> None:
+            entries.append(entry)
+
+    with ec.CheckpointManager(directory, logger=Log()) as m:
+        save_all(m, [0, 1])
+    assert [e["step"] for e in entries] == [0, 1]
+
+
+# -- what is kept --------------------------------------------------------------------------------------------------
+
+
+def loss(metrics: Any) -> float:
+    return metrics["loss"]
+
+
+RETENTION = [
+    (Options(), range(4), None, [0, 1, 2, 3]),
+    (Options(max_to_keep=2), range(5), None, [3, 4]),
+    (Options(max_to_keep=1, keep_period=2), range(6), None, [0, 2, 4, 5]),
+    (Options(max_to_keep=1, best_fn=loss, best_mode="min"), range(4), [3, 1, 2, 4], [1, 3]),
+    (Options(max_to_keep=1, best_fn=loss), range(3), [1, math.nan, math.nan], [0, 2]),
+    (Options(max_to_keep=2, best_fn=loss), range(4), [1, 4, 3, 2], [1, 2, 3]),
+    (Options(max_to_keep=1, keep_time_interval=datetime.timedelta(days=1)), range(3), None, [0, 2]),
+    (Options(preservation_policy=keep.LatestN(2)), range(5), None, [3, 4]),
+    (Options(preservation_policy=keep.CustomSteps([1])), range(4), None, [1, 3]),
+    (
+        Options(preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(1), keep.EveryNSteps(3)])),
+        range(6),
+        None,
+        [0, 3, 5],
+    ),
+    (Options(preservation_policy=keep.BestN(get_metric_fn=loss, n=1)), range(3), [5, 1, 2], [0, 2]),
+]
+
+
+@pytest.mark.parametrize(("options", "steps", "losses", "kept"), RETENTION)
+def test_what_is_kept(directory: str, options: Options, steps: Any, losses: Any, kept: list[int]) -> None:
+    """Orbax's policies decide; the newest is always kept, and with `best_fn` the best; storage agrees."""
+    with ec.CheckpointManager(directory, options=options) as m:
+        for i, step in enumerate(steps):
+            assert save(m, step, metrics=None if losses is None else {"loss": losses[i]})
+            m.wait_until_finished()
+        assert m.all_steps() == kept
+        for step in kept:
+            assert (m.restore(step)["w"] == step).all()
+    assert read_only(directory).all_steps() == kept
+
+
+def test_best_step_ranks_nan_last_and_ignores_what_has_no_metrics(directory: str) -> None:
+    """Of equals the later; a reopened manager, which reads the metrics from storage, agrees."""
+    for mode, best in (("max", 3), ("min", 4)):
+        options = Options(best_fn=loss, best_mode=mode)
+        with ec.CheckpointManager(directory, options=options) as m:
+            if mode == "max":
+                assert m.best_step() is None
+                for step, value in enumerate([math.nan, 2.0, 5.0, 5.0, 1.0, math.nan]):
+                    save(m, step, metrics={"loss": value})
+                save(m, 6)
+                m.wait_until_finished()
+            assert m.best_step() == best
+        reader = ec.CheckpointManager(directory, options=Options(read_only=True, best_fn=loss, best_mode=mode))
+        assert reader.best_step() == best
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (Options(step_prefix="ckpt"), "ckpt_7"),
+        (Options(step_format_fixed_length=6), "000007"),
+        (Options(step_prefix="e", step_format_fixed_length=3), "e_007"),
+        (Options(step_name_format=ocp.path.step.standard_name_format(step_prefix="run")), "run_7"),
+    ],
+)
+def test_names_of_epochs(directory: str, options: Options, name: str) -> None:
+    """By Orbax's name formats; a manager with the same format finds them, `follow` too."""
+    with ec.CheckpointManager(directory, options=options) as m:
+        save_all(m, [7, 12])
+        assert m.node_path("process_0", 7).relative_to(m.directory).parts[0] == name
+    with ec.CheckpointManager(directory, options=options) as m:
+        assert m.all_steps() == [7, 12]
+        assert (m.restore(7)["w"] == 7).all()
+    assert list(ec.follow(directory, timeout_secs=0.01, interval_secs=0.01, options=options)) == [7, 12]
+
+
+@pytest.mark.parametrize("folder", ["old", "ttl=1h", ".old epochs", "zur Löschung"])
+def test_what_is_to_be_deleted_can_be_kept_elsewhere(directory: str, folder: str) -> None:
+    """`todelete_subdir` moves epochs instead of removing them; it may be called as a bucket's rules want it."""
+    for epochs in ([0, 1], [2]):  # the second run sweeps what the first one left, and not this
+        with ec.CheckpointManager(directory, options=Options(max_to_keep=1, todelete_subdir=folder)) as m:
+            save_all(m, epochs)
+            assert m.all_steps() == epochs[-1:]
+    for epoch in (0, 1):
+        assert store_of(m).exists(f"{folder}/{epoch}/epoch.json")
+
+
+def test_an_explicit_delete_may_take_the_newest(directory: str, m: ec.CheckpointManager) -> None:
+    """It is gone for everybody, its bytes too, and its number is free."""
+    save_all(m, [0, 1])
+    m.delete(1)
+    assert m.all_steps() == read_only(directory).all_steps() == [0]
+    assert m.status(1).state == "absent"
+    m.wait_until_finished()
+    assert not list(store_of(m).list("1")) if not store_of(m).renames else not (m.directory / "1").exists()
+    save_all(m, [1])
+    assert m.all_steps() == [0, 1]
+
+
+def test_deleted_under_a_reader(directory: str, m: ec.CheckpointManager) -> None:
+    """A reader that loses its epoch says so; it does not call it damaged."""
+    save_all(m, [0, 1])
+    reader = read_only(directory)
+
+    def delete() -> None:
+        if 0 in m.all_steps():
+            m.delete(0)
+            m.wait_until_finished()
+
+    tap = Tap(reader, "open_reader", is_data, delete)
+    with pytest.raises(ec.EpochDeleted) as caught:
+        reader.restore(0)
+    assert caught.value.epoch == 0
+    tap.remove()
+    assert (reader.restore(1)["w"] == 1).all()
+
+
+def test_replaced_under_a_reader(directory: str, m: ec.CheckpointManager) -> None:
+    """Another attempt under the same number is another epoch: a reader never mixes the two."""
+    save_all(m, [0])
+    reader = read_only(directory)
+
+    def replace() -> None:
+        if m.restore(0)["w"][0, 0] == 0:
+            m.delete(0)
+            save(m, 0, 5.0, force=True)
+            m.wait_until_finished()
+
+    tap = Tap(reader, "open_reader", is_data, replace)
+    with pytest.raises(ec.EpochDeleted):
+        reader.restore(0)
+    tap.remove()
+    assert (reader.restore(0)["w"] == 5).all()
+
+
+# -- going back ----------------------------------------------------------------------------------------------------
+
+
+def test_rollback_sets_later_epochs_aside(directory: str, m: ec.CheckpointManager) -> None:
+    """They are gone for everybody and kept under a name of their own; saving goes on from there."""
+    save_all(m, range(4))
+    m.rollback_to(1)
+    assert m.all_steps() == read_only(directory).all_steps() == [0, 1]
+    (aside,) = [e.name for e in store_of(m).list("") if e.name.startswith("rolled-back-")]
+    assert sorted(e.name for e in store_of(m).list(aside)) == ["2", "3"]
+    assert save(m, 2, 9.0)
+    m.wait_until_finished()
+    assert (m.restore(None)["w"] == 9).all()
+    m.rollback_to(2)
+    assert m.all_steps() == [0, 1, 2]
+
+
+def interrupt_rollback(m: ec.CheckpointManager) -> None:
+    """Rolls back to 0 and fails after the newest epoch has been moved."""
+    if store_of(m).renames:
+        tap = Tap(m, "rename", lambda path: path == "2", no_space)
+    else:
+        tap = Tap(m, "remove", lambda path: path == "2/epoch.json", no_space)
+    with pytest.raises(UnfinishedError, match="No space left"):
+        m.rollback_to(0)
+    tap.remove()
+
+
+def test_an_interrupted_rollback_is_obeyed_and_finished(directory: str) -> None:
+    """Readers in between see its end state; the next write completes it."""
+    m = ec.CheckpointManager(directory)
+    save_all(m, range(4))
+    interrupt_rollback(m)
+    reader = read_only(directory)
+    assert reader.all_steps() == [0]
+    for step in (1, 2, 3):
+        with pytest.raises(EpochNotFoundError):
+            reader.restore(step)
+    assert (reader.restore(None)["w"] == 0).all()
+    assert reader.status(2).state == "absent"
+    with ec.CheckpointManager(directory) as again:
+        assert again.all_steps() == [0]
+        again.claim()
+        assert again.all_steps() == [0]
+        names = [e.name for e in store_of(again).list("")]
+        assert "rollback.json" not in names
+        (aside,) = [n for n in names if n.startswith("rolled-back-")]
+        assert sorted(e.name for e in store_of(again).list(aside)) == ["1", "2", "3"]
+        save_all(again, [1])
+    assert read_only(directory).all_steps() == [0, 1]
+
+
+def test_an_interrupted_rollback_can_be_repeated(directory: str) -> None:
+    """By the manager that began it."""
+    with ec.CheckpointManager(directory) as m:
+        save_all(m, range(4))
+        interrupt_rollback(m)
+        m.rollback_to(0)
+        assert m.all_steps() == [0]
+        assert not store_of(m).exists("rollback.json")
+        save_all(m, [1])
+        assert m.all_steps() == [0, 1]
+
+
+# -- several items, several managers -------------------------------------------------------------------------------
+
+
+def test_several_items(directory: str) -> None:
+    """A Composite of trees, arrays and JSON; restored whole, in part, and with and without targets."""
+    config = {"lr": 0.1, "layers": [1, 2, None], "name": "é"}
+    with ec.CheckpointManager(directory, item_names=("state", "config", "mask")) as m:
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state(3.0)),
+            config=ocp.args.JsonSave(config),
+            mask=ocp.args.ArraySave(jnp.arange(4)),
+        )
+        assert m.save(0, args=args)
+        m.wait_until_finished()
+        with pytest.raises(InvalidArgumentError, match="other"):
+            m.save(1, args=ocp.args.Composite(other=ocp.args.StandardSave(state())))
+        with pytest.raises(InvalidArgumentError, match="Composite"):
+            save(m, 1)
+    for manager in (m, read_only(directory)):
+        got = manager.restore(0)
+        assert isinstance(got, ocp.args.Composite)
+        assert (got.state["w"] == 3).all()
+        assert got.config == config
+        assert got["mask"].tolist() == [0, 1, 2, 3]
+        got = manager.restore(
+            0,
+            args=ocp.args.Composite(
+                config=ocp.args.JsonRestore(), mask=ocp.args.ArrayRestore(), state=ocp.args.StandardRestore(state())
+            ),
+        )
+        assert got.config == config
+        assert isinstance(got.mask, jax.Array)
+        got = manager.restore(0, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
+        assert list(got.keys()) == ["config"]
+        assert manager.restore_leaves(0, "w", item="state")["w"].tolist() == [[3, 3]] * 4
+        assert set(manager.item_metadata(0).keys()) == {"state", "config", "mask"}
+        with pytest.raises(InvalidArgumentError, match="no item 'gone'"):
+            manager.restore(0, args=ocp.args.Composite(gone=ocp.args.StandardRestore()))
+        assert manager.verify(0).ok
+
+
+def test_reload_sees_what_others_did(directory: str) -> None:
+    """A reader's view changes when it asks, not before."""
+    with ec.CheckpointManager(directory) as m:
+        save_all(m, [0])
+        reader = read_only(directory)
+        save_all(m, [1])
+        m.delete(0)
+        assert reader.all_steps() == [0]
+        reader.reload()
+        assert reader.all_steps() == [1]
+        save_all(m, [2])
+        assert reader.all_steps(read=True) == [1, 2]
+
+
+def test_read_only_never_writes(directory: str, m: ec.CheckpointManager) -> None:
+    """Neither saves nor deletes nor opens an incarnation; several may be open beside the writer."""
+    save_all(m, [0])
+    before = sorted(e.name for e in store_of(m).list(""))
+    with read_only(directory) as reader, read_only(directory):
+        assert not reader.should_save(1)
+        assert not save(reader, 1)
+        assert not save(reader, 1, force=True)
+        reader.delete(0)
+        with pytest.raises(InvalidArgumentError, match="read only"):
+            reader.rollback_to(0)
+        reader.wait_until_finished()
+    assert sorted(e.name for e in store_of(m).list("")) == before
+    assert m.all_steps(read=True) == [0]
+    save_all(m, [1])
+
+
+def test_status_of_every_kind(directory: str, m: ec.CheckpointManager) -> None:
+    """Committed (with nodes and bytes), saving, failed, damaged, absent."""
+    save_all(m, [0, 1])
+    found = m.status(0)
+    assert (found.state, found.epoch, [n.name for n in found.nodes]) == ("committed", 0, ["process_0"])
+    assert found.nbytes > 0
+    assert m.status(7).state == "absent"
+    tap = hold_writes(m)
+    save(m, 2)
+    assert tap.reached.wait(WAIT_SECS)
+    assert (m.status(2).state, m.status(2).detail) == ("saving", "writing")
+    tap.let_go()
+    m.wait_until_finished()
+    tap = fail_writes(m)
+    save(m, 3)
+    with pytest.raises(SaveError):
+        m.wait_until_finished()
+    tap.remove()
+    assert m.status(3).state == "failed"
+    store_of(m).remove("1/epoch.json")
+    store_of(m).create("1/epoch.json", b"{}")
+    assert m.status(1).state == "damaged"
+    assert "1/epoch.json" in m.status(1).detail
+    assert m.status(2).state == "committed"
+
+
+def test_verify_names_file_and_leaf(m: ec.CheckpointManager) -> None:
+    """A flipped bit is found, and it is said where."""
+    save_all(m, [0, 1])
+    path = damage(m, 0)
+    found = m.verify(0)
+    assert not found.ok
+    (problem,) = found.damage
+    assert isinstance(problem, DamagedError)
+    assert problem.path == path
+    assert problem.leaf in ("w", "b")
+    with pytest.raises(DamagedError):
+        found.raise_if_damaged()
+    assert m.verify(1).ok
+    assert m.verify(1).nbytes == m.status(1).nbytes
+
+
+def test_follow_yields_what_is_committed(directory: str) -> None:
+    """From the beginning or after an epoch, also of a directory that does not exist yet; ends by its timeout."""
+    assert list(ec.follow(directory, timeout_secs=0.01, interval_secs=0.01)) == []
+    followed = ec.follow(directory, timeout_secs=WAIT_SECS, interval_secs=0.01)
+    with ec.CheckpointManager(directory) as m:
+        save_all(m, [0, 1])
+        assert [next(followed), next(followed)] == [0, 1]
+        tap = hold_commits(m)
+        save(m, 5)
+        assert tap.reached.wait(WAIT_SECS)
+        done, out = in_thread(lambda: next(followed))
+        assert not done.wait(MOMENT_SECS)
+        tap.let_go()
+        assert done.wait(WAIT_SECS)
+        assert out == [5]
+    assert list(ec.follow(directory, after=0, timeout_secs=0.01, interval_secs=0.01)) == [1, 5]
+    assert list(ec.follow(directory, timeout_secs=None, interval_secs=0.01, stop=lambda: True)) == [0, 1, 5]
+    with pytest.raises(InvalidArgumentError):
+        next(ec.follow(directory, interval_secs=0))
+
+
+def test_follow_yields_what_is_saved_anew(directory: str) -> None:
+    """After a rollback, or a deletion, and only that; a manager that reads has what came in its place."""
+    followed = ec.follow(directory, timeout_secs=0.05, interval_secs=0.01)
+    with ec.CheckpointManager(directory) as m, read_only(directory) as reader:
+        save_all(m, range(4))
+        assert [next(followed) for _ in range(4)] == [0, 1, 2, 3]
+        assert reader.metrics(2) is None
+        m.rollback_to(1)
+        save_all(m, [2], metrics={"loss": 2.0})
+        assert next(followed) == 2
+        assert reader.metrics(2) == {"loss": 2.0}
+        assert reader.attempt(2) == m.attempt(2)
+        save_all(m, [3, 4])
+        assert [next(followed), next(followed)] == [3, 4]
+        m.delete(0)  # an older one
+        m.delete(4)
+        save_all(m, [4])
+        assert list(followed) == [4]
+
+
+def test_follow_passes_over_what_is_deleted(directory: str) -> None:
+    """Of the epochs that are kept none is yielded twice; `after` holds for those that are saved anew as well."""
+    followed = ec.follow(directory, timeout_secs=0.05, interval_secs=0.01)
+    late = ec.follow(directory, after=2, timeout_secs=0.05, interval_secs=0.01)
+    with ec.CheckpointManager(directory, options=Options(max_to_keep=2)) as m:
+        for epoch in range(5):
+            save_all(m, [epoch])
+            assert next(followed) == epoch
+        assert [next(late), next(late)] == [3, 4]
+        m.delete(4)
+        m.delete(3)
+        assert list(followed) == []
+        save_all(m, [2, 3])
+        assert list(late) == [3]
+
+
+# -- directories ---------------------------------------------------------------------------------------------------
+
+
+def test_a_relative_directory_is_resolved_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changing the working directory afterwards changes nothing."""
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with ec.CheckpointManager("run/a") as m:
+        monkeypatch.chdir(elsewhere)
+        assert str(m.directory) == str(tmp_path / "run" / "a")
+        save_all(m, [0])
+    assert (tmp_path / "run" / "a" / "0" / "epoch.json").exists()
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_places_that_are_no_directory(tmp_path: pathlib.Path) -> None:
+    """A file, or nothing where nothing may be created: said at once, and nothing is made."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(NotACheckpointDirectoryError, match="a file"):
+        ec.CheckpointManager(file)
+    with pytest.raises(NotACheckpointDirectoryError, match="does not exist"):
+        ec.CheckpointManager(tmp_path / "none", options=Options(create=False))
+    with pytest.raises(NotACheckpointDirectoryError, match="does not exist"):
+        read_only(str(tmp_path / "none"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
+def test_nodes_and_their_folders(directory: str) -> None:
+    """`node=` names this process; an unknown one lists those there are; bad names are refused."""
+    with ec.CheckpointManager(directory, node="trainer.0") as m:
+        save_all(m, [0])
+        assert m.nodes(0) == ["trainer.0"]
+        assert "trainer.0" in m.node_path("trainer.0", 0).parts
+        with pytest.raises(InvalidArgumentError, match=r"it has: trainer\.0"):
+            m.node_path("process_0", 0)
+    for bad in ("", "a/b", "x" * 200, "é" * 30):
+        with pytest.raises(InvalidArgumentError, match="node name"):
+            ec.CheckpointManager(directory, node=bad)

@@ -1,0 +1,227 @@
+"""How saves end, as it is told afterwards: `take_outcomes`, and the metadata handler."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.errors import EpochExistsError, InvalidArgumentError, SaveError
+from epochckpt.manager import outcomes
+from epochckpt.storage import PosixStore
+from tests.support.processes import run_worker
+
+Save = ocp.args.StandardSave
+WAIT_SECS = 30.0
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Every file with this in its path meets a full disk."""
+    real = PosixStore.open_writer
+
+    def full(self: Any, path: str, size: int) -> Any:
+        if part in path:
+            raise OSError(28, "No space left on device", path)
+        return real(self, path, size)
+
+    monkeypatch.setattr(PosixStore, "open_writer", full)
+
+
+def test_every_save_that_ended_is_told_once_in_order(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Committed and failed ones, with seconds per node; not those that `save` itself refused or skipped."""
+    failing(monkeypatch, "/2-")
+    with ec.CheckpointManager(tmp_path, node=("a", "b")) as manager:
+        assert manager.take_outcomes() == []
+        for epoch in (1, 2, 3):
+            manager.save(epoch, args=Save({"x": np.ones(9)}), force=True)
+        with pytest.raises(InvalidArgumentError):
+            manager.save(4, args=Save({"x": object()}), force=True)
+        with pytest.raises(EpochExistsError):
+            manager.save(3, args=Save({"x": 1}), force=True)
+        assert not manager.save(3, args=Save({"x": 1}))
+        with pytest.raises(SaveError):
+            manager.wait_until_finished()
+        first, second, third = manager.take_outcomes()
+        assert [(o.epoch, o.committed) for o in (first, second, third)] == [(1, True), (2, False), (3, True)]
+        assert first.detail == ""
+        assert "No space left on device" in second.detail
+        assert first.nodes.keys() == third.nodes.keys() == {"a", "b"}
+        assert second.nodes == {}
+        assert all(0 < secs < o.secs for o in (first, third) for secs in o.nodes.values())
+        assert all(0 < o.held_secs < o.secs for o in (first, second, third))
+        assert manager.take_outcomes() == []
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            first.epoch = 5  # type: ignore[misc]
+
+
+def test_outcomes_that_nobody_takes_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest are kept."""
+    assert outcomes._KEPT == 1000
+    monkeypatch.setattr(outcomes, "_KEPT", 3)
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch in range(5):
+            manager.save(epoch, args=Save({"x": 1}))
+        manager.wait_until_finished()
+        assert [o.epoch for o in manager.take_outcomes()] == [2, 3, 4]
+
+
+class Handler:
+    """Notes what it is told; raises where it is asked to."""
+
+    def __init__(self, bad: str = ""):
+        self.calls: list[Any] = []
+        self._bad = bad
+        self.threads: set[int] = set()
+
+    def _note(self, name: str, *args: Any) -> None:
+        self.threads.add(threading.get_ident())
+        self.calls.append((name, *args))
+        if name == self._bad:
+            raise RuntimeError(f"{name} is broken")
+
+    def set_params(self, db_prefix: str, db_type: str, node_names: list[str], path_prefix: Any, path_type: Any) -> None:
+        self._note("set_params", db_prefix, db_type, node_names, path_prefix, path_type)
+
+    def last_epoch(self, user_epoch: int | None = None) -> int | None:
+        return user_epoch
+
+    def write(self, epoch: int) -> None:
+        self._note("write", epoch)
+
+    def report(self, action_name: str, all_stats: Any) -> None:
+        self._note("report", action_name, {n: secs > 0 for n, secs in all_stats.items()})
+
+    def cp_accessible(self, epoch: int | None = None) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("bad", ["", "set_params", "write", "report"])
+def test_a_metadata_handler_hears_of_nodes_and_commits(directory: str, bad: str) -> None:
+    """In Caffe2's order, in the background, once of each; one that raises harms no save and hears the rest."""
+    handler = Handler(bad)
+    with ec.CheckpointManager(directory, metadata_handler=handler) as manager:
+        assert manager.metadata_handler is handler
+        manager.set_nodes(["a", "b"])
+        assert handler.calls == []
+        for epoch in (0, 1):
+            assert manager.save(epoch, args=Save({"x": np.ones(3)}))
+        manager.wait_until_finished()
+        where = str(manager.directory)
+        assert handler.calls == [
+            ("set_params", where, "epochckpt", ["a", "b"], None, None),
+            ("write", 0),
+            ("report", "checkpoint_save", {"a": True, "b": True}),
+            ("write", 1),
+            ("report", "checkpoint_save", {"a": True, "b": True}),
+        ]
+        assert threading.get_ident() not in handler.threads
+        assert manager.all_steps() == [0, 1]
+        assert manager.verify(1).ok
+
+
+def test_a_handler_hears_nothing_of_saves_that_failed_nor_of_reading(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only commits are written down; a read-only manager tells nothing."""
+    handler = Handler()
+    with ec.CheckpointManager(tmp_path, metadata_handler=handler) as manager:
+        with monkeypatch.context() as patch:
+            failing(patch, "/0-")
+            manager.save(0, args=Save({"x": np.ones(3)}))
+            with pytest.raises(SaveError):
+                manager.wait_until_finished()
+        assert handler.calls == []
+    silent = Handler()
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ec.CheckpointManager(tmp_path, options=options, metadata_handler=silent) as manager:
+        assert manager.metadata_handler is silent
+    assert silent.calls == []
+
+
+def test_a_slow_handler_holds_up_no_save(tmp_path: pathlib.Path) -> None:
+    """The next epochs are committed while it still works on the first."""
+    going, go_on = threading.Event(), threading.Event()
+
+    class Slow(Handler):
+        def write(self, epoch: int) -> None:
+            going.set()
+            assert go_on.wait(WAIT_SECS)
+            super().write(epoch)
+
+    handler = Slow()
+    with ec.CheckpointManager(tmp_path, metadata_handler=handler) as manager:
+        for epoch in range(3):
+            manager.save(epoch, args=Save({"x": 1}))
+        manager._attempts.drain()
+        assert manager.all_steps() == [0, 1, 2]
+        assert going.wait(WAIT_SECS)
+        assert [call[0] for call in handler.calls] == ["set_params"]
+        go_on.set()
+        manager.wait_until_finished()
+        assert [call[1] for call in handler.calls if call[0] == "write"] == [0, 1, 2]
+
+
+def test_a_handler_that_hangs_is_waited_for_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bounded by the timeout of a save; then it is given up with a warning, and the manager can be closed."""
+    release = threading.Event()
+
+    class Hanging(Handler):
+        def write(self, epoch: int) -> None:
+            release.wait(WAIT_SECS)
+
+    storage = ec.StorageOptions(save_timeout_secs=2)
+    began = time.monotonic()
+    with ec.CheckpointManager(tmp_path, metadata_handler=Hanging(), storage=storage) as manager:
+        for epoch in range(3):
+            manager.save(epoch, args=Save({"x": 1}))
+            manager.wait_until_finished()
+    assert time.monotonic() - began < WAIT_SECS / 2
+    release.set()
+    assert sum("it has not returned for 2 s" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_what_is_no_metadata_handler_is_refused(tmp_path: pathlib.Path) -> None:
+    """By the names of what is missing, before anything is written."""
+
+    class Partial:
+        write = report = set_params = print
+        cp_accessible = "no method"
+
+    with pytest.raises(InvalidArgumentError, match="a Partial without last_epoch, cp_accessible"):
+        ec.CheckpointManager(tmp_path / "run", metadata_handler=Partial())
+    assert not (tmp_path / "run").exists()
+
+
+def hear_in_a_job(directory: str) -> dict[str, Any]:
+    """What the handler and the outcomes of each process of a job say."""
+    handler = Handler()
+    with ec.CheckpointManager(directory, metadata_handler=handler) as manager:
+        sharding = jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), ("x",)), jax.P("x"))
+        state = jax.jit(lambda: jax.numpy.arange(8.0), out_shardings=sharding)()
+        manager.save(5, args=Save({"w": state}))
+        manager.wait_until_finished()
+        (outcome,) = manager.take_outcomes()
+        return {"calls": handler.calls, "nodes": sorted(outcome.nodes), "committed": outcome.committed}
+
+
+def test_in_a_job_only_the_primary_tells(tmp_path: pathlib.Path) -> None:
+    """With the seconds of every node; the outcome is known on all processes."""
+    first, second = run_worker("tests.manager.test_outcomes:hear_in_a_job", {"directory": str(tmp_path)}, 2)
+    names = ["process_0", "process_1"]
+    assert first["calls"] == [
+        ["set_params", str(tmp_path), "epochckpt", names, None, None],
+        ["write", 5],
+        ["report", "checkpoint_save", dict.fromkeys(names, True)],
+    ]
+    assert second["calls"] == []
+    assert first["nodes"] == names
+    assert first["committed"]
+    assert second["committed"]

@@ -1,0 +1,117 @@
+"""A folder of a single epoch is looked at, and refused by managers; epochs of other names are not overlooked."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt import errors
+from epochckpt.cli import main
+
+TREE = {"params": {"w": jnp.arange(6.0).reshape(2, 3)}, "step": 7}
+NUMBERS = {"ours/12": 12, "copy": 12, "stock/3": 3, "final": 0, "ckpt-7": 7, "v1": 0, "bare": 0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Single epochs of all kinds, and a directory of each kind of manager with a prefix."""
+    at = tmp_path_factory.mktemp("single")
+    prefixed = ocp.CheckpointManagerOptions(step_prefix="step", step_format_fixed_length=6)
+    for name, made, options, number in (
+        ("ours", ec.CheckpointManager, None, 12),
+        ("stock", ocp.CheckpointManager, None, 3),
+        ("our_steps", ec.CheckpointManager, prefixed, 10),
+        ("stock_steps", ocp.CheckpointManager, prefixed, 10),
+    ):
+        with made(at / name, options=options) as manager:
+            manager.save(number, args=ocp.args.StandardSave(TREE))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(at / "final", TREE)
+    ocp.PyTreeCheckpointer().save(at / "ckpt-7", TREE)
+    (getattr(ocp.v1, "save", None) or ocp.v1.save_pytree)(at / "v1", TREE)  # its older name
+    shutil.copytree(at / "final", at / "bare")
+    (at / "bare" / "_CHECKPOINT_METADATA").unlink()  # as older versions of Orbax left it
+    shutil.copytree(at / "ours/12", at / "copy", symlinks=True)
+    return at
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_single_epoch_is_looked_at(
+    folders: pathlib.Path, name: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours wherever it was copied to, a step of stock Orbax, what plain checkpointers of both APIs saved."""
+    before = sorted(str(path) for path in folders.rglob("*"))
+    run = ec.inspect(folders / name)
+    assert (list(run), run.directory) == ([NUMBERS[name]], str(folders / name))
+    (row,) = run.overview().epochs
+    assert (row.latest, run.overview().remains) == (True, ())
+    assert run.latest is not None
+    (item,) = [name for name in run.latest if name != "metrics"]
+    np.testing.assert_array_equal(run.latest[item]["params/w"], TREE["params"]["w"])
+    monkeypatch.chdir(folders / name)
+    for command in ("ls", "show", "tree", "stat"):
+        assert main.main([command, "--json", "."]) == 0
+        assert json.loads(capsys.readouterr().out)
+    assert sorted(str(path) for path in folders.rglob("*")) == before
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("name", [*NUMBERS, "stock/3/default"])
+def test_a_manager_refuses_a_single_epoch_and_says_what_to_do(
+    folders: pathlib.Path, name: str, read_only: bool
+) -> None:
+    """It would begin a directory of epochs inside of the epoch. Nothing is left in it."""
+    before = sorted(str(path) for path in folders.rglob("*"))
+    options = ocp.CheckpointManagerOptions(read_only=read_only)
+    with pytest.raises(errors.NotACheckpointDirectoryError) as caught:
+        ec.CheckpointManager(folders / name, options=options)
+    above = (folders / name).parent.parent if name.endswith("default") else (folders / name).parent
+    for text in (f"{folders / name} is", f"Open {above}, if it is that", "ec.inspect", "epochckpt show"):
+        assert text in str(caught.value)
+    assert sorted(str(path) for path in folders.rglob("*")) == before
+
+
+def test_a_folder_of_one_epoch_of_many_is_not_swept(folders: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
+    """`gc` takes directories only: beside a single epoch may lie anything."""
+    shutil.copytree(folders / "final", tmp_path / "final")
+    (tmp_path / "incarnation-0123456789abcdef.orbax-checkpoint-tmp").mkdir()
+    assert main.main(["gc", str(tmp_path / "final")]) != 0
+    assert "pass its parent" in capsys.readouterr().err
+    assert len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", ["our_steps", "stock_steps"])
+def test_epochs_of_another_name_are_not_overlooked(
+    folders: pathlib.Path, name: str, tmp_path: pathlib.Path, caplog: Any, capsys: Any
+) -> None:
+    """A manager warns, a look says it, with what to pass; also where something else shows a checkpoint directory."""
+    directory = tmp_path / "run"
+    shutil.copytree(folders / name, directory, symlinks=True)
+    with ec.CheckpointManager(directory) as manager:
+        assert manager.all_steps() == []
+    expected = (
+        "holds epochs whose folders are named otherwise (step_000010/): pass "
+        "CheckpointManagerOptions(step_prefix='step', step_format_fixed_length=6), or "
+        "--step-prefix step --step-format-fixed-length 6 to the command"
+    )
+    assert expected in caplog.text
+    assert main.main(["ls", str(directory)]) != 0
+    assert expected in capsys.readouterr().err
+    (directory / "incarnation-0123456789abcdef.orbax-checkpoint-tmp" / "3-1").mkdir(parents=True)
+    assert expected in ec.inspect(directory).overview().problems[""]
+    caplog.clear()
+    options = ocp.CheckpointManagerOptions(step_prefix="step", step_format_fixed_length=6)
+    with ec.CheckpointManager(directory, options=options) as manager:
+        assert manager.all_steps() == [10]
+    with ec.CheckpointManager(folders / "ours", options=options) as manager:
+        assert manager.all_steps() == []
+    assert "(12/): pass no step_prefix and no step_format_fixed_length" in caplog.text

@@ -1,0 +1,451 @@
+"""Stock Orbax reads what we write: by itself, in processes that cannot import epochckpt."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import tarfile
+import uuid
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from safetensors.numpy import load_file
+
+import epochckpt as ec
+from epochckpt.arrays.plan import plan_item
+from epochckpt.format.tree import DTYPES, flatten
+from epochckpt.orbax import view as orbax_sharding
+from epochckpt.orbax import view as orbax_view
+from tests.support import stock_states
+from tests.support.processes import run_worker
+
+DEVICES = 4
+
+
+def save(directory: Any, tree: Any, **storage: Any) -> None:
+    """One epoch, number 5."""
+    with ec.CheckpointManager(directory, storage=ec.StorageOptions(**storage)) as manager:
+        manager.save(5, args=ocp.args.StandardSave(tree))
+
+
+def save_job(directory: str, state: str) -> None:
+    """The same, by every process of a job."""
+    save(directory, stock_states.STATES[state](), split_bytes=512, part_bytes=512)
+
+
+def left_out(directory: pathlib.Path) -> Any:
+    """The note in the epoch's record."""
+    return json.loads((directory / "5" / "epoch.json").read_bytes())["orbax_left_out"]
+
+
+def database(folder: pathlib.Path) -> ts.KvStore:
+    """The index, opened by TensorStore alone."""
+    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
+
+
+def array(folder: pathlib.Path, name: str) -> np.ndarray:
+    """One parameter, read by TensorStore alone."""
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}}
+    return np.asarray(ts.open(spec, open=True).result().read().result())
+
+
+def stock(function: str, arguments: dict[str, Any], num_processes: int = 1) -> Any:
+    """Runs a function of tests/support/stock_reader.py and returns what each process answered."""
+    devices = DEVICES // num_processes
+    return run_worker(f"tests.support.stock_reader:{function}", arguments, num_processes, devices, timeout=100)
+
+
+@pytest.mark.parametrize("state", list(stock_states.STATES))
+def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.Path, state: str) -> None:
+    """NNX, Linen + optax and a tree of everything else; in the saved and in another sharding; nothing is left out."""
+    save(tmp_path / "run", stock_states.STATES[state]())
+    assert left_out(tmp_path / "run") == {}
+    (found,) = stock("read", {"directory": str(tmp_path / "run"), "epoch": 5, "state": state})
+    assert len(found) == (14 if hasattr(ocp.v1, "load") else 12 if state == "linen" else 10)
+    assert {k: v for k, v in found.items() if v} == {}
+
+
+@pytest.mark.parametrize(("saved", "restored"), [(2, 1), (4, 2), (1, 2)])
+def test_any_number_of_processes_reads_what_any_number_wrote(tmp_path: pathlib.Path, saved: int, restored: int) -> None:
+    """Sharded and replicated arrays of several nodes, data files in several parts."""
+    directory = tmp_path / "run"
+    run_worker(
+        "tests.orbax.test_view:save_job",
+        {"directory": str(directory), "state": "plain"},
+        saved,
+        DEVICES // saved,
+        timeout=100,
+    )
+    assert left_out(directory) == {}
+    assert len(list((directory / "5").glob("process_*/*-00001.safetensors"))) == saved
+    answers = stock("read", {"directory": str(directory), "epoch": 5, "state": "plain"}, restored)
+    assert len(answers) == restored
+    for found in answers:
+        assert {k: v for k, v in found.items() if v} == {}
+
+
+def save_two_items(directory: pathlib.Path) -> None:
+    """An epoch with arrays, JSON, metrics and metadata."""
+    items = ocp.args.Composite(state=ocp.args.StandardSave(stock_states.plain()), config=ocp.args.JsonSave({"a": [1]}))
+    with ec.CheckpointManager(directory) as manager:
+        manager.save(5, args=items, metrics={"loss": 0.5}, custom_metadata={"by": "us"})
+
+
+@pytest.mark.parametrize("items", ["one", "two"])
+def test_stock_orbax_needs_no_arguments(tmp_path: pathlib.Path, items: str) -> None:
+    """`CheckpointManager(dir).restore(step)`: our nodes' folders do not stand in the way."""
+    if items == "one":
+        save(tmp_path / "run", stock_states.plain())
+    else:
+        save_two_items(tmp_path / "run")
+    (found,) = stock("no_arguments", {"directory": str(tmp_path / "run"), "epoch": 5})
+    expected: dict[str, Any] = {"differences": [], "steps": [5]}
+    if items == "two":
+        expected |= {"config": {"a": [1]}, "custom": {"by": "us"}}
+    if "v1" in found:
+        expected["v1"] = []
+    assert found == expected
+
+
+def test_stock_orbax_needs_no_target(tmp_path: pathlib.Path) -> None:
+    """It finds shardings, keys, scalars, JSON, metrics and metadata by itself, and single subtrees."""
+    save_two_items(tmp_path / "run")
+    arguments = {"directory": str(tmp_path / "run"), "epoch": 5}
+    (found,) = stock("without_target", arguments)
+    assert found == {
+        "differences": [],
+        "shardings": True,
+        "config": {"a": [1]},
+        "shape": [16, 24],
+        "metrics": {"loss": 0.5},
+        "custom": {"by": "us"},
+    }
+    assert stock("subset", arguments) == [[]]
+
+
+def test_tensorstore_and_safetensors_read_the_same_bytes(tmp_path: pathlib.Path) -> None:
+    """The index names each chunk once, in a node's data file, which is still a valid safetensors file."""
+    save(tmp_path, stock_states.plain())
+    folder = tmp_path / "5" / "default"
+    base = ts.KvStore.open(f"file://{folder}/").result()
+    (version,) = ts.ocdbt.dump(base).result()["versions"]
+    entries = ts.ocdbt.dump(base, version["root"]["location"]).result()["entries"]
+    assert [e["key"] for e in entries] == database(folder).list().result()
+    assert version["root"]["statistics"]["num_keys"] == len(entries)
+    pieces = [e["indirect_value"] for e in entries if "indirect_value" in e]
+    shards = load_file(tmp_path / "5" / "process_0" / "default.safetensors")
+    assert len(set(pieces)) == len(pieces) == len(shards)
+    assert {p.split(":")[2] for p in pieces} == {"process_0/default.safetensors"}
+    assert sum(int(p.rpartition(":")[2]) for p in pieces) == sum(s.nbytes for s in shards.values())
+    expected = np.asarray(stock_states.plain()["params"]["both"])
+    np.testing.assert_array_equal(array(folder, "params.both"), expected)
+    np.testing.assert_array_equal(shards["params/both[0:8,0:12]"], expected[:8, :12])
+
+
+def test_all_types(tmp_path: pathlib.Path) -> None:
+    """Every dtype is either read by TensorStore with the same bits, or left out and said so."""
+    rng = np.random.default_rng(1)
+    tree = {}
+    for name, dtype in DTYPES.items():
+        raw = rng.integers(0, 2 if name == "bool" else 256, size=24 * dtype.itemsize, dtype=np.uint8)
+        narrow = name in ("int1", "int2", "int4", "uint1", "uint2", "uint4")
+        tree[name] = raw.astype(np.int8).astype(dtype) if narrow else (raw & 15 if "4_" in name else raw).view(dtype)
+    save(tmp_path, tree)
+    noted = set(left_out(tmp_path)["default"])
+    for name in DTYPES.keys() - noted:
+        assert array(tmp_path / "5" / "default", name).tobytes() == tree[name].tobytes(), name
+    for name in noted:  # TensorStore's zarr has no such type
+        metadata = {"dtype": name, "shape": [1], "chunks": [1], "compressor": None}
+        with pytest.raises(ValueError, match="dtype"):
+            ts.open({"driver": "zarr", "kvstore": "memory://", "metadata": metadata}, create=True).result()
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_what_orbax_cannot_express_is_left_out_and_named(tmp_path: pathlib.Path) -> None:
+    """The rest is still right, and we still read everything."""
+    tree = {
+        "good": jnp.arange(3.0),
+        "a.b": jnp.ones(1),
+        "a": {"b": jnp.zeros(1)},
+        "none": np.zeros((0, 3)),
+        "huge": 2**70,
+        "z": 1j,
+        "raw": b"bytes",
+        "": jnp.ones(2),
+        "text": "héllo",
+        "when": np.array(["2026-01-02"], dtype="datetime64[s]"),
+    }
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(5, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+        got = manager.restore(5, args=ocp.args.StandardRestore(tree))
+    assert stock_states.differences(got, tree) == []
+    assert set(left_out(tmp_path)["default"]) == {"a.b", "a/b", "none", "huge", "z", "raw", "%", "when"}
+    read = ocp.PyTreeCheckpointer().restore(tmp_path / "5" / "default")
+    assert set(read) == {"good", "text"}
+    assert read["text"] == "héllo"
+    np.testing.assert_array_equal(read["good"], np.arange(3.0))
+
+
+def gaps() -> dict[str, Any]:
+    """Sequences with elements that Orbax cannot have: first, last, between, deep, under names that it cannot say."""
+    w = np.arange(3.0)
+    return {
+        "first": [np.zeros((0, 3)), w],
+        "last": (w, b"raw"),
+        "between": [w, 2**70, w, 1j, {"x": w, "y": b""}],
+        "jax": [jnp.zeros((2, 0)), jnp.ones(2)],
+        "deep": [{"a": {"b": 2**70}, "c": [1j]}, w, [[b""], [w, b""]]],
+        "unnamed": [w, {"": w}, {"a.b": w, "a": {"b": w}}, {"": w, "c": b""}],
+        "gone": [2**70, [1j]],
+        "order": [w] * 9 + [b"", w, b"", w],
+        "struct": optax.ScaleByAdamState(jnp.zeros([], jnp.int32), {"w": jnp.zeros((0,))}, [jnp.zeros(0), jnp.ones(1)]),
+    }
+
+
+def without_gaps() -> dict[str, Any]:
+    """What stock Orbax has of it."""
+    w = np.arange(3.0)
+    return {
+        "first": [None, w],
+        "last": [w, None],
+        "between": [w, None, w, None, {"x": w}],
+        "jax": [None, np.ones(2, np.float32)],
+        "deep": [{"a": {"b": None}, "c": [None]}, w, [[None], [w, None]]],
+        "unnamed": [w, None, None, None],
+        "order": [w] * 9 + [None, w, None, w],
+        "struct": {"count": np.array(0, np.int32), "nu": [None, np.ones(1, np.float32)]},
+    }
+
+
+def plain_tree(tree: Any) -> Any:
+    """Arrays as (dtype, list)."""
+    return jax.tree.map(lambda x: (np.asarray(x).dtype.name, np.asarray(x).tolist()), tree)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("where", ["in place", "export"])
+def test_a_left_out_element_of_a_sequence_is_none(tmp_path: pathlib.Path, where: str) -> None:
+    """A gap would make the whole item unreadable: with and without target, v0 and v1; it stays noted as left out."""
+    save(tmp_path / "run", gaps())
+    step = tmp_path / "run" / "5"
+    if where == "export":
+        done = ec.export(tmp_path / "run", 5, tmp_path / "out", allow_left_out=True)
+        assert done.left_out == left_out(tmp_path / "run")
+        step = tmp_path / "out" / "5"
+    noted = left_out(tmp_path / "run")["default"]
+    assert {"first/0", "between/1", "unnamed/1/%", "gone/0", "gone/1/0"} <= noted.keys()
+    expected = plain_tree(without_gaps())
+    assert plain_tree(ocp.StandardCheckpointer().restore(step / "default")) == expected
+    assert plain_tree(ocp.PyTreeCheckpointer().restore(step / "default")) == expected
+    with ocp.CheckpointManager(step.parent, item_names=("default",)) as manager:
+        read = manager.restore(5, args=ocp.args.Composite(default=ocp.args.StandardRestore()))
+    assert plain_tree(read["default"]) == expected
+    target = without_gaps()
+    assert plain_tree(ocp.StandardCheckpointer().restore(step / "default", target)) == expected
+    target["first"][0] = np.zeros((0, 3))  # what was saved fits, too
+    target["deep"][0]["a"]["b"] = 7
+    assert plain_tree(ocp.StandardCheckpointer().restore(step / "default", target)) == expected
+    assert plain_tree(ocp.PyTreeCheckpointer().restore(step / "default", item=target)) == expected
+    for asked in (None, target):
+        assert plain_tree(ocp.v1.load_checkpointables(step, {"default": asked})["default"]) == expected
+    with ec.CheckpointManager(tmp_path / "run") as ours:
+        got = ours.restore(5, args=ocp.args.StandardRestore(gaps()))
+    assert repr(jax.tree.leaves(got)) == repr(jax.tree.leaves(gaps()))
+
+
+def test_an_item_without_any_leaf_for_orbax_is_left_out(tmp_path: pathlib.Path) -> None:
+    """Stock Orbax would stumble over it; the other items, and the same item in another epoch, are there."""
+    nothing: dict[str, Any] = {"a": [2**70, b""], "none": np.zeros((0, 3))}
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch, state in enumerate((nothing, {"a": [1, b""]}, nothing)):
+            args = {"state": ocp.args.StandardSave(state), "bare": ocp.args.StandardSave(np.zeros((0, 3)))}
+            manager.save(epoch, args=ocp.args.Composite(**args, good=ocp.args.StandardSave({"w": jnp.ones(2)})))
+        manager.wait_until_finished()
+        assert all(manager.verify(epoch).ok for epoch in range(3))
+    for epoch in (0, 2):
+        noted = json.loads((tmp_path / str(epoch) / "epoch.json").read_bytes())["orbax_left_out"]
+        assert "any of its leaves: a/0 (Orbax has no type for this int), " in noted["state"]["*"]
+        assert noted["bare"].keys() == {"*"}
+        assert not (tmp_path / str(epoch) / "state").exists()
+        with ocp.CheckpointManager(tmp_path) as stock_manager:
+            assert set(stock_manager.restore(epoch).keys()) >= {"good"}
+    assert ocp.PyTreeCheckpointer().restore(tmp_path / "1" / "state") == {"a": [1, None]}
+
+
+def test_text_with_a_lone_surrogate_is_left_out(tmp_path: pathlib.Path) -> None:
+    """`_strings.json` stays valid JSON; what a text holds in one epoch does not show in the next."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch, text in enumerate(("\U0001f600", "a\udc80", "")):
+            manager.save(epoch, args=ocp.args.StandardSave({"text": text, "more": ["é", text]}))
+        manager.wait_until_finished()
+        assert manager.restore(1)["text"] == "a\udc80"
+    for epoch, expected in enumerate(("\U0001f600", None, "")):
+        assert ocp.PyTreeCheckpointer().restore(tmp_path / str(epoch) / "default") == {
+            "more": ["é", expected],
+            **({} if expected is None else {"text": expected}),
+        }
+        noted = json.loads((tmp_path / str(epoch) / "epoch.json").read_bytes())["orbax_left_out"]
+        reason = "Orbax cannot store a lone surrogate"
+        assert noted == ({"default": {"more/1": reason, "text": reason}} if epoch == 1 else {})
+        texts = json.loads((tmp_path / str(epoch) / "default" / "_strings.json").read_bytes())
+        assert all(value.encode() is not None for value in texts.values())
+
+
+def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text alone, what differs per node, and more chunks than an index should hold: no folder, and a note."""
+    with ec.CheckpointManager(tmp_path) as manager:
+        items = {"text": ocp.args.StandardSave("alone"), "many": ocp.args.StandardSave({str(i): i for i in range(9)})}
+        manager.save(5, args=ocp.args.Composite(**items, own=ec.args.NodeSave({"position": 3})))
+        manager.wait_until_finished()
+        assert set(left_out(tmp_path)) == {"text", "own"}
+        assert not (tmp_path / "5" / "text").exists()
+        assert not (tmp_path / "5" / "own").exists()
+        monkeypatch.setattr(orbax_view, "MAX_CHUNKS", 3)
+        items["many"] = ocp.args.StandardSave({str(i): jnp.ones(2) for i in range(9)})
+        manager.save(6, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+        assert manager.verify(6).ok
+    assert "more than 3" in json.loads((tmp_path / "6" / "epoch.json").read_bytes())["orbax_left_out"]["many"]["*"]
+    assert not (tmp_path / "6" / "many").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_values_change_from_epoch_to_epoch(tmp_path: pathlib.Path) -> None:
+    """What is kept from the last save never shows in the next: numbers, strings, types, arrays, trees."""
+    trees: list[Any] = [
+        {"w": jnp.zeros(2), "step": 1, "name": "one", "big": 5},
+        {"w": jnp.ones(2), "step": 2, "name": "another", "big": 2**70},
+        {"w": jnp.ones(2), "step": -3, "name": "", "big": 6},
+        {"w": jnp.ones(2), "step": 2.5, "name": "x", "big": 7},
+        {"w": jnp.ones(3), "step": 2.5, "more": True},
+    ]
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch, tree in enumerate(trees):
+            manager.save(epoch, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+    for epoch, tree in enumerate(trees):
+        expected = {k: v for k, v in tree.items() if (epoch, k) != (1, "big")}
+        read = ocp.PyTreeCheckpointer().restore(tmp_path / str(epoch) / "default")
+        assert {k: np.asarray(v).tolist() for k, v in read.items()} == {
+            k: np.asarray(v).tolist() for k, v in expected.items()
+        }
+
+
+def _tar(source: pathlib.Path, target: pathlib.Path) -> None:
+    with tarfile.open(target.with_suffix(".tar"), "w") as archive:
+        archive.add(source, arcname=target.name)
+    with tarfile.open(target.with_suffix(".tar")) as archive:
+        archive.extractall(target.parent, filter="data")
+
+
+def _unzip(archive: pathlib.Path, target: pathlib.Path) -> None:
+    shutil.unpack_archive(archive, target)
+
+
+def _zip(source: pathlib.Path, target: pathlib.Path) -> None:
+    archive = target.with_suffix(".zip")
+    subprocess.run(["zip", "-qr", archive, "."], cwd=source, check=True)  # follows links
+    _unzip(archive, target)
+
+
+def _zip_by_python(source: pathlib.Path, target: pathlib.Path) -> None:
+    _unzip(pathlib.Path(shutil.make_archive(str(target), "zip", source)), target)
+
+
+COPIES: dict[str, Any] = {
+    "cp -r": lambda a, b: subprocess.run(["cp", "-r", a, b], check=True),
+    "cp -rL": lambda a, b: subprocess.run(["cp", "-rL", a, b], check=True),
+    "shutil.copytree": lambda a, b: shutil.copytree(a, b),
+    "rsync -a": lambda a, b: subprocess.run(["rsync", "-a", f"{a}/", b], check=True),
+    "tar": _tar,
+    "zip -r": _zip,
+    "shutil.make_archive zip": _zip_by_python,  # drops links to folders
+}
+
+
+@pytest.mark.parametrize("way", list(COPIES))
+def test_copies_are_read_by_everybody(tmp_path: pathlib.Path, way: str) -> None:
+    """Links that were kept and links that became files: our reader, safetensors and (but for one way) stock Orbax."""
+    if way.startswith(("rsync", "zip")) and shutil.which(way.split()[0]) is None:
+        pytest.skip("no such program here")
+    tree = stock_states.plain()
+    save(tmp_path / "run", tree)
+    COPIES[way](tmp_path / "run", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "run")
+    with ec.CheckpointManager(tmp_path / "copy", options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        found = manager.verify(5)
+        assert found.ok
+        assert bool(found.view_damage) == (way == "shutil.make_archive zip")
+        assert stock_states.differences(manager.restore(5, args=ocp.args.StandardRestore(tree)), tree) == []
+    assert "list/0[0:2]" in load_file(tmp_path / "copy" / "5" / "process_0" / "default.safetensors")
+    if way == "shutil.make_archive zip":
+        assert not any((tmp_path / "copy" / "5" / "default" / "process_0").iterdir())
+        assert ec.repair_view(tmp_path / "copy", 5) == ["default"]
+    target = stock_states.abstract(tree)
+    read = ocp.StandardCheckpointer().restore(tmp_path / "copy" / "5" / "default", target)
+    assert stock_states.differences(read, tree) == []
+
+
+def test_our_reader_ignores_the_view(tmp_path: pathlib.Path) -> None:
+    """Damaged, hostile or absent: it changes nothing for us."""
+    tree = stock_states.plain()
+    save(tmp_path / "run", tree)
+    view = tmp_path / "run" / "5" / "default"
+    (view / "index.0").write_bytes(b"garbage")
+    (view / "process_0").unlink()
+    (view / "process_0").symlink_to("/etc")
+    for remove in (False, True):
+        if remove:
+            shutil.rmtree(view)
+        with ec.CheckpointManager(tmp_path / "run") as manager:
+            assert manager.verify(5).ok
+            assert stock_states.differences(manager.restore(5, args=ocp.args.StandardRestore(tree)), tree) == []
+
+
+def test_no_view_where_none_is_wanted_or_possible(tmp_path: pathlib.Path) -> None:
+    """`orbax_view=False`, and object stores."""
+    save(tmp_path, {"a": jnp.ones(2)}, orbax_view=False)
+    assert sorted(os.listdir(tmp_path / "5")) == ["epoch.json", "process_0"]
+    assert left_out(tmp_path) is None
+    with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}/run") as manager:
+        manager.save(5, args=ocp.args.StandardSave({"a": jnp.ones(2)}))
+        manager.wait_until_finished()
+        assert manager.verify(5).ok
+    with pytest.raises(ec.EpochCheckpointError, match="orbax_view"):
+        ec.StorageOptions(orbax_view=1)  # type: ignore[arg-type]
+
+
+def test_a_view_that_cannot_be_built_costs_no_epoch(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is logged, and the epoch is committed without one."""
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(orbax_view.Views, "build", broken)
+    save(tmp_path, {"a": jnp.ones(2, ml_dtypes.bfloat16)})
+    assert left_out(tmp_path) is None
+    with ec.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [5]
+        assert manager.verify(5).ok
+
+
+def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
+    """Orbax's own metadata class writes the same text, key for key."""
+    array = stock_states.place(np.ones((4, 4), np.float32), "x", "y")
+
+    pairs, _ = flatten({"a": array, "b": jax.device_put(1.0, jax.devices()[2])})
+    item = plan_item("default", pairs, node=0, node_of_process={0: 0}, split_bytes=1 << 20, part_bytes=None).item
+    found = [json.loads(str(orbax_sharding.text(item, row))) for row in item.shardings]
+    named = ocp.metadata.NamedShardingMetadata.from_jax_sharding(array.sharding).to_serialized_string()
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
+    lone = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(single).to_serialized_string()
+    assert found == [json.loads(named), json.loads(lone)]

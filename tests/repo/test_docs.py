@@ -1,0 +1,42 @@
+"""The code in the documentation runs as it stands there."""
+
+import pathlib
+import re
+
+import pytest
+
+DOCS = pathlib.Path(__file__).resolve().parent.parent.parent / "docs"
+PAGES = ("jobs.md", "jobs-reference.md", "caffe2.md")
+BLOCK = re.compile(r"^(<!-- not run -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> list[tuple[int, str]]:
+    """(line, code) of the Python blocks of a page, but for those that say that they are not run."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = [(text.count("\n", 0, b.start(2)), b[2]) for b in BLOCK.finditer(text) if not b[1]]
+    assert len(list(BLOCK.finditer(text))) == text.count("```python"), "a block was not understood"
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page_run_one_after_the_other(
+    page: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one program, in an empty directory; those after `<!-- not run -->` are left out."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}
+    found = blocks(page)
+    assert found
+    for line, code in found:
+        exec(compile("\n" * line + code, str(DOCS / page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    """Pages and the headings in them exist."""
+    for target, anchor in re.findall(r"\]\(([\w.-]*\.md)?(?:#([\w-]+))?\)", (DOCS / page).read_text(encoding="utf-8")):
+        other = DOCS / (target or page)
+        assert other.exists(), (page, target)
+        heads = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+        assert not anchor or anchor in anchors, (page, target, anchor)

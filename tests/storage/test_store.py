@@ -1,0 +1,465 @@
+"""The store contract on POSIX, `memory://` and `file://`, and what only POSIX promises."""
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import pathlib
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.storage import Entry, Store, open_store
+from epochckpt.storage.object_store import KvReader, KvStore
+from epochckpt.storage.posix import Handle, PosixWriter
+from tests.support.store_contract import StoreContract, in_parallel, write_file
+
+OUT_OF_ROOT = "out of the root"
+
+
+class TestPosix(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: pathlib.Path) -> Store:
+        return open_store(tmp_path)
+
+    @pytest.fixture
+    def reopened(self, tmp_path: pathlib.Path) -> Store:
+        return open_store(str(tmp_path))
+
+
+class TestPosixWithoutEarlyWriteBack(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: pathlib.Path) -> Store:
+        return open_store(tmp_path, early_write_back=False)
+
+    @pytest.fixture
+    def reopened(self, tmp_path: pathlib.Path) -> Store:
+        return open_store(tmp_path)
+
+
+def resident_pages(path: pathlib.Path) -> int:
+    """How many pages of a file the page cache holds, by mincore(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        pages = ctypes.create_string_buffer(-(-len(mapped) // mmap.PAGESIZE))
+        view = ctypes.c_char.from_buffer(mapped)
+        assert libc.mincore(ctypes.addressof(view), len(mapped), pages) == 0
+        del view
+    return sum(page & 1 for page in pages.raw)
+
+
+def test_a_file_leaves_the_page_cache_and_is_read_back(tmp_path: pathlib.Path) -> None:
+    """`uncache` changes where the bytes are read from, nothing else."""
+    store, data = open_store(tmp_path), os.urandom(1 << 20)
+    write_file(store, "file", data)
+    assert resident_pages(tmp_path / "file") == (1 << 20) // mmap.PAGESIZE
+    store.uncache("file")
+    if tmpfs(tmp_path):
+        pytest.skip("a tmpfs is its page cache")
+    assert resident_pages(tmp_path / "file") == 0
+    assert store.read("file", limit_bytes=1 << 20) == data
+    with pytest.raises(FileNotFoundError):
+        store.uncache("gone")
+
+
+def test_only_the_newest_epoch_stays_in_the_page_cache(tmp_path: pathlib.Path) -> None:
+    """A save takes the bytes of the epoch before it out of memory, and every epoch still restores."""
+    state = {"w": jnp.arange(1 << 18, dtype=jnp.float32)}
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch in range(3):
+            manager.save(epoch, args=ocp.args.StandardSave(jax.tree.map(lambda x, e=epoch: x + e, state)))
+            manager.wait_until_finished()
+        files = [tmp_path / str(e) / "process_0" / "default.safetensors" for e in range(3)]
+        if tmpfs(tmp_path):
+            pytest.skip("a tmpfs is its page cache")
+        pages = [resident_pages(f) for f in files]
+        assert pages[:2] == [0, 0]
+        assert pages[2] > 256
+        for epoch in range(3):
+            restored = manager.restore(epoch, args=ocp.args.StandardRestore(state))
+            np.testing.assert_array_equal(restored["w"], state["w"] + epoch)
+
+
+def tmpfs(path: pathlib.Path) -> bool:
+    """Whether the folder lies in memory."""
+    command = ["stat", "--file-system", "--format=%T", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() in ("tmpfs", "ramfs")
+
+
+class TestMemory(StoreContract):
+    @pytest.fixture
+    def url(self) -> str:
+        return f"memory://{uuid.uuid4().hex}"
+
+    @pytest.fixture
+    def store(self, url: str) -> Store:
+        return open_store(url)
+
+    @pytest.fixture
+    def reopened(self, url: str) -> Store:
+        return open_store(url)
+
+
+class TestFile(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: pathlib.Path) -> Store:
+        return open_store(f"file://{tmp_path}/")
+
+    @pytest.fixture
+    def reopened(self, tmp_path: pathlib.Path) -> Store:
+        return open_store(f"file://{tmp_path}/")
+
+
+@pytest.fixture
+def posix(tmp_path: pathlib.Path) -> Store:
+    root = tmp_path / "root"
+    root.mkdir()
+    return open_store(root)
+
+
+def test_a_directory_is_opened_by_its_form(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """URLs go to TensorStore, anything else becomes an absolute POSIX path; nothing is created."""
+    monkeypatch.chdir(tmp_path)
+    here = open_store("runs/one")
+    assert (here.root, here.renames, here.preferred_part_bytes) == (str(tmp_path / "runs/one"), True, None)
+    monkeypatch.chdir("/")
+    assert not here.exists("")
+    there = open_store("memory://name")
+    assert (there.root, there.renames, there.preferred_part_bytes) == ("memory://name", False, 256 << 20)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_url_that_cannot_be_opened_is_refused() -> None:
+    """An unknown scheme, and a URL whose slash pathlib has removed."""
+    with pytest.raises(InvalidArgumentError, match="bogus"):
+        open_store("bogus://bucket/run")
+    with pytest.raises(InvalidArgumentError, match="removed a slash"):
+        open_store(pathlib.Path("s3://bucket/run"))
+
+
+def test_the_size_of_a_value_is_found_without_the_error_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store whose errors name no size, or a wrong one, is measured by bisection."""
+    store = KvStore(f"memory://{uuid.uuid4().hex}/")
+    for text in ("nothing", "size (3)$", "(7)"):
+        monkeypatch.setattr("epochckpt.storage.object_store._NAMED_SIZE", re.compile(text))
+        for size in (0, 1, 2, 3, 4, 5, 1000, 65_536):
+            store.remove("data")
+            store.create("data", bytes(size))
+            reader = store.open_reader("data")
+            assert isinstance(reader, KvReader)
+            assert reader.size == size
+
+
+def test_a_key_value_store_takes_a_specification(tmp_path: pathlib.Path) -> None:
+    """For what a URL cannot say; the root is still shown as one."""
+    store = KvStore({"driver": "file", "path": f"{tmp_path}/run"})
+    store.create("a", b"x")
+    assert (tmp_path / "run" / "a").read_bytes() == b"x"
+    assert store.root == f"file://{tmp_path}/run/"
+
+
+def test_a_file_in_memory_is_invisible_until_finished() -> None:
+    """On an object store a writer shows nothing before `finish`, and the first to finish wins."""
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    first, second = store.open_writer("data", 1), store.open_writer("data", 1)
+    first.write(0, b"1")
+    second.write(0, b"2")
+    assert not store.exists("data")
+    second.finish()
+    with pytest.raises(FileExistsError):
+        first.finish()
+    assert store.read("data", limit_bytes=1) == b"2"
+
+
+def test_a_symlink_out_of_the_root_is_refused(posix: Store, tmp_path: pathlib.Path) -> None:
+    """Through a linked file, a linked folder, or a chain: neither read nor written, nor listed."""
+    outside = tmp_path / "root-outside"  # shares the root's name as a prefix
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"x")
+    root = pathlib.Path(posix.root)
+    (root / "file").symlink_to(outside / "secret")
+    (root / "folder").symlink_to(outside)
+    (root / "chain").symlink_to("folder")
+    for path in ("file", "folder/secret", "chain/secret"):
+        for call in (posix.open_reader, posix.exists, posix.size):
+            with pytest.raises(PermissionError, match=OUT_OF_ROOT):
+                call(path)
+    with pytest.raises(PermissionError, match=OUT_OF_ROOT):
+        posix.list("folder")
+    for write in (posix.make_folder, posix.remove, posix.remove_tree, lambda p: posix.create(p, b"")):
+        with pytest.raises(PermissionError, match=OUT_OF_ROOT):
+            write("folder/new")
+    assert os.listdir(outside) == ["secret"]
+
+
+def test_a_symlink_inside_the_root_is_read(tmp_path: pathlib.Path) -> None:
+    """As the Orbax view has them; a root that is itself reached through a symlink is fine."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "root").symlink_to("real")
+    store = open_store(tmp_path / "root")
+    store.make_folder("node")
+    store.create("node/data", b"x")
+    (tmp_path / "real" / "link").symlink_to("node/data")
+    (tmp_path / "real" / "folder").symlink_to("node")
+    assert store.read("link", limit_bytes=1) == store.read("folder/data", limit_bytes=1) == b"x"
+    listed = [Entry("folder", False), Entry("link", False), Entry("node", True)]
+    assert store.list("") == listed
+
+
+def test_a_write_does_not_go_through_a_symlink(posix: Store) -> None:
+    """A dangling link takes a name like any file does."""
+    (pathlib.Path(posix.root) / "link").symlink_to("elsewhere")
+    with pytest.raises(FileExistsError):
+        posix.create("link", b"x")
+    assert not posix.exists("elsewhere")
+
+
+def test_only_regular_files_are_opened(posix: Store) -> None:
+    """A pipe does not make the reader wait, a folder is no file."""
+    os.mkfifo(os.path.join(posix.root, "pipe"))
+    posix.make_folder("folder")
+    with pytest.raises(OSError, match=r"not a regular file.*pipe"):
+        posix.open_reader("pipe")
+    with pytest.raises(IsADirectoryError, match="folder"):
+        posix.size("folder")
+
+
+def test_remove_tree_does_not_follow_symlinks(posix: Store, tmp_path: pathlib.Path) -> None:
+    """Links are removed, what they point at stays; so for a link in place of the tree."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_bytes(b"x")
+    root = pathlib.Path(posix.root)
+    posix.make_folder("12")
+    (root / "12" / "folder").symlink_to(outside)
+    (root / "12" / "file").symlink_to(outside / "kept")
+    (root / "13").symlink_to(outside)
+    posix.remove_tree("12")
+    posix.remove_tree("13")
+    assert os.listdir(root) == []
+    assert os.listdir(outside) == ["kept"]
+
+
+def test_a_rename_onto_an_existing_name_is_refused(posix: Store) -> None:
+    """Full folder, empty folder, file: both sides stay as they were. `replace` is for files only."""
+    for folder in ("staging", "full", "empty"):
+        posix.make_folder(folder)
+    for path in ("staging/new", "full/old", "file", "other"):
+        posix.create(path, path.encode())
+    for src, dst in (("staging", "full"), ("staging", "empty"), ("staging", "file"), ("other", "file")):
+        with pytest.raises(FileExistsError) as caught:
+            posix.rename(src, dst)
+        assert caught.value.filename == os.path.join(posix.root, src)
+        assert caught.value.filename2 == os.path.join(posix.root, dst)
+    with pytest.raises(FileExistsError):
+        posix.rename("staging", "full", replace=True)
+    assert posix.read("full/old", limit_bytes=99) == b"full/old"
+    assert posix.read("staging/new", limit_bytes=99) == b"staging/new"
+    posix.rename("other", "file", replace=True)
+    assert posix.read("file", limit_bytes=99) == b"other"
+    assert not posix.exists("other")
+
+
+def test_a_rename_is_refused_where_the_system_has_no_flag_for_it(posix: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same promises without renameat2, as on NFS and outside of Linux."""
+    monkeypatch.setattr("epochckpt.storage.posix._renameat2", None)
+    test_a_rename_onto_an_existing_name_is_refused(posix)
+    posix.rename("staging", "moved")
+    posix.rename("file", "moved/file")
+    assert [entry.name for entry in posix.list("moved")] == ["file", "new"]
+
+
+def test_one_of_many_concurrent_renames_wins(posix: Store) -> None:
+    """Eight staging folders renamed onto one epoch: it is created once, the losers keep their folders."""
+    for i in range(8):
+        posix.make_folder(f"staging{i}")
+        posix.create(f"staging{i}/epoch.json", b"%d" % i)
+    results = in_parallel([lambda i=i: posix.rename(f"staging{i}", "12") for i in range(8)])
+    winners = [i for i, result in enumerate(results) if result is None]
+    assert len(winners) == 1
+    assert all(isinstance(result, FileExistsError) for result in results if result is not None)
+    assert posix.read("12/epoch.json", limit_bytes=1) == b"%d" % winners[0]
+    assert len(posix.list("")) == 8
+
+
+def test_nothing_is_made_below_a_folder_that_is_gone(posix: Store) -> None:
+    """Fencing: after a newer run has moved the staging folder away, an older one can resurrect nothing."""
+    posix.make_folder("incarnation")
+    posix.make_folder("incarnation/12")
+    posix.rename("incarnation", "swept")
+    calls = [
+        lambda: posix.make_folder("incarnation/12/process_0"),
+        lambda: posix.make_folder("incarnation/13"),
+        lambda: posix.create("incarnation/12/node.json", b""),
+        lambda: posix.open_writer("incarnation/12/data", 1),
+        lambda: posix.rename("incarnation/12", "12"),
+        lambda: posix.sync_folder("incarnation/12"),
+        lambda: posix.list("incarnation"),
+    ]
+    for call in calls:
+        with pytest.raises(FileNotFoundError, match="incarnation"):
+            call()
+    assert posix.list("") == [Entry("swept", True)]
+
+
+def test_make_folder_is_exclusive(posix: Store) -> None:
+    """Of eight threads that make one folder, one succeeds."""
+    results = in_parallel([lambda: posix.make_folder("incarnation")] * 8)
+    assert sorted(isinstance(result, FileExistsError) for result in results) == [False] + [True] * 7
+
+
+def test_the_root_is_made_with_its_parents(tmp_path: pathlib.Path) -> None:
+    """Once or many times; the mode is the root's and that of folders in it; a file in the way is refused."""
+    store = open_store(tmp_path / "a" / "b" / "root", folder_mode=0o2770)
+    with pytest.raises(FileNotFoundError):
+        store.list("")
+    assert in_parallel([lambda: store.make_root()] * 4) == [None] * 4
+    assert store.list("") == []
+    store.make_folder("below")
+    assert os.stat(f"{store.root}/below").st_mode & 0o7777 == 0o2770
+    assert os.stat(store.root).st_mode & 0o7777 == 0o2770
+    assert os.stat(os.path.dirname(store.root)).st_mode & 0o7777 != 0o2770
+    open_store(store.root, folder_mode=0o700).make_root()
+    assert os.stat(store.root).st_mode & 0o7777 == 0o2770
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        open_store(tmp_path / "file" / "root").make_root()
+
+
+def test_closing_waits_for_the_last_use() -> None:
+    """A descriptor that is closed under a running write could mean another file by the next one."""
+    read_end, write_end = os.pipe()
+    handle = Handle(write_end, "pipe")
+    with handle.use() as fd:
+        handle.close()
+        os.write(fd, b"x")  # still open
+        with pytest.raises(ValueError, match="closed"), handle.use():
+            pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(write_end)
+    handle.close()
+    assert os.read(read_end, 2) == b"x"
+    os.close(read_end)
+
+
+def test_finish_refuses_while_a_write_runs(posix: Store) -> None:
+    """A flush beside a running write would promise bytes that are not there yet."""
+    writer = posix.open_writer("data", 0)
+    assert isinstance(writer, PosixWriter)
+    with writer.handle.use(), pytest.raises(ValueError, match="still running"):
+        writer.finish()
+    writer.finish()
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace makes the kernel's call fail")
+@pytest.mark.parametrize(("code", "fails"), [("EIO", True), ("ENOSPC", True), ("ENOSYS", False)])
+def test_a_failed_early_write_back_fails_the_write(posix: Store, code: str, fails: bool) -> None:
+    """The kernel's answer is not thrown away, unless it only says that it has no such call."""
+    program = (
+        "import errno, sys\n"
+        "from epochckpt.posix_store import WRITE_BACK_BYTES\n"
+        "from epochckpt.storage import open_store\n"
+        "writer = open_store(sys.argv[1]).open_writer('data', WRITE_BACK_BYTES)\n"
+        "try:\n"
+        "    writer.write(0, bytes(WRITE_BACK_BYTES))\n"
+        "except OSError as error:\n"
+        "    assert error.filename.endswith('/data')\n"
+        "    print(errno.errorcode[error.errno])\n"
+    )
+    inject = f"sync_file_range:error={code}"
+    command = [
+        "strace",
+        "-f",
+        "-qq",
+        "--seccomp-bpf",
+        "-o",
+        os.devnull,
+        "-e",
+        "trace=sync_file_range",
+        "-e",
+        f"inject={inject}",
+    ]
+    command += [sys.executable, "-c", program, posix.root]
+    done = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ([code] if fails else [])
+
+
+@contextlib.contextmanager
+def small_disk(folder: pathlib.Path) -> Iterator[int]:
+    """A full disk after 1 MiB below a folder: a small tmpfs where we may mount, else a file size limit.
+
+    Yields:
+        The errno to expect.
+    """
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], stderr=subprocess.DEVNULL, check=False
+    )
+    if not mounted.returncode:
+        try:
+            yield errno.ENOSPC
+        finally:
+            subprocess.run(["umount", folder], check=True)
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        yield errno.EFBIG
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_an_os_error(posix: Store) -> None:
+    """The error has its errno and path, from a writer and from `create`, which leaves no half file."""
+    data = bytes(2 << 20)
+    with small_disk(pathlib.Path(posix.root)) as expected:
+        writer = posix.open_writer("data", len(data))
+        with pytest.raises(OSError, match="data") as caught:
+            writer.write(0, data)
+        writer.abort()
+        assert caught.value.errno == expected
+        assert caught.value.filename == os.path.join(posix.root, "data")
+        posix.remove("data")
+        with pytest.raises(OSError, match="record") as caught:
+            posix.create("record", data)
+        assert caught.value.errno == expected
+        assert posix.list("") == []
+        posix.create("small", b"x")  # the disk has room again
+
+
+def test_a_failed_flush_is_raised_and_ends_the_writer() -> None:
+    """After a failed fsync (a pipe has none) nothing is left to retry: a second one might succeed."""
+    read_end, write_end = os.pipe()
+    writer = PosixWriter(write_end, "the pipe", 0, early_write_back=False)
+    with pytest.raises(OSError, match="the pipe") as caught:
+        writer.finish()
+    assert caught.value.errno == errno.EINVAL
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(write_end)
+    with pytest.raises(ValueError, match="closed"):
+        writer.finish()
+    os.close(read_end)
+
+
+def test_a_large_transfer_goes_in_several_calls(posix: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short writes and reads are continued where they stopped."""
+    monkeypatch.setattr("epochckpt.storage.posix._CALL_BYTES", 1000)
+    data = bytes(range(256)) * 50
+    write_file(posix, "data", data)
+    assert posix.read("data", limit_bytes=len(data)) == data

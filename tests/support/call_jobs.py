@@ -1,0 +1,94 @@
+"""What real processes call alone that all are to call together; run by `tests.support.worker`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+import epochckpt as ec
+from epochckpt.commit import restore_vote
+from epochckpt.errors import CoordinationTimeoutError
+
+WAIT_MILLIS = 60_000
+
+
+def lone_calls(directory: str) -> dict[str, Any]:
+    """Each process makes calls alone, and after each of them all make them together.
+
+    Returns:
+        What the lone calls raised, what the common ones gave, and how many coordination keys there were.
+    """
+    restore_vote._MARGIN_SECS = 1.0
+    me, client = jax.process_index(), ocp.multihost.get_jax_distributed_client()
+    storage = ec.StorageOptions(open_timeout_secs=1, restore_timeout_secs=1, save_timeout_secs=30)
+    raised: dict[str, str] = {}
+    common: dict[str, Any] = {}
+
+    def meet(name: str) -> None:
+        client.wait_at_barrier(name, WAIT_MILLIS)
+
+    def alone(who: int, name: str, call: Callable[[], Any]) -> None:
+        if me == who:
+            try:
+                call()
+            except CoordinationTimeoutError as error:
+                raised[name] = str(error)
+        meet(name)
+
+    def keys() -> int:
+        return len(client.key_value_dir_get("epochckpt/"))
+
+    def save(m: ec.CheckpointManager, epoch: int) -> None:
+        m.save(epoch, args=ocp.args.StandardSave({"a": np.full(3, float(epoch))}))
+        m.wait_until_finished()
+
+    def restored(m: ec.CheckpointManager) -> float:
+        return float(m.restore(None)["a"][0])
+
+    meet("open")
+    m = ec.CheckpointManager(directory, storage=storage)
+    m.reload()
+    for epoch in (1, 2, 3):
+        save(m, epoch)
+    for number in range(2):
+        alone(1, f"follower's reload {number}", m.reload)
+    m.reload()
+    common["reload"] = list(m.all_steps())
+    alone(0, "primary's reload", m.reload)
+    m.reload()
+    common["reload again"] = list(m.all_steps())
+    alone(1, "follower's restore", lambda: m.restore(None))
+    common["restore"] = restored(m)
+    alone(0, "primary's restore", lambda: m.restore(None))
+    common["restore again"] = restored(m)
+    alone(1, "follower's delete", lambda: m.delete(2))
+    m.delete(2)
+    m.reload()
+    common["delete"] = list(m.all_steps())
+    alone(1, "follower's rollback", lambda: m.rollback_to(1))
+    m.rollback_to(1)
+    save(m, 3)
+    m.reload()
+    common["in the end"] = [*m.all_steps(), restored(m)]
+
+    meet("keys")
+    before = keys()
+    for number in range(200):
+        m.reload()
+        if number % 50 == 0:
+            meet(f"reload {number}")  # the primary keeps its answers for those that are behind, but not for ever
+    for _ in range(70):
+        m.restore(None)
+    meet("many calls")
+    common["many calls"] = keys() - before
+    m.close()
+    for _ in range(40):
+        ec.CheckpointManager(directory, storage=storage).close()
+    meet("many opens")
+    common["many opens"] = keys() - before
+    meet("end")
+    return {"raised": raised, "common": common}

@@ -1,0 +1,91 @@
+"""A job that replaces an epoch and is killed on the way, for `tests/commit/test_replace.py`."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+import epochckpt as ec
+from epochckpt.storage import PosixStore
+
+
+def args(value: int) -> Any:
+    """What an epoch holds."""
+    return ocp.args.Composite(
+        state=ocp.args.StandardSave({"x": np.full(2000, value)}), note=ocp.args.JsonSave({"value": value})
+    )
+
+
+def no_exchange(self: Any, one: str, other: str) -> None:
+    """As on a file system that has none."""
+    raise io.UnsupportedOperation("no exchange here")
+
+
+def kill_at(place: str) -> None:
+    """Kills this process before or after the exchange, or, without one, after the n-th rename of `replacing`."""
+    exchange, rename = PosixStore.exchange, PosixStore.rename
+    renames = 0
+
+    def dying_exchange(self: Any, one: str, other: str) -> None:
+        if place == "before the exchange":
+            os.kill(os.getpid(), signal.SIGKILL)
+        exchange(self, one, other)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying_rename(self: Any, src: str, dst: str, *, replace: bool = False) -> None:
+        nonlocal renames
+        rename(self, src, dst, replace=replace)
+        renames += 1
+        if place == f"after rename {renames}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if "rename" in place:
+        PosixStore.exchange = no_exchange  # type: ignore[method-assign]
+        PosixStore.rename = dying_rename  # type: ignore[method-assign]
+    else:
+        PosixStore.exchange = dying_exchange  # type: ignore[method-assign]
+
+
+def replace_and_die(directory: str, place: str) -> None:
+    """Saves epochs 1 and 2, then replaces 1, and is killed."""
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=args(epoch))
+        manager.wait_until_finished()
+        manager.let_replace(1)
+        kill_at(place)
+        manager.save(1, args=args(100))
+        manager.wait_until_finished()
+
+
+def open_and_die(directory: str) -> None:
+    """A run that is killed as soon as it has moved the staging of the one before it."""
+    kill_at("after rename 1")
+    ec.CheckpointManager(directory).claim()
+
+
+def replace_in_a_job(directory: str) -> list[Any]:
+    """Two processes replace an epoch."""
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), ("x",)), jax.P("x"))
+
+    def state(value: float) -> Any:
+        full = jax.jit(lambda: jax.numpy.full(8, value), out_shardings=sharding)()
+        return ocp.args.StandardSave({"w": full})
+
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=state(epoch))
+        manager.wait_until_finished()
+        manager.let_replace(1)
+        assert manager.should_save(1)
+        manager.save(1, args=state(7.0))
+        manager.wait_until_finished()
+        got = manager.restore(1, args=ocp.args.StandardRestore({"w": state(0.0).item["w"]}))["w"]
+        values = {float(v) for s in got.addressable_shards for v in np.asarray(s.data)}
+        return [sorted(values), list(manager.all_steps()), [o.committed for o in manager.take_outcomes()]]

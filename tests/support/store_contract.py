@@ -1,0 +1,289 @@
+"""What every store promises, as a class to inherit from: name a fixture `store` that opens an empty one."""
+
+import contextlib
+import io
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from epochckpt.storage import Entry, Store
+
+MALFORMED = ["/a", "a/", "a//b", ".", "a/./b", "..", "a/../b", "a\0b"]
+
+
+def in_parallel(calls: Sequence[Callable[[], object]]) -> list[object]:
+    """Runs all calls at once, a thread each, and returns what each returned or raised."""
+    results: list[object] = [None] * len(calls)
+    start = threading.Barrier(len(calls))
+
+    def run(index: int) -> None:
+        start.wait(30)
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def write_file(store: Store, path: str, data: bytes) -> None:
+    """Writes a file through a Writer, in one piece."""
+    writer = store.open_writer(path, len(data))
+    writer.write(0, data)
+    writer.finish()
+
+
+class StoreContract:
+    """The promises of `epochckpt.store` that do not depend on the kind of store."""
+
+    def test_created_content_is_read_back(self, store: Store) -> None:
+        """`create` stores any bytes, none and NULs included."""
+        for name, data in (("full", b"a\0b\xff" * 100), ("empty", b"")):
+            store.create(name, data)
+            assert store.read(name, limit_bytes=1000) == data
+            assert store.size(name) == len(data)
+            assert store.exists(name)
+
+    def test_create_never_replaces(self, store: Store) -> None:
+        """The second `create` of one name fails and leaves the first content."""
+        store.create("claim", b"first")
+        with pytest.raises(FileExistsError, match="claim"):
+            store.create("claim", b"second")
+        assert store.read("claim", limit_bytes=100) == b"first"
+
+    def test_concurrent_creates_have_one_winner(self, store: Store) -> None:
+        """Of eight threads that create one name, one succeeds, and its content is what stays."""
+        for round_ in range(5):
+            name = f"claim{round_}"
+            calls = [lambda i=i, n=name: store.create(n, b"%d" % i) for i in range(8)]
+            results = in_parallel(calls)
+            winners = [i for i, result in enumerate(results) if result is None]
+            assert len(winners) == 1, results
+            assert all(isinstance(r, FileExistsError) for r in results if r is not None), results
+            assert store.read(name, limit_bytes=100) == b"%d" % winners[0]
+
+    def test_a_removed_name_can_be_created_again(self, store: Store) -> None:
+        """Put-if-absent looks at what is there now, not at what once was."""
+        store.create("claim", b"first")
+        store.remove("claim")
+        store.create("claim", b"second")
+        assert store.read("claim", limit_bytes=100) == b"second"
+
+    def test_a_missing_file_is_file_not_found(self, store: Store) -> None:
+        """Reading, measuring and opening name the missing file."""
+        assert not store.exists("gone")
+        calls = [
+            lambda: store.read("gone", limit_bytes=10),
+            lambda: store.size("gone"),
+            lambda: store.open_reader("gone"),
+        ]
+        for call in calls:
+            with pytest.raises(FileNotFoundError, match="gone"):
+                call()
+
+    def test_a_read_over_the_limit_is_refused(self, store: Store) -> None:
+        """The error names path, size and limit; exactly the limit is fine."""
+        store.create("record", b"x" * 11)
+        assert len(store.read("record", limit_bytes=11)) == 11
+        with pytest.raises(ValueError, match=r"record has 11 bytes; expected at most 10\b"):
+            store.read("record", limit_bytes=10)
+
+    def test_files_are_found_by_the_beginning_of_their_names(self, store: Store) -> None:
+        """In one folder, or in every folder of the root; neither deeper nor folders, and a missing folder has none."""
+        for folder in ("a", "b", "b/_m-deep"):
+            store.make_folder(folder)
+        for path in ("a/_m-1.json", "a/_m-2.json", "a/other", "b/_m-1.json", "b/_m", "b/_m-deep/_m-x", "_m-root"):
+            store.create(path, b"{}")
+        assert store.find("_m-", "a") == ["a/_m-1.json", "a/_m-2.json"]
+        assert store.find("_m-", "b") == ["b/_m-1.json"]
+        assert store.find("_m-", "gone") == []
+        assert store.find("_m-") == ["a/_m-1.json", "a/_m-2.json", "b/_m-1.json"]
+        assert store.find("_m-", "") == ["_m-root"]
+
+    def test_parallel_pieces_make_the_right_file(self, store: Store) -> None:
+        """Four threads that write interleaved pieces by position give the same file as one."""
+        data = bytes(range(256)) * (5 << 12)  # 5 MiB
+        piece = 300_001
+        store.make_folder("node")
+        writer = store.open_writer("node/data", len(data))
+        view = memoryview(data)
+
+        def write(thread: int) -> None:
+            for start in range(thread * piece, len(data), 4 * piece):
+                writer.write(start, view[start : start + piece])
+
+        assert in_parallel([lambda t=t: write(t) for t in range(4)]) == [None] * 4
+        writer.finish()
+        assert store.size("node/data") == len(data)
+        assert store.read("node/data", limit_bytes=len(data)) == data
+
+    def test_parallel_ranges_are_read_by_position(self, store: Store) -> None:
+        """Threads share a reader; each fills its part of a buffer, whatever the buffer's format."""
+        data = bytes(range(256)) * 4096  # 1 MiB
+        write_file(store, "data", data)
+        buffer = bytearray(len(data))
+        quarter = len(data) // 4
+        with store.open_reader("data") as reader:
+            assert reader.size == len(data)
+            parts = [memoryview(buffer)[i * quarter : (i + 1) * quarter].cast("I") for i in range(4)]
+            calls = [lambda i=i: reader.read_into(i * quarter, parts[i]) for i in range(4)]
+            assert in_parallel(calls) == [None] * 4
+            reader.read_into(len(data), memoryview(b"").cast("B"))  # nothing, at the end
+        assert buffer == data
+
+    def test_a_read_beyond_the_end_raises(self, store: Store) -> None:
+        """A buffer is filled or EOFError is raised: never a short read."""
+        store.create("data", b"0123456789")
+        with store.open_reader("data") as reader:
+            for offset, length in ((5, 6), (10, 1), (1 << 40, 1)):
+                with pytest.raises(EOFError, match="data"):
+                    reader.read_into(offset, memoryview(bytearray(length)))
+            with pytest.raises(ValueError, match="offset -1"):
+                reader.read_into(-1, memoryview(bytearray(1)))
+
+    @pytest.mark.parametrize("size", [0, 1, 2, 3, 1000, (1 << 20) + 1])
+    def test_size_is_exact(self, store: Store, size: int) -> None:
+        """However the store finds it out."""
+        write_file(store, "data", bytes(size))
+        assert store.size("data") == size
+
+    def test_a_writer_never_replaces(self, store: Store) -> None:
+        """A file that exists cannot be opened for writing, so it keeps its content."""
+        write_file(store, "data", b"first")
+        with pytest.raises(FileExistsError, match="data"):
+            store.open_writer("data", 6)
+        assert store.read("data", limit_bytes=100) == b"first"
+
+    def test_an_unfinished_file_is_not_finished(self, store: Store) -> None:
+        """Missing bytes are found at `finish`; a piece outside of the size is refused at once."""
+        writer = store.open_writer("data", 10)
+        writer.write(0, b"12345")
+        for offset, data in ((8, b"123"), (-1, b"1"), (11, b"")):
+            with pytest.raises(ValueError, match="outside of its 10 bytes"):
+                writer.write(offset, data)
+        with pytest.raises(ValueError, match="5 of 10 bytes written"):
+            writer.finish()
+
+    def test_a_closed_writer_refuses(self, store: Store) -> None:
+        """After `abort` or `finish` nothing can be written; `abort` never raises."""
+        aborted, finished = store.open_writer("aborted", 1), store.open_writer("finished", 0)
+        aborted.abort()
+        finished.finish()
+        for writer in (aborted, finished):
+            writer.abort()
+            with pytest.raises(ValueError, match="closed"):
+                writer.finish()
+        with pytest.raises(ValueError, match="closed"):
+            aborted.write(0, b"x")
+
+    def test_a_folder_is_listed_one_level_deep_and_sorted(self, store: Store) -> None:
+        """Files and folders of one folder, each once; no neighbour with a similar name."""
+        for folder in ("12", "12/process_0", "12.old", "120"):
+            store.make_folder(folder)
+        for path in ("12/epoch.json", "12/process_0/a", "12/process_0/b", "12.old/x", "120/y", "z"):
+            store.create(path, b"")
+        assert store.list("12") == [Entry("epoch.json", False), Entry("process_0", True)]
+        top = [Entry("12", True), Entry("12.old", True), Entry("120", True), Entry("z", False)]
+        assert store.list("") == top
+        assert store.exists("12")
+        assert store.exists("12/process_0")
+        assert not store.exists("1")
+
+    def test_remove_takes_one_file_and_forgives_a_missing_one(self, store: Store) -> None:
+        """The neighbours stay."""
+        store.create("a", b"")
+        store.create("ab", b"")
+        store.remove("a")
+        store.remove("a")
+        assert store.list("") == [Entry("ab", False)]
+
+    def test_remove_tree_takes_everything_below_and_nothing_beside(self, store: Store) -> None:
+        """Similar names stay; a missing folder is fine, so is a file."""
+        for folder in ("12", "12/process_0", "12/empty", "120"):
+            store.make_folder(folder)
+        for path in ("12/epoch.json", "12/process_0/data", "120/epoch.json", "12.json", "file"):
+            store.create(path, b"x")
+        for path in ("12", "12", "file"):
+            store.remove_tree(path)
+        assert not store.exists("12")
+        assert not store.exists("12/epoch.json")
+        assert store.list("") == [Entry("12.json", False), Entry("120", True)]
+        assert store.read("120/epoch.json", limit_bytes=1) == b"x"
+
+    def test_remove_tree_survives_files_that_appear_meanwhile(self, store: Store) -> None:
+        """Two removers and a writer that adds files until the folder is gone: nobody fails for the others."""
+        store.make_folder("12")
+        for i in range(50):
+            store.create(f"12/{i}", b"")
+
+        def add() -> None:
+            for i in range(50, 70):
+                with contextlib.suppress(FileNotFoundError):
+                    store.create(f"12/{i}", b"")
+
+        results = in_parallel([add, lambda: store.remove_tree("12"), lambda: store.remove_tree("12")])
+        assert results == [None] * 3
+        store.remove_tree("12")
+        assert not store.exists("12")
+
+    @pytest.mark.parametrize("path", MALFORMED)
+    def test_a_malformed_path_is_refused(self, store: Store, path: str) -> None:
+        """By every method that takes one."""
+        calls: list[Callable[[], object]] = [
+            lambda: store.exists(path),
+            lambda: store.size(path),
+            lambda: store.read(path, limit_bytes=1),
+            lambda: store.open_reader(path),
+            lambda: store.create(path, b""),
+            lambda: store.open_writer(path, 1),
+            lambda: store.list(path),
+            lambda: store.make_folder(path),
+            lambda: store.sync_folder(path),
+            lambda: store.rename(path, "b"),
+            lambda: store.rename("b", path),
+            lambda: store.remove(path),
+            lambda: store.remove_tree(path),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="malformed path"):
+                call()
+
+    def test_the_root_cannot_be_removed_or_replaced(self, store: Store) -> None:
+        """What changes or removes names refuses the root itself."""
+        calls: list[Callable[[], object]] = [
+            lambda: store.remove_tree(""),
+            lambda: store.remove(""),
+            lambda: store.rename("", "a"),
+            lambda: store.create("", b""),
+            lambda: store.open_writer("", 1),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="root itself"):
+                call()
+
+    def test_rename_moves_a_folder_or_says_that_it_cannot(self, store: Store) -> None:
+        """`renames` tells which."""
+        store.make_folder("staging")
+        store.create("staging/epoch.json", b"{}")
+        if not store.renames:
+            with pytest.raises(io.UnsupportedOperation, match="no atomic rename"):
+                store.rename("staging", "12")
+            return
+        store.rename("staging", "12")
+        assert store.list("") == [Entry("12", True)]
+        assert store.read("12/epoch.json", limit_bytes=10) == b"{}"
+
+    def test_another_store_on_the_same_directory_sees_the_same(self, store: Store, reopened: Store) -> None:
+        """Nothing is kept in the object: `reopened` is the same directory opened again."""
+        store.create("claim", b"x")
+        assert reopened.root == store.root
+        assert reopened.read("claim", limit_bytes=10) == b"x"
+        with pytest.raises(FileExistsError):
+            reopened.create("claim", b"y")
