@@ -16,7 +16,7 @@ of all packages (`_threads`, `_text`, `_units`, `_settings`).
 """
 
 from epochckpt import args, caffe2, errors, flags, metadata, stop
-from epochckpt.errors import EpochCheckpointError, EpochDeleted
+from epochckpt.errors import EpochCheckpointError, EpochDeletedError
 from epochckpt.inspection.directory import inspect
 from epochckpt.jobs import (
     Cluster,
@@ -36,7 +36,7 @@ from epochckpt.jobs import (
 )
 from epochckpt.jobs.preemption import PREEMPTED_EXIT_CODE
 from epochckpt.jobs.result import FENCED_OFF_EXIT_CODE, UNSAVED_EXIT_CODE
-from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveOutcome, Verification
+from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveResult, Verification
 from epochckpt.manager.evaluator import attach_metrics, follow
 from epochckpt.manager.export import Exported, export
 from epochckpt.manager.import_files import import_
@@ -54,7 +54,7 @@ __all__ = [
     "CopyUpload",
     "DistributedSession",
     "EpochCheckpointError",
-    "EpochDeleted",
+    "EpochDeletedError",
     "EpochStatus",
     "Exported",
     "Job",
@@ -64,7 +64,7 @@ __all__ = [
     "Node",
     "NodeStatus",
     "RunResult",
-    "SaveOutcome",
+    "SaveResult",
     "StorageOptions",
     "Task",
     "TaskGroup",

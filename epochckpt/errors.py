@@ -7,7 +7,7 @@ EpochCheckpointError
 │   ├── WorkspaceAttributeError (AttributeError)  a workspace keeps blobs, and no attributes
 │   └── UnknownNameError (KeyError)          no item, leaf, node or file of this name; offers near ones
 ├── EpochNotFoundError (FileNotFoundError)   no such committed epoch; lists those that exist
-│   └── EpochDeleted                         it was there when we began, and was deleted or replaced meanwhile
+│   └── EpochDeletedError                         it was there when we began, and was deleted or replaced meanwhile
 ├── EpochExistsError (StepAlreadyExistsError, a ValueError)
 ├── NotACheckpointDirectoryError (NotADirectoryError)
 ├── AccessError (PermissionError)            the directory may not be read or written
@@ -99,7 +99,7 @@ class EpochNotFoundError(EpochCheckpointError, FileNotFoundError):
         self.epoch, self.directory, self.available = epoch, directory, list(available)
 
 
-class EpochDeleted(EpochNotFoundError):
+class EpochDeletedError(EpochNotFoundError):
     """The epoch was deleted or replaced while it was being read. Nothing is damaged: choose another epoch."""
 
     def __init__(self, epoch: int, directory: str, detail: str):
@@ -346,7 +346,7 @@ class CoordinationTimeoutError(CoordinationError, TimeoutError):
     """An answer from another process did not come in time."""
 
 
-class ErrorGroup(SaveError):
+class SaveErrorGroup(SaveError):
     """Several pending save failures, raised once.
 
     Attributes:
@@ -448,7 +448,7 @@ def from_wire(data: dict[str, Any]) -> EpochCheckpointError:
     """Rebuilds an error that `to_wire` described, as the same class where that is one of ours."""
     cls = globals().get(str(data.get("type")))
     if not (isinstance(cls, type) and issubclass(cls, EpochCheckpointError)) or cls in (
-        ErrorGroup,
+        SaveErrorGroup,
         MismatchError,
     ):
         return CoordinationError(f"{data.get('type')} in another process: {data.get('message')}")

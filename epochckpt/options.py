@@ -18,7 +18,7 @@ class StorageOptions:
         block_bytes: unit of writing, hashing and verified reading; a checksum is kept per block.
         part_bytes: a node's data file is continued in another one past this size; None: the store's own preference
             (no limit on POSIX, 256 MiB on object stores).
-        split_bytes: replicated arrays larger than this are written in pieces by several of their holders.
+        replica_split_bytes: replicated arrays larger than this are written in pieces by several of their holders.
         host_memory_limit_bytes: bound on host memory that snapshots hold until it is written (copies only, views of
             CPU arrays cost nothing). `save()` waits for older writes to stay under it, and refuses a snapshot that is
             larger all by itself. None: half of the machine's memory (of the container's, where that has less), and a
@@ -35,7 +35,7 @@ class StorageOptions:
     io_threads: int = 2
     block_bytes: int = 4 * 2**20
     part_bytes: int | None = None
-    split_bytes: int = 16 * 2**20
+    replica_split_bytes: int = 16 * 2**20
     host_memory_limit_bytes: int | None = None
     save_timeout_secs: float = 600.0
     open_timeout_secs: float = 300.0
@@ -44,7 +44,7 @@ class StorageOptions:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("io_threads", "block_bytes", "split_bytes"):
+        for name in ("io_threads", "block_bytes", "replica_split_bytes"):
             self._check_positive(name, int)
         for name in ("part_bytes", "host_memory_limit_bytes"):
             if getattr(self, name) is not None:

@@ -159,8 +159,10 @@ class Fields:
         kinds.number_of_bytes(4096, 256 * 2**20),
         "Unit of writing, checksums and verified reading.",
     )
-    split_bytes: int = _of_storage(
-        "split_bytes", kinds.number_of_bytes(), "Replicated arrays above this size are written by several processes."
+    replica_split_bytes: int = _of_storage(
+        "replica_split_bytes",
+        kinds.number_of_bytes(),
+        "Replicated arrays above this size are written by several processes.",
     )
     orbax_view: bool = _of_storage(
         "orbax_view",
@@ -181,7 +183,7 @@ class Fields:
         kinds.word_or_epoch(AUTO, NEVER, MUST),
         f"{RUNNER}.resume",
         "auto: after the latest epoch, or from scratch. never: from scratch, refused if there are epochs. must: "
-        "refused if there are none. A number: go back to this epoch; later ones are set aside.",
+        "refused if there are none. A number: go back to this epoch; later ones are quarantined.",
     )
     include: tuple[str, ...] = _is(
         (),

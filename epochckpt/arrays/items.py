@@ -30,7 +30,7 @@ from epochckpt.arrays.restore import TreeRequest, restore_tree
 from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.format import DataFile, Nodes, checksums, paths
 from epochckpt.format.records import MAX_RECORD_BYTES
-from epochckpt.orbax import Content, Handlers, Run, handlers, options
+from epochckpt.orbax import Content, Handlers, HandlerSave, handlers, options
 from epochckpt.orbax.tree_metadata import plain_target
 
 
@@ -39,7 +39,7 @@ class Nothing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Here:
+class RestoreContext:
     """Who restores: needed for values that differ per node.
 
     Attributes:
@@ -60,7 +60,7 @@ class Here:
         return [old[name] if name in old else next(left) for name in self.nodes.names]
 
 
-def restore_node(reader: EpochReader, name: str, args: NodeRestore | None, here: Here) -> Any:
+def restore_node(reader: EpochReader, name: str, args: NodeRestore | None, here: RestoreContext) -> Any:
     """Restores an item of kind `node`; without args for the process's node, or by node if it hosts several.
 
     Returns:
@@ -120,7 +120,7 @@ def by_number(name: str, values: Any, nodes: Nodes) -> dict[int, Any]:
 
 
 def _states(
-    reader: EpochReader, name: str, args: NodeRestore, here: Here, targets: Mapping[int, Any]
+    reader: EpochReader, name: str, args: NodeRestore, here: RestoreContext, targets: Mapping[int, Any]
 ) -> dict[int, Any]:
     """What each node of this process gets, by node number; a node that gets nothing is left out."""
     record, nodes = reader.record, here.nodes
@@ -183,7 +183,7 @@ class SaveItem:
     by_node: bool = False
     custom_metadata: Any = None
     content: Content | None = None
-    run: Callable[[], Run] | None = None
+    run: Callable[[], HandlerSave] | None = None
 
 
 def named(args: Any) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
     handler = known.find(name, args, saving=True)
     kind, handler_name = handlers.kind_of(handler), handlers.type_name(handler)
     if kind == "other":
-        return SaveItem(name, "files", handler_name, run=functools.partial(Run, handler, name, args))
+        return SaveItem(name, "files", handler_name, run=functools.partial(HandlerSave, handler, name, args))
     if kind in ("json", "proto"):
         data = _json(name, args.item) if kind == "json" else _proto(name, args.item)
         file = _file_name(handler, kind)
@@ -289,7 +289,7 @@ def _proto(name: str, value: Any) -> bytes:
     return data
 
 
-def restore_item(reader: EpochReader, name: str, args: Any, here: Here) -> Any:
+def restore_item(reader: EpochReader, name: str, args: Any, here: RestoreContext) -> Any:
     """Restores one item as its argument asks (None: as it was saved).
 
     Raises:

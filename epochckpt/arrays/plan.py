@@ -25,7 +25,7 @@ _MAX_SPLIT = 8  # a replicated array is cut for at most this many of its holders
 
 
 @dataclasses.dataclass(frozen=True)
-class Take:
+class CellSource:
     """One cell that this node writes.
 
     Attributes:
@@ -55,7 +55,7 @@ class ItemPlan:
 
     item: ArrayItem
     owned: tuple[np.ndarray, np.ndarray, np.ndarray]
-    takes: tuple[Take, ...]
+    takes: tuple[CellSource, ...]
     part_ends: tuple[int, ...]
     copied_bytes: int
 
@@ -102,9 +102,9 @@ def plan_item(
     *,
     node: int,
     node_of_process: Mapping[int, int],
-    split_bytes: int,
+    replica_split_bytes: int,
     part_bytes: int | None,
-    alone: bool = False,
+    per_node: bool = False,
 ) -> ItemPlan:
     """Plans one item.
 
@@ -113,14 +113,14 @@ def plan_item(
         pairs: (key path, leaf) in flattening order.
         node: number of this node.
         node_of_process: node number by JAX process index.
-        split_bytes: replicated arrays larger than this are cut for several of their holders.
+        replica_split_bytes: replicated arrays larger than this are cut for several of their holders.
         part_bytes: bound on the size of one data file, or None.
-        alone: nobody else may hold a part of it.
+        per_node: no other process may hold a part of it.
 
     Raises:
         InvalidArgumentError: a leaf that cannot be saved, by name.
     """
-    builder = _Builder(name, node_of_process, split_bytes, alone)
+    builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
     for path, value in pairs:
         builder.add(path, value)
     item = builder.finish()
@@ -131,8 +131,8 @@ def plan_item(
 
 
 class _Builder:
-    def __init__(self, name: str, node_of_process: Mapping[int, int], split_bytes: int, alone: bool):
-        self.name, self.split_bytes, self.alone = name, split_bytes, alone
+    def __init__(self, name: str, node_of_process: Mapping[int, int], replica_split_bytes: int, per_node: bool):
+        self.name, self.replica_split_bytes, self.per_node = name, replica_split_bytes, per_node
         self.node_of_process = node_of_process
         self.leaves: list[Leaf] = []
         self.names: dict[str, int] = {}
@@ -213,11 +213,11 @@ class _Builder:
                     elsewhere[cell] = device
                 else:
                     nodes.setdefault(cell, set()).add(node)
-            lost = elsewhere if self.alone else {c: d for c, d in elsewhere.items() if c not in nodes}
+            lost = elsewhere if self.per_node else {c: d for c, d in elsewhere.items() if c not in nodes}
             if lost:
                 raise InvalidArgumentError(
                     f"leaf {name!r} lies on {next(iter(lost.values()))}, whose process is no node of this manager"
-                    + (" (NodeSave takes arrays that only this process holds)" if self.alone else "")
+                    + (" (NodeSave takes arrays that only this process holds)" if self.per_node else "")
                 )
             holders = tuple(tuple(sorted(nodes[c])) for c in range(math.prod(counts)))
             if len(self.node_of_process) > 1 and len({n for h in holders for n in h}) == 1:
@@ -246,7 +246,7 @@ class _Builder:
         width = min(map(len, holders))
         full = counts + (1,) * (len(shape) - len(counts))
         cell = [d // c for d, c in zip(shape, full, strict=True)]
-        if width < 2 or math.prod(cell) < 2 or math.prod(cell) * itemsize <= self.split_bytes:
+        if width < 2 or math.prod(cell) < 2 or math.prod(cell) * itemsize <= self.replica_split_bytes:
             return counts, holders
         axis = next(i for i, d in enumerate(cell) if d > 1)
         pieces = next((k for k in range(min(width, _MAX_SPLIT), 1, -1) if cell[axis] % k == 0), 1)
@@ -339,14 +339,14 @@ def _takes(
     values: Sequence[Any],
     owned: tuple[np.ndarray, np.ndarray, np.ndarray],
     builder: _Builder,
-) -> tuple[Take, ...]:
+) -> tuple[CellSource, ...]:
     """Where this node finds each cell that it writes."""
     shards: dict[Any, tuple[dict[int, int], bool]] = {}
     takes = []
     for leaf, cell in zip(owned[0].tolist(), owned[1].tolist(), strict=True):
         info = item.leaves[leaf]
         if info.kind not in ("jax", "prng"):
-            takes.append(Take(leaf, -1, None))
+            takes.append(CellSource(leaf, -1, None))
             continue
         value = values[leaf]
         known = (value.sharding, value.shape)
@@ -359,7 +359,9 @@ def _takes(
             shards[known] = local, platforms != {"cpu"}
         local, staged = shards[known]
         if item.is_whole(leaf):
-            takes.append(Take(leaf, next(iter(local.values())), None, staged))  # no cell 0 here: no elements at all
+            takes.append(
+                CellSource(leaf, next(iter(local.values())), None, staged)
+            )  # no cell 0 here: no elements at all
             continue
         base = builder.base_counts[leaf] + (1,) * (len(info.shape) - len(builder.base_counts[leaf]))
         box = item.cell_box(leaf, cell)
@@ -370,7 +372,7 @@ def _takes(
         if tuple(outer) != item.cell_shape(leaf):
             origin = [i * o for i, o in zip(at, outer, strict=True)]
             cut = tuple(slice(a - o, b - o) for (a, b), o in zip(box, origin, strict=True))
-        takes.append(Take(leaf, local[parent], cut, staged))
+        takes.append(CellSource(leaf, local[parent], cut, staged))
     return tuple(takes)
 
 

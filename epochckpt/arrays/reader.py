@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from epochckpt._threads import Pool
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, FormatError, unreadable
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, FormatError, unreadable
 from epochckpt.format import (
     ArrayItem,
     Box,
@@ -61,7 +61,7 @@ class Epoch(Protocol):
         ...
 
     def check_present(self, detail: str) -> None:
-        """Raises EpochDeleted if the epoch went away."""
+        """Raises EpochDeletedError if the epoch went away."""
         ...
 
 
@@ -124,7 +124,7 @@ class NodeFile:
         problems: list[EpochCheckpointError] = []
         try:
             self.stream(epoch, lambda start, data: progress(len(data)), problems.append)
-        except EpochDeleted:
+        except EpochDeletedError:
             raise
         except EpochCheckpointError as error:
             return [error]
@@ -144,7 +144,7 @@ class NodeFile:
             damaged: is told of each block that cannot be used; without it the first one ends the stream.
 
         Raises:
-            DamagedError, EpochDeleted: see `open`, and without `damaged` those of a block, too.
+            DamagedError, EpochDeletedError: see `open`, and without `damaged` those of a block, too.
         """
         self.open(epoch)
         largest = int(np.diff(self._ends, prepend=0).max(initial=0))
@@ -156,7 +156,7 @@ class NodeFile:
             start, end = self._bounds(block)
             try:
                 self._read(epoch, block, local.buffer[: end - start], always=True)
-            except EpochDeleted:
+            except EpochDeletedError:
                 raise
             except EpochCheckpointError as error:
                 if damaged is None:
@@ -326,7 +326,7 @@ class EpochReader:
 
         Raises:
             DamagedError: a file is missing, short, or its bytes differ from what was written.
-            EpochDeleted: the epoch went away meanwhile.
+            EpochDeletedError: the epoch went away meanwhile.
         """
         wanted: dict[tuple[str, int], dict[int, list[Copy]]] = collections.defaultdict(
             lambda: collections.defaultdict(list)
@@ -489,7 +489,7 @@ class EpochReader:
             raise unreadable(path, error) from error
 
     def check_present(self, detail: str) -> None:
-        """Raises EpochDeleted unless the commit record is still the one this reader began with.
+        """Raises EpochDeletedError unless the commit record is still the one this reader began with.
 
         Raises:
             AccessError, StorageError: nobody knows: storage does not say.
@@ -498,7 +498,7 @@ class EpochReader:
         try:
             now = parsing.parse_head(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES))
         except (FileNotFoundError, NotADirectoryError):
-            raise EpochDeleted(self.record.epoch, self.store.root, detail) from None
+            raise EpochDeletedError(self.record.epoch, self.store.root, detail) from None
         except (DamagedError, FormatError, ValueError):
             return
         except OSError as error:
@@ -507,7 +507,7 @@ class EpochReader:
                 return
             raise found from error
         if now.attempt != self.record.attempt:
-            raise EpochDeleted(self.record.epoch, self.store.root, "another attempt is committed there now")
+            raise EpochDeletedError(self.record.epoch, self.store.root, "another attempt is committed there now")
 
     def verify_all(self, progress: Callable[[int], None]) -> Iterator[EpochCheckpointError]:
         """Reads every byte of the epoch and yields what is wrong, file by file.
@@ -518,7 +518,7 @@ class EpochReader:
         for node in range(len(self.record.nodes)):
             try:
                 record = self.node_record(node)
-            except EpochDeleted:
+            except EpochDeletedError:
                 raise
             except EpochCheckpointError as error:
                 yield error
@@ -537,7 +537,7 @@ class EpochReader:
                             if file.item == name:
                                 for block in self.blocks(node, file):
                                     progress(len(block))
-                except EpochDeleted:
+                except EpochDeletedError:
                     raise
                 except EpochCheckpointError as error:
                     yield error

@@ -17,7 +17,7 @@ from epochckpt._text import readable, shown
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import EpochReader, Request, whole
 from epochckpt.arrays.renaming import Sources
-from epochckpt.arrays.targets import Matcher, Shardings, Want, describe_leaf, key_dims, without_target
+from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, describe_leaf, key_dims, without_target
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
 from epochckpt.format import ArrayItem, Box, Leaf
 from epochckpt.format import tree as tree_lib
@@ -80,7 +80,9 @@ def laid_out(leaf: Any, target: Any) -> Any:
     return jax.device_put(leaf, wanted) if asks else leaf
 
 
-def match(epoch: int, name: str, item: ArrayItem, request: TreeRequest, shardings: Shardings) -> tuple[list[Want], Any]:
+def match(
+    epoch: int, name: str, item: ArrayItem, request: TreeRequest, shardings: Shardings
+) -> tuple[list[LeafRequest], Any]:
     """What each leaf of the target wants, and the treedef that puts them together; MismatchError if it does not fit."""
     matcher = Matcher(item, shardings, request.resize)
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
@@ -150,8 +152,8 @@ def read_leaves(reader: EpochReader, name: str, patterns: str | Sequence[str]) -
     item = reader.record.items[name].arrays
     assert item is not None, "callers choose array items"
     chosen = matching(f"epoch {reader.record.epoch}, item {name!r}", item.leaves, patterns)
-    wants = [Want(i, "python" if item.leaves[i].dtype is None else "numpy") for i in chosen]
-    wants = [w if item.leaves[w.leaf].kind not in tree_lib.EMPTY_KINDS else Want(-1, "keep") for w in wants]
+    wants = [LeafRequest(i, "python" if item.leaves[i].dtype is None else "numpy") for i in chosen]
+    wants = [w if item.leaves[w.leaf].kind not in tree_lib.EMPTY_KINDS else LeafRequest(-1, "keep") for w in wants]
     wants = [dataclasses.replace(w, form="python") if item.leaves[w.leaf].kind[:4] == "long" else w for w in wants]
     return dict(zip((item.public_names[i] for i in chosen), _Assembly(reader, name, item).run(wants), strict=True))
 
@@ -165,7 +167,7 @@ class _Assembly:
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # of buffers larger than what is read into them
         self.rows: list[Mismatch] = []
 
-    def run(self, wants: Sequence[Want]) -> list[Any]:
+    def run(self, wants: Sequence[LeafRequest]) -> list[Any]:
         plans = [self._plan(w) for w in wants]
         self.reader.read(self.requests)
         for place, part in self.parts:
@@ -186,7 +188,7 @@ class _Assembly:
         if self.rows:
             raise MismatchError(self.name, self.reader.record.epoch, self.rows)
 
-    def _plan(self, want: Want) -> Any:
+    def _plan(self, want: LeafRequest) -> Any:
         """Where the bytes of one leaf go: [(buffer, devices), …] for jax, a buffer otherwise, None without bytes."""
         if want.leaf < 0 or self.item.leaves[want.leaf].dtype is None:
             return None
@@ -222,7 +224,7 @@ class _Assembly:
         self.parts.append((padded[tuple(slice(0, n) for n in out.shape)], out))
         return padded
 
-    def _finish(self, want: Want, data: Any, placed: Any) -> Any:
+    def _finish(self, want: LeafRequest, data: Any, placed: Any) -> Any:
         if want.leaf < 0:
             return want.value
         leaf = self.item.leaves[want.leaf]
@@ -243,7 +245,7 @@ class _Assembly:
             return data
         return self._convert(leaf, data[()], want.kind) if want.form == "python" else data[()]
 
-    def _value(self, leaf: Leaf, want: Want) -> Any:
+    def _value(self, leaf: Leaf, want: LeafRequest) -> Any:
         raw = self.reader.record.items[self.name].values[want.leaf]
         value = tree_lib.value_from_json(f"{self.reader.folder}/epoch.json", leaf.kind, raw)
         if want.form == "python":
@@ -302,7 +304,7 @@ def resized(data: np.ndarray, shape: tuple[int, ...] | None) -> np.ndarray:
     return out
 
 
-def _join(leaf: Leaf, want: Want, arrays: list[jax.Array]) -> jax.Array:
+def _join(leaf: Leaf, want: LeafRequest, arrays: list[jax.Array]) -> jax.Array:
     """Puts the parts on each device together as one array (typed keys: as keys)."""
     if want.sharding is None or isinstance(want.sharding, SingleDeviceSharding):
         data = arrays[0]

@@ -17,7 +17,7 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import ItemRecord, Nodes, checksums, records
 from epochckpt.format import tree as tree_lib
 from epochckpt.options import StorageOptions
-from epochckpt.orbax import Content, Run
+from epochckpt.orbax import Content, HandlerSave
 
 _PLANS = 256  # how many are kept; a job has as many as it has items, or twice that
 
@@ -59,7 +59,7 @@ class Snapshot:
     buffers: list[list[Buffer]]
     items: dict[str, ItemRecord]
     own: dict[int, dict[str, ItemRecord]]
-    files: list[Content | Run]
+    files: list[Content | HandlerSave]
 
 
 class Planner:
@@ -130,15 +130,15 @@ class Planner:
 
     def _plan(self, item: SaveItem, tree: Any) -> plan_lib.ItemPlan:
         pairs, _ = tree_lib.flatten(tree)
-        alone = item.kind == "node"
+        per_node = item.kind == "node"
         return plan_lib.plan_item(
             item.name,
             pairs,
-            node=0 if alone else self._nodes.hosted[0],
-            node_of_process={self._nodes.id_of(self._nodes.process): 0} if alone else self._nodes.writers,
-            split_bytes=self._options.split_bytes,
+            node=0 if per_node else self._nodes.hosted[0],
+            node_of_process={self._nodes.id_of(self._nodes.process): 0} if per_node else self._nodes.writers,
+            replica_split_bytes=self._options.replica_split_bytes,
             part_bytes=self._part_bytes,
-            alone=alone,
+            per_node=per_node,
         )
 
     def _digest(self, plans: Sequence[plan_lib.ItemPlan], others: Sequence[Any]) -> str:
@@ -166,7 +166,7 @@ def take(prepared: Prepared) -> Snapshot:
             own.setdefault(number, {})[item.name] = tree
         else:
             items[item.name] = dataclasses.replace(tree, handler=item.handler)
-    files: list[Content | Run] = []
+    files: list[Content | HandlerSave] = []
     try:
         for run in (item.run for item in prepared.wanted if item.run is not None):
             files.append(run())  # one by one: what has begun is to be ended when the next one fails

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from epochckpt.arrays.plan import ItemPlan, Take
+from epochckpt.arrays.plan import CellSource, ItemPlan
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import tree as tree_lib
 from epochckpt.storage import mmap
@@ -86,7 +86,7 @@ def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list
     return buffers
 
 
-def _shard(plan: ItemPlan, leaves: Sequence[Any], t: Take) -> jax.Array:
+def _shard(plan: ItemPlan, leaves: Sequence[Any], t: CellSource) -> jax.Array:
     """One addressable shard; of typed keys, their data."""
     value = leaves[t.leaf]
     info = plan.item.leaves[t.leaf]

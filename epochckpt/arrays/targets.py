@@ -24,7 +24,7 @@ _TEXT_KINDS = frozenset({"str", "bytes", "longstr", "longbytes"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Want:
+class LeafRequest:
     """How one leaf is to come back.
 
     Attributes:
@@ -92,23 +92,23 @@ class Shardings:
         return None if mesh is None else NamedSharding(mesh, spec, memory_kind=row["memory"])
 
 
-def without_target(item: ArrayItem, shardings: Shardings) -> list[Want]:
+def without_target(item: ArrayItem, shardings: Shardings) -> list[LeafRequest]:
     """Arrays as they were saved where their devices exist, else as NumPy; everything else as it was."""
     return [_default(i, leaf, shardings) for i, leaf in enumerate(item.leaves)]
 
 
-def _default(number: int, leaf: Leaf, shardings: Shardings) -> Want:
+def _default(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
     if leaf.kind in ("jax", "prng"):
         sharding = shardings.of(leaf)
         assert leaf.dtype is not None
         if leaf.kind == "prng" or (sharding is not None and _canonical(leaf.dtype)):
-            return Want(number, "jax", None, sharding)
-        return Want(number, "numpy")
+            return LeafRequest(number, "jax", None, sharding)
+        return LeafRequest(number, "numpy")
     if leaf.kind in ("numpy", "scalar"):
-        return Want(number, "numpy" if leaf.kind == "numpy" else "scalar")
+        return LeafRequest(number, "numpy" if leaf.kind == "numpy" else "scalar")
     if leaf.kind in EMPTY_KINDS:
-        return Want(-1, "keep", value={"dict": {}, "list": [], "tuple": ()}.get(leaf.kind))
-    return Want(number, "python")
+        return LeafRequest(-1, "keep", value={"dict": {}, "list": [], "tuple": ()}.get(leaf.kind))
+    return LeafRequest(number, "python")
 
 
 def _canonical(dtype: Any) -> bool:
@@ -143,7 +143,7 @@ class Matcher:
         partial: bool,
         restore_args: Mapping[str, ocp.RestoreArgs] | None = None,
         sources: Mapping[str, int] | None = None,
-    ) -> list[Want]:
+    ) -> list[LeafRequest]:
         """One Want per target leaf.
 
         Args:
@@ -164,15 +164,15 @@ class Matcher:
                 number = self._alike(name, exact)
             seen.update([] if number is None else [number])
             if target is ...:
-                wants.append(Want(-1, "keep", value=...))
+                wants.append(LeafRequest(-1, "keep", value=...))
             elif number is None:
                 if partial and not self._is_nothing(target):
                     self.absent.append(name)
                 elif not self._is_nothing(target):
                     self._row(name, "missing", "-", describe(target))
-                wants.append(Want(-1, "keep", value=target))
+                wants.append(LeafRequest(-1, "keep", value=target))
             elif partial and self._is_nothing(target):
-                wants.append(Want(-1, "keep", value=target))
+                wants.append(LeafRequest(-1, "keep", value=target))
             else:
                 leaf = self.item.leaves[number]
                 if readable(leaf.name) != readable(name):
@@ -199,15 +199,15 @@ class Matcher:
     def _row(self, leaf: str, problem: str, found: str, expected: str) -> None:
         self.rows.append(Mismatch(leaf, problem, found, expected))
 
-    def _leaf(self, number: int, leaf: Leaf, target: Any) -> Want:
+    def _leaf(self, number: int, leaf: Leaf, target: Any) -> LeafRequest:
         if isinstance(target, ocp.RestoreArgs):
             return self.with_restore_args(number, leaf, target)
         if leaf.kind in EMPTY_KINDS or self._is_nothing(target):
             if leaf.kind not in EMPTY_KINDS or not self._is_nothing(target):
                 self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
-            return Want(-1, "keep", value=target)
+            return LeafRequest(-1, "keep", value=target)
         if leaf.kind in tree_lib.VALUE_KINDS and isinstance(target, ocp.metadata.ScalarMetadata):
-            return Want(number, "python")
+            return LeafRequest(number, "python")
         shape, dtype = getattr(target, "shape", None), getattr(target, "dtype", None)
         if isinstance(target, ocp.metadata.StringMetadata | str | bytes):
             return self._text(number, leaf, target)
@@ -215,57 +215,57 @@ class Matcher:
             return self._python(number, leaf, target)
         return self._array(number, leaf, target, tuple(shape), dtype)
 
-    def _text(self, number: int, leaf: Leaf, target: Any) -> Want:
+    def _text(self, number: int, leaf: Leaf, target: Any) -> LeafRequest:
         wanted = "bytes" if isinstance(target, bytes) else "str"
         fits = ("str", "bytes") if isinstance(target, ocp.metadata.StringMetadata) else (wanted,)
         if leaf.kind.removeprefix("long") not in fits:
             self._row(leaf.name, "type", describe_leaf(leaf), wanted)
-        return Want(number, "python")
+        return LeafRequest(number, "python")
 
-    def _python(self, number: int, leaf: Leaf, target: Any) -> Want:
+    def _python(self, number: int, leaf: Leaf, target: Any) -> LeafRequest:
         if not isinstance(target, bool | int | float | complex):
             self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
         elif leaf.kind in ARRAY_KINDS and (leaf.shape != () or leaf.kind == "prng"):
             self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
         elif leaf.kind in _TEXT_KINDS:
             self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
-        return Want(number, "python", kind=type(target))
+        return LeafRequest(number, "python", kind=type(target))
 
     def _array(
         self, number: int, leaf: Leaf, target: Any, shape: tuple[int, ...], dtype: Any, resize: bool | None = None
-    ) -> Want:
+    ) -> LeafRequest:
         typed = tree_lib.is_prng_dtype(dtype)
         describes = isinstance(target, ocp.metadata.ArrayMetadata | jax.ShapeDtypeStruct)
         if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
             # item_metadata, and Orbax's utils.to_shape_dtype_struct, describe the keys' data
-            return Want(number, "jax", None, _of_keys(self._sharding(target, leaf), leaf))
+            return LeafRequest(number, "jax", None, _of_keys(self._sharding(target, leaf), leaf))
         if typed or leaf.kind == "prng":
             logical = _logical_shape(leaf)
             if not typed or leaf.kind != "prng" or f"key<{_tag(leaf)}>" != str(dtype):
                 self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
             elif shape != logical:
                 self._row(leaf.name, "shape", str(list(logical)), str(list(shape)))
-            return Want(number, "jax", None, self._sharding(target, leaf))
+            return LeafRequest(number, "jax", None, self._sharding(target, leaf))
         if leaf.kind in _TEXT_KINDS:
             self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
-            return Want(number, "python")
+            return LeafRequest(number, "python")
         resized = None
         if shape != leaf.shape:
             if not (self.resize if resize is None else resize) or len(shape) != len(leaf.shape):
                 self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
-                return Want(number, "numpy")
+                return LeafRequest(number, "numpy")
             self.resized[number] = resized = shape
         if isinstance(target, np.ndarray | np.generic):
             form = "numpy" if isinstance(target, np.ndarray) else "scalar"
-            return Want(number, form, np.dtype(dtype), shape=resized)
+            return LeafRequest(number, form, np.dtype(dtype), shape=resized)
         sharding = self._sharding(target, leaf, resized)
         if sharding is None:
-            return Want(number, "numpy", np.dtype(dtype), shape=resized)
+            return LeafRequest(number, "numpy", np.dtype(dtype), shape=resized)
         if not _canonical(dtype):
             self._row(leaf.name, "dtype", describe_leaf(leaf), f"{dtype}, which jax holds only with jax_enable_x64")
         elif not divides(sharding, shape):
             self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
-        return Want(number, "jax", np.dtype(dtype), sharding, shape=resized)
+        return LeafRequest(number, "jax", np.dtype(dtype), sharding, shape=resized)
 
     def _sharding(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | None:
         sharding = getattr(target, "sharding", None)
@@ -276,7 +276,7 @@ class Matcher:
         found = self.shardings.of(leaf)
         return found if found is None or resized is None or divides(found, resized) else None
 
-    def with_restore_args(self, number: int, leaf: Leaf, args: ocp.RestoreArgs, target: Any = None) -> Want:
+    def with_restore_args(self, number: int, leaf: Leaf, args: ocp.RestoreArgs, target: Any = None) -> LeafRequest:
         """A leaf with explicit `ocp.RestoreArgs`: they say what it becomes, and the target's value is a placeholder.
 
         As in Orbax, an array with dimensions says more than that: its shape must be the stored one unless the arguments
@@ -302,7 +302,7 @@ class Matcher:
             if asked is not None and tuple(asked) not in (leaf.shape, _logical_shape(leaf)):
                 if strict or leaf.kind == "prng" or len(asked) != len(leaf.shape):
                     self._row(leaf.name, "shape", describe_leaf(leaf), str(list(asked)))
-                    return Want(number, "numpy")
+                    return LeafRequest(number, "numpy")
                 shape = tuple(asked)
         if of_array or typed:
             want = dtype if dtype is not None else leaf.dtype if leaf.dtype is not None else _jax_dtype(leaf.kind)
@@ -313,7 +313,7 @@ class Matcher:
         if kind is str:
             return self._text(number, leaf, "")
         if kind is np.ndarray or (kind is None and dtype is not None):
-            return Want(number, "numpy", None if dtype is None else np.dtype(dtype))
+            return LeafRequest(number, "numpy", None if dtype is None else np.dtype(dtype))
         return _default(number, leaf, self.shardings)
 
 

@@ -245,7 +245,7 @@ def _gc(commands: _Commands) -> None:
         default=86400.0,
         help="leave alone what something was written to within this time (30s, 15m, 2h, 1d); default: 1d",
     )
-    added.add_argument("--rolled-back", action="store_true", help="also epochs that were rolled back or set aside")
+    added.add_argument("--rolled-back", action="store_true", help="also epochs that were rolled back or quarantined")
     added.add_argument("--save-timeout", metavar="TIME", type=span, help="of the job, if longer than the default 10m")
     added.add_argument("--todelete-subdir", metavar="NAME", help="the folder that this option of the manager names")
 
@@ -263,7 +263,7 @@ def _export(commands: _Commands) -> None:
     added.add_argument("--format", choices=("orbax", "safetensors"), required=True, help="what to write")
     added.add_argument("--item", metavar="NAME", help="this item only")
     added.add_argument("--separator", metavar="TEXT", default=".", help="safetensors: joins keys to names; default: .")
-    added.add_argument("--allow-left-out", action="store_true", help="leave out what the format cannot express")
+    added.add_argument("--skip-unsupported", action="store_true", help="leave out what the format cannot express")
     _metric(added)
 
 

@@ -21,12 +21,12 @@ from rich.text import Text
 from epochckpt import _units
 from epochckpt.cli.output import FOUND, OK, UNREACHABLE, VIEW, Output
 from epochckpt.cli.resolve import Place, all_narrowed, chosen, narrowed, options_of
-from epochckpt.errors import EpochCheckpointError, EpochDeleted, EpochNotFoundError
+from epochckpt.errors import EpochCheckpointError, EpochDeletedError, EpochNotFoundError
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import gc, scan, stats
 from epochckpt.inspection import text as text_views
 from epochckpt.inspection.gc import Garbage
-from epochckpt.inspection.rows import DAMAGED, UNCHANGED, EpochDetail, EpochRow, RemainRow
+from epochckpt.inspection.rows import DAMAGED, UNCHANGED, EpochDetail, EpochRow, LeftoverRow
 from epochckpt.inspection.text import leaves, overview
 from epochckpt.inspection.text import tree as text_tree
 from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, WARN, Fact, text
@@ -75,7 +75,7 @@ def _view(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
         things = _units.several(len(found.rows), "thing", "things")
         said = f"removed: {things}" if deleted else f"can be removed: {things}"
         yield Text(f"{said}, {_units.nbytes(found.nbytes)}", HEAD)
-        yield overview.remains(found.rows)
+        yield overview.leftovers(found.rows)
     else:
         yield Text("nothing was removed" if deleted else "nothing can be removed", HEAD)
     if found.kept:
@@ -87,7 +87,7 @@ def _view(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
         yield Text("Nothing was changed; --delete removes it.", FAINT)
 
 
-def _kept(others: Sequence[RemainRow], found: Garbage) -> Iterator[RenderableType]:
+def _kept(others: Sequence[LeftoverRow], found: Garbage) -> Iterator[RenderableType]:
     sizes = {row.path: _units.nbytes(row.nbytes) for row in others}
     for path, why in found.kept.items():
         style = BAD if why.startswith(_FAILED) else ""
@@ -202,7 +202,7 @@ def verify(args: argparse.Namespace, output: Output) -> int:
                     one = _repaired(place, one, output)
                 found.append(one)
             except EpochNotFoundError as error:  # a live run deletes epochs
-                if not isinstance(error, EpochDeleted) and row.epoch in args.epochs:
+                if not isinstance(error, EpochDeletedError) and row.epoch in args.epochs:
                     raise
                 output.note(f"epoch {row.epoch} was deleted meanwhile")
     answer = {"directory": place.commits.store.root, "epochs": [_plain(one) for one in found]}
@@ -291,7 +291,7 @@ def export(args: argparse.Namespace, output: Output) -> int:
             args.format,
             item=args.item,
             separator=args.separator,
-            allow_left_out=args.allow_left_out,
+            skip_unsupported=args.skip_unsupported,
             options=place.options,
             progress=bar.more,
         )
@@ -300,7 +300,7 @@ def export(args: argparse.Namespace, output: Output) -> int:
         said = Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", text(done.path))
         left = [
             Fact(text(item), text(", ".join(f"{leaf}: {why}" for leaf, why in leaves.items()), limit=2000), 12, 2)
-            for item, leaves in done.left_out.items()
+            for item, leaves in done.unsupported.items()
         ]
         return Group(said, *([Text("left out:"), *left] if left else []))
 

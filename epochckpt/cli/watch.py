@@ -106,7 +106,7 @@ def _progress(event: Event) -> Text:
 def _facts(row: EpochRow) -> Iterator[tuple[int, Text]]:
     took = f" in {_units.secs(row.secs)}" if row.secs is not None else ""
     yield 1, Text(f"{_units.nbytes(row.nbytes)}{took}")
-    yield 7, Text(f"held {_units.secs(row.held_secs)}" if row.held_secs is not None else "", FAINT)
+    yield 7, Text(f"blocked {_units.secs(row.blocked_secs)}" if row.blocked_secs is not None else "", FAINT)
     yield 8, text(f"slowest {row.slowest_node}" if row.slowest_node is not None else "", FAINT, limit=60)
     for rank, (name, value) in enumerate(list(rows.flat(row.metrics).items())[:3]):
         yield 4 + rank, text(f"{name} ", FAINT, limit=30).append_text(overview.metric(value))

@@ -1,7 +1,7 @@
 """Metrics that another job attached to a committed epoch: one small file per source beside the commit record.
 
 The commit record never changes. A file names the attempt that it is about, so that metrics of an epoch that was
-replaced, or set aside and saved anew, are not taken for those of the new one. Its bytes are sealed as every record's.
+replaced, or quarantined and saved anew, are not taken for those of the new one. Its bytes are sealed as every record's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from epochckpt.errors import (
     AccessError,
     DamagedError,
     EpochCheckpointError,
-    EpochDeleted,
+    EpochDeletedError,
     EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
@@ -67,7 +67,7 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
             "epochckpt only"
         )
     if attempt is not None and record.attempt != attempt:
-        raise EpochDeleted(epoch, commits.store.root, f"these metrics are about attempt {attempt}")
+        raise EpochDeletedError(epoch, commits.store.root, f"these metrics are about attempt {attempt}")
     _check_names(commits, record, metrics, source)
     data = _File(epoch, record.attempt, source, metrics).to_bytes()
     if len(data) > MAX_BYTES:
@@ -76,14 +76,14 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
     try:
         _write(commits, path, data)
     except FileNotFoundError as error:
-        raise EpochDeleted(epoch, commits.store.root, str(error)) from error
+        raise EpochDeletedError(epoch, commits.store.root, str(error)) from error
     except PermissionError as error:
         raise AccessError(f"{path}: {error}; attaching metrics needs write access to the epoch's folder") from error
     if not _is_still(commits, record):  # what was written is of no use to anybody
         with suppress(OSError, EpochCheckpointError):
             if _parse(path, commits.store.read(path, limit_bytes=MAX_BYTES)).attempt == record.attempt:
                 commits.store.remove(path)
-        raise EpochDeleted(epoch, commits.store.root, "while metrics were being attached to it")
+        raise EpochDeletedError(epoch, commits.store.root, "while metrics were being attached to it")
 
 
 def _is_still(commits: Commits, record: EpochRecord) -> bool:

@@ -23,7 +23,7 @@ from epochckpt.errors import SaveError, copied, say
 from epochckpt.format import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord, Nodes, checksums, paths
 from epochckpt.format.records import tree_digest
 from epochckpt.options import StorageOptions
-from epochckpt.orbax import Content, Run
+from epochckpt.orbax import Content, HandlerSave
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,9 +41,9 @@ class Attempt:
         own: the items that differ per node, as each of this process's nodes records them, by node number.
         digest: gives the digest of the plan; computed in the background.
         copied_bytes: host memory that the snapshot holds.
-        replaces: the epoch of this number that may be set aside for it: a damaged one, or one that may be replaced.
+        replaces: the epoch of this number that may be quarantined for it: a damaged one, or one that may be replaced.
         error: what kept this process from taking part; reported to the others instead of files.
-        held_secs: how long the training thread was held.
+        blocked_secs: how long the training thread was blocked.
         collecting: on the primary: when it began to wait for the other nodes' reports; 0 before.
         entry: for the manager's logger, see `step_log`.
         reports: what the processes have written, by process: see `writing`.
@@ -58,7 +58,7 @@ class Attempt:
     plans: Sequence[ItemPlan]
     places: Sequence[int]
     buffers: list[list[Buffer]]
-    files: Sequence[Content | Run]
+    files: Sequence[Content | HandlerSave]
     items: dict[str, ItemRecord]
     own: dict[int, dict[str, ItemRecord]]
     digest: Callable[[], str]
@@ -71,7 +71,7 @@ class Attempt:
     error: Exception | None = None
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
     started: float = dataclasses.field(default_factory=time.monotonic)
-    held_secs: float = 0.0
+    blocked_secs: float = 0.0
     collecting: float = 0.0
     state: str = "queued"
     written: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)
@@ -100,7 +100,7 @@ class Attempt:
     @property
     def runs_handlers(self) -> bool:
         """Whether handlers still write for it, or may."""
-        return any(isinstance(f, Run) for f in self.files)
+        return any(isinstance(f, HandlerSave) for f in self.files)
 
     @property
     def plan(self) -> str:
@@ -184,7 +184,7 @@ class Attempt:
             self.custom_metadata,
             self.started_ns,
             time.time_ns(),
-            {"held_secs": round(self.held_secs, 6), "secs": round(self.elapsed_secs, 6)},
+            {"blocked_secs": round(self.blocked_secs, 6), "secs": round(self.elapsed_secs, 6)},
         )
 
     def summary(self, record: EpochRecord) -> str:
@@ -193,7 +193,7 @@ class Attempt:
         count = len(record.nodes)
         return (
             f"{_units.nbytes(record.nbytes)} from {count} node{'' if count == 1 else 's'} in "
-            f"{self.elapsed_secs:.2f} s (held {self.held_secs * 1e3:.1f} ms, "
+            f"{self.elapsed_secs:.2f} s (blocked {self.blocked_secs * 1e3:.1f} ms, "
             f"slowest {slowest.name} {slowest.secs:.2f} s)"
         )
 
@@ -352,7 +352,7 @@ class _Part:
     def seal(self) -> dict[str, Any]:
         """`node.json`, and what is reported of this node."""
         began, attempt, me = time.monotonic(), self._attempt, self._identity
-        timings = {"write_secs": round(self._secs, 6), "held_secs": round(attempt.held_secs, 6)}
+        timings = {"write_secs": round(self._secs, 6), "blocked_secs": round(attempt.blocked_secs, 6)}
         own = attempt.own.get(self._number, {})
         record = NodeRecord(
             attempt.epoch,

@@ -89,7 +89,7 @@ class PutCommits(Commits):
                 yield path
 
     def unrecorded(self, folders: Collection[str] | None = None) -> Iterator[str]:
-        """Attempts, as `<epoch>/<node>/<attempt>`, that no commit record names, nor one that was set aside.
+        """Attempts, as `<epoch>/<node>/<attempt>`, that no commit record names, nor one that was quarantined.
 
         Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more.
 
@@ -112,7 +112,7 @@ class PutCommits(Commits):
                         yield paths.join(folder, node.name, attempt.name)
 
     def _set_aside(self) -> dict[str, set[str] | None]:
-        """What `_attempt_in` says of the records that were set aside, by the epoch's folder."""
+        """What `_attempt_in` says of the records that were quarantined, by the epoch's folder."""
         found: dict[str, set[str] | None] = {}
         for entry in self.store.list(""):
             if not entry.is_folder or self.names.parse(entry.name) is not None or paths.parse_incarnation(entry.name):

@@ -6,7 +6,7 @@
 | `<epoch>/epoch.json` under its final name | committed | everybody |
 | the same, named by a `rollback.json` | rolled back or deleted, being moved or removed | nobody |
 | `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax_steps`) | committed | everybody |
-| the same, while a save that may replace it (`let_replace`) commits | committed, old or new | everybody |
+| the same, while a save that may replace it (`allow_overwrite`) commits | committed, old or new | everybody |
 | moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
 
 With a folder rename (POSIX) an epoch is staged whole and renamed into place. Without one (object stores) the data
@@ -14,7 +14,7 @@ objects carry the attempt's name and `epoch.json` is put, if absent, last. A lat
 ones: it moves their staging folders away (POSIX), or claims a higher number that they look at before and after their
 put (object stores).
 
-What may be set aside, and on whose word.
+What may be quarantined, and on whose word.
 
 Later epochs by a rollback; one that cannot be read by the next save of its number; a good one by the next save of its
 number if the caller lets it.
@@ -220,11 +220,11 @@ class Commits(abc.ABC):
     def obstacle(self, folder: str) -> str:
         """What a folder is that is named like an epoch and is none, and what to do; see `foreign`."""
         where = f"{self.store.root}/{folder}"
-        alone = self._nodes_alone(folder)
-        if alone:
+        per_node = self._nodes_alone(folder)
+        if per_node:
             return (
                 f"{where} holds no {paths.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs "
-                f"that know nothing of each other ({', '.join(alone[:5])}). Read them with "
+                f"that know nothing of each other ({', '.join(per_node[:5])}). Read them with "
                 "ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this"
             )
         if self.lost_records(folder):
@@ -244,12 +244,12 @@ class Commits(abc.ABC):
             inner = [entry.name for entry in self.store.list(folder) if entry.is_folder]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        alone = [name for name in inner if self._is_alone(paths.join(folder, name, paths.EPOCH_RECORD))]
-        return [paths.shown_name(name) for name in alone]
+        per_node = [name for name in inner if self._is_alone(paths.join(folder, name, paths.EPOCH_RECORD))]
+        return [paths.shown_name(name) for name in per_node]
 
     def _is_alone(self, path: str) -> bool:
         try:
-            return parsing.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).alone
+            return parsing.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).per_node
         except (EpochCheckpointError, ValueError, OSError):  # none, or another's: a sweep has <seed>/<step>/epoch.json
             return False
 
@@ -431,7 +431,7 @@ class Commits(abc.ABC):
             attempt: the attempt's id.
             record: `epoch.json`.
             check: called just before the decisive step; raises when it is too late.
-            replaces: what is under this name now, if it is still that one: a damaged epoch is set aside first, a good
+            replaces: what is under this name now, if it is still that one: a damaged epoch is quarantined first, a good
                 one is exchanged for the new one, so that one of them is there at any moment.
 
         Returns:

@@ -27,7 +27,6 @@ from epochckpt.errors import (
 )
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import StepNames, marks, steps, view_files
-from epochckpt.orbax import view as orbax_left_out
 from epochckpt.orbax import view as orbax_view
 from epochckpt.storage import Entry, Store
 
@@ -200,8 +199,8 @@ class RenameCommits(Commits):
             written = view_files.write(self.store, staging, record, view, run)
         except FileNotFoundError:
             raise self.lost(record.epoch) from None
-        for item, leaves in view.left_out.items():
-            few = orbax_left_out.few(leaves)
+        for item, leaves in view.unsupported.items():
+            few = orbax_view.few(leaves)
             level = logging.INFO if record.items[item].kind == "node" else logging.WARNING  # that goes without saying
             logging.log_first_n(
                 level, "item %s: stock Orbax will not see %d of its leaves: %s", 3, item, len(leaves), few

@@ -124,7 +124,7 @@ class Attempts:
                 logging.warning(text, epoch, older.epoch, older.state, reason)
             self._wait(older, event)
         if said:
-            logging.warning("save(%d) held training for %s", epoch, _units.secs(time.monotonic() - began))
+            logging.warning("save(%d) blocked training for %s", epoch, _units.secs(time.monotonic() - began))
 
     def _in_the_way(self, copied_bytes: int, runs_handlers: bool) -> tuple[Attempt, _threads.Future[Any], str] | None:
         """The older save that a new one waits for, what of it, and why.

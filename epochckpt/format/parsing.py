@@ -182,9 +182,9 @@ def _parse_nodes(fields: _Fields) -> tuple[NodeEntry, ...]:
 
 def _epoch_record(fields: _Fields, nodes: tuple[NodeEntry, ...], items: dict[str, ItemRecord]) -> EpochRecord:
     attempt = paths.check_recorded_name(fields.path, fields.text("attempt", 80))
-    alone = "alone" in fields.data and fields.boolean("alone")
-    if alone and len(nodes) != 1:
-        raise fields.fail("alone", "one node")
+    per_node = "per_node" in fields.data and fields.boolean("per_node")
+    if per_node and len(nodes) != 1:
+        raise fields.fail("per_node", "one node")
     return EpochRecord(
         fields.integer("epoch"),
         attempt,
@@ -198,8 +198,8 @@ def _epoch_record(fields: _Fields, nodes: tuple[NodeEntry, ...], items: dict[str
         fields.integer("started_ns"),
         fields.integer("committed_ns"),
         fields.numbers("timings"),
-        _left_out(fields),
-        alone,
+        _unsupported(fields),
+        per_node,
         _view(fields),
     )
 
@@ -218,8 +218,8 @@ def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
     return ItemRecord(kind, handler, arrays, _parse_values(fields, arrays), attached)
 
 
-def _left_out(fields: _Fields) -> dict[str, dict[str, str]] | None:
-    name = "orbax_left_out"
+def _unsupported(fields: _Fields) -> dict[str, dict[str, str]] | None:
+    name = "orbax_unsupported"
     if fields.data.get(name) is None:
         return None
     found = fields.mapping(name)

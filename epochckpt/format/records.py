@@ -150,7 +150,7 @@ class EpochRecord:
     """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist.
 
     Attributes:
-        orbax_left_out: what the Orbax view lacks: reasons by leaf name, by item; None where none was asked for. The
+        orbax_unsupported: what the Orbax view lacks: reasons by leaf name, by item; None where none was asked for. The
             item `*` stands for the whole view: none could be made.
         alone: the epoch of one node by itself: its files lie beside the record, see `node_epochs`.
         orbax_view: length and xxh3-128 of the Orbax view's files, by path in the epoch's folder; None where there is no
@@ -169,8 +169,8 @@ class EpochRecord:
     started_ns: int
     committed_ns: int
     timings: Mapping[str, float]
-    orbax_left_out: Mapping[str, Mapping[str, str]] | None = None
-    alone: bool = False
+    orbax_unsupported: Mapping[str, Mapping[str, str]] | None = None
+    per_node: bool = False
     orbax_view: Mapping[str, tuple[int, str]] | None = None
 
     @property
@@ -180,7 +180,7 @@ class EpochRecord:
 
     def node_folder(self, node: int) -> str:
         """Folder of a node's files, relative to the epoch's folder (object stores: named by attempt)."""
-        if self.alone:
+        if self.per_node:
             return ""
         folder = self.nodes[node].folder
         return paths.join(folder, self.attempt) if self.objects else folder
@@ -214,9 +214,9 @@ class EpochRecord:
                 "started_ns": self.started_ns,
                 "committed_ns": self.committed_ns,
                 "timings": dict(self.timings),
-                "orbax_left_out": self.orbax_left_out,
+                "orbax_unsupported": self.orbax_unsupported,
                 "orbax_view": None if self.orbax_view is None else {p: list(f) for p, f in self.orbax_view.items()},
-                **({"alone": True} if self.alone else {}),
+                **({"per_node": True} if self.per_node else {}),
             }
         )
 

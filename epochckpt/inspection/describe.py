@@ -18,7 +18,7 @@ from epochckpt._threads import Pool
 from epochckpt._units import several
 from epochckpt.arrays import EpochReader
 from epochckpt.commit import Commits
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, EpochNotFoundError, FormatError, say
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, EpochNotFoundError, FormatError, say
 from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, Leaf, parsing, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.inspection import leftovers
@@ -48,7 +48,7 @@ def readers(commits: Commits, epoch: int, pool: Pool) -> tuple[dict[str, EpochRe
         except (EpochCheckpointError, OSError) as error:
             problems[paths.shown_name(name)] = say(error)
             continue
-        if record is not None and record.alone and record.nodes[0].folder == name:
+        if record is not None and record.per_node and record.nodes[0].folder == name:
             found[record.nodes[0].name] = EpochReader(commits.store, at, record, pool)
     return found, problems
 
@@ -73,7 +73,7 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
         row: the epoch, from the overview.
 
     Raises:
-        EpochDeleted: it is not there any more.
+        EpochDeletedError: it is not there any more.
         AccessError: it may not be read.
     """
     if row.state not in (COMMITTED, DAMAGED):
@@ -81,12 +81,14 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
     try:
         record = commits.read_record(row.epoch)
     except EpochNotFoundError as error:
-        lone, problems = readers(commits, row.epoch, Pool(_THREADS))
-        if lone or problems:
-            return EpochDetail(row, tuple(_lone_items(lone, problems)))
+        per_node, problems = readers(commits, row.epoch, Pool(_THREADS))
+        if per_node or problems:
+            return EpochDetail(row, tuple(_lone_items(per_node, problems)))
         if row.state == DAMAGED:
             return EpochDetail(row, ())
-        raise EpochDeleted(row.epoch, commits.store.root, "it was there when the directory was looked at") from error
+        raise EpochDeletedError(
+            row.epoch, commits.store.root, "it was there when the directory was looked at"
+        ) from error
     except (DamagedError, FormatError) as error:
         return EpochDetail(dataclasses.replace(row, state=DAMAGED, detail=row.detail or str(error)), ())
     folder = commits.folder(row.epoch)
@@ -94,7 +96,7 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
         return EpochDetail(row, tuple(_orbax_items(commits, folder, record)))
     reader = EpochReader(commits.store, folder, record, Pool(_THREADS))
     items = [_item(reader, name, item) for name, item in sorted(record.items.items())]
-    return EpochDetail(row, tuple(items), record.orbax_left_out)
+    return EpochDetail(row, tuple(items), record.orbax_unsupported)
 
 
 # -- epochs of ours --------------------------------------------------------------------------------------------------
@@ -110,10 +112,10 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
     return ItemRow(name, item.kind, handler, sum(f.nbytes for f in files), files=tuple(files))
 
 
-def _lone_items(lone: Mapping[str, EpochReader], problems: Mapping[str, str]) -> list[ItemRow]:
+def _lone_items(per_node: Mapping[str, EpochReader], problems: Mapping[str, str]) -> list[ItemRow]:
     """What nodes saved that know nothing of each other: every item is each node's own."""
     found: dict[str, dict[str, ItemRow]] = {}
-    for node, reader in lone.items():
+    for node, reader in per_node.items():
         for name, item in reader.record.items.items():
             row = _item(reader, name, item)
             found.setdefault(name, {})[node] = row.nodes.get(node, row)
@@ -168,7 +170,7 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
                 return None
             own = reader.of_node(number, name)
             return entry.name, _array_item(name, own.record, own.record.items[name], handler)
-        except EpochDeleted:
+        except EpochDeletedError:
             raise
         except (EpochCheckpointError, OSError) as error:
             return entry.name, ItemRow(name, "arrays", handler, problem=say(error))
@@ -269,7 +271,7 @@ def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[Ite
                 rows.append(ItemRow(name, kind, _class(handler), sum(f.nbytes for f in files), files=files))
         except (EpochCheckpointError, OSError) as error:
             if commits.read_attempt(record.epoch) != record.attempt:
-                raise EpochDeleted(record.epoch, commits.store.root, say(error)) from error
+                raise EpochDeletedError(record.epoch, commits.store.root, say(error)) from error
             rows.append(ItemRow(name, kind, _class(handler), problem=say(error)))
     return rows
 

@@ -25,7 +25,7 @@ import numpy as np
 from epochckpt import _text
 from epochckpt._text import shown
 from epochckpt.arrays import EpochReader
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeleted, InvalidArgumentError, say
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, InvalidArgumentError, say
 from epochckpt.format import ArrayItem, checksums, grid
 from epochckpt.inspection import rows, stats
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
@@ -51,7 +51,7 @@ def leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]
     Leaves that are not among them may be the same all the same.
 
     Raises:
-        EpochDeleted: one of the epochs went away.
+        EpochDeletedError: one of the epochs went away.
     """
     one, other = _cells(before, item), _cells(after, item)
     found, twins = [], {name: number for number, name in enumerate(other.arrays.public_names)}
@@ -76,7 +76,7 @@ def files(before: EpochReader, after: EpochReader, item: str) -> dict[str, bool]
     """For each file of handlers that both epochs have with the same unit of checksums: whether it is the same.
 
     Raises:
-        EpochDeleted: one of the epochs went away.
+        EpochDeletedError: one of the epochs went away.
         DamagedError, FormatError: a node's record cannot be used.
     """
     one, other = ({f.name: f for _, f in reader.item_files(item)} for reader in (before, after))
@@ -109,7 +109,7 @@ def _look(reader: EpochReader, item: str, node: int, found: dict[int, list[np.nd
             if len(sums) == len(ends):
                 rows = _rows(file.part.leaves, file.part.cells, file.offsets, ends, sums)
                 found[node].append(rows)
-    except EpochDeleted:
+    except EpochDeletedError:
         raise
     except (EpochCheckpointError, KeyError, ValueError):
         found[node] = []
@@ -180,7 +180,7 @@ def compare(
 
     Raises:
         InvalidArgumentError: no leaf of either epoch matches.
-        EpochDeleted: one of the epochs went away meanwhile.
+        EpochDeletedError: one of the epochs went away meanwhile.
     """
     wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     pairs, problems = _pairs(before[0], after[0])
@@ -325,7 +325,7 @@ class _Comparison:
     ) -> DiffRow | None:
         try:
             return look(pair)
-        except EpochDeleted:
+        except EpochDeletedError:
             raise
         except EpochCheckpointError as error:
             problems[pair.label] = say(error)

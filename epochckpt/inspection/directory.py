@@ -81,9 +81,9 @@ class Plots:
         """Seconds from the call of `save` to the commit of each epoch."""
         return plots.save_secs(self._seen(), ax)
 
-    def held_secs(self, ax: Axes | None = None) -> Axes:
-        """Seconds that the training thread was held by each save."""
-        return plots.held_secs(self._seen(), ax)
+    def blocked_secs(self, ax: Axes | None = None) -> Axes:
+        """Seconds that the training thread was blocked by each save."""
+        return plots.blocked_secs(self._seen(), ax)
 
     def node_secs(self, ax: Axes | None = None) -> Axes:
         """Seconds that each node wrote."""

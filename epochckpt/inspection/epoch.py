@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from epochckpt import _text as naming
 from epochckpt._text import readable, shown
 from epochckpt.commit import Commits
-from epochckpt.errors import DamagedError, EpochDeleted, EpochNotFoundError, InvalidArgumentError, UnknownNameError
+from epochckpt.errors import DamagedError, EpochDeletedError, EpochNotFoundError, InvalidArgumentError, UnknownNameError
 from epochckpt.format import paths
 from epochckpt.inspection import describe, epoch_rows, html, plain, stats, text
 from epochckpt.inspection.leaf_reader import Leaves
@@ -138,7 +138,7 @@ class EpochInspection(Shown):
         """What is known of it as a whole; its files are looked at.
 
         Raises:
-            EpochDeleted: it is not there any more.
+            EpochDeletedError: it is not there any more.
         """
         row = epoch_rows.checked(self._commits, self.plain_row())
         latest, best = self._marks()
@@ -149,11 +149,11 @@ class EpochInspection(Shown):
         """Its row without a look at its files or at other epochs.
 
         Raises:
-            EpochDeleted: it is not there any more.
+            EpochDeletedError: it is not there any more.
         """
         row = read_row(self._commits, self.epoch)
         if row is None:
-            raise EpochDeleted(self.epoch, self._commits.store.root, "it was there when it was asked for")
+            raise EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
         return row
 
     def detail(self) -> EpochDetail:
@@ -165,7 +165,7 @@ class EpochInspection(Shown):
 
         Raises:
             DamagedError: its record cannot be used.
-            EpochDeleted: it is not there any more.
+            EpochDeletedError: it is not there any more.
         """
         try:
             return Leaves(self._commits, self.epoch)
@@ -173,7 +173,9 @@ class EpochInspection(Shown):
             row = self.plain_row()
             if row.state == DAMAGED:
                 raise _unusable(row) from error
-            raise EpochDeleted(self.epoch, self._commits.store.root, "it was there when it was asked for") from error
+            raise EpochDeletedError(
+                self.epoch, self._commits.store.root, "it was there when it was asked for"
+            ) from error
 
     def _items(self) -> dict[str, ItemRow]:
         detail = describe.describe(self._commits, self.plain_row())
@@ -266,7 +268,8 @@ class EpochInspection(Shown):
 class ItemInspection(Shown):
     """One item of one epoch. Iterates over the names of its leaves, of its files, or of its nodes.
 
-    What it reads is of the attempt that was committed when it first read: if that is deleted, it raises EpochDeleted.
+    All that it reads is of the attempt that was committed at its first read; if that is deleted, it raises
+    EpochDeletedError.
 
     Attributes:
         row: what is known of it.
@@ -309,7 +312,7 @@ class ItemInspection(Shown):
         Raises:
             InvalidArgumentError: there is no such leaf; names those that are near.
             DamagedError: it cannot be read, or its bytes differ from what was written.
-            EpochDeleted: the epoch went away.
+            EpochDeletedError: the epoch went away.
         """
         row = self.row
         if row.kind == "node":
@@ -344,7 +347,7 @@ class ItemInspection(Shown):
         Raises:
             InvalidArgumentError: there is no such file.
             DamagedError: it cannot be read, or its bytes differ from what was written.
-            EpochDeleted: the epoch went away.
+            EpochDeletedError: the epoch went away.
         """
         names = [known.name for known in self.row.files]
         if file not in names:

@@ -14,7 +14,7 @@ from epochckpt.errors import EpochCheckpointError, StorageError, say
 from epochckpt.format import EpochRecord
 from epochckpt.format import paths as layout
 from epochckpt.inspection import leftovers
-from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, NodeRow, RemainRow
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, LeftoverRow, NodeRow
 from epochckpt.jobs.backends import base
 from epochckpt.orbax import OrbaxRecord, marks, steps
 
@@ -24,7 +24,7 @@ _ALONE_NOTES, _ALONE_BLOBS = "notes", "blobs"  # where the managers of `ec.caffe
 
 def read(
     commits: Commits, folder: str, epoch: int, *, brief: bool = False, sure: bool = False
-) -> EpochRow | RemainRow | None:
+) -> EpochRow | LeftoverRow | None:
     """What a folder is that is named like an epoch.
 
     Args:
@@ -35,7 +35,7 @@ def read(
         sure: somebody acts on it: that storage does not answer is raised, and not shown as damage.
 
     Returns:
-        Its row, damaged if its record cannot be used; a RemainRow if it is no epoch; None if it is gone.
+        Its row, damaged if its record cannot be used; a LeftoverRow if it is no epoch; None if it is gone.
 
     Raises:
         StorageError: only if `sure`.
@@ -70,7 +70,7 @@ def of_record(record: EpochRecord, folder: str, *, brief: bool = False) -> Epoch
         nbytes=record.nbytes,
         started_ns=record.started_ns,
         committed_ns=record.committed_ns,
-        held_secs=record.timings.get("held_secs"),
+        blocked_secs=record.timings.get("blocked_secs"),
         metrics=metrics if isinstance(metrics, Mapping) else {} if metrics is None else {"metrics": metrics},
         custom_metadata=custom,
         notes=notes,
@@ -192,7 +192,7 @@ def _of_orbax(commits: Commits, folder: str, epoch: int, brief: bool) -> EpochRo
         detail=_problems(record),
         nodes=(),
         nbytes=0 if brief else steps.nbytes(store, folder),
-        held_secs=None,
+        blocked_secs=None,
     )
 
 
@@ -214,7 +214,7 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
             continue
         if record is None:
             continue
-        if not record.alone or record.nodes[0].folder != name:
+        if not record.per_node or record.nodes[0].folder != name:
             return None  # a checkpoint directory whose name is a number, for example
         row = of_record(record, folder)
         found.append((row.nodes[0], row))
@@ -234,14 +234,14 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
         nbytes=sum(r.nbytes for r in rows),
         started_ns=min(r.started_ns or 0 for r in rows),
         committed_ns=max(r.committed_ns or 0 for r in rows),
-        held_secs=None,
+        blocked_secs=None,
         custom_metadata=custom,
         notes=notes,
     )
     return dataclasses.replace(_with_nodes(row, [node for node, _ in found]), checked=False)
 
 
-def _of_none(commits: Commits, folder: str) -> EpochRow | RemainRow | None:
+def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
     """What else a folder with an epoch's name may be: one that lost its record, or somebody else's."""
     if commits.lost_records(folder):
         epoch = commits.names.parse(folder)

@@ -28,8 +28,8 @@ from epochckpt.commit.protocol import parse_rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers, scan
-from epochckpt.inspection.leftovers import ATTEMPT, DELETED, ORBAX, ROLLED_BACK, SET_ASIDE
-from epochckpt.inspection.rows import EpochRow, RemainRow
+from epochckpt.inspection.leftovers import ATTEMPT, DELETED, ORBAX, QUARANTINED, ROLLED_BACK
+from epochckpt.inspection.rows import EpochRow, LeftoverRow
 from epochckpt.options import StorageOptions
 
 DAY_SECS = 86400.0
@@ -37,10 +37,10 @@ DAY_SECS = 86400.0
 DEAD = frozenset({ATTEMPT, DELETED, ORBAX})
 """Kinds that nobody can want back."""
 
-KEPT = frozenset({ROLLED_BACK, SET_ASIDE})
+KEPT = frozenset({ROLLED_BACK, QUARANTINED})
 """Kinds that hold epochs which a person may want back: removed only when asked for."""
 
-Progress = Callable[[RemainRow], None]
+Progress = Callable[[LeftoverRow], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Garbage:
     """
 
     directory: str
-    rows: tuple[RemainRow, ...]
+    rows: tuple[LeftoverRow, ...]
     kept: Mapping[str, str]
-    others: tuple[RemainRow, ...] = ()
+    others: tuple[LeftoverRow, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ def find(
 
 def remove(
     directory: str | os.PathLike[str],
-    rows: Sequence[RemainRow] | None = None,
+    rows: Sequence[LeftoverRow] | None = None,
     *,
     older_than_secs: float = DAY_SECS,
     epochs_too: bool = False,
@@ -127,7 +127,7 @@ def remove(
     found = search.garbage()
     wanted = found.rows if rows is None else [row for row in found.rows if row.path in {r.path for r in rows}]
     removal = _RemovalOfObjects(search) if isinstance(search.commits, PutCommits) else _Removal(search)
-    gone: list[RemainRow] = []
+    gone: list[LeftoverRow] = []
     kept = dict(found.kept)
     others = list(found.others)
     try:
@@ -187,7 +187,7 @@ class _Search:
         others = tuple(row for row in found if row.path in kept)
         return Garbage(self.commits.store.root, tuple(rows), kept, others)
 
-    def look(self) -> list[RemainRow]:
+    def look(self) -> list[LeftoverRow]:
         """Everything that is no epoch, as it is now."""
         try:
             found = leftovers.find(self.commits, self.now_ns(), self._folder)
@@ -202,7 +202,7 @@ class _Search:
         """The time, by the clock of the storage if that is the later one."""
         return int((self._clock() - max(self.ahead_secs, 0.0)) * 1e9)
 
-    def reason(self, row: RemainRow) -> str:
+    def reason(self, row: LeftoverRow) -> str:
         """Why something stays; empty if it may go."""
         if row.kind not in DEAD | KEPT:
             return "not known: nobody but you can say whether it is needed"
@@ -232,16 +232,16 @@ class _Search:
             return True
 
 
-def _row(attempt: EpochRow) -> RemainRow:
-    return RemainRow(
+def _row(attempt: EpochRow) -> LeftoverRow:
+    return LeftoverRow(
         attempt.folder, ATTEMPT, attempt.nbytes, attempt.age_secs, (attempt.epoch,), f"a save; {attempt.detail}"
     )
 
 
-def _rows_of_objects(attempts: Sequence[EpochRow]) -> list[RemainRow]:
+def _rows_of_objects(attempts: Sequence[EpochRow]) -> list[LeftoverRow]:
     """One row for each node's part of an attempt: they have no folder in common."""
     return [
-        RemainRow(
+        LeftoverRow(
             paths.join(attempt.folder, paths.folder_name(node.name), attempt.attempt),
             ATTEMPT,
             node.nbytes,
@@ -260,7 +260,7 @@ class _Removal:
     def __init__(self, search: _Search):
         self._search, self._store, self._home = search, search.commits.store, ""
 
-    def remove(self, row: RemainRow) -> str:
+    def remove(self, row: LeftoverRow) -> str:
         """Removes one thing; returns why not, or nothing."""
         store = self._store
         if not self._home:
@@ -307,7 +307,7 @@ class _RemovalOfObjects:
         assert isinstance(search.commits, PutCommits)
         self._search, self._commits = search, search.commits
 
-    def remove(self, row: RemainRow) -> str:
+    def remove(self, row: LeftoverRow) -> str:
         """Removes one thing; returns why not, or nothing."""
         if row.kind == ATTEMPT:
             folder = row.path.partition("/")[0]

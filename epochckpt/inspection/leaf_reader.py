@@ -1,7 +1,7 @@
 """Values of single leaves, and files of handlers, read without devices: from epochs of ours and of stock Orbax.
 
 Ours are verified block by block before a byte of them is seen; stock Orbax keeps no checksums. Typed keys come as
-their data. A reader that meets a deletion raises `EpochDeleted`.
+their data. A reader that meets a deletion raises `EpochDeletedError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from epochckpt.commit import Commits
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
-    EpochDeleted,
+    EpochDeletedError,
     EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
@@ -85,7 +85,7 @@ class Leaves:
         Raises:
             InvalidArgumentError: there is no such leaf.
             DamagedError: its bytes differ from what was written, or cannot be read.
-            EpochDeleted: the epoch went away meanwhile.
+            EpochDeletedError: the epoch went away meanwhile.
         """
         if self._reader is None:
             with self._still_there():
@@ -121,7 +121,7 @@ class Leaves:
         Raises:
             InvalidArgumentError: there is no such leaf, or it is no array.
             DamagedError: its bytes differ from what was written, or cannot be read.
-            EpochDeleted: the epoch went away meanwhile.
+            EpochDeletedError: the epoch went away meanwhile.
         """
         if max_elements < 1:
             raise InvalidArgumentError(f"max_elements must be at least 1, got {max_elements}")
@@ -152,7 +152,7 @@ class Leaves:
         Raises:
             InvalidArgumentError: there is no such file.
             DamagedError: its bytes differ from what was written, or cannot be read.
-            EpochDeleted: the epoch went away meanwhile.
+            EpochDeletedError: the epoch went away meanwhile.
         """
         if self._reader is not None:
             return self._owner(item, node).read_file(item, name)
@@ -185,7 +185,7 @@ class Leaves:
                 of arrays, which are fewer in its files where it compressed them.
 
         Raises:
-            EpochDeleted: the epoch went away meanwhile.
+            EpochDeletedError: the epoch went away meanwhile.
         """
         if self._lone:
             each = [status.verify(reader, progress) for reader in self._lone.values()]
@@ -207,7 +207,7 @@ class Leaves:
                 try:
                     if steps.kind(self._store, at, name, self.record) == "arrays":
                         damage += self._verify_orbax(self._orbax_item(name), progress)
-                except EpochDeleted:
+                except EpochDeletedError:
                     raise
                 except EpochCheckpointError as error:
                     damage.append(error)
@@ -277,7 +277,7 @@ class Leaves:
         """A step of stock Orbax that went away is no damage."""
         try:
             yield
-        except (InvalidArgumentError, EpochDeleted):
+        except (InvalidArgumentError, EpochDeletedError):
             raise
         except (EpochCheckpointError, OSError) as error:
             self._check_present(say(error), error)
@@ -285,7 +285,7 @@ class Leaves:
 
     def _check_present(self, detail: str, error: BaseException | None = None) -> None:
         if self._commits.read_attempt(self.record.epoch) != self.record.attempt:
-            raise EpochDeleted(self.record.epoch, self._store.root, detail) from error
+            raise EpochDeletedError(self.record.epoch, self._store.root, detail) from error
 
 
 def boxes(shape: Sequence[int], max_elements: int) -> Iterator[Box]:

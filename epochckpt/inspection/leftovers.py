@@ -33,7 +33,7 @@ from epochckpt.commit import Commits, placing
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths, records
-from epochckpt.inspection.rows import IN_PROGRESS, LEFTOVER, EpochRow, NodeRow, RemainRow
+from epochckpt.inspection.rows import ABANDONED, IN_PROGRESS, EpochRow, LeftoverRow, NodeRow
 from epochckpt.storage import Store
 
 MAX_ENTRIES = 100_000
@@ -41,7 +41,7 @@ MAX_ENTRIES = 100_000
 
 
 @dataclasses.dataclass
-class Extent:
+class DiskUsage:
     """How much lies in a folder, and how old it is.
 
     Attributes:
@@ -60,7 +60,7 @@ class Extent:
     oldest_ns: int | None = None
     problem: str = ""
 
-    def add(self, other: Extent) -> None:
+    def add(self, other: DiskUsage) -> None:
         """Takes another folder in."""
         self.nbytes, self.entries = self.nbytes + other.nbytes, self.entries + other.entries
         times = [t for t in (self.newest_ns, other.newest_ns) if t is not None]
@@ -75,7 +75,7 @@ class Extent:
         return max(now_ns - max(times), 0) / 1e9 if times else None
 
 
-def extent(store: Store, path: str) -> Extent | None:
+def extent(store: Store, path: str) -> DiskUsage | None:
     """Measures a folder with all below it, or a file; None if it is gone."""
     return _on_disk(os.path.join(store.root, path)) if store.renames else _objects(store, path)
 
@@ -101,12 +101,12 @@ def walk(store: Store, path: str) -> Iterator[tuple[str, bool]]:
             yield from walk(store, below)
 
 
-def _on_disk(place: str) -> Extent | None:
+def _on_disk(place: str) -> DiskUsage | None:
     try:
         own = os.lstat(place)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    total = Extent()
+    total = DiskUsage()
     _count(total, own)
     total.moved_ns, total.newest_ns = total.newest_ns, None
     waiting = [place] if stat.S_ISDIR(own.st_mode) else []
@@ -131,19 +131,19 @@ def _on_disk(place: str) -> Extent | None:
     return total
 
 
-def _count(total: Extent, found: os.stat_result) -> None:
+def _count(total: DiskUsage, found: os.stat_result) -> None:
     # also the time of the last change of the inode: a folder that is renamed keeps the time of its last write
     times = found.st_mtime_ns, max(found.st_mtime_ns, found.st_ctime_ns)
     size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-    total.add(Extent(size, 1, newest_ns=times[1], oldest_ns=times[0]))
+    total.add(DiskUsage(size, 1, newest_ns=times[1], oldest_ns=times[0]))
 
 
-def _objects(store: Store, path: str) -> Extent | None:
-    total = Extent()
+def _objects(store: Store, path: str) -> DiskUsage | None:
+    total = DiskUsage()
     for below, is_folder in walk(store, path):
         if not is_folder:
             try:
-                total.add(Extent(store.size(below), 1))
+                total.add(DiskUsage(store.size(below), 1))
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -154,10 +154,10 @@ def _objects(store: Store, path: str) -> Extent | None:
 LIVE_SECS = 600.0
 """An attempt that something was written to within so many seconds counts as under way."""
 
-ATTEMPT, ROLLED_BACK, SET_ASIDE, DELETED, ORBAX, FOREIGN = (
+ATTEMPT, ROLLED_BACK, QUARANTINED, DELETED, ORBAX, FOREIGN = (
     "attempt",
     "rolled back",
-    "set aside",
+    "quarantined",
     "deleted",
     "orbax attempt",
     "foreign",
@@ -169,8 +169,8 @@ _ATTEMPT = re.compile(r"(\d+)-(\d+)\Z")
 _TOKEN = re.compile(r"-([0-9a-f]{8,16})" + re.escape(paths.TMP_SUFFIX) + r"\Z")
 _ID = re.compile(r"[0-9a-f]{16}\Z")
 _KEPT = {
-    "rolled-back-": (ROLLED_BACK, "set aside by rollback_to"),
-    "damaged-": (SET_ASIDE, "a damaged epoch that was replaced"),
+    "rolled-back-": (ROLLED_BACK, "quarantined by rollback_to"),
+    "damaged-": (QUARANTINED, "a damaged epoch that was replaced"),
 }
 _STAGING = {
     "upload-": (ATTEMPT, "staging of an upload"),
@@ -182,7 +182,7 @@ _VIEW = frozenset({"manifest.ocdbt", "_METADATA", "array_metadatas"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Remains:
+class Leftovers:
     """What was found.
 
     Attributes:
@@ -192,11 +192,11 @@ class Remains:
     """
 
     attempts: list[EpochRow] = dataclasses.field(default_factory=list)
-    others: list[RemainRow] = dataclasses.field(default_factory=list)
+    others: list[LeftoverRow] = dataclasses.field(default_factory=list)
     problems: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def find(commits: Commits, now_ns: int, kept: str | None = None) -> Remains:
+def find(commits: Commits, now_ns: int, kept: str | None = None) -> Leftovers:
     """Looks for everything in the table above; for attempts on object stores see `orphans`.
 
     Args:
@@ -207,7 +207,7 @@ def find(commits: Commits, now_ns: int, kept: str | None = None) -> Remains:
     Raises:
         OSError: the directory cannot be looked at.
     """
-    found = Remains()
+    found = Leftovers()
     for name, is_folder in names(commits.store, ""):
         if not is_folder or commits.names.parse(name) is not None:
             continue
@@ -229,7 +229,7 @@ def is_sign(commits: Commits, name: str) -> bool:
     return name == paths.ROOT_METADATA[0] and commits.store.exists(paths.join(*paths.ROOT_METADATA))
 
 
-def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: Remains) -> None:
+def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: Leftovers) -> None:
     store = commits.store
     if paths.parse_incarnation(name) is not None or paths.parse_node_staging(name) is not None:
         if store.renames:
@@ -241,14 +241,14 @@ def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: 
             return
     if name == kept:
         detail = "deleted epochs, kept because of todelete_subdir"
-        _add(found, store, name, SET_ASIDE, now_ns, _epochs_in(commits, name), detail)
+        _add(found, store, name, QUARANTINED, now_ns, _epochs_in(commits, name), detail)
     elif paths.TMP_SUFFIX in name:
         for prefix, (kind, detail) in _STAGING.items():
             if name.startswith(prefix) and _TOKEN.search(name):
                 moves = list(placing.on_the_move(store, name)) if store.renames else []
                 for path, where in moves:
                     said = f"an epoch on the move to {where}: the next upload puts it there"
-                    _add(found, store, path, SET_ASIDE, now_ns, (), said)
+                    _add(found, store, path, QUARANTINED, now_ns, (), said)
                 if moves:
                     return
                 _add(found, store, name, kind, now_ns, (), detail)
@@ -287,7 +287,7 @@ def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list
         rows.append(
             EpochRow(
                 epoch=commits.names.parse(folder) or 0,
-                state=IN_PROGRESS if live else LEFTOVER,
+                state=IN_PROGRESS if live else ABANDONED,
                 detail=detail,
                 folder=folder,
                 attempt=attempt,
@@ -304,7 +304,7 @@ def is_fenced_off(attempt: str, newest: str) -> bool:
     return len(run) == len(newest) and run.isdigit() and int(run) < int(newest)
 
 
-def _look_into_staging(commits: Commits, home: str, now_ns: int, found: Remains) -> None:
+def _look_into_staging(commits: Commits, home: str, now_ns: int, found: Leftovers) -> None:
     store = commits.store
     token = home.removesuffix(paths.TMP_SUFFIX).rpartition("-")[2]
     node = paths.parse_node_staging(home)
@@ -322,9 +322,11 @@ def _look_into_staging(commits: Commits, home: str, now_ns: int, found: Remains)
         gone = placing.parse_removed(name)
         if (where := placing.parse_moving(name)) is not None:
             detail = f"an epoch on the move to {where}: the next run puts it there"
-            _add(found, store, path, SET_ASIDE, now_ns, (), detail)
+            _add(found, store, path, QUARANTINED, now_ns, (), detail)
         elif name.endswith(paths.TMP_SUFFIX) and any(placing.on_the_move(store, path)):
-            _add(found, store, path, SET_ASIDE, now_ns, (), "what an earlier run left, with an epoch on the move in it")
+            _add(
+                found, store, path, QUARANTINED, now_ns, (), "what an earlier run left, with an epoch on the move in it"
+            )
         elif name.endswith(paths.TMP_SUFFIX):
             _add(found, store, path, DELETED, now_ns, (), "what an earlier run left, out of sight")
         elif gone is not None:
@@ -352,7 +354,7 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | Non
         detail += f"; nothing was written for {_units.secs(age)}: it failed, or its job was killed"
     return EpochRow(
         epoch=epoch,
-        state=IN_PROGRESS if age < LIVE_SECS else LEFTOVER,
+        state=IN_PROGRESS if age < LIVE_SECS else ABANDONED,
         detail=whole.problem or detail,
         folder=path,
         attempt=attempt,
@@ -404,14 +406,16 @@ def _epochs_in(commits: Commits, folder: str) -> tuple[int, ...]:
     return tuple(sorted(n for n in numbers if n is not None))
 
 
-def _add(found: Remains, store: Store, path: str, kind: str, now_ns: int, epochs: tuple[int, ...], detail: str) -> None:
+def _add(
+    found: Leftovers, store: Store, path: str, kind: str, now_ns: int, epochs: tuple[int, ...], detail: str
+) -> None:
     size = extent(store, path)
     if size is not None:
         found.others.append(row_of(path, kind, size, now_ns, epochs, detail))
 
 
-def row_of(path: str, kind: str, size: Extent, now_ns: int, epochs: tuple[int, ...], detail: str) -> RemainRow:
+def row_of(path: str, kind: str, size: DiskUsage, now_ns: int, epochs: tuple[int, ...], detail: str) -> LeftoverRow:
     """The row of something that was measured."""
     if size.problem:
         detail = f"{detail} ({size.problem})" if detail else size.problem
-    return RemainRow(path, kind, size.nbytes, size.age_secs(now_ns), epochs, detail)
+    return LeftoverRow(path, kind, size.nbytes, size.age_secs(now_ns), epochs, detail)

@@ -49,10 +49,10 @@ def save_secs(seen: Overview, ax: Axes | None = None) -> Axes:
     return _end(ax, epochs)
 
 
-def held_secs(seen: Overview, ax: Axes | None = None) -> Axes:
-    """Seconds that the training thread of the primary was held by each save; see `nbytes`."""
-    ax, epochs = _begin(seen, ax, "Time that training was held", "held by save() (seconds)", _units.secs)
-    _line(ax, epochs, [_known(row.held_secs) for row in epochs])
+def blocked_secs(seen: Overview, ax: Axes | None = None) -> Axes:
+    """Seconds that the training thread of the primary was blocked by each save; see `nbytes`."""
+    ax, epochs = _begin(seen, ax, "Time that training was blocked", "blocked in save() (seconds)", _units.secs)
+    _line(ax, epochs, [_known(row.blocked_secs) for row in epochs])
     return _end(ax, epochs)
 
 

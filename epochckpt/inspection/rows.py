@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-COMMITTED, DAMAGED, IN_PROGRESS, LEFTOVER = "committed", "damaged", "in progress", "leftover"
+COMMITTED, DAMAGED, IN_PROGRESS, ABANDONED = "committed", "damaged", "in progress", "abandoned"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class EpochRow:
     Attributes:
         epoch: its number.
         state: `committed`; `damaged`: it cannot be read, or files are missing or have other sizes than recorded;
-            `in progress`: an attempt that something was written to lately; `leftover`: an attempt that failed or died.
+            `in progress`: an attempt that something was written to lately; `abandoned`: an attempt that failed or died.
         writer: `epochckpt`, or `orbax`: stock Orbax wrote it.
         detail: why it is damaged, or what is known of the attempt; empty otherwise.
         folder: where it lies, relative to the directory.
@@ -47,7 +47,7 @@ class EpochRow:
         nbytes: bytes of its files.
         started_ns: when the save began, nanoseconds since 1970; None: not known.
         committed_ns: when it was committed; None: it was not, or not known.
-        held_secs: how long the training thread of the primary was held; None: not known.
+        blocked_secs: how long the training thread of the primary was blocked; None: not known.
         age_secs: of an attempt: how long ago something was last written to it.
         metrics: those that it was saved with, and those that were attached later.
         sources: for metrics that were attached later: by whom, by metric.
@@ -68,7 +68,7 @@ class EpochRow:
     nbytes: int = 0
     started_ns: int | None = None
     committed_ns: int | None = None
-    held_secs: float | None = None
+    blocked_secs: float | None = None
     age_secs: float | None = None
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -93,13 +93,13 @@ class EpochRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class RemainRow:
+class LeftoverRow:
     """Something in a directory that is no epoch and that no reader looks at.
 
     Attributes:
         path: relative to the directory.
-        kind: `attempt` (a save that failed, died, or is under way), `rolled back` (set aside by `rollback_to`),
-            `set aside` (a damaged epoch that was replaced), `deleted` (taken out of sight, its bytes not yet removed),
+        kind: `attempt` (a save that failed, died, or is under way), `rolled back` (quarantined by `rollback_to`),
+            `quarantined` (a damaged epoch that was replaced), `deleted` (taken out of sight, bytes not yet removed),
             `orbax attempt` (staging of stock Orbax), `foreign` (named like an epoch, and none).
         nbytes: bytes of its files.
         age_secs: how long ago something was last written to it; None: object stores do not tell.
@@ -134,7 +134,7 @@ class Overview:
     epochs: tuple[EpochRow, ...]
     hidden: int = 0
     hidden_nbytes: int = 0
-    remains: tuple[RemainRow, ...] = ()
+    leftovers: tuple[LeftoverRow, ...] = ()
     metric: str = ""
     mode: str = "max"
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -231,13 +231,13 @@ class EpochDetail:
     Attributes:
         row: its row in the overview.
         items: its items, by name ascending.
-        left_out: what stock Orbax cannot read of it: reasons by leaf, by item; None where no Orbax view was asked for,
+        unsupported: what Orbax cannot read: reasons by leaf, by item; None where no Orbax view was asked for,
             and by the item `*` why there is none where it was.
     """
 
     row: EpochRow
     items: tuple[ItemRow, ...]
-    left_out: Mapping[str, Mapping[str, str]] | None = None
+    unsupported: Mapping[str, Mapping[str, str]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import paths as layout
 from epochckpt.inspection import epoch_rows, leftovers, suggest
-from epochckpt.inspection.rows import COMMITTED, IN_PROGRESS, LEFTOVER, EpochRow, Overview, RemainRow
+from epochckpt.inspection.rows import ABANDONED, COMMITTED, IN_PROGRESS, EpochRow, LeftoverRow, Overview
 from epochckpt.orbax import StepNames, step_names
 from epochckpt.storage import Store, open_store
 
@@ -164,15 +164,15 @@ class _Look:
     def overview(self, limit: int | None, check: bool, kept: str | None) -> Overview:
         now_ns = time.time_ns()
         # attempts first: one that is committed meanwhile is then seen in its new place
-        found = leftovers.Remains() if self._commits.names.only else leftovers.find(self._commits, now_ns, kept)
+        found = leftovers.Leftovers() if self._commits.names.only else leftovers.find(self._commits, now_ns, kept)
         folders = self._folders()
         order = sorted(folders, reverse=True)
         shown = set(order if limit is None else order[:limit])
         rows: dict[int, EpochRow] = {}
-        others: list[RemainRow] = []
+        others: list[LeftoverRow] = []
         hidden: list[EpochRow] = []
         for epoch, row in zip(order, self._read(folders, order, shown), strict=True):
-            if isinstance(row, RemainRow):
+            if isinstance(row, LeftoverRow):
                 others.append(row)
             elif row is not None and epoch in shown:
                 rows[epoch] = row
@@ -197,7 +197,7 @@ class _Look:
             epochs=tuple(sorted([*marked, *attempts], key=_order)),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
-            remains=tuple(sorted([*found.others, *others], key=lambda row: row.path)),
+            leftovers=tuple(sorted([*found.others, *others], key=lambda row: row.path)),
             metric=self._metric or "",
             mode=self._mode,
             problems={**found.problems, **self._said, **self._problems([*marked, *hidden])},
@@ -328,7 +328,7 @@ def _latest(rows: Sequence[EpochRow]) -> int | None:
 
 
 def _order(row: EpochRow) -> tuple[int, bool, str]:
-    return row.epoch, row.state in (IN_PROGRESS, LEFTOVER), row.attempt
+    return row.epoch, row.state in (IN_PROGRESS, ABANDONED), row.attempt
 
 
 def _value(metrics: Mapping[str, Any], name: str) -> float | None:

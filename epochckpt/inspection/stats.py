@@ -130,7 +130,7 @@ def of_leaf(leaves: Leaves, item: str, leaf: LeafRow, node: str = "", bins: int 
 
     Raises:
         InvalidArgumentError: the leaf is no array, or a number of bins is meant that cannot be.
-        DamagedError, EpochDeleted: it cannot be read.
+        DamagedError, EpochDeletedError: it cannot be read.
     """
     if leaf.kind not in ARRAYS:
         raise InvalidArgumentError(f"leaf {leaf.name!r} is a {leaf.kind}; expected an array: others have no statistics")

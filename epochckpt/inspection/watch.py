@@ -16,7 +16,7 @@ from epochckpt._threads import Deadline
 from epochckpt.commit import Commits
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection import epoch_rows, leftovers
-from epochckpt.inspection.rows import COMMITTED, DAMAGED, LEFTOVER, EpochRow
+from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow
 
 PRESENT, SAVED, SAVING, FAILED, DELETED = "present", "committed", "saving", "failed", "deleted"
 
@@ -99,7 +99,7 @@ class Watcher:
         committed = {row.attempt for row in self._epochs.values()}
         before = self.newest
         for row in gone:
-            if row.attempt not in committed and row.state != LEFTOVER:
+            if row.attempt not in committed and row.state != ABANDONED:
                 events.append(Event(FAILED, now, row, before, "it is gone and was not committed"))
         for attempt, row in attempts.items():
             event = None if attempt in committed else self._under_way(now, row, before)
@@ -115,8 +115,8 @@ class Watcher:
 
     def _under_way(self, now: int, row: EpochRow, before: EpochRow | None) -> Event | None:
         known = self._attempts.get(row.attempt)
-        if row.state == LEFTOVER:
-            stale = known is None or known.state != LEFTOVER
+        if row.state == ABANDONED:
+            stale = known is None or known.state != ABANDONED
             return Event(FAILED, now, row, before, row.detail) if stale else None
         changed = known is None or (known.nbytes, known.nodes) != (row.nbytes, row.nodes)
         return Event(SAVING, now, row, before, row.detail) if changed else None

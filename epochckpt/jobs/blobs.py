@@ -25,7 +25,7 @@ from epochckpt.jobs.workspace import Workspace
 
 OWN_SUFFIX = ".own"  # of the item beside an item of arrays
 
-SPREAD, OWN, STATEFUL = "spread", "own", "stateful"  # what a blob is, in a job of several nodes
+GLOBAL, PER_NODE, STATEFUL = "global", "per_node", "stateful"  # what a blob is, in a job of several nodes
 
 _UNUSABLE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -157,14 +157,14 @@ def kind_of(node: str, name: str, value: Any) -> str:
     if stateful:
         return STATEFUL
     if not any(_is_spread(leaf) for _, leaf in pairs):
-        return OWN
+        return PER_NODE
     for path, leaf in pairs:
         if tree_lib.leaf_kind(leaf) == "prng" and not _is_spread(leaf):
             raise InvalidArgumentError(
                 f"node {node}, blob {name!r}, leaf {tree_lib.leaf_name(path)!r} is a random key of this process alone "
                 "among arrays of the whole job; make it under jit with out_shardings, or give it a blob of its own"
             )
-    return SPREAD
+    return GLOBAL
 
 
 def holds_spread(value: Any) -> bool:

@@ -39,7 +39,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.arrays import EpochReader, Planner, items, writer
-from epochckpt.arrays.items import Here
+from epochckpt.arrays.items import RestoreContext
 from epochckpt.commit import Attempt, placing
 from epochckpt.commit.attempt import snapshot
 from epochckpt.errors import (
@@ -180,8 +180,8 @@ class NodeEpochs:
         return Nodes((self.node,), ids=(jax.process_index(),))  # not before it is used: it starts jax's backend
 
     @functools.cached_property
-    def _here(self) -> Here:
-        return Here(Handlers(), self._nodes)
+    def _here(self) -> RestoreContext:
+        return RestoreContext(Handlers(), self._nodes)
 
     @functools.cached_property
     def _planner(self) -> Planner:
@@ -232,7 +232,7 @@ class NodeEpochs:
         except OSError as error:
             raise unreadable(path, error) from error
         record = parsing.parse_epoch(path, data)
-        if not record.alone or (record.epoch, record.nodes[0].name) != (epoch, self.node):
+        if not record.per_node or (record.epoch, record.nodes[0].name) != (epoch, self.node):
             raise FormatError(
                 path,
                 f"is the record of epoch {record.epoch}, node {record.nodes[0].name!r}; expected epoch {epoch} of "
@@ -342,7 +342,7 @@ class NodeEpochs:
             "own": {name: tree_digest(item, [f for f in files if f.item == name]) for name, item in own.items()},
         }
         attempt.reports[0] = {"nodes": [report]}
-        record = dataclasses.replace(attempt.record(me, attempt.entries(self._nodes), objects=False), alone=True)
+        record = dataclasses.replace(attempt.record(me, attempt.entries(self._nodes), objects=False), per_node=True)
         self.store.create(paths.join(staging, paths.NODE_RECORD), data)
         self.store.create(paths.join(staging, paths.EPOCH_RECORD), record.to_bytes())
         self.store.sync_folder(staging)

@@ -48,11 +48,11 @@ class Exchange:
         return self._coordinator.primary
 
     @property
-    def alone(self) -> bool:
+    def _single(self) -> bool:
         """Whether there is no other process."""
         return self._coordinator.processes == 1
 
-    def publish(self, what: str, decide: Callable[[], T]) -> T:
+    def broadcast(self, what: str, decide: Callable[[], T]) -> T:
         """The primary decides (JSON), everybody takes its answer; nobody waits for the others.
 
         Raises:
@@ -65,7 +65,7 @@ class Exchange:
         except CoordinationTimeoutError as error:
             raise self._late(what, [0]) from error
 
-    def meet(self, what: str, mine: Any, decide: Callable[[list[Any]], T]) -> T:
+    def gather(self, what: str, mine: Any, decide: Callable[[list[Any]], T]) -> T:
         """Everybody brings something (JSON), the primary decides from all of it, everybody takes its answer.
 
         Args:
@@ -77,7 +77,7 @@ class Exchange:
             the exception that a process brought, or that `decide` raised, on every process.
             CoordinationTimeoutError: a process did not arrive in time; names its node.
         """
-        if self.alone:
+        if self._single:
             if isinstance(mine, Exception):
                 raise mine
             return decide([mine])
@@ -105,9 +105,9 @@ class Exchange:
 
         return self._coordinator.agree(f"{key}/answer/0", conclude, self._timeout)
 
-    def bring(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """This process cannot go on: its error is raised on all others at their next exchange. Returns."""
-        if self.alone:
+        if self._single:
             return
         me = self._coordinator.process
         # the primary's word is heard in any exchange; that of others only where all meet, which is not always the next
@@ -139,7 +139,7 @@ class Exchange:
     def _next(self) -> str:
         self._count += 1
         key = f"{self._prefix}/{self._count}"
-        if self.primary and not self.alone:
+        if self.primary and not self._single:
             self._stale.append(key)
         return key
 

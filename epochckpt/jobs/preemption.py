@@ -157,7 +157,7 @@ class Stopper:
         if self._resumable:
             self.stopped = True
         elif self._deadline is not None:
-            self.stopped = self._exchange.publish("time left to finish the epoch", self._is_over)
+            self.stopped = self._exchange.broadcast("time left to finish the epoch", self._is_over)
         return self.stopped
 
     def _is_over(self) -> bool:

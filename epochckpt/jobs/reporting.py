@@ -11,7 +11,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.errors import say
-from epochckpt.manager import SaveOutcome, metadata_handlers
+from epochckpt.manager import SaveResult, metadata_handlers
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class Handler:
 
     Args:
         handler: an `AbstractMetadataHandler`, anything with its methods, or None.
-        told: what the manager tells it itself, see `Keeper.tells`.
+        told: what the manager tells it itself, see `CheckpointBackend.tells`.
         active: this process is the primary.
     """
 
@@ -84,7 +84,7 @@ class Handler:
         if "set_params" not in self._told and self._handler is not None:
             metadata_handlers.introduce(self._handler, directory, nodes)
 
-    def saved(self, one: SaveOutcome) -> None:
+    def saved(self, one: SaveResult) -> None:
         """Tells it what became of a save."""
         if not one.committed:
             self._call("save_failed", one.epoch, one.detail)

@@ -12,7 +12,7 @@ from absl import logging
 from epochckpt._units import several
 from epochckpt.errors import SaveError
 from epochckpt.jobs.preemption import PREEMPTED_EXIT_CODE
-from epochckpt.manager import SaveOutcome
+from epochckpt.manager import SaveResult
 
 FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
 UNSAVED_EXIT_CODE = 74  # EX_IOERR of sysexits.h
@@ -34,7 +34,7 @@ class RunResult:
         finished: a stop condition ended it: started again it does not go on, as long as the condition holds.
         fenced_off: a newer run has taken over the directory; this one ended at once, without `download` and `exit`.
         resumed_from: the epoch that it went on from; None from scratch.
-        held_secs: how long saving has kept this process from training.
+        blocked_secs: how long saving has kept this process from training.
         slowest_node: the node that took longest to write, and its seconds in all; None if nothing was written.
         elapsed_secs: how long this run took.
         total_secs: how long all runs of this job took until the last epoch.
@@ -50,7 +50,7 @@ class RunResult:
     finished: bool
     fenced_off: bool
     resumed_from: int | None
-    held_secs: float
+    blocked_secs: float
     slowest_node: tuple[str, float] | None
     elapsed_secs: float
     total_secs: float
@@ -74,7 +74,7 @@ class RunResult:
         parts = [
             f"{begun}stopped after epoch {self.epoch}{' (partial)' if self.partial else ''}: {self.stop_reason}",
             f"{kept} is the newest on storage",
-            f"saving held training for {self.held_secs:.2f} of {self.elapsed_secs:.1f} s",
+            f"saving blocked training for {self.blocked_secs:.2f} of {self.elapsed_secs:.1f} s",
         ]
         if self.failed_saves:
             shown = "; ".join(f"epoch {epoch}: {reason}" for epoch, reason in self.failed_saves[-_SHOWN:])
@@ -91,10 +91,10 @@ class Ledger:
         self.last_committed: int | None = None
         self.failed: list[tuple[int, str]] = []
         self.consecutive_failures = 0
-        self.held_secs = 0.0
+        self.blocked_secs = 0.0
         self._node_secs: collections.Counter[str] = collections.Counter()
 
-    def add(self, outcomes: Iterable[SaveOutcome]) -> None:
+    def add(self, outcomes: Iterable[SaveResult]) -> None:
         """Enters outcomes, oldest first."""
         for outcome in outcomes:
             self._node_secs.update(dict(outcome.nodes))
@@ -121,11 +121,11 @@ class Ledger:
             )
 
 
-def to_json(outcome: SaveOutcome) -> dict[str, Any]:
+def to_json(outcome: SaveResult) -> dict[str, Any]:
     """An outcome for another process."""
     return {**dataclasses.asdict(outcome), "nodes": dict(outcome.nodes)}
 
 
-def from_json(data: Mapping[str, Any]) -> SaveOutcome:
+def from_json(data: Mapping[str, Any]) -> SaveResult:
     """The inverse of `to_json`."""
-    return SaveOutcome(**data)
+    return SaveResult(**data)

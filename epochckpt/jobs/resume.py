@@ -11,7 +11,7 @@ from absl import logging
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.backends.base import Keeper, Restored
+from epochckpt.jobs.backends.base import CheckpointBackend, Restored
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import TaskGroup
 from epochckpt.jobs.reporting import Handler
@@ -20,14 +20,16 @@ from epochckpt.jobs.workspace import Workspace
 AUTO, NEVER, MUST = "auto", "never", "must"
 
 
-def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, handler: Handler) -> Restored | None:
+def choose(
+    backend: CheckpointBackend, named: int | None, resume: str, exchange: Exchange, handler: Handler
+) -> Restored | None:
     """Restores the epoch that the run goes on from; None: from scratch.
 
     A named epoch is a rollback, durable before anything is trained. Otherwise it is the newest that every node can
     read, also where the metadata handler says less: it may have died before it was told.
 
     Args:
-        keeper: the manager.
+        backend: the manager.
         named: the epoch that the user named, if any.
         resume: `auto`, `never` or `must`.
         exchange: the other processes.
@@ -39,58 +41,58 @@ def choose(keeper: Keeper, named: int | None, resume: str, exchange: Exchange, h
         FormatError: there are none, but folders that are named like epochs.
         InvalidArgumentError: `resume="never"` in a directory that has epochs.
     """
-    keeper.claim()
-    if keeper.chooses:
+    backend.claim()
+    if backend.chooses:
         if resume == NEVER:
             return None
-        chosen = keeper.choose(named)  # the runner's own handler may overrule it: the manager does not know that one
-        epoch = exchange.publish("the epoch that was saved last", lambda: handler.last_epoch(chosen, must_say=True))
+        chosen = backend.choose(named)  # the runner's own handler may overrule it: the manager does not know that one
+        epoch = exchange.broadcast("the epoch that was saved last", lambda: handler.last_epoch(chosen, must_say=True))
         if epoch is None and resume == MUST:
-            raise EpochNotFoundError(None, keeper.directory, [])
-        return None if epoch is None else keeper.restore(epoch)
+            raise EpochNotFoundError(None, backend.directory, [])
+        return None if epoch is None else backend.restore(epoch)
     if named is not None:
-        keeper.roll_back(named)
-        return keeper.restore(named)
+        backend.roll_back(named)
+        return backend.restore(named)
 
     def look() -> dict[str, Any]:
-        epochs = keeper.epochs()
+        epochs = backend.epochs()
         return {
             "epochs": epochs[-20:],
-            "damaged": keeper.damaged()[-20:],
-            "foreign": list(keeper.foreign().values())[-1:],
+            "damaged": backend.damaged()[-20:],
+            "foreign": list(backend.foreign().values())[-1:],
             "known": handler.last_epoch() if resume != NEVER else None,
         }
 
-    found = exchange.publish("the epochs on storage", look)
+    found = exchange.broadcast("the epochs on storage", look)
     epochs, known, damaged = found["epochs"], found["known"], found["damaged"]
     if damaged and not epochs:
         raise DamagedError(
-            keeper.directory,
+            backend.directory,
             f"it has the epochs {', '.join(map(str, damaged))}, and none of them can be used (the log says why). "
             "Nothing is started over there: move them away, or take another directory",
         )
     if found["foreign"] and not epochs:
         raise FormatError(
-            keeper.directory,
+            backend.directory,
             f"it has no epoch, but something under the name of one: {found['foreign'][0]}. Nothing is started over "
             "there",
         )
     if resume == NEVER:
         if epochs:
             raise InvalidArgumentError(
-                f"resume='never', but {keeper.directory} has epochs up to {epochs[-1]}; take another directory, "
+                f"resume='never', but {backend.directory} has epochs up to {epochs[-1]}; take another directory, "
                 "delete them, or resume='auto'"
             )
         return None
     if not epochs:
         if resume == MUST:
-            raise EpochNotFoundError(None, keeper.directory, [])
+            raise EpochNotFoundError(None, backend.directory, [])
         if known is not None:
-            raise EpochNotFoundError(known, f"{keeper.directory} (the metadata handler says it was saved there)", [])
+            raise EpochNotFoundError(known, f"{backend.directory} (the metadata handler says it was saved there)", [])
         return None
     if known is not None and known not in epochs:
         logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, epochs)
-    return keeper.restore(None)
+    return backend.restore(None)
 
 
 def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:

@@ -19,7 +19,7 @@ from absl import logging
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import first_epoch, stop
-from epochckpt.jobs.backends.base import BESIDE, Keeper, Names, Restored
+from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Restored
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Job, OfEpoch, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
@@ -27,9 +27,9 @@ from epochckpt.jobs.progress import Bar
 from epochckpt.jobs.reporting import Handler
 from epochckpt.jobs.result import RunResult
 from epochckpt.jobs.resume import check_targets, choose, warn_of_types
-from epochckpt.jobs.saves import Saves
+from epochckpt.jobs.saves import RunCheckpoints
 from epochckpt.jobs.session import Session
-from epochckpt.manager import SaveOutcome
+from epochckpt.manager import SaveResult
 
 
 def merged(returned: Iterable[Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class _Verdict:
     outcomes: list[dict[str, Any]]
 
 
-class Run:
+class TrainingRun:
     """One run.
 
     Args:
@@ -106,7 +106,7 @@ class Run:
         settings: how.
         session: where; it has the job's nodes.
         exchange: the other processes.
-        keeper: the checkpoint manager, or None.
+        backend: the checkpoint manager, or None.
         handler: the metadata handler.
         notice: hears of preemption.
         bar: shows progress.
@@ -119,16 +119,16 @@ class Run:
         settings: Settings,
         session: Session,
         exchange: Exchange,
-        keeper: Keeper | None,
+        backend: CheckpointBackend | None,
         handler: Handler,
         notice: Notice,
         bar: Bar,
         upload: Callable[[int], TaskGroup | None],
     ):
         self._job, self._settings, self._session, self._exchange = job, settings, session, exchange
-        self._keeper, self._handler, self._notice, self._bar = keeper, handler, notice, bar
+        self._backend, self._handler, self._notice, self._bar = backend, handler, notice, bar
         self._upload = upload
-        self._saves = Saves(keeper, handler, exchange)
+        self._saves = RunCheckpoints(backend, handler, exchange)
         self._names: Names = {}
         self._agreed = False
         self._began, self._before = time.monotonic(), 0.0
@@ -163,8 +163,8 @@ class Run:
             kept = self._job.nodes_to_checkpoint() or self._session.nodes
             self._names = {n: list(ws) if n in kept else [] for n, ws in self._session.workspaces().items()}
         self._names = {n: self._chosen(blobs) for n, blobs in self._names.items()}
-        if self._keeper is not None:
-            self._keeper.agree_on_names(self._session, self._exchange, self._names)
+        if self._backend is not None:
+            self._backend.agree_on_names(self._session, self._exchange, self._names)
             self._agreed = True
             for node, blobs in self._names.items() if restored is None else ():
                 warn_of_types(spaces[node], blobs, declared[node])
@@ -190,11 +190,11 @@ class Run:
 
     def _restore(self) -> Restored | None:
         """Restores what is to be resumed, if anything."""
-        if self._keeper is None:
+        if self._backend is None:
             return None
         began = time.monotonic()
         restored = choose(
-            self._keeper,
+            self._backend,
             self._settings.resume_from_epoch,
             self._settings.resume,
             self._exchange,
@@ -204,7 +204,7 @@ class Run:
             return None
         spaces = self._session.workspaces()
         declared = {name for workspace in spaces.values() for name in workspace.targets}
-        check_targets(restored, spaces, self._chosen(sorted(declared)), self._keeper.directory)
+        check_targets(restored, spaces, self._chosen(sorted(declared)), self._backend.directory)
         self._epoch = self._at = self._resumed_from = self._saves.ledger.last_committed = restored.epoch
         self._names = restored.names
         self._partial = bool(restored.notes.get("partial"))
@@ -214,14 +214,14 @@ class Run:
         self._states = restored.notes.get("stop") or {}
         for workspace in self._session.workspaces().values():
             workspace.epoch = restored.epoch
-        secs = self._exchange.meet("restored", time.monotonic() - began, list)
+        secs = self._exchange.gather("restored", time.monotonic() - began, list)
         self._handler.report("checkpoint_load", dict(zip(self._session.nodes, secs, strict=False)))
         logging.info("resumed from epoch %d%s", restored.epoch, " (partial)" if self._partial else "")
         return restored
 
     def _begin(self) -> None:
         """From scratch: saves epoch 0."""
-        if self._keeper is not None:
+        if self._backend is not None:
             prepared, problem = self._saves.prepare(0, self._names)
             verdict = self._meet(0, [], False, problem)
             self._save(0, prepared, {}, verdict, force=True)
@@ -263,7 +263,7 @@ class Run:
             stop.load_states(self._job.stop_conditions, restored.notes.get("stop"))  # callables may have counted this
         except Exception as error:
             mine = error
-        return self._exchange.meet("whether training is over", mine, decide)
+        return self._exchange.gather("whether training is over", mine, decide)
 
     # -- one epoch -----------------------------------------------------------------------------------------------
 
@@ -277,9 +277,9 @@ class Run:
             returned = self._session.run(self._job.epoch_group)
             mine = merged(returned.get(self._session.nodes[0], [])) if self._exchange.primary else {}
         except BaseException as error:
-            self._exchange.bring(error)
+            self._exchange.abort(error)
             raise
-        metrics = self._exchange.publish(f"metrics of epoch {epoch}", lambda: mine)
+        metrics = self._exchange.broadcast(f"metrics of epoch {epoch}", lambda: mine)
         preempted = self._notice.ask(epoch)
         conditions, reasons = self._job.stop_conditions, []
         problem: Exception | str | None = None
@@ -320,7 +320,7 @@ class Run:
             return
         self._looked_back = True
         first_epoch.check_metrics(returned, self._job.epoch_group.tasks(), metrics, self._session.nodes[0])
-        if self._keeper is None:
+        if self._backend is None:
             return
         kept = self._job.nodes_to_checkpoint() or self._session.nodes
         spaces = {node: ws for node, ws in self._session.workspaces().items() if node in kept}
@@ -361,9 +361,9 @@ class Run:
                     raise InvalidArgumentError(f"stop condition {condition!r}: {condition.unheard}")
             refused = next((f["problem"] for f in found if f["problem"]), None)
             able = refused is None
-            if able and self._keeper is not None and not self._saves.accessible(epoch):
+            if able and self._backend is not None and not self._saves.accessible(epoch):
                 refused = "the metadata handler does not say that the storage can be reached"
-            ended = self._saves.ended(None if refused is None else SaveOutcome(epoch, False, refused, 0.0, 0.0, {}))
+            ended = self._saves.ended(None if refused is None else SaveResult(epoch, False, refused, 0.0, 0.0, {}))
             stops = {c: next(filter(None, texts)) for c, texts in zip(conditions, said, strict=True) if any(texts)}
             return {
                 "stop": stops,
@@ -379,7 +379,7 @@ class Run:
         mine["fenced_off"] = self._saves.fenced_off()
         if isinstance(problem, Exception):
             mine = problem
-        verdict = _Verdict(**self._exchange.meet(f"end of epoch {epoch}", mine, decide))
+        verdict = _Verdict(**self._exchange.gather(f"end of epoch {epoch}", mine, decide))
         self._saves.enter(verdict.outcomes)
         if not verdict.fenced_off:
             self._saves.ledger.check(self._settings.max_consecutive_save_failures)
@@ -411,9 +411,9 @@ class Run:
     # -- what is saved beside it ---------------------------------------------------------------------------------
 
     @property
-    def keeper(self) -> Keeper | None:
+    def backend(self) -> CheckpointBackend | None:
         """The checkpoint manager, as this run uses it."""
-        return self._keeper
+        return self._backend
 
     def let_save(self, epoch: int, session: Session) -> dict[str, Any]:
         """Something is about to be saved that is not this run's own doing, as it is in the middle of an epoch perhaps.
@@ -429,7 +429,7 @@ class Run:
         if at is not None and (epoch > at or not mine):
             notes[BESIDE] = True
         if at is not None and epoch > at:
-            told = self._keeper is not None and self._keeper.chooses
+            told = self._backend is not None and self._backend.chooses
             logging.warning(
                 "epoch %d is saved by save_checkpoints() while the run is in epoch %d; the run goes on with its own "
                 "numbers. %s",
@@ -465,9 +465,9 @@ class Run:
         try:
             value = fn()
         except BaseException as error:
-            self._exchange.bring(error)
+            self._exchange.abort(error)
             raise
-        self._exchange.meet(what, None, lambda found: None)
+        self._exchange.gather(what, None, lambda found: None)
         return value
 
     def _end_fenced_off(self, epoch: int, why: str) -> None:
@@ -488,7 +488,7 @@ class Run:
             finished=self._finished,
             fenced_off=self._fenced_off,
             resumed_from=self._resumed_from,
-            held_secs=ledger.held_secs,
+            blocked_secs=ledger.blocked_secs,
             slowest_node=ledger.slowest_node,
             elapsed_secs=elapsed,
             total_secs=self._before + elapsed,

@@ -13,7 +13,7 @@ from absl import logging
 
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
-from epochckpt.jobs.backends.base import Keeper
+from epochckpt.jobs.backends.base import CheckpointBackend
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.first_epoch import ERROR, IGNORE, WARN
 from epochckpt.jobs.job import Job, TaskGroup
@@ -22,8 +22,8 @@ from epochckpt.jobs.progress import bar
 from epochckpt.jobs.reporting import Handler
 from epochckpt.jobs.result import RunResult
 from epochckpt.jobs.resume import AUTO, MUST, NEVER, traced_init
-from epochckpt.jobs.run import Run, Settings
-from epochckpt.jobs.saves import Saves
+from epochckpt.jobs.run import Settings, TrainingRun
+from epochckpt.jobs.saves import RunCheckpoints
 from epochckpt.jobs.session import DistributedSession, Session
 from epochckpt.manager import metadata_handlers
 from epochckpt.manager.reader import epoch_number
@@ -62,7 +62,7 @@ class JobRunner:
         job: what to run.
         checkpoint_manager: an `epochckpt.CheckpointManager`, one of `epochckpt.caffe2`, any other
             `orbax.checkpoint.AbstractCheckpointManager`, or None: nothing is saved.
-        resume_from_epoch: go back to this epoch. Later ones are set aside, before anything else happens.
+        resume_from_epoch: go back to this epoch. Later ones are quarantined, before anything else happens.
         upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
         resume: `auto`; `never`: from scratch, refused if there are epochs; `must`: refused if there are none.
         metadata_handler: told of what is saved; may also be given to the manager.
@@ -130,7 +130,7 @@ class JobRunner:
         )
         self._timeout, self._progress, self._must_save = exchange_timeout_secs, progress, raise_if_not_saved
         self._result: RunResult | None = None
-        self._run: Run | None = None
+        self._run: TrainingRun | None = None
         self._check()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -164,12 +164,12 @@ class JobRunner:
             raise InvalidArgumentError(
                 "upload_task_group_builder uploads the last epoch, and without a checkpoint_manager there is none"
             )
-        keeper = backends.keeper_of(manager)
-        own = keeper.handler if keeper is not None else None
+        backend = backends.backend_of(manager)
+        own = backend.handler if backend is not None else None
         if self._given_handler is not None and own is not None and own is not self._given_handler:
             raise InvalidArgumentError("the manager and the runner were given different metadata handlers")
         self._handler = self._given_handler if own is None else own
-        self._told = keeper.tells if keeper is not None and own is not None else ()
+        self._told = backend.tells if backend is not None and own is not None else ()
 
     @property
     def result(self) -> RunResult:
@@ -200,24 +200,24 @@ class JobRunner:
             CoordinationTimeoutError: a node did not arrive at the end of an epoch; names it.
         """
         self._result = None
-        keeper = self._open(session)
+        backend = self._open(session)
         exchange = Exchange(session.coordinator, session.nodes, self._timeout)
         handler = Handler(self._handler, self._told, exchange.primary)
-        if keeper is not None:
+        if backend is not None:
             try:
-                keeper.open(session, exchange)
-                handler.set_params(keeper.directory, keeper.told_nodes(session))
+                backend.open(session, exchange)
+                handler.set_params(backend.directory, backend.told_nodes(session))
                 self._introduced = self.checkpoint_manager
             except Exception as error:
-                exchange.bring(error)
+                exchange.abort(error)
                 raise
         distributed = isinstance(session, DistributedSession)
         with (
-            listening(distributed, keeper is not None and keeper.asks_jax) as notice,
+            listening(distributed, backend is not None and backend.asks_jax) as notice,
             bar(self._progress, exchange.primary, self.job.stop_conditions) as shown,
         ):
             settings = dataclasses.replace(self._settings, resume_from_epoch=self.resume_from_epoch)
-            run = Run(self.job, settings, session, exchange, keeper, handler, notice, shown, self._upload)
+            run = TrainingRun(self.job, settings, session, exchange, backend, handler, notice, shown, self._upload)
             self._run = run
             try:
                 result = run.train()
@@ -247,15 +247,15 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        keeper = self._open(session, "load_blobs_from_checkpoints")
-        assert keeper is not None
-        keeper.open(session, Exchange(session.coordinator, session.nodes, self._timeout), beside=True)
+        backend = self._open(session, "load_blobs_from_checkpoints")
+        assert backend is not None
+        backend.open(session, Exchange(session.coordinator, session.nodes, self._timeout), beside=True)
         names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
         began = time.monotonic()
-        loaded = keeper.load_blobs(names, epoch_number(epoch))
+        loaded = backend.load_blobs(names, epoch_number(epoch))
         secs = {session.hosted[0]: time.monotonic() - began}
         handler = Handler(self._handler, self._told, session.coordinator.primary)
-        self._introduce(handler, keeper, session)
+        self._introduce(handler, backend, session)
         handler.report("checkpoint_partial_load", secs)
         return loaded
 
@@ -277,50 +277,50 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        keeper = self._open(session, "save_checkpoints")
-        assert keeper is not None
+        backend = self._open(session, "save_checkpoints")
+        assert backend is not None
         exchange = Exchange(session.coordinator, session.nodes, self._timeout)
         handler = Handler(self._handler, self._told, exchange.primary)
         run, notes = self._run, dict[str, Any]()
 
         def look() -> list[bool]:
-            self._introduce(handler, keeper, session)
+            self._introduce(handler, backend, session)
             return [saves.accessible(epoch), saves.exists(epoch)]
 
         try:
             epoch = epoch_number(epoch)
             if run is not None:
                 notes = run.let_save(epoch, session)
-            if run is not None and run.keeper is not None and run.names and run.session is session:
-                keeper, names = run.keeper, run.names
+            if run is not None and run.backend is not None and run.names and run.session is session:
+                backend, names = run.backend, run.names
             else:
-                keeper.open(session, exchange, beside=run is not None and bool(run.names))
+                backend.open(session, exchange, beside=run is not None and bool(run.names))
                 kept = self.job.nodes_to_checkpoint() or session.nodes
                 names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
-                keeper.agree_on_names(session, exchange, names)
-            saves = Saves(keeper, handler, exchange)
-            accessible, exists = exchange.publish("whether storage is there", look)
+                backend.agree_on_names(session, exchange, names)
+            saves = RunCheckpoints(backend, handler, exchange)
+            accessible, exists = exchange.broadcast("whether storage is there", look)
             if accessible:
-                prepared = keeper.prepare(epoch, names)
+                prepared = backend.prepare(epoch, names)
                 if exists:
-                    keeper.let_replace(epoch)
-                keeper.save(epoch, prepared, {}, notes, True)
-                keeper.drain()
+                    backend.allow_overwrite(epoch)
+                backend.save(epoch, prepared, {}, notes, True)
+                backend.drain()
             else:
                 logging.warning(
                     "epoch %d is not saved: the metadata handler does not say that the storage can be reached", epoch
                 )
         except Exception as error:
             logging.warning("epoch %d could not be saved: %s", epoch, say(error))
-        for one in keeper.outcomes():
+        for one in backend.outcomes():
             handler.saved(one)
             if not one.committed:
                 logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
 
-    def _introduce(self, handler: Handler, keeper: Keeper | None, session: Session) -> None:
+    def _introduce(self, handler: Handler, backend: CheckpointBackend | None, session: Session) -> None:
         """Tells the metadata handler which nodes save where, if no run has."""
-        if keeper is not None and self._introduced is not self.checkpoint_manager:
-            handler.set_params(keeper.directory, keeper.told_nodes(session))
+        if backend is not None and self._introduced is not self.checkpoint_manager:
+            handler.set_params(backend.directory, backend.told_nodes(session))
             self._introduced = self.checkpoint_manager
 
     def _upload(self, epoch: int) -> TaskGroup | None:
@@ -334,8 +334,8 @@ class JobRunner:
             )
         return group
 
-    def _open(self, session: Session, verb: str = "") -> Keeper | None:
-        """Brings job, session and manager together: the same nodes everywhere. Gives a keeper for this session."""
+    def _open(self, session: Session, verb: str = "") -> CheckpointBackend | None:
+        """Brings job, session and manager together: the same nodes everywhere. Gives a backend for this session."""
         self._check()
         if self.checkpoint_manager is None and verb:
             raise InvalidArgumentError(f"{verb} needs a checkpoint manager; give JobRunner one")
@@ -347,18 +347,18 @@ class JobRunner:
         if expected is not None and not isinstance(session, expected):
             raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {type(session).__name__}")
         everywhere = self.job.nodes()
-        keeper = backends.keeper_of(self.checkpoint_manager)
-        if keeper is None:
+        backend = backends.backend_of(self.checkpoint_manager)
+        if backend is None:
             session.open(everywhere or session.nodes)
             return None
         # in a distributed job every process has its part in a save, if only to say that it has nothing
-        distributed = isinstance(session, DistributedSession) and not keeper.per_node
+        distributed = isinstance(session, DistributedSession) and not backend.per_node
         wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
-        nodes = keeper.nodes(wanted or everywhere, session)
+        nodes = backend.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
         for workspace in session.workspaces().values():
             workspace.trace_init(traced_init(self.job.init_group, workspace))
-        return keeper
+        return backend
 
 
 def _check_seconds(name: str, value: float | None, zero: bool = False) -> None:

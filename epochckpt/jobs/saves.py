@@ -10,17 +10,17 @@ from absl import logging
 
 from epochckpt.errors import CoordinationTimeoutError, say
 from epochckpt.jobs import result
-from epochckpt.jobs.backends.base import Keeper, Names
+from epochckpt.jobs.backends.base import CheckpointBackend, Names
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.reporting import Handler
-from epochckpt.manager import SaveOutcome
+from epochckpt.manager import SaveResult
 
 
-class Saves:
+class RunCheckpoints:
     """The saves of one run. A failure never stops training; it is known to all nodes at their next exchange.
 
     Args:
-        keeper: the checkpoint manager, or None: nothing is saved.
+        backend: the checkpoint manager, or None: nothing is saved.
         handler: the metadata handler.
         exchange: the other processes.
 
@@ -28,19 +28,19 @@ class Saves:
         ledger: what all nodes have been told.
     """
 
-    def __init__(self, keeper: Keeper | None, handler: Handler, exchange: Exchange):
-        self._keeper, self._handler, self._exchange = keeper, handler, exchange
+    def __init__(self, backend: CheckpointBackend | None, handler: Handler, exchange: Exchange):
+        self._backend, self._handler, self._exchange = backend, handler, exchange
         self.ledger = result.Ledger()
-        self._ended: list[SaveOutcome] = []
-        self._failures: list[SaveOutcome] = []
+        self._ended: list[SaveResult] = []
+        self._failures: list[SaveResult] = []
         self._retry: Callable[[], None] | None = None
 
     def prepare(self, epoch: int, names: Names) -> tuple[Any, str | None]:
         """What a save is to be given, or why it cannot be."""
-        if self._keeper is None:
+        if self._backend is None:
             return None, None
         try:
-            return self._keeper.prepare(epoch, names), None
+            return self._backend.prepare(epoch, names), None
         except Exception as error:
             return None, say(error)
 
@@ -68,22 +68,22 @@ class Saves:
             again: it is the last of the run, and may be tried once more when it fails.
             replaces: the epoch exists: as a part of itself, or because `save_checkpoints` saved something as it.
         """
-        keeper = self._keeper
-        if keeper is None:
+        backend = self._backend
+        if backend is None:
             return
 
         def save() -> None:
             began = time.monotonic()
             try:
                 if replaces:
-                    keeper.let_replace(epoch)
-                keeper.save(epoch, prepared, dict(metrics), notes, force or replaces)
+                    backend.allow_overwrite(epoch)
+                backend.save(epoch, prepared, dict(metrics), notes, force or replaces)
             except CoordinationTimeoutError:
                 raise
             except Exception as error:
                 logging.warning("epoch %d could not be saved: %s", epoch, say(error))
-                self._failures.append(SaveOutcome(epoch, False, say(error), 0.0, 0.0, {}))
-            self.ledger.held_secs += time.monotonic() - began
+                self._failures.append(SaveResult(epoch, False, say(error), 0.0, 0.0, {}))
+            self.ledger.blocked_secs += time.monotonic() - began
 
         self._retry = save if again else None
         if now:
@@ -91,31 +91,31 @@ class Saves:
 
     def settle(self) -> None:
         """Waits for saves in flight, and keeps what became of them for `ended`: another save is about to be made."""
-        if self._keeper is not None:
-            self._keeper.drain()
-            self._ended += self._keeper.outcomes()
+        if self._backend is not None:
+            self._backend.drain()
+            self._ended += self._backend.outcomes()
 
     def exists(self, epoch: int) -> bool:
         """On the primary: whether an epoch is on storage already."""
-        return self._keeper is not None and epoch in self._keeper.epochs()
+        return self._backend is not None and epoch in self._backend.epochs()
 
     def accessible(self, epoch: int) -> bool:
         """On the primary: whether nobody says that storage is away."""
-        keeper = self._keeper
-        if keeper is None:
+        backend = self._backend
+        if backend is None:
             return True
-        asks = "cp_accessible" in keeper.tells
-        says = not asks or self._handler.agrees(lambda: keeper.accessible(epoch))
+        asks = "cp_accessible" in backend.tells
+        says = not asks or self._handler.agrees(lambda: backend.accessible(epoch))
         return says and self._handler.cp_accessible(epoch)
 
-    def ended(self, refused: SaveOutcome | None = None) -> list[dict[str, Any]]:
+    def ended(self, refused: SaveResult | None = None) -> list[dict[str, Any]]:
         """On the primary: saves that have ended since it was asked last, as JSON; the metadata handler is told.
 
         Args:
             refused: one more, that was not even begun.
         """
         found, self._ended = self._ended, []
-        found += self._keeper.outcomes() if self._keeper is not None else []
+        found += self._backend.outcomes() if self._backend is not None else []
         failed, self._failures = self._failures, []
         found += [*failed, *([refused] if refused is not None else [])]
         for one in found:
@@ -132,7 +132,7 @@ class Saves:
 
     def fenced_off(self) -> str:
         """How this process learned that a newer run has taken over; empty as long as it has not."""
-        return "" if self._keeper is None else self._keeper.fenced_off()
+        return "" if self._backend is None else self._backend.fenced_off()
 
     def drain(self, epoch: int) -> tuple[str, str]:
         """Waits for saves in flight; the last epoch, if it was not saved, is tried once more.
@@ -144,21 +144,21 @@ class Saves:
             Why it is not on storage; empty if it is, or if there is no manager. And how a process learned that a newer
             run has taken over; empty if none has.
         """
-        keeper = self._keeper
-        if keeper is None:
+        backend = self._backend
+        if backend is None:
             return "", ""
 
         def look(found: list[str]) -> dict[str, Any]:
             outcomes, fenced_off = self.ended(), next(filter(None, found), "")
             saved = self.is_saved(epoch) or any(one["committed"] and one["epoch"] == epoch for one in outcomes)
-            saved = saved or keeper.discarded(epoch)
+            saved = saved or backend.discarded(epoch)
             again = self._retry is not None and not saved and not fenced_off  # only then the handler is asked once more
             again = again and self.accessible(epoch)
             return {"outcomes": outcomes, "saved": saved, "again": again, "fenced_off": fenced_off}
 
         for _ in range(2):
-            keeper.drain()
-            answer = self._exchange.meet("last save", self.fenced_off(), look)
+            backend.drain()
+            answer = self._exchange.gather("last save", self.fenced_off(), look)
             self.enter(answer["outcomes"])
             if answer["saved"]:
                 return "", ""

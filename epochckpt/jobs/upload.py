@@ -380,7 +380,7 @@ class _Upload:
         if self._begun:
             return
         self._copy, self._error = None, None
-        answer = self._exchange.publish("beginning of the upload", self._prepare)
+        answer = self._exchange.broadcast("beginning of the upload", self._prepare)
         if answer is not None:
             self._copy = Copy(open_store(answer["destination"]), answer["staging"], answer["place"])
         self._begun = True
@@ -400,8 +400,8 @@ class _Upload:
         self._copy_nodes(self._here())  # of a session that knows nothing of the manager's nodes
         self._copy = None
         try:
-            self._exchange.meet("upload of the nodes' folders", self._error, lambda found: None)
-            self._exchange.publish("end of the upload", lambda: self._publish(copy))
+            self._exchange.gather("upload of the nodes' folders", self._error, lambda found: None)
+            self._exchange.broadcast("end of the upload", lambda: self._publish(copy))
         except Exception:
             if self._exchange.primary:
                 _threads.logged(f"{copy.target.root}: what a failed upload left", copy.give_up)

@@ -23,10 +23,10 @@ _STEP_RECORD = "_CHECKPOINT_METADATA"
 
 def record_for(record: EpochRecord, target: Store) -> EpochRecord:
     """The commit record of a copy: stores without rename have the attempt in their paths, and no Orbax view."""
-    left_out = record.orbax_left_out if target.renames else None
+    unsupported = record.orbax_unsupported if target.renames else None
     if target.renames and record.objects:  # a view could not be made where it was saved
-        left_out = {}
-    return dataclasses.replace(record, objects=not target.renames, orbax_left_out=left_out, orbax_view=None)
+        unsupported = {}
+    return dataclasses.replace(record, objects=not target.renames, orbax_unsupported=unsupported, orbax_view=None)
 
 
 def copy_node(reader: EpochReader, number: int, target: Store, folder: str) -> None:
@@ -40,7 +40,7 @@ def copy_node(reader: EpochReader, number: int, target: Store, folder: str) -> N
 
     Raises:
         DamagedError: bytes differ from what was written.
-        EpochDeleted: the epoch went away.
+        EpochDeletedError: the epoch went away.
         OSError: the target refuses.
     """
     record = record_for(reader.record, target)
@@ -64,7 +64,7 @@ def copy_node(reader: EpochReader, number: int, target: Store, folder: str) -> N
                 start += len(block)
     for name in reversed(inner):
         target.sync_folder(paths.join(base, name))
-    if record.orbax_left_out is not None and paths.JSON_FILE not in inner:
+    if record.orbax_unsupported is not None and paths.JSON_FILE not in inner:
         view_files.link_node(target, base)
     target.create(paths.join(base, paths.NODE_RECORD), _read_node(reader.store, reader.folder, reader.record, number))
     target.sync_folder(base)
@@ -73,7 +73,7 @@ def copy_node(reader: EpochReader, number: int, target: Store, folder: str) -> N
 def copy_view(reader: EpochReader, target: Store, folder: str) -> EpochRecord:
     """Writes the Orbax view of a copy, durably, if it is to have one; returns the copy's commit record."""
     record = record_for(reader.record, target)
-    if record.orbax_left_out is None:
+    if record.orbax_unsupported is None:
         return record
     return view_files.write(target, folder, record, Views().build(record), _one_by_one)
 

@@ -244,7 +244,7 @@ class Epochs(Browsable):
         self._write("delete", step, decide)
         self._history.drop([step])
 
-    def let_replace(self, epoch: int) -> None:
+    def allow_overwrite(self, epoch: int) -> None:
         """Lets the next save of a committed epoch's number replace it; all processes call it alike.
 
         Until that save is committed the epoch stays as it is, and at any moment, also after a crash, either the old
@@ -259,7 +259,7 @@ class Epochs(Browsable):
         epoch = epoch_number(epoch)
         if self._options.read_only:
             raise InvalidArgumentError(f"{self._directory} is open read only: epoch {epoch} cannot be replaced")
-        self._check_own("let_replace")
+        self._check_own("allow_overwrite")
         self._attempts.drain(epoch)
         self._superseded[epoch] = removal.superseded(self._commits, epoch)
 

@@ -33,7 +33,7 @@ def follow(
 
     If several appeared since the last look, each is yielded; an epoch that was deleted before it could be looked at
     is not. Epochs that are saved anew, after a rollback or a deletion of the newest, are yielded again. Reading one
-    that is deleted meanwhile raises `EpochDeleted`: go on with the next.
+    that is deleted meanwhile raises `EpochDeletedError`: go on with the next.
 
     Args:
         directory: checkpoint directory; need not exist yet.
@@ -103,7 +103,7 @@ def attach_metrics(
     metrics: Mapping[str, Any],
     source: str,
     *,
-    attempt: str | None = None,
+    save_id: str | None = None,
     options: ocp.CheckpointManagerOptions | None = None,
 ) -> None:
     """Attaches metrics to a committed epoch: what an evaluator found out, for example.
@@ -118,16 +118,16 @@ def attach_metrics(
         epoch: its number.
         metrics: JSON by name; NumPy and jax scalars are fine.
         source: who says so: letters, digits, `.`, `_`, `-`. A source that attaches again replaces what it said before.
-        attempt: the attempt that they are about, as `CheckpointManager.attempt(epoch)` said before the epoch was read;
+        save_id: the save that they are about, as `CheckpointManager.save_id(epoch)` said before the epoch was read;
             if the epoch was replaced since, nothing is attached.
         options: the step name format, if it is not the default.
 
     Raises:
         EpochNotFoundError: there is no such epoch.
-        EpochDeleted: it was deleted or replaced meanwhile; nothing is attached to anything.
+        EpochDeletedError: it was deleted or replaced meanwhile; nothing is attached to anything.
         InvalidArgumentError: the epoch has a metric of such a name from somebody else, or it is no JSON.
         UnsupportedError: stock Orbax wrote the epoch.
         AccessError: no permission to write there.
     """
     commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
-    attached_metrics.attach(commits, epoch_number(epoch), metrics, source, attempt)
+    attached_metrics.attach(commits, epoch_number(epoch), metrics, source, save_id)

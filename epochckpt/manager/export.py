@@ -42,13 +42,13 @@ class Exported:
         epoch: the epoch.
         path: the folder.
         nbytes: bytes of its files.
-        left_out: what the format cannot express: reasons by leaf name, by item; empty if that is nothing.
+        unsupported: what the format cannot express: reasons by leaf name, by item; empty if that is nothing.
     """
 
     epoch: int
     path: str
     nbytes: int
-    left_out: Mapping[str, Mapping[str, str]]
+    unsupported: Mapping[str, Mapping[str, str]]
 
 
 def export(
@@ -61,7 +61,7 @@ def export(
     separator: str = ".",
     max_file_bytes: int = 5 * 10**9,
     max_buffer_bytes: int = 64 * 2**20,
-    allow_left_out: bool = False,
+    skip_unsupported: bool = False,
     options: ocp.CheckpointManagerOptions | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Exported:
@@ -85,7 +85,7 @@ def export(
         separator: safetensors: joins the keys of a leaf's path to its name; "." is what Hugging Face and Orbax use.
         max_file_bytes: safetensors: goes on in a further file past so many bytes of tensors.
         max_buffer_bytes: safetensors: bound on the bytes that are held at a time.
-        allow_left_out: leave out, and log, what the format cannot express, instead of refusing.
+        skip_unsupported: leave out, and log, what the format cannot express, instead of refusing.
         options: the step name format, if it is not the default.
         progress: is told how many bytes were written, piece by piece, from any thread.
 
@@ -103,7 +103,7 @@ def export(
     names = StepNames.of(options or ocp.CheckpointManagerOptions())
     commits = commits_of(store, names)
     place = _destination(destination, _local_root(store))
-    settings = Settings(separator, max_file_bytes, max_buffer_bytes, allow_left_out)
+    settings = Settings(separator, max_file_bytes, max_buffer_bytes, skip_unsupported)
     reading = Reading(commits, Pool(StorageOptions().io_threads), verify=True)
 
     def run(number: int) -> Exported:
@@ -114,9 +114,9 @@ def export(
             )
         record = _chosen(reader.record, item)
 
-        def write(target: PosixStore) -> export_formats.LeftOut:
+        def write(target: PosixStore) -> export_formats.Unsupported:
             if format == "orbax":
-                return export_formats.write_orbax(reader, record, target, allow_left_out)
+                return export_formats.write_orbax(reader, record, target, skip_unsupported)
             return export_formats.write_safetensors(reader, _item_of_arrays(record), target, settings)
 
         return _in_place(reader, place, write, progress)
@@ -132,7 +132,7 @@ def export(
         if store.renames and not os.path.isdir(store.root) and os.path.lexists(store.root):
             raise NotACheckpointDirectoryError(f"{store.root} is a file; expected a directory of epochs") from error
         raise
-    for left, leaves in done.left_out.items():
+    for left, leaves in done.unsupported.items():
         few = view.few(leaves)
         logging.warning("%s: item %s: left out %s: %s", place, left, _units.several(len(leaves), "leaf", "leaves"), few)
     secs = time.monotonic() - began
@@ -210,7 +210,7 @@ def _item_of_arrays(record: EpochRecord) -> str:
     return arrays[0]
 
 
-_Write = Callable[[PosixStore], export_formats.LeftOut]
+_Write = Callable[[PosixStore], export_formats.Unsupported]
 _Progress = Callable[[int], None] | None
 
 
@@ -247,7 +247,7 @@ def _staged(reader: EpochReader, above: PosixStore, name: str, write: _Write, pr
     try:
         if os.path.isdir(place):  # it is replaced: by one that is as open to others as it was, from the beginning
             _like(place, folder)
-        left_out = write(PosixStore(folder) if progress is None else _Counted(folder, progress))
+        unsupported = write(PosixStore(folder) if progress is None else _Counted(folder, progress))
         nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
         reader.check_present("it was being exported")
         try:
@@ -258,7 +258,7 @@ def _staged(reader: EpochReader, above: PosixStore, name: str, write: _Write, pr
     except BaseException:
         _threads.logged(f"{folder} stays", lambda: above.remove_tree(staging))
         raise
-    return Exported(reader.record.epoch, place, nbytes, left_out)
+    return Exported(reader.record.epoch, place, nbytes, unsupported)
 
 
 class _Counted(PosixStore):

@@ -31,17 +31,17 @@ from epochckpt.orbax import view as orbax_view
 from epochckpt.storage import Store, Writer
 from epochckpt.storage.store import writing
 
-LeftOut = dict[str, dict[str, str]]
+Unsupported = dict[str, dict[str, str]]
 
 
-def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, allow_left_out: bool) -> LeftOut:
+def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_unsupported: bool) -> Unsupported:
     """Writes `<epoch>/…` and the directory's own metadata, durably; every byte is verified on its way.
 
     Args:
         reader: the epoch.
         record: its record, with the items to export.
         target: an empty folder.
-        allow_left_out: leave out what Orbax cannot express.
+        skip_unsupported: leave out what Orbax cannot express.
 
     Returns:
         What was left out: reasons by leaf name, by item.
@@ -53,8 +53,8 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, allow_l
     # nothing of ours is needed to read it: no attempts in paths, as object stores have them
     plain = dataclasses.replace(record, objects=False)
     view = Views(orbax_view.MAX_EXPORT_CHUNKS).build(plain, beside_nodes=False)
-    if view.left_out and not allow_left_out:
-        raise UnsupportedError(refusal(record.epoch, "orbax", view.left_out))
+    if view.unsupported and not skip_unsupported:
+        raise UnsupportedError(refusal(record.epoch, "orbax", view.unsupported))
     base = str(record.epoch)
     folders = _Folders(target)
     for folder in ("", *view.folders):
@@ -82,19 +82,19 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, allow_l
         folders.make(paths.ROOT_METADATA[0])
         target.create(paths.join(*paths.ROOT_METADATA), root_metadata(custom))
     folders.sync()
-    return view.left_out
+    return view.unsupported
 
 
-def refusal(epoch: int, format: str, left_out: LeftOut) -> str:
+def refusal(epoch: int, format: str, unsupported: Unsupported) -> str:
     """The message for leaves that a format cannot express."""
     rows = [
         f"  {item if leaf == '*' else f'{item}: {leaf}'}: {why}"
-        for item in left_out
-        for leaf, why in left_out[item].items()
+        for item in unsupported
+        for leaf, why in unsupported[item].items()
     ]
     more = [f"  … and {len(rows) - 50} more"] if len(rows) > 50 else []
     head = f"epoch {epoch} holds what the format {format!r} cannot express:"
-    return "\n".join([head, *rows[:50], *more, "allow_left_out=True (--allow-left-out) exports the rest"])
+    return "\n".join([head, *rows[:50], *more, "skip_unsupported=True (--skip-unsupported) exports the rest"])
 
 
 class _Folders:
@@ -126,16 +126,16 @@ class Settings:
         separator: joins the keys of a leaf's path.
         max_file_bytes: bytes of tensors per file; a tensor larger than that has a file of its own.
         max_buffer_bytes: bound on the memory for the bytes under way.
-        allow_left_out: leave out leaves that the format cannot express.
+        skip_unsupported: leave out leaves that the format cannot express.
     """
 
     separator: str
     max_file_bytes: int
     max_buffer_bytes: int
-    allow_left_out: bool
+    skip_unsupported: bool
 
 
-def write_safetensors(reader: EpochReader, item: str, target: Store, settings: Settings) -> LeftOut:
+def write_safetensors(reader: EpochReader, item: str, target: Store, settings: Settings) -> Unsupported:
     """Writes one item of arrays into an empty folder, durably; every byte is verified on its way.
 
     Returns:
@@ -150,10 +150,10 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, settings: S
     arrays = record.items[item].arrays
     if arrays is None:
         raise UnsupportedError(f"item {item!r} is not made of arrays; only those become tensors")
-    left_out = _inexpressible(arrays)
-    if left_out and not settings.allow_left_out:
-        raise UnsupportedError(refusal(record.epoch, "safetensors", {item: left_out}))
-    kept = [i for i, leaf in enumerate(arrays.leaves) if leaf.name not in left_out]
+    unsupported = _inexpressible(arrays)
+    if unsupported and not settings.skip_unsupported:
+        raise UnsupportedError(refusal(record.epoch, "safetensors", {item: unsupported}))
+    kept = [i for i, leaf in enumerate(arrays.leaves) if leaf.name not in unsupported]
     names = _names(arrays, kept, settings.separator)
     notes = Notes(settings.separator)
     for i in kept:
@@ -175,7 +175,7 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, settings: S
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         target.create(INDEX, json.dumps(index, indent=2).encode())
     target.sync_folder("")
-    return {item: left_out} if left_out else {}
+    return {item: unsupported} if unsupported else {}
 
 
 def _inexpressible(arrays: ArrayItem) -> dict[str, str]:

@@ -14,7 +14,7 @@ from etils import epath
 
 from epochckpt import _threads, _units
 from epochckpt.arrays import items, saving
-from epochckpt.arrays.items import Here
+from epochckpt.arrays.items import RestoreContext
 from epochckpt.commit import (
     Attempt,
     Attempts,
@@ -31,12 +31,12 @@ from epochckpt.commit.attempt import Committed, broken, snapshot
 from epochckpt.commit.calls import forget_opening
 from epochckpt.commit.protocol import Superseded
 from epochckpt.commit.saver import LONG_SECS
-from epochckpt.errors import EpochExistsError, ErrorGroup, InvalidArgumentError, SaveError, say
+from epochckpt.errors import EpochExistsError, InvalidArgumentError, SaveError, SaveErrorGroup, say
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import metadata_handlers, outcomes
 from epochckpt.manager.epochs import Epochs
 from epochckpt.manager.reader import Reading, epoch_number, shown_path
-from epochckpt.manager.status import SaveOutcome
+from epochckpt.manager.status import SaveResult
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import legacy, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
@@ -132,7 +132,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._superseded: dict[int, Superseded] = {}
         self._outcomes = outcomes.Outcomes()
         tells = coordinator.primary and not self._options.read_only
-        self._informer = outcomes.Informer(metadata_handler, tells)
+        self._informer = outcomes.HandlerNotifier(metadata_handler, tells)
         self._preemption = coordination.Preemption()
         self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
         self._closed = self._ended = self._forked = False
@@ -190,7 +190,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
     def _take_nodes(self, nodes: Nodes) -> None:
         self._nodes = self._attempts.nodes = nodes
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
-        self._reading = Reading(self._commits, self._pool, self._storage.verify, Here(self._handlers, nodes))
+        self._reading = Reading(self._commits, self._pool, self._storage.verify, RestoreContext(self._handlers, nodes))
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = saving.Planner(nodes, self._storage, part_bytes)
         self._informer.nodes(str(self._directory), nodes.names)
@@ -240,7 +240,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             items: Orbax's legacy form of args, for managers that were given handlers.
             save_kwargs: goes with items.
             metrics: JSON, kept with the epoch; `options.best_fn` ranks by it.
-            force: save even if `should_save` says no; an existing epoch is still an error (see `let_replace`).
+            force: save even if `should_save` says no; an existing epoch is still an error (see `allow_overwrite`).
             args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
             custom_metadata: JSON, kept with the epoch.
 
@@ -273,7 +273,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 return False
             raise EpochExistsError(
                 f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
-                f"let_replace() lets the next save take its place (in Orbax's words: Checkpoint for step {step} "
+                f"allow_overwrite() lets the next save take its place (in Orbax's words: Checkpoint for step {step} "
                 "already exists)"
             )
         if step in self._foreign and superseded is None:
@@ -299,11 +299,13 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 replaces=self._damaged.get(step) or superseded,
             )
             if time.monotonic() - room > LONG_SECS:
-                text = "save(%d) held training until its arrays were computed and copied (%s) and handlers had run: %s"
+                text = (
+                    "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: %s"
+                )
                 size, secs = _units.nbytes(attempt.copied_bytes), _units.secs(time.monotonic() - room)
                 logging.log_first_n(logging.WARNING, text, 3, step, size, secs)
-            attempt.started, attempt.held_secs = began, time.monotonic() - began
-            attempt.started_ns = time.time_ns() - round(attempt.held_secs * 1e9)
+            attempt.started, attempt.blocked_secs = began, time.monotonic() - began
+            attempt.started_ns = time.time_ns() - round(attempt.blocked_secs * 1e9)
             attempt.entry = self._step_log.begun(
                 step,
                 str(self._directory),
@@ -338,7 +340,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         """Waits until every save has been committed or has failed, and what was deleted is removed.
 
         Raises:
-            SaveError: if any failed, once: the failure itself, or all of them in an ErrorGroup.
+            SaveError: if any failed, once: the failure itself, or all of them in an SaveErrorGroup.
         """
         self._attempts.drain_removals()
         self._informer.drain(self._storage.save_timeout_secs)
@@ -349,12 +351,12 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         """Raises failures of saves that have ended, once; does not wait."""
         errors = self._attempts.take_errors()
         if errors:
-            error = errors[0] if len(errors) == 1 else ErrorGroup(errors)
+            error = errors[0] if len(errors) == 1 else SaveErrorGroup(errors)
             if (other := sys.exception()) is not None:  # in a `finally`: a traceback shows the cause alone
                 error.add_note(f"Raised while another error was on its way: {type(other).__name__}: {other}")
             raise error
 
-    def take_outcomes(self) -> list[SaveOutcome]:
+    def pop_save_results(self) -> list[SaveResult]:
         """How the saves ended that have ended since the last call, in order; does not wait.
 
         Known in this process only, and at most the last thousand. What `save` itself raised is not among them.

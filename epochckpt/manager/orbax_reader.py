@@ -22,12 +22,12 @@ from epochckpt import _text
 from epochckpt import args as own
 from epochckpt.arrays import Shardings, items
 from epochckpt.arrays import restore as restoring
-from epochckpt.arrays.targets import Want, divides, key_dims, without_target
+from epochckpt.arrays.targets import LeafRequest, divides, key_dims, without_target
 from epochckpt.errors import (
     AccessError,
     DamagedError,
     EpochCheckpointError,
-    EpochDeleted,
+    EpochDeletedError,
     Mismatch,
     MismatchError,
     StorageError,
@@ -98,7 +98,7 @@ class StepReader:
             self._check()
             for name in self.record.names:
                 damage += self._verify_item(name)
-        except EpochDeleted:
+        except EpochDeletedError:
             raise
         except EpochCheckpointError as error:
             damage.append(error)
@@ -246,7 +246,7 @@ class StepReader:
             leaves = (dataclasses.replace(leaves[0], path=(), name=tree_lib.leaf_name(())),)
         return StoredTree(name, treedef, leaves, [meta for _, meta in pairs], bare=bare)
 
-    def _deliver(self, tree: StoredTree, leaves: Sequence[Leaf], wants: Sequence[Want]) -> list[Any]:
+    def _deliver(self, tree: StoredTree, leaves: Sequence[Leaf], wants: Sequence[LeafRequest]) -> list[Any]:
         """Has Orbax read what is wanted, and makes of it what was asked for."""
         rows: list[Mismatch] = []
         out: list[Any] = [want.value for want in wants]
@@ -287,12 +287,12 @@ class StepReader:
             yield
         except (EpochCheckpointError, MemoryError) as error:
             if isinstance(error, DamagedError) and not self._store.exists(self._folder):
-                raise EpochDeleted(self.record.epoch, self._store.root, say(error)) from error
+                raise EpochDeletedError(self.record.epoch, self._store.root, say(error)) from error
             raise
         except Exception as error:  # Orbax raises many classes, also Exception itself
             causes = _causes(error)
             if not self._store.exists(self._folder):
-                raise EpochDeleted(self.record.epoch, self._store.root, say(error)) from error
+                raise EpochDeletedError(self.record.epoch, self._store.root, say(error)) from error
             if any(isinstance(e, PermissionError) or "PERMISSION_DENIED" in str(e) for e in causes):
                 raise AccessError(f"{at}: {causes[-1]}") from error
             for cause in causes:
@@ -315,21 +315,21 @@ def _causes(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _plain(number: int, leaf: Leaf) -> Want:
+def _plain(number: int, leaf: Leaf) -> LeafRequest:
     """A leaf as a NumPy array or a Python value; typed keys as their data."""
     if leaf.kind in tree_lib.EMPTY_KINDS:
-        return Want(-1, "keep")
-    return Want(number, "python" if leaf.dtype is None else "numpy")
+        return LeafRequest(-1, "keep")
+    return LeafRequest(number, "python" if leaf.dtype is None else "numpy")
 
 
-def _direct(leaf: Leaf, want: Want) -> bool:
+def _direct(leaf: Leaf, want: LeafRequest) -> bool:
     """Whether Orbax itself makes the array that is wanted: no number changes its kind."""
     if want.form != "jax" or leaf.dtype is None or want.shape is not None:
         return False
     return want.dtype is None or want.dtype == leaf.dtype or restoring.only_precision(leaf.dtype, want.dtype)
 
 
-def _ask(leaf: Leaf, want: Want) -> ocp.RestoreArgs:
+def _ask(leaf: Leaf, want: LeafRequest) -> ocp.RestoreArgs:
     if leaf.kind == "str":
         return ocp.RestoreArgs()
     if _direct(leaf, want):
@@ -338,7 +338,7 @@ def _ask(leaf: Leaf, want: Want) -> ocp.RestoreArgs:
     return ocp.RestoreArgs(restore_type=np.ndarray)
 
 
-def _finish(rows: list[Mismatch], leaf: Leaf, want: Want, value: Any) -> Any:
+def _finish(rows: list[Mismatch], leaf: Leaf, want: LeafRequest, value: Any) -> Any:
     if leaf.kind in ("str", "longstr") or (_direct(leaf, want) and isinstance(value, jax.Array)):
         return value
     if want.form == "python":

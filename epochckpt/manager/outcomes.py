@@ -15,7 +15,7 @@ from epochckpt.commit import Attempt
 from epochckpt.errors import SaveError
 from epochckpt.format import Nodes
 from epochckpt.manager import metadata_handlers
-from epochckpt.manager.status import SaveOutcome
+from epochckpt.manager.status import SaveResult
 
 _KEPT = 1000  # outcomes that nobody has taken
 
@@ -24,7 +24,7 @@ class Outcomes:
     """The outcomes of saves that ended since somebody last took them; the newest, if they are many."""
 
     def __init__(self) -> None:
-        self._ended: collections.deque[SaveOutcome] = collections.deque(maxlen=_KEPT)
+        self._ended: collections.deque[SaveResult] = collections.deque(maxlen=_KEPT)
 
     def add(self, attempt: Attempt, failure: SaveError | None, nodes: Nodes) -> None:
         """A save has ended; one that this process could not begin is none, its caller has been told."""
@@ -32,19 +32,19 @@ class Outcomes:
             return
         detail = "" if failure is None else failure.reason
         secs = attempt.node_secs(nodes)
-        outcome = SaveOutcome(attempt.epoch, failure is None, detail, attempt.held_secs, attempt.elapsed_secs, secs)
+        outcome = SaveResult(attempt.epoch, failure is None, detail, attempt.blocked_secs, attempt.elapsed_secs, secs)
         self._ended.append(outcome)
 
-    def take(self) -> list[SaveOutcome]:
+    def take(self) -> list[SaveResult]:
         """The outcomes since the last call, in order."""
-        taken: list[SaveOutcome] = []
+        taken: list[SaveResult] = []
         with contextlib.suppress(IndexError):
             while True:
                 taken.append(self._ended.popleft())
         return taken
 
 
-class Informer:
+class HandlerNotifier:
     """Tells a metadata handler, on the primary, of nodes and commits; what it raises is logged and harms nothing.
 
     Its methods are called in order, those about commits in a thread of their own: a slow one holds up no save. It hears

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from epochckpt._threads import Pool
 from epochckpt.arrays import EpochReader, items
-from epochckpt.arrays.items import Here, Nothing
+from epochckpt.arrays.items import Nothing, RestoreContext
 from epochckpt.arrays.restore import read_leaves
 from epochckpt.commit import Commits, attached_metrics, commits_of
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, FormatError, InvalidArgumentError
@@ -35,9 +35,9 @@ class Reading:
         here: who restores; by default one process without handlers of its own.
     """
 
-    def __init__(self, commits: Commits, pool: Pool, verify: bool, here: Here | None = None):
+    def __init__(self, commits: Commits, pool: Pool, verify: bool, here: RestoreContext | None = None):
         self.commits, self._pool, self._verify = commits, pool, verify
-        self._here = here or Here(Handlers())
+        self._here = here or RestoreContext(Handlers())
 
     def elsewhere(self, directory: str | os.PathLike[str], names: StepNames) -> tuple[Reading, list[int]]:
         """The same for another directory, and its epochs."""
@@ -162,7 +162,7 @@ class Browsable:
         """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None."""
         return self._reading.metrics(epoch_number(step))
 
-    def attempt(self, epoch: int) -> str:
+    def save_id(self, epoch: int) -> str:
         """The id of the attempt that an epoch was committed by: another one once it was replaced, or saved anew.
 
         Raises:

@@ -31,7 +31,7 @@ def repair_view(
 
     Raises:
         EpochNotFoundError: there is no such epoch.
-        EpochDeleted: it was deleted or replaced meanwhile.
+        EpochDeletedError: it was deleted or replaced meanwhile.
         DamagedError, FormatError: its record cannot be used.
         UnsupportedError: it was saved without a view, or by stock Orbax.
         AccessError: no permission to write there.

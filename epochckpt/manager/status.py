@@ -62,14 +62,14 @@ class EpochStatus:
 
 
 @dataclasses.dataclass(frozen=True)
-class SaveOutcome:
+class SaveResult:
     """How one save ended.
 
     Attributes:
         epoch: its number.
         committed: whether the epoch exists now; False also where that is uncertain.
         detail: why it was not committed, or why that is uncertain; empty otherwise.
-        held_secs: how long the training thread was held.
+        blocked_secs: how long the training thread was blocked.
         secs: from the call of `save` to the end.
         nodes: how long each node wrote, in seconds by name, as far as this process knows: the primary knows all.
     """
@@ -77,7 +77,7 @@ class SaveOutcome:
     epoch: int
     committed: bool
     detail: str
-    held_secs: float
+    blocked_secs: float
     secs: float
     nodes: Mapping[str, float]
 

@@ -6,10 +6,10 @@ name; the view that is written beside an epoch lets stock Orbax read the epoch w
 
 from __future__ import annotations
 
-from epochckpt.orbax.handlers import Content, Handlers, Run
+from epochckpt.orbax.handlers import Content, Handlers, HandlerSave
 from epochckpt.orbax.step_names import StepNames
 from epochckpt.orbax.steps import OrbaxRecord
 from epochckpt.orbax.tree_metadata import TreeMetadata
 from epochckpt.orbax.view import Views
 
-__all__ = ["Content", "Handlers", "OrbaxRecord", "Run", "StepNames", "TreeMetadata", "Views"]
+__all__ = ["Content", "HandlerSave", "Handlers", "OrbaxRecord", "StepNames", "TreeMetadata", "Views"]

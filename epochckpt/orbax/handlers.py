@@ -65,7 +65,7 @@ class Content:
         """Nothing to do."""
 
 
-class Run:
+class HandlerSave:
     """A handler that writes an item of this node into a folder of its own.
 
     Args:

@@ -55,7 +55,7 @@ class StepLog:
             "checkpointer_blocking_duration_secs": now - room,
             "checkpoint_manager_blocking_start_time": _wall(began),
             "checkpoint_manager_blocking_duration_secs": now - began,
-            "held_secs": now - began,
+            "blocked_secs": now - began,
         }
 
     def committed(self, entry: dict[str, Any], committed_ns: int, secs: float) -> None:

@@ -10,7 +10,7 @@ relative symlink per node (the database accepts only paths below its own folder)
     <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
-What Orbax cannot express is left out, never wrong, and named in `View.left_out`.
+What Orbax cannot express is left out, never wrong, and named in `View.unsupported`.
 
 How leaves lay on devices, in the text that Orbax keeps in `_sharding`.
 
@@ -109,23 +109,23 @@ def gaps(paths: Mapping[int, KeyPath], out: Container[int], named: Container[int
     return {i: element if element in whole else paths[i] for i, element in found.items()}
 
 
-def nothing_left(left_out: Mapping[str, str]) -> str:
+def nothing_left(unsupported: Mapping[str, str]) -> str:
     """Why an item has no view although each of its leaves was looked at."""
-    more = f" and {len(left_out) - _FEW} more" if len(left_out) > _FEW else ""
-    return f"Orbax has no form for any of its leaves: {few(left_out)}{more}" if left_out else "it has no leaves"
+    more = f" and {len(unsupported) - _FEW} more" if len(unsupported) > _FEW else ""
+    return f"Orbax has no form for any of its leaves: {few(unsupported)}{more}" if unsupported else "it has no leaves"
 
 
-def few(left_out: Mapping[str, str]) -> str:
+def few(unsupported: Mapping[str, str]) -> str:
     """The first of them with their reasons, for messages."""
-    return ", ".join(f"{readable(leaf)} ({why})" for leaf, why in list(left_out.items())[:_FEW])
+    return ", ".join(f"{readable(leaf)} ({why})" for leaf, why in list(unsupported.items())[:_FEW])
 
 
-def short(left_out: dict[str, str]) -> dict[str, str]:
+def short(unsupported: dict[str, str]) -> dict[str, str]:
     """At most a hundred of them: the record stays small."""
-    if len(left_out) <= _MAX_NOTED:
-        return left_out
-    kept = dict(list(left_out.items())[:_MAX_NOTED])
-    return {**kept, "*": f"and {several(len(left_out) - _MAX_NOTED, 'leaf', 'leaves')} more"}
+    if len(unsupported) <= _MAX_NOTED:
+        return unsupported
+    kept = dict(list(unsupported.items())[:_MAX_NOTED])
+    return {**kept, "*": f"and {several(len(unsupported) - _MAX_NOTED, 'leaf', 'leaves')} more"}
 
 
 JSON_HANDLER = ocp.handlers.JsonCheckpointHandler.typestr()
@@ -165,13 +165,13 @@ class View:
         folders: to be made, in this order.
         files: content by path.
         links: target by path.
-        left_out: reasons by leaf name, by item; the leaf name `*` stands for the whole item.
+        unsupported: reasons by leaf name, by item; the leaf name `*` stands for the whole item.
     """
 
     folders: list[str] = dataclasses.field(default_factory=list)
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
     links: dict[str, str] = dataclasses.field(default_factory=dict)
-    left_out: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    unsupported: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
 
 class Views:
@@ -199,7 +199,7 @@ class Views:
             if item.kind == "files":
                 _add_files(view, record, name)
             elif item.arrays is None:
-                view.left_out[name] = {"*": "it differs per node, which Orbax has no form for"}
+                view.unsupported[name] = {"*": "it differs per node, which Orbax has no form for"}
                 del handlers[name]
             elif not self._add_arrays(view, record, name, item, item.arrays):
                 del handlers[name]
@@ -232,12 +232,12 @@ class Views:
         known = self._known.get(name)
         if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
             if reason := _inexpressible(arrays, self._max_chunks or MAX_CHUNKS):
-                view.left_out[name] = {"*": reason}
+                view.unsupported[name] = {"*": reason}
                 return False
             known = self._known[name] = _Items(key, record, item, name, scalars)
         params = known.params
         if not params.tree:
-            view.left_out[name] = {"*": nothing_left(params.left_out)}
+            view.unsupported[name] = {"*": nothing_left(params.unsupported)}
             return False
         kept = {i: (params.names[i], s) for i, s in scalars.items() if s and i in params.names}
         fresh = {f"{path}/0".encode(): s[1] for path, s in kept.values() if s[0] != _TEXT}
@@ -255,8 +255,8 @@ class Views:
         view.folders.append(f"{base}/array_metadatas")
         view.files.update({f"{base}/{path}": data for path, data in files.items()})
         view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(params.nodes)})
-        if params.left_out:
-            view.left_out[name] = short(params.left_out)
+        if params.unsupported:
+            view.unsupported[name] = short(params.unsupported)
         return True
 
 
@@ -331,7 +331,7 @@ class _Params:
 
     def __init__(self, arrays: ArrayItem, scalars: _Scalars, *, typed: bool):
         self.arrays, self.typed = arrays, typed
-        self.left_out: dict[str, str] = {}
+        self.unsupported: dict[str, str] = {}
         self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
         self.tree: dict[str, Any] = {}
         self.metadatas: list[Any] = []
@@ -339,9 +339,9 @@ class _Params:
         self.names = self._name()
         for number, name in self.names.items():
             self._add(number, name, scalars.get(number))
-        if self.left_out:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
+        if self.unsupported:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
             paths = {i: self._path(leaf) for i, leaf in enumerate(arrays.leaves)}
-            out = {i for i in paths if arrays.leaves[i].name in self.left_out}
+            out = {i for i in paths if arrays.leaves[i].name in self.unsupported}
             positions = gaps(paths, out, self.names)
             rows = (_row(positions.get(i, path), _NONE) for i, path in paths.items() if i not in out or i in positions)
             self.tree = {key: self.tree.get(key, row) for key, row in rows}
@@ -355,9 +355,9 @@ class _Params:
         for i, name in found.items():
             leaf = self.arrays.leaves[i]
             if count[name] > 1:
-                self.left_out[leaf.name] = f"Orbax would call it and another leaf {name!r}"
+                self.unsupported[leaf.name] = f"Orbax would call it and another leaf {name!r}"
             elif not name.isprintable() or any(str(key) in ("", ".", "..") for _, key in leaf.path):
-                self.left_out[leaf.name] = "Orbax cannot name it"
+                self.unsupported[leaf.name] = "Orbax cannot name it"
             else:
                 out[i] = name
         return out
@@ -371,7 +371,7 @@ class _Params:
         if leaf.kind in _EMPTY:
             self._record(leaf, _EMPTY[leaf.kind], skip=True)
         elif leaf.kind == "str" and scalar is None:
-            self.left_out[leaf.name] = "Orbax cannot store a lone surrogate"
+            self.unsupported[leaf.name] = "Orbax cannot store a lone surrogate"
         elif leaf.kind == "str":
             self._record(leaf, _TEXT)
         elif scalar is not None:
@@ -379,9 +379,9 @@ class _Params:
             self.entries[f"{name}/.zarray".encode()] = _zarray((), (), scalar[0])
             self.entries[f"{name}/0".encode()] = scalar[1]
         elif leaf.kind not in _TYPES or leaf.dtype is None:
-            self.left_out[leaf.name] = f"Orbax has no type for this {leaf.kind}"
+            self.unsupported[leaf.name] = f"Orbax has no type for this {leaf.kind}"
         elif leaf.dtype.name not in _ZARR_DTYPES:
-            self.left_out[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
+            self.unsupported[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
         else:
             self._array(number, leaf, name)
 
@@ -389,7 +389,7 @@ class _Params:
         assert leaf.dtype is not None
         chunk = self.arrays.cell_shape(number)
         if not math.prod(leaf.shape):
-            self.left_out[leaf.name] = "Orbax cannot store arrays without elements"
+            self.unsupported[leaf.name] = "Orbax cannot store arrays without elements"
             return
         self.entries[f"{name}/.zarray".encode()] = _zarray(leaf.shape, chunk, _zarr_dtype(leaf.dtype))
         is_jax = leaf.kind in ("jax", "prng")

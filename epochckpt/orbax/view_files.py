@@ -16,7 +16,7 @@ from functools import partial
 
 from absl import logging
 
-from epochckpt.errors import AccessError, DamagedError, EpochDeleted, UnsupportedError, unreadable
+from epochckpt.errors import AccessError, DamagedError, EpochDeletedError, UnsupportedError, unreadable
 from epochckpt.format import EpochRecord, checksums, paths
 from epochckpt.orbax.view import View, Views
 from epochckpt.storage import Store
@@ -69,11 +69,11 @@ def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) 
                 "another file system; orbax_view=False saves this line",
                 store.root,
             )
-        return dataclasses.replace(record, orbax_left_out=NO_SYMLINKS, orbax_view=None)
+        return dataclasses.replace(record, orbax_unsupported=NO_SYMLINKS, orbax_view=None)
     run([partial(store.create, paths.join(folder, path), data) for path, data in view.files.items()])
     run([partial(store.sync_folder, paths.join(folder, name)) for name in reversed(view.folders)])
     files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
-    return dataclasses.replace(record, orbax_left_out=view.left_out, orbax_view=files)
+    return dataclasses.replace(record, orbax_unsupported=view.unsupported, orbax_view=files)
 
 
 def _has_links(store: Store, folder: str, record: EpochRecord) -> bool:
@@ -201,12 +201,12 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
 
     Raises:
         UnsupportedError: the epoch was saved without a view, or the file system has no symlinks.
-        EpochDeleted: the epoch went away.
+        EpochDeletedError: the epoch went away.
         AccessError: the epoch may not be written.
     """
     where = f"{store.root}/{folder}"
     if record.orbax_view is None:
-        why = "; ".join((record.orbax_left_out or {}).get("*", {}).values()) or "none was asked for"
+        why = "; ".join((record.orbax_unsupported or {}).get("*", {}).values()) or "none was asked for"
         raise UnsupportedError(
             f"{where}: the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
         )
@@ -240,7 +240,7 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
     except io.UnsupportedOperation as error:
         raise UnsupportedError(f"{where}: the Orbax view needs symlinks: {error}. An export does without") from error
     except FileNotFoundError as error:
-        raise EpochDeleted(record.epoch, store.root, "while its Orbax view was being repaired") from error
+        raise EpochDeletedError(record.epoch, store.root, "while its Orbax view was being repaired") from error
     except PermissionError as error:
         raise AccessError(f"{where}: {error}; repairing the Orbax view needs write access to it") from error
     return parts

@@ -462,7 +462,7 @@ def test_gc_removes_nothing_unless_told_to(run_cli: Any, damaged: pathlib.Path) 
 
 def test_export_writes_an_epoch(run_cli: Any, saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """As `ec.export` does; a destination that is not empty is refused."""
-    said = run_cli(*export_args(saved, tmp_path / "out"), "--json", "--allow-left-out")
+    said = run_cli(*export_args(saved, tmp_path / "out"), "--json", "--skip-unsupported")
     assert said.code == 0
     assert said.json["path"] == str(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == said.json["nbytes"]
@@ -540,7 +540,7 @@ def test_a_terminal_without_unicode_gets_what_it_has(saved: pathlib.Path, monkey
 def test_long_work_shows_its_progress_on_a_terminal(terminal: Any, saved: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """And takes it away at the end."""
     assert "verifying" in terminal("verify", saved)
-    assert "exporting epoch 1" in terminal(*export_args(saved, tmp_path / "out"), "--allow-left-out")
+    assert "exporting epoch 1" in terminal(*export_args(saved, tmp_path / "out"), "--skip-unsupported")
 
 
 def start(*argv: object, **given: Any) -> subprocess.Popen[str]:

@@ -23,10 +23,10 @@ from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
     EpochNotFoundError,
-    ErrorGroup,
     InvalidArgumentError,
     LateNodesError,
     SaveError,
+    SaveErrorGroup,
     UncertainError,
 )
 from epochckpt.storage import PosixStore
@@ -350,7 +350,7 @@ def test_save_never_waits_for_another_node(job: Job, monkeypatch: pytest.MonkeyP
                 assert save(manager, epoch)
             assert time.monotonic() - began < limit
             assert {manager.status(epoch).state for epoch in epochs} == {"saving"}
-            with pytest.raises(ErrorGroup) as caught:
+            with pytest.raises(SaveErrorGroup) as caught:
                 manager.wait_until_finished()
             assert time.monotonic() - began < WAIT_SECS
             return caught.value.errors, list(manager.all_steps())
@@ -453,7 +453,7 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
         assert save(manager, 2)
         behind = manager._attempts.pending()[1]
         assert behind.buffers
-        with pytest.raises(ErrorGroup, match="process_0") as caught:
+        with pytest.raises(SaveErrorGroup, match="process_0") as caught:
             manager.wait_until_finished()
         assert time.monotonic() - began < WAIT_SECS / 2
         assert [getattr(e, "nodes", None) for e in caught.value.errors] == [["process_0"]] * 2

@@ -103,7 +103,7 @@ def test_metrics_of_an_epoch_that_is_replaced_are_not_those_of_the_new_one(direc
         for epoch in (1, 2):
             save(manager, epoch)
             ec.attach_metrics(directory, epoch, {"accuracy": 0.5}, "evaluator")
-        manager.let_replace(2)
+        manager.allow_overwrite(2)
         save(manager, 2)
         assert manager.metrics(2) is None
         ec.attach_metrics(directory, 2, {"accuracy": 0.75}, "evaluator")
@@ -124,21 +124,21 @@ def test_metrics_about_another_attempt_are_refused(directory: str) -> None:
     """An evaluator that read the old epoch does not speak about the one that replaced it."""
     with ec.CheckpointManager(directory) as manager:
         save(manager, 1)
-        read = manager.attempt(1)
-        manager.let_replace(1)
+        read = manager.save_id(1)
+        manager.allow_overwrite(1)
         save(manager, 1)
-        assert manager.attempt(1) != read
-        with pytest.raises(errors.EpochDeleted, match=f"these metrics are about attempt {read}"):
-            ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator", attempt=read)
+        assert manager.save_id(1) != read
+        with pytest.raises(errors.EpochDeletedError, match=f"these metrics are about attempt {read}"):
+            ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator", save_id=read)
         assert manager.metrics(1) is None
-        ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator", attempt=manager.attempt(1))
+        ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator", save_id=manager.save_id(1))
         assert manager.metrics(1) == {"accuracy": 0.5}
         with pytest.raises(errors.EpochNotFoundError, match="no epoch 7"):
-            manager.attempt(7)
+            manager.save_id(7)
 
 
 def test_an_epoch_that_is_deleted_meanwhile_is_said_to_be(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at its record and the write: EpochDeleted, and nothing is left of it."""
+    """Between the look at its record and the write: EpochDeletedError, and nothing is left of it."""
     with ec.CheckpointManager(directory) as manager:
         for epoch in (1, 2):
             save(manager, epoch)
@@ -150,7 +150,7 @@ def test_an_epoch_that_is_deleted_meanwhile_is_said_to_be(directory: str, monkey
             write(*args)
 
         monkeypatch.setattr(attached_metrics, "_write", late)
-        with pytest.raises(errors.EpochDeleted, match="epoch 1 was deleted or replaced"):
+        with pytest.raises(errors.EpochDeletedError, match="epoch 1 was deleted or replaced"):
             ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
         assert not open_store(directory).find(paths.METRICS_PREFIX)
         assert list(manager.all_steps()) == [2]
@@ -348,7 +348,7 @@ def test_a_reader_that_looks_again_has_the_metrics_of_what_replaced_an_epoch(dir
         read_only = best_by_accuracy(read_only=True)
         with ec.CheckpointManager(directory, options=read_only) as reader:
             assert reader.best_step() == 1
-            manager.let_replace(1)
+            manager.allow_overwrite(1)
             save(manager, 1, {"accuracy": 0.25})
             reader.reload()
             assert reader.best_step() == 2

@@ -79,7 +79,7 @@ def test_opening_and_reading_write_nothing(tmp_path: pathlib.Path) -> None:
         ec.CheckpointManager(tmp_path / "run", options=options, metadata={"a": 1}) as manager,
     ):
         manager.restore(None)
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         manager.wait_until_finished()
     with ec.CheckpointManager(tmp_path / "new" / "run"):
         assert (tmp_path / "new" / "run").is_dir()
@@ -92,7 +92,7 @@ WRITES: dict[str, Callable[[ec.CheckpointManager], Any]] = {
     "save": lambda m: commit(m, 5),
     "delete": lambda m: m.delete(1),
     "rollback_to": lambda m: m.rollback_to(1),
-    "let_replace": lambda m: (m.let_replace(1), commit(m, 1)),
+    "allow_overwrite": lambda m: (m.allow_overwrite(1), commit(m, 1)),
     "claim": lambda m: m.claim(),
 }
 

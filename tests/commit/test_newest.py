@@ -234,7 +234,7 @@ def test_where_every_epoch_is_damaged_restore_says_so(run: pathlib.Path, found: 
 
 
 def test_an_epoch_that_a_function_says_is_gone_is_passed_over_and_stays(run: pathlib.Path) -> None:
-    """It is on storage all the same: nothing is set aside, and nothing is asked for ever."""
+    """It is on storage all the same: nothing is quarantined, and nothing is asked for ever."""
     with ec.CheckpointManager(run) as manager:
         asked = []
 

@@ -1,4 +1,4 @@
-"""`let_replace`: an epoch is saved again, and at any moment the old one or the new one is there."""
+"""`allow_overwrite`: an epoch is saved again, and at any moment the old one or the new one is there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 import epochckpt as ec
 from epochckpt.commit import conditional_put, placing
 from epochckpt.errors import (
-    EpochDeleted,
+    EpochDeletedError,
     EpochExistsError,
     EpochNotFoundError,
     FencedError,
@@ -53,7 +53,7 @@ def value_of(manager: ec.CheckpointManager, epoch: int) -> int:
 
 
 def replace(manager: ec.CheckpointManager, epoch: int, value: int) -> None:
-    manager.let_replace(epoch)
+    manager.allow_overwrite(epoch)
     save(manager, epoch, value)
 
 
@@ -66,9 +66,9 @@ def test_the_next_save_takes_the_epochs_place(directory: str, exchange: bool, mo
         for epoch in (1, 2, 3):
             save(manager, epoch, epoch)
         assert not manager.should_save(2)
-        with pytest.raises(EpochExistsError, match="let_replace"):
+        with pytest.raises(EpochExistsError, match="allow_overwrite"):
             manager.save(2, args=args(0), force=True)
-        manager.let_replace(2)
+        manager.allow_overwrite(2)
         assert manager.should_save(2)
         assert not manager.should_save(1)
         assert value_of(manager, 2) == 2
@@ -116,7 +116,7 @@ def test_a_reader_finds_the_old_or_the_new_one_at_any_moment(directory: str) -> 
                 try:
                     assert 2 in reader.all_steps(read=True)
                     seen.append(reader.restore(2)["note"]["value"])
-                except EpochDeleted:
+                except EpochDeletedError:
                     pass  # what it had begun with was replaced: it says so
                 except BaseException as error:
                     problems.append(error)
@@ -140,12 +140,12 @@ def test_a_save_that_fails_leaves_the_old_one(directory: str, monkeypatch: pytes
     """Before the exchange nothing has happened; the permission was for that save only."""
     with ec.CheckpointManager(directory) as manager:
         save(manager, 1, 1)
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         with pytest.raises(InvalidArgumentError):
             manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave({"x": object()})))
         with pytest.raises(EpochExistsError):
             manager.save(1, args=args(10), force=True)
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         with monkeypatch.context() as patch:
             for store in (PosixStore, KvStore):
                 patch.setattr(store, "open_writer", lambda self, path, size: (_ for _ in ()).throw(OSError(28, path)))
@@ -168,14 +168,14 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: pathlib.Path) -> None:
         ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager,
         pytest.raises(InvalidArgumentError, match="read only"),
     ):
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
     with ec.CheckpointManager(tmp_path) as manager:
         with pytest.raises(InvalidArgumentError, match="written by stock Orbax, or under another step name format"):
-            manager.let_replace(1)
+            manager.allow_overwrite(1)
         with pytest.raises(EpochNotFoundError, match="epoch 5"):
-            manager.let_replace(5)
+            manager.allow_overwrite(5)
         with pytest.raises(InvalidArgumentError, match="integer"):
-            manager.let_replace(-1)
+            manager.allow_overwrite(-1)
     named = ocp.CheckpointManagerOptions(step_prefix="step")
     with ec.CheckpointManager(tmp_path / "named", options=named) as manager:
         save(manager, 1, 1)
@@ -186,23 +186,23 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: pathlib.Path) -> None:
         ec.CheckpointManager(tmp_path / "named", options=options) as manager,
         pytest.raises(InvalidArgumentError, match=r"step_1.* another step name format"),
     ):
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
 
 
 def test_an_epoch_that_somebody_else_changed_meanwhile_stays(tmp_path: pathlib.Path) -> None:
-    """Only what was there at `let_replace` may be replaced; one that was deleted is simply saved."""
+    """Only what was there at `allow_overwrite` may be replaced; one that was deleted is simply saved."""
     with ec.CheckpointManager(tmp_path / "other") as other:
         save(other, 1, 50)
     with ec.CheckpointManager(tmp_path / "run") as manager:
         save(manager, 1, 1)
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         shutil.rmtree(tmp_path / "run" / "1")
         shutil.copytree(tmp_path / "other" / "1", tmp_path / "run" / "1", symlinks=True)
         manager.save(1, args=args(10))
         with pytest.raises(SaveError, match="exists already"):
             manager.wait_until_finished()
         assert value_of(manager, 1) == 50
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         manager.delete(1)
         save(manager, 1, 10)
         assert value_of(manager, 1) == 10
@@ -213,7 +213,7 @@ def test_an_epoch_that_somebody_else_changed_meanwhile_stays(tmp_path: pathlib.P
 KILLS = {
     "before the exchange": 1,
     "after the exchange": 100,
-    "after rename 1": 1,  # no exchange here: the old one is set aside
+    "after rename 1": 1,  # no exchange here: the old one is quarantined
     "after rename 2": 100,  # and the new one is in its place
     "after rename 3": 100,
 }
@@ -296,7 +296,7 @@ def test_a_new_one_that_cannot_be_made_durable_gives_way_to_the_old_one(
 
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1, 1)
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         with monkeypatch.context() as patch:
             patch.setattr(PosixStore, "sync_folder", failing)
             manager.save(1, args=args(10))
@@ -321,7 +321,7 @@ def test_without_exchange_a_rename_that_fails_puts_the_old_one_back(
 
     with ec.CheckpointManager(tmp_path) as manager:
         save(manager, 1, 1)
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         with monkeypatch.context() as patch:
             patch.setattr(PosixStore, "exchange", no_exchange)
             patch.setattr(PosixStore, "rename", failing)
@@ -360,7 +360,7 @@ def test_what_a_call_that_reports_an_error_has_done_is_looked_up(
 
     with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}/" if call == "put" else tmp_path) as manager:
         save(manager, 1, 1)
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         with monkeypatch.context() as patch:
             patch.setattr(kind, "read", unreadable)
             if call == "put":
@@ -410,7 +410,7 @@ def test_an_older_run_cannot_replace(directory: str, late: bool, monkeypatch: py
     older = ec.CheckpointManager(directory)
     save(older, 1, 1)
     save(older, 2, 2)
-    older.let_replace(1)
+    older.allow_overwrite(1)
     newer: list[ec.CheckpointManager] = []
 
     def take_over() -> None:
@@ -464,7 +464,7 @@ def test_a_record_that_a_newer_run_swept_away_gives_way_to_the_old_one(monkeypat
 
     older = ec.CheckpointManager(url)
     save(older, 1, 1)
-    older.let_replace(1)
+    older.allow_overwrite(1)
     monkeypatch.setattr(conditional_put.PutCommits, "sweep", late_sweep)
     monkeypatch.setattr(KvStore, "replace", overtaken)
     older.save(1, args=args(10))
@@ -477,7 +477,7 @@ def test_a_record_that_a_newer_run_swept_away_gives_way_to_the_old_one(monkeypat
 
 
 def test_processes_replace_together(tmp_path: pathlib.Path) -> None:
-    """Each calls `let_replace` and `save`; the primary exchanges."""
+    """Each calls `allow_overwrite` and `save`; the primary exchanges."""
     found = run_worker("tests.support.replace_jobs:replace_in_a_job", {"directory": str(tmp_path)}, 2)
     assert found == [[[7.0], [1, 2], [True] * 3]] * 2
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]

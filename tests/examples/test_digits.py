@@ -119,7 +119,7 @@ def test_stock_orbax_reads_the_checkpoints(undisturbed) -> None:
     """The Orbax view of the job's two nodes leaves nothing out, and gives the parameters that the job ended with."""
     workdir, _ = undisturbed(EPOCHS)
     step = workdir / "checkpoints" / str(EPOCHS)
-    assert json.loads((step / "epoch.json").read_bytes())["orbax_left_out"] == {}
+    assert json.loads((step / "epoch.json").read_bytes())["orbax_unsupported"] == {}
     item = next(path.parent for path in step.glob("*/_METADATA"))
     checkpointer = ocp.PyTreeCheckpointer()
     leaves = checkpointer.metadata(item).item_metadata.tree

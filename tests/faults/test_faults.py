@@ -313,7 +313,7 @@ def test_a_full_disk_costs_no_memory(disk: pathlib.Path) -> None:
                 m._attempts.drain()
             assert held() < 2**22
         ballast.unlink()
-        with pytest.raises(errors.ErrorGroup, match="No space left"):
+        with pytest.raises(errors.SaveErrorGroup, match="No space left"):
             m.wait_until_finished()
 
 
@@ -329,7 +329,7 @@ def test_a_failed_save_is_raised_once_and_never_by_save(disk: pathlib.Path, how:
     m._attempts.drain()
     ballast.unlink()
     assert m.save(3, args=Save(numbers(3)))
-    with pytest.raises(errors.ErrorGroup, match="No space left") as caught:
+    with pytest.raises(errors.SaveErrorGroup, match="No space left") as caught:
         raise_pending(m, how)
     assert [e.epoch for e in caught.value.errors] == [1, 2]
     m.check_for_errors()
@@ -802,7 +802,7 @@ def test_the_staged_snapshot_goes_through_pinned_host_memory(monkeypatch: pytest
     value = np.arange(400_000, dtype=np.float32)
     state = {"a": jax.jit(lambda x: x + 0, out_shardings=shardings()[kind])(value)}
     pairs, _ = tree.flatten(state)
-    planned = plan.plan_item("i", pairs, node=0, node_of_process={0: 0}, split_bytes=2**30, part_bytes=None)
+    planned = plan.plan_item("i", pairs, node=0, node_of_process={0: 0}, replica_split_bytes=2**30, part_bytes=None)
     memory = [(s.data.unsafe_buffer_pointer(), s.data.nbytes) for s in state["a"].addressable_shards]
     monkeypatch.setattr(jax, "device_put", spy)
     buffers = snapshot.take(planned, [x for _, x in pairs], staged=True)

@@ -80,7 +80,7 @@ def test_a_signal_handler_may_save_and_wait_anywhere(m: ec.CheckpointManager, ah
         m.status(step)
         m.check_for_errors()
         m.wait_until_finished()
-        m.take_outcomes()
+        m.pop_save_results()
 
     for place in itertools.count(1):
         step = 2 * place
@@ -127,7 +127,7 @@ if child == 0:
         m.reload()
         m.wait_until_finished()
         assert m.all_steps() == [0] and not m.is_saving_in_progress()
-        for write in (lambda: save(2), lambda: m.delete(0), lambda: m.rollback_to(0), lambda: m.let_replace(0)):
+        for write in (lambda: save(2), lambda: m.delete(0), lambda: m.rollback_to(0), lambda: m.allow_overwrite(0)):
             try:
                 write()
             except InvalidArgumentError as error:

@@ -25,7 +25,7 @@ from epochckpt.arrays.restore import TreeRequest, restore_tree
 from epochckpt.commit import opening
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.errors import (
-    EpochDeleted,
+    EpochDeletedError,
     FencedError,
     InvalidArgumentError,
     MismatchError,
@@ -468,7 +468,7 @@ def formats() -> tuple[Options, Options]:
 
 
 def test_a_damaged_epoch_of_another_name_format_is_replaced(tmp_path: pathlib.Path) -> None:
-    """It is set aside under its own name, and does not come back at the next open."""
+    """It is quarantined under its own name, and does not come back at the next open."""
     old, both = formats()
     with ec.CheckpointManager(tmp_path, options=old) as manager:
         save_all(manager, [1, 2])
@@ -605,7 +605,7 @@ def test_an_epoch_replaced_under_its_reader_is_deleted_not_damaged(
         manager._attempts.drain_removals()
         assert manager.save(1, args=args(2))
         manager.wait_until_finished()
-        with pytest.raises(EpochDeleted):
+        with pytest.raises(EpochDeletedError):
             read(reader)
         read(manager._reading.reader(1))
 

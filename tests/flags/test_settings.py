@@ -52,7 +52,7 @@ SAMPLES: dict[str, Any] = {
     "io_threads": 5,
     "part_bytes": 2**28,
     "block_bytes": 2**20,
-    "split_bytes": 2**21,
+    "replica_split_bytes": 2**21,
     "orbax_view": False,
     "verify": False,
     "metadata_handler": "sqlite:/tmp/runs.sqlite",

@@ -129,7 +129,7 @@ def fake_mesh(shape: tuple[int, ...], axes: tuple[str, ...], per_process: int) -
     return Mesh(devices.reshape(shape), axes)
 
 
-def plan_on(node: int, nodes: int, state: Sequence[Spec], split_bytes: int = 16 * 2**20) -> ItemPlan:
+def plan_on(node: int, nodes: int, state: Sequence[Spec], replica_split_bytes: int = 16 * 2**20) -> ItemPlan:
     pairs = []
     for name, shape, dtype, sharding in state:
         value: Any = np.zeros(shape, dtype) if sharding is None else FakeArray(shape, dtype, sharding, node)
@@ -139,7 +139,7 @@ def plan_on(node: int, nodes: int, state: Sequence[Spec], split_bytes: int = 16 
         pairs,
         node=node,
         node_of_process={i: i for i in range(nodes)},
-        split_bytes=split_bytes,
+        replica_split_bytes=replica_split_bytes,
         part_bytes=None,
     )
 
@@ -163,13 +163,15 @@ def small_state(mesh: Mesh) -> list[Spec]:
 
 
 @pytest.mark.parametrize(("shape", "per_process"), [((4, 2), 2), ((2, 4), 2), ((4, 2), 1), ((2, 2), 4)])
-@pytest.mark.parametrize("split_bytes", [1, 1024, 16 * 2**20])
-def test_owners_cover_every_element_exactly_once(shape: tuple[int, int], per_process: int, split_bytes: int) -> None:
+@pytest.mark.parametrize("replica_split_bytes", [1, 1024, 16 * 2**20])
+def test_owners_cover_every_element_exactly_once(
+    shape: tuple[int, int], per_process: int, replica_split_bytes: int
+) -> None:
     """All nodes compute the same item, and their cells together cover each leaf without gap or overlap."""
     mesh = fake_mesh(shape, ("x", "y"), per_process)
     nodes = math.prod(shape) // per_process
     state = small_state(mesh)
-    plans = [plan_on(n, nodes, state, split_bytes) for n in range(nodes)]
+    plans = [plan_on(n, nodes, state, replica_split_bytes) for n in range(nodes)]
     item = plans[0].item
     assert all(array_item_json(p.item) == array_item_json(item) for p in plans)
     covered = [np.zeros(leaf.shape, dtype=np.int64) for leaf in item.leaves]

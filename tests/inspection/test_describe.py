@@ -16,12 +16,12 @@ import pytest
 import safetensors
 
 import epochckpt as ec
-from epochckpt.errors import EpochDeleted
+from epochckpt.errors import EpochDeletedError
 from epochckpt.format import records
 from epochckpt.format.safetensors import slice_name
 from epochckpt.inspection import describe as details
 from epochckpt.inspection.leaf_reader import Leaves
-from epochckpt.inspection.rows import COMMITTED, DAMAGED, LEFTOVER, EpochDetail, EpochRow, ItemRow, LeafRow
+from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochDetail, EpochRow, ItemRow, LeafRow
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from tests.inspection.test_leaf_reader import SMALL, assert_reads, commits, flat, state
 from tests.inspection.test_leaf_reader import ours as ours
@@ -83,8 +83,8 @@ def test_every_leaf_of_ours_is_told_as_it_was_saved(ours: pathlib.Path) -> None:
     folded = by_name(item(detail, "state"))["params/folded"].sharding
     assert folded is not None
     assert folded.spec == "PartitionSpec(None, ('y', 'x')) on x=2, y=2"
-    assert detail.left_out is not None
-    assert "raw" in detail.left_out["state"]
+    assert detail.unsupported is not None
+    assert "raw" in detail.unsupported["state"]
 
 
 def test_items_of_nodes_and_of_handlers_are_told(ours: pathlib.Path) -> None:
@@ -158,7 +158,7 @@ def test_every_leaf_of_stock_orbax_is_told_as_it_was_saved(stock: dict[str, path
     found = item(detail, "default" if single else "state")
     assert_rows(found, flat(full()), {"keys"})
     assert found.handler == "PyTreeCheckpointHandler"
-    assert detail.left_out is None
+    assert detail.unsupported is None
     leaves = by_name(found)
     for name, counts in (
         ("both", (2, 2)),
@@ -199,8 +199,8 @@ def test_long_values_are_shortened() -> None:
 
 
 def test_attempts_have_no_items_and_an_epoch_that_went_away_is_said(ours: pathlib.Path) -> None:
-    assert details.describe(commits(ours), EpochRow(9, LEFTOVER)).items == ()
-    with pytest.raises(EpochDeleted):
+    assert details.describe(commits(ours), EpochRow(9, ABANDONED)).items == ()
+    with pytest.raises(EpochDeletedError):
         describe(ours, 9)
 
 

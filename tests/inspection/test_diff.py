@@ -21,7 +21,7 @@ from orbax.checkpoint.args import Composite, JsonSave, StandardSave
 
 import epochckpt as ec
 from epochckpt.args import NodeSave
-from epochckpt.errors import EpochDeleted, InvalidArgumentError
+from epochckpt.errors import EpochDeletedError, InvalidArgumentError
 from epochckpt.inspection import describe, scan
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import html as html_views
@@ -309,7 +309,7 @@ def test_an_epoch_that_goes_away_is_no_damage(run: pathlib.Path, tmp_path: pathl
     shutil.copytree(run, copy, symlinks=True)
     before, after = side(copy, 0), side(copy, 1)
     shutil.rmtree(copy / "1")
-    with pytest.raises(EpochDeleted):
+    with pytest.raises(EpochDeletedError):
         diffing.compare(before, after)
 
 

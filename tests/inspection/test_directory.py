@@ -18,7 +18,7 @@ import pytest
 import epochckpt as ec
 from epochckpt.errors import (
     DamagedError,
-    EpochDeleted,
+    EpochDeletedError,
     EpochNotFoundError,
     InvalidArgumentError,
     NotACheckpointDirectoryError,
@@ -150,7 +150,7 @@ def test_plots_are_of_all_epochs(saved: pathlib.Path) -> None:
     from matplotlib.figure import Figure
 
     given = open_run(saved).plots
-    for draw in (given.nbytes, given.save_secs, given.held_secs, given.node_secs, given.metric):
+    for draw in (given.nbytes, given.save_secs, given.blocked_secs, given.node_secs, given.metric):
         ax = Figure().subplots()
         assert draw(ax=ax) is ax
         assert any(list(line.get_xdata()) == [2, 4, 6, 8] for line in ax.get_lines()), draw.__name__
@@ -339,7 +339,7 @@ def test_the_latest_is_found_behind_many_damaged_epochs(tmp_path: pathlib.Path) 
 
 
 def test_an_epoch_that_is_deleted_meanwhile_is_said(run: pathlib.Path) -> None:
-    """What was handed out for it raises EpochDeleted; the directory goes on without it."""
+    """What was handed out for it raises EpochDeletedError; the directory goes on without it."""
     found = open_run(run)
     epoch, item = found[8], found[8]["state"]
     seen = found[8]["state"]
@@ -355,7 +355,7 @@ def test_an_epoch_that_is_deleted_meanwhile_is_said(run: pathlib.Path) -> None:
         lambda: epoch.verify(),
         lambda: epoch.stats(),
     ):
-        with pytest.raises(EpochDeleted):
+        with pytest.raises(EpochDeletedError):
             call()
     assert list(found) == [2, 4, 6]
     assert latest(found) == 6
@@ -369,10 +369,10 @@ def test_an_item_is_of_one_attempt(run: pathlib.Path) -> None:
     item = found[8]["state"]
     assert item["step"] == 8
     with ec.CheckpointManager(run) as manager:
-        manager.let_replace(8)
+        manager.allow_overwrite(8)
         manager.save(8, args=ocp.args.Composite(state=ocp.args.StandardSave({"params": np.ones(3)})))
         manager.wait_until_finished()
-    with pytest.raises(EpochDeleted):
+    with pytest.raises(EpochDeletedError):
         item["params/dense/kernel"]
     assert list(found[8]["state"]) == ["params"]
 
@@ -411,7 +411,7 @@ def test_a_directory_that_is_being_written_can_be_looked_at(tmp_path: pathlib.Pa
                 assert epoch.verify().ok
                 assert str(now) in repr(epoch)
                 looks += 1
-            except EpochNotFoundError:  # EpochDeleted is one
+            except EpochNotFoundError:  # EpochDeletedError is one
                 assert now not in list(found)
         writer.join()
     assert latest(found) == 15

@@ -23,7 +23,7 @@ from epochckpt.commit.protocol import Rollback
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
 from epochckpt.inspection import gc, leftovers, scan
-from epochckpt.inspection.rows import RemainRow
+from epochckpt.inspection.rows import LeftoverRow
 from epochckpt.storage import PosixStore, Store, open_store
 from epochckpt.storage.object_store import KvStore
 from tests.faults.test_kill import KilledJob
@@ -82,7 +82,7 @@ def leave(directory: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def test_what_is_dead_goes_and_nothing_else(run: pathlib.Path) -> None:
-    """Attempts and what is out of sight; epochs stay, those that were set aside too, and so does a run's own folder."""
+    """Attempts and what is out of sight; epochs stay, quarantined ones too, and so does a run's own folder."""
     before = below(run)
     left = leave(run)
     found = gc.find(run, clock=next_week)
@@ -90,10 +90,10 @@ def test_what_is_dead_goes_and_nothing_else(run: pathlib.Path) -> None:
     assert (found.nbytes, found.directory) == (8000, str(run))
     assert {row.kind for row in found.rows} == {"attempt", "deleted", "orbax attempt"}
     kept = {row.kind: row for row in found.others}
-    assert kept.keys() == {"rolled back", "set aside"}
+    assert kept.keys() == {"rolled back", "quarantined"}
     assert all("only when asked for" in found.kept[row.path] for row in found.others)
     assert all(path.exists() for path in left.values()), "finding removes nothing"
-    seen: list[RemainRow] = []
+    seen: list[LeftoverRow] = []
     removed = gc.remove(run, clock=next_week, progress=seen.append)
     assert paths(removed.rows) == paths(seen) == paths(found.rows)
     homes = {f"incarnation-{'ab' * 8}{TMP}", f"node-n1-{'ab' * 8}{TMP}"}
@@ -121,7 +121,7 @@ def test_what_was_written_to_lately_stays(run: pathlib.Path) -> None:
 def test_epochs_that_were_set_aside_go_when_asked_for(run: pathlib.Path) -> None:
     """Rolled back, damaged and replaced, and those in the folder that todelete_subdir names, if it is named."""
     found = gc.find(run, epochs_too=True, clock=next_week)
-    assert [(row.kind, row.epochs) for row in found.rows] == [("set aside", (3,)), ("rolled back", (4,))]
+    assert [(row.kind, row.epochs) for row in found.rows] == [("quarantined", (3,)), ("rolled back", (4,))]
     options = ocp.CheckpointManagerOptions(todelete_subdir="trash")
     removed = gc.remove(run, epochs_too=True, clock=next_week, options=options)
     assert sorted(row.epochs for row in removed.rows) == [(1,), (3,), (4,)]
@@ -274,7 +274,7 @@ def aged(monkeypatch: pytest.MonkeyPatch, is_old: Callable[[str], bool]) -> None
     """Lets what was left by a dead job look a week old: the time of the last change of an inode cannot be set."""
     extent = leftovers.extent
 
-    def older(store: Store, path: str) -> leftovers.Extent | None:
+    def older(store: Store, path: str) -> leftovers.DiskUsage | None:
         found = extent(store, path)
         if found is not None and is_old(path):
             found.newest_ns, found.moved_ns = 1, 1
@@ -312,7 +312,7 @@ def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch:
                     copy = shutil.copytree(directory / str(epoch - 1), tmp_path / f"copy{epoch}", symlinks=True)
                     os.rename(copy, home / f"{epoch}-77{epoch}")
                 if epoch % 15 == 0:
-                    manager.let_replace(epoch - 1)
+                    manager.allow_overwrite(epoch - 1)
                     manager.save(epoch - 1, args=Save({"x": np.arange(2000) + epoch - 1}))
                 manager.save(epoch, args=Save({"x": np.arange(2000) + epoch}))
                 manager.wait_until_finished()

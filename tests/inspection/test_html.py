@@ -30,9 +30,9 @@ from epochckpt.inspection.rows import (
     ItemRow,
     LeafRow,
     LeafStats,
+    LeftoverRow,
     NodeRow,
     Overview,
-    RemainRow,
     ShardingRow,
 )
 
@@ -134,7 +134,7 @@ def few(strategy: st.SearchStrategy, most: int = 4) -> st.SearchStrategy:
 
 
 NODE_STATES = [rows.COMMITTED, rows.DAMAGED, "writing", "written"]
-STATES = [rows.COMMITTED, rows.DAMAGED, rows.IN_PROGRESS, rows.LEFTOVER]
+STATES = [rows.COMMITTED, rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED]
 node_rows = st.builds(NodeRow, names, sizes, maybe, st.sampled_from(NODE_STATES) | names, names)
 epoch_rows = st.builds(
     EpochRow,
@@ -148,7 +148,7 @@ epoch_rows = st.builds(
     nbytes=sizes,
     started_ns=moments,
     committed_ns=moments,
-    held_secs=maybe,
+    blocked_secs=maybe,
     age_secs=maybe,
     metrics=metrics,
     sources=st.dictionaries(names, names, max_size=2),
@@ -158,14 +158,14 @@ epoch_rows = st.builds(
     latest=st.booleans(),
     best=st.booleans(),
 )
-remain_rows = st.builds(RemainRow, names, names, sizes, floats, few(st.integers(0, 99)), names)
+remain_rows = st.builds(LeftoverRow, names, names, sizes, floats, few(st.integers(0, 99)), names)
 overviews = st.builds(
     Overview,
     directory=names,
     epochs=few(epoch_rows, 3),
     hidden=st.integers(0, 10**6),
     hidden_nbytes=sizes,
-    remains=few(remain_rows),
+    leftovers=few(remain_rows),
     metric=names,
     mode=st.sampled_from(["max", "min"]),
     problems=st.dictionaries(names, names, max_size=2),
@@ -292,7 +292,7 @@ def epoch_row(number: int, nodes: int = 2, **other: object) -> EpochRow:
         "nbytes": nodes * 10**6,
         "started_ns": 10**18,
         "committed_ns": 10**18 + 2 * 10**9,
-        "held_secs": 0.012,
+        "blocked_secs": 0.012,
         "checked": True,
     }
     return EpochRow(number, **({"state": rows.COMMITTED} | fields | other))  # type: ignore[arg-type]
@@ -308,7 +308,7 @@ def arrays(leaves: Sequence[LeafRow]) -> ItemRow:
 
 def test_every_state_has_a_sign_and_a_word() -> None:
     """Who cannot tell red from green reads it."""
-    states = [rows.COMMITTED, rows.DAMAGED, rows.IN_PROGRESS, rows.LEFTOVER]
+    states = [rows.COMMITTED, rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED]
     found = tuple(epoch_row(i, state=state) for i, state in enumerate(states))
     words = Page(html_views.overview(Overview("d", found))).words
     assert all(f"{sign} {state}" in words for sign, state in zip("✓✗◐○", states, strict=True))
@@ -325,7 +325,7 @@ def test_an_overview_tells_what_one_asks_first() -> None:
         ),
         hidden=7,
         hidden_nbytes=2 * 10**9,
-        remains=(RemainRow("x.tmp", "attempt", 10**6, 60.0, (6,)),),
+        leftovers=(LeftoverRow("x.tmp", "attempt", 10**6, 60.0, (6,)),),
         metric="accuracy",
         problems={"/runs/a/9": "permission denied"},
     )

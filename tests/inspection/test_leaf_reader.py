@@ -22,7 +22,7 @@ import tensorstore as ts
 
 import epochckpt as ec
 from epochckpt.commit import Commits, commits_of
-from epochckpt.errors import DamagedError, EpochDeleted, FormatError, InvalidArgumentError, UnsupportedError
+from epochckpt.errors import DamagedError, EpochDeletedError, FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import grid
 from epochckpt.format.tree import DTYPES
 from epochckpt.inspection.leaf_reader import Leaves, boxes
@@ -337,14 +337,14 @@ def delete(path: pathlib.Path, epoch: int) -> None:
 def test_an_epoch_that_goes_away_is_no_damage(
     tmp_path: pathlib.Path, ours: pathlib.Path, stock: dict[str, pathlib.Path], writer: str
 ) -> None:
-    """Deleted before a leaf, or in the midst of one: EpochDeleted, whatever was to be read."""
+    """Deleted before a leaf, or in the midst of one: EpochDeletedError, whatever was to be read."""
     source, item = (ours, "state") if writer == "epochckpt" else (stock["folders-zarr2-multi"], "state")
     path = shutil.copytree(source, tmp_path / "run", symlinks=True)
     leaves, fresh = Leaves(commits(path), 3), Leaves(commits(path), 3)
     pieces = leaves.pieces(item, "params/both", max_elements=24)
     next(pieces)
     delete(path, 3)
-    with pytest.raises(EpochDeleted):
+    with pytest.raises(EpochDeletedError):
         list(pieces)
     for call in (
         lambda: fresh.value(item, "params/both"),
@@ -352,7 +352,7 @@ def test_an_epoch_that_goes_away_is_no_damage(
         lambda: fresh.file("config", "metadata"),
         lambda: fresh.verify(),
     ):
-        with pytest.raises(EpochDeleted):
+        with pytest.raises(EpochDeletedError):
             call()
 
 

@@ -84,14 +84,14 @@ def test_committed_epochs_are_rows(saved: pathlib.Path) -> None:
     assert content(saved) == before, "looking changes nothing"
     assert found.directory == str(saved)
     assert [row.epoch for row in found.epochs] == [1, 2, 3, 4]
-    assert (found.hidden, found.remains, found.problems) == (0, (), {})
+    assert (found.hidden, found.leftovers, found.problems) == (0, (), {})
     for row in found.epochs:
         record = parsing.parse_epoch("", (saved / row.folder / "epoch.json").read_bytes())
         assert (row.state, row.writer, row.detail, row.checked) == ("committed", "epochckpt", "", True)
         assert (row.attempt, row.nbytes) == (record.attempt, record.nbytes)
         assert (row.started_ns, row.committed_ns) == (record.started_ns, record.committed_ns)
         assert row.secs == (record.committed_ns - record.started_ns) / 1e9
-        assert row.held_secs == record.timings["held_secs"]
+        assert row.blocked_secs == record.timings["blocked_secs"]
         assert [(n.name, n.nbytes, n.secs, n.state) for n in row.nodes] == [
             (n.name, n.nbytes, n.secs, "committed") for n in record.nodes
         ]
@@ -209,7 +209,7 @@ def test_a_duration_beyond_all_numbers_is_no_record(run: pathlib.Path, secs: int
     path = run / "4" / "epoch.json"
     record = json.loads(path.read_text())
     del record["checksum"]
-    record["timings"]["held_secs"] = "HERE"
+    record["timings"]["blocked_secs"] = "HERE"
     text = checksums.seal(record).replace(b'"HERE"', str(secs).encode())
     head = text[:18] + b"0" * 16 + text[34:]
     path.write_bytes(text[:18] + f"{checksums.xxh3(head):016x}".encode() + text[34:])
@@ -417,7 +417,7 @@ def test_a_save_under_way_is_seen(
         with monkeypatch.context() as patch:
             later(patch, leftovers.LIVE_SECS + 1)
             (old,) = [r for r in scan.look(run).epochs if r.epoch == 7]
-        assert old.state == "leftover"
+        assert old.state == "abandoned"
         assert "10 min" in old.detail
         held[1].set()
         manager.wait_until_finished()
@@ -465,7 +465,7 @@ def test_looking_at_a_directory_that_is_being_written_to(tmp_path: pathlib.Path)
         numbers = [row.epoch for row in found.epochs if row.state == "committed"]
         assert numbers == sorted(set(numbers))
         assert 2 in numbers
-    assert [len(looks[-1].remains)] == [0] or all(r.kind == "deleted" for r in looks[-1].remains)
+    assert [len(looks[-1].leftovers)] == [0] or all(r.kind == "deleted" for r in looks[-1].leftovers)
 
 
 # -- what is no epoch ------------------------------------------------------------------------------------------------
@@ -486,14 +486,14 @@ def test_what_was_taken_out_of_sight_is_listed(run: pathlib.Path) -> None:
     (run / "tensorboard").mkdir()
     found = scan.look(run, options=options)
     assert [row.epoch for row in found.epochs] == [2, 3]
-    kinds = {row.kind: row for row in found.remains if row.path != "trash"}
-    assert kinds.keys() == {"rolled back", "set aside", "foreign", "orbax attempt"}
-    assert (kinds["rolled back"].epochs, kinds["set aside"].epochs) == ((4,), (4,))
+    kinds = {row.kind: row for row in found.leftovers if row.path != "trash"}
+    assert kinds.keys() == {"rolled back", "quarantined", "foreign", "orbax attempt"}
+    assert (kinds["rolled back"].epochs, kinds["quarantined"].epochs) == ((4,), (4,))
     assert (kinds["foreign"].path, kinds["foreign"].nbytes) == ("17", 4)
     assert kinds["orbax attempt"].epochs == (5,)
-    (trash,) = [row for row in found.remains if row.path == "trash"]
-    assert (trash.kind, trash.epochs) == ("set aside", (1,))
-    for row in found.remains:
+    (trash,) = [row for row in found.leftovers if row.path == "trash"]
+    assert (trash.kind, trash.epochs) == ("quarantined", (1,))
+    for row in found.leftovers:
         assert row.detail
         assert row.age_secs is not None
         inside = [path for path in (run / row.path).rglob("*") if path.is_file() and not path.is_symlink()]
@@ -553,7 +553,7 @@ def test_steps_of_stock_orbax_are_rows(tmp_path: pathlib.Path) -> None:
         (5, "committed", "orbax", (), True),
     ]
     row = found.epochs[1]
-    assert (row.latest, row.best, row.metrics, row.held_secs) == (True, True, {"acc": 0.5}, None)
+    assert (row.latest, row.best, row.metrics, row.blocked_secs) == (True, True, {"acc": 0.5}, None)
     assert row.nbytes == sum(p.stat().st_size for p in (tmp_path / "run" / "5").rglob("*") if p.is_file())
     assert row.secs is not None
     assert row.secs > 0
@@ -635,7 +635,7 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     with ec.CheckpointManager(directory) as newer:
         newer.claim()
     (row,) = [r for r in scan.look(directory).epochs if r.epoch == 9]
-    assert row.state == "leftover"
+    assert row.state == "abandoned"
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ EPOCH = rows.EpochRow(
     nodes=(NODE, rows.NodeRow("fast", 3, 0.5)),
     started_ns=2**62,
     committed_ns=2**62 + 1_500_000_000,
-    held_secs=math.inf,
+    blocked_secs=math.inf,
     metrics={"loss": math.nan, "best": -math.inf, "half": np.float16(0.5), HOSTILE: np.array([1.0, np.nan])},
     sources={HOSTILE: HOSTILE},
     custom_metadata={1: "int", "1": "str", None: 0, False: 1, (2, "b"): 2, 0.5: [HOSTILE, {"deep": np.int8(-3)}]},
@@ -42,7 +42,7 @@ ITEM = rows.ItemRow(
 )
 STATS = rows.LeafStats("i", "n", LEAF, 3, 1, 1, 0, -math.inf, math.inf, math.nan, None, 5.0, (0.0, 1.0), (3,))
 CHANGE = rows.DiffRow("i", "n", HOSTILE, rows.RETYPED, LEAF, None, math.nan, math.inf, 1.0, 5, HOSTILE)
-REMAIN = rows.RemainRow(HOSTILE, "attempt", 5, 3.5, (1, 2), HOSTILE)
+REMAIN = rows.LeftoverRow(HOSTILE, "attempt", 5, 3.5, (1, 2), HOSTILE)
 EVERY: list[Any] = [
     NODE,
     EPOCH,
@@ -96,7 +96,7 @@ def test_numbers_that_json_lacks_are_text() -> None:
     read = strict(EPOCH)
     assert read["metrics"]["loss"] == "NaN"
     assert read["metrics"]["best"] == "-Infinity"
-    assert read["held_secs"] == "Infinity"
+    assert read["blocked_secs"] == "Infinity"
     assert read["notes"]["nested"]["a"] == [None, True, 2**70, "NaN"]
 
 

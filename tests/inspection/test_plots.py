@@ -22,7 +22,7 @@ HOSTILE = "_$\\frac{$\x1b[31m\n\u202e" + "n" * 10_000
 PLOTS = {
     "nbytes": plots.nbytes,
     "save_secs": plots.save_secs,
-    "held_secs": plots.held_secs,
+    "blocked_secs": plots.blocked_secs,
     "node_secs": plots.node_secs,
     "metric": lambda seen, ax=None: plots.metric(seen, "loss", ax),
 }
@@ -42,7 +42,7 @@ def epoch(number: int, nodes: int = 2, name: str = "process_{}", **more: Any) ->
         "nbytes": 100 + number,
         "started_ns": 0,
         "committed_ns": 2_000_000_000 + number,
-        "held_secs": 0.5,
+        "blocked_secs": 0.5,
         "metrics": {"loss": 1 / (number + 1)},
     }
     return rows.EpochRow(number, rows.COMMITTED, **{**common, **more})
@@ -65,7 +65,7 @@ def legend(ax: Any) -> list[str]:
     [
         ("nbytes", [100, 101, 102]),
         ("save_secs", [2.0, 2.000000001, 2.000000002]),
-        ("held_secs", [0.5, 0.5, 0.5]),
+        ("blocked_secs", [0.5, 0.5, 0.5]),
         ("node_secs", [1.0, 1.0, 1.0]),
         ("metric", [1.0, 0.5, 1 / 3]),
     ],
@@ -89,7 +89,7 @@ def test_everything_is_drawn(name: str, style: str) -> None:
     with plt.style.context(style):
         for seen in (run(0), run(1, nodes=0), run(1, nodes=64), run(500, nodes=8), run(3, name="{}" + HOSTILE)):
             drawn(PLOTS[name](seen))
-        strange = epoch(0, held_secs=math.nan, started_ns=None, metrics={"loss": math.nan})
+        strange = epoch(0, blocked_secs=math.nan, started_ns=None, metrics={"loss": math.nan})
         drawn(PLOTS[name](rows.Overview(HOSTILE, (strange,))))
 
 
@@ -109,8 +109,8 @@ def test_what_is_not_known_is_a_gap() -> None:
     values = ax.get_lines()[0].get_ydata()
     assert np.isnan(values).tolist() == [False, True, False, True, True, True, False] + [False] * 100
     assert ax.get_lines()[0].get_markevery() == [0, 2]
-    gaps = tuple(epoch(i, held_secs=None if i == 1 else 0.5) for i in range(3))
-    assert np.isnan(plots.held_secs(rows.Overview("/run", gaps)).get_lines()[0].get_ydata()).tolist() == [
+    gaps = tuple(epoch(i, blocked_secs=None if i == 1 else 0.5) for i in range(3))
+    assert np.isnan(plots.blocked_secs(rows.Overview("/run", gaps)).get_lines()[0].get_ydata()).tolist() == [
         False,
         True,
         False,
@@ -119,7 +119,7 @@ def test_what_is_not_known_is_a_gap() -> None:
 
 def test_only_committed_epochs_are_drawn() -> None:
     """Attempts and damaged epochs have no size or duration to compare."""
-    states = (rows.COMMITTED, rows.DAMAGED, rows.LEFTOVER, rows.IN_PROGRESS, rows.COMMITTED)
+    states = (rows.COMMITTED, rows.DAMAGED, rows.ABANDONED, rows.IN_PROGRESS, rows.COMMITTED)
     epochs = tuple(rows.EpochRow(i, state, nbytes=1) for i, state in enumerate(states))
     assert plots.nbytes(rows.Overview("/run", epochs)).get_lines()[0].get_xdata().tolist() == [0, 4]
 

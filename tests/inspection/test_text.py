@@ -16,12 +16,12 @@ from rich.console import RenderableType
 from epochckpt.inspection import html as html_views
 from epochckpt.inspection import text as text_views
 from epochckpt.inspection.rows import (
+    ABANDONED,
     ADDED,
     CHANGED,
     COMMITTED,
     DAMAGED,
     IN_PROGRESS,
-    LEFTOVER,
     REMOVED,
     RESHAPED,
     RETYPED,
@@ -34,9 +34,9 @@ from epochckpt.inspection.rows import (
     ItemRow,
     LeafRow,
     LeafStats,
+    LeftoverRow,
     NodeRow,
     Overview,
-    RemainRow,
     ShardingRow,
 )
 from epochckpt.inspection.text import tree
@@ -54,7 +54,7 @@ def epoch_row(epoch: int, nodes: int = 1, slow: int = 0, **given: Any) -> EpochR
         "nbytes": sum(node.nbytes for node in written),
         "started_ns": 10**18,
         "committed_ns": 10**18 + 2 * 10**9,
-        "held_secs": 0.012,
+        "blocked_secs": 0.012,
         "metrics": {"loss": 1 / (epoch + 1), "eval/accuracy": 0.5},
         "folder": str(epoch),
         "attempt": f"ab-{epoch}",
@@ -92,7 +92,7 @@ def everything(text: str) -> dict[str, RenderableType]:
     files = ItemRow(text, "files", text, 8, files=(FileRow(text, text, 8),), problem=text)
     arrays = ItemRow(text, "arrays", text, 8, (one, value))
     seen = Overview(
-        text, (row,), 1, 8, (RemainRow(text, text, 8, None, (1,), text),), text, "max", {text: text, "": text}
+        text, (row,), 1, 8, (LeftoverRow(text, text, 8, None, (1,), text),), text, "max", {text: text, "": text}
     )
     rows = [DiffRow(text, text, text, change, one, value, 1.0, 1.0, 1.0, 1, text) for change in (ADDED, CHANGED)]
     return {
@@ -155,9 +155,11 @@ def test_the_overview_says_what_there_is() -> None:
         epoch_row(8, state=DAMAGED, detail="process_0/default.safetensors is missing"),
         epoch_row(9, latest=True),
         EpochRow(10, IN_PROGRESS, detail="0 of 1 nodes", nodes=(NodeRow("process_0", 5_000_000),), nbytes=5_000_000),
-        EpochRow(11, LEFTOVER, detail="its job was killed", age_secs=7200.0),
+        EpochRow(11, ABANDONED, detail="its job was killed", age_secs=7200.0),
     ]
-    remains = (RemainRow("rolled-back-0123456789abcdef", "rolled back", 1_000_000, 90_000.0, (12,), "by rollback_to"),)
+    remains = (
+        LeftoverRow("rolled-back-0123456789abcdef", "rolled back", 1_000_000, 90_000.0, (12,), "by rollback_to"),
+    )
     seen = Overview("/data/run", tuple(rows), 400, 10**12, remains, "loss", "min", {"13": "Permission denied"})
     lines = lines_of(text_views.overview(seen, hint="; --limit 0 shows all"))
     assert lines[0] == "/data/run"
@@ -221,7 +223,7 @@ def test_an_epoch_says_all_that_is_known_of_it() -> None:
     text = text_views.to_text(text_views.epoch(detail), 80)
     for said in (
         "epoch 4  committed  ▸ latest",
-        "640.0 MB on 64 nodes in 2 s, training held 12 ms",
+        "640.0 MB on 64 nodes in 2 s, training blocked 12 ms",
         "epochckpt, attempt ab-4",
         "loss 0.2  (attached by evaluator)",
         "git: abc",

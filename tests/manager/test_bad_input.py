@@ -971,7 +971,7 @@ def examples() -> list[Exception]:
     rows = [errors.Mismatch("a/b", "shape", "float32[2]", "float32[3]")]
     made = {
         errors.EpochNotFoundError: [(None, "/d", []), (3, "/d", range(30))],
-        errors.EpochDeleted: [(3, "/d", "gone")],
+        errors.EpochDeletedError: [(3, "/d", "gone")],
         errors.StorageError: [("1/epoch.json", OSError(5, "no answer"))],
         errors.FormatError: [("1/epoch.json", "odd")],
         errors.FormatVersionError: [("1/epoch.json", "new")],
@@ -985,7 +985,7 @@ def examples() -> list[Exception]:
         errors.TaskError: [("step", "epoch", "trainer_0", 3, "reason")],
         errors.UnfinishedError: [("/d", [1, 2], "reason")],
         errors.UploadError: [(3, "elsewhere", "reason")],
-        errors.ErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
+        errors.SaveErrorGroup: [([errors.SaveError(1, "x"), errors.LateNodesError(2, ["n"], 1.0)],)],
     }
     classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.EpochCheckpointError)]
     assert set(made) < set(classes)
@@ -1007,7 +1007,7 @@ def test_an_error_reaches_other_processes(error: Exception) -> None:
     """As JSON: the same class and message, or one that says what it was."""
     again = errors.from_wire(json.loads(json.dumps(errors.to_wire(error))))
     assert str(error) in str(again)
-    if not isinstance(error, errors.ErrorGroup | errors.MismatchError):
+    if not isinstance(error, errors.SaveErrorGroup | errors.MismatchError):
         assert type(again) is type(error)
         assert repr(again.__dict__) == repr(error.__dict__)
 

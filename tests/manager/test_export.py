@@ -49,7 +49,7 @@ def save(directory: Any, tree: Any, epoch: int = 5, **storage: Any) -> None:
 
 def save_job(directory: str) -> None:
     """The same, by every process of a job, in small blocks and several parts."""
-    save(directory, stock_states.plain(), split_bytes=512, part_bytes=512, block_bytes=4096)
+    save(directory, stock_states.plain(), replica_split_bytes=512, part_bytes=512, block_bytes=4096)
 
 
 def stock(function: str, arguments: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ def test_stock_orbax_restores_it_with_and_without_arguments(tmp_path: pathlib.Pa
     for state, make in stock_states.STATES.items():
         save(tmp_path / state, make(), block_bytes=4096)
         done = ec.export(tmp_path / state, 5, tmp_path / "out" / state)
-        assert (done.epoch, done.path, done.left_out) == (5, str(tmp_path / "out" / state), {})
+        assert (done.epoch, done.path, done.unsupported) == (5, str(tmp_path / "out" / state), {})
         shutil.rmtree(tmp_path / state)
     files = list((tmp_path / "out").rglob("*"))
     assert not any(f.is_symlink() or f.name in ("epoch.json", "node.json") for f in files)
@@ -118,8 +118,8 @@ def test_items_of_other_handlers_come_along(tmp_path: pathlib.Path, kind: str) -
         manager.save(5, args=ocp.args.Composite(**items))
     with pytest.raises(UnsupportedError, match="  own: it differs per node"):
         ec.export(directory, 5, tmp_path / "out")
-    done = ec.export(directory, 5, tmp_path / "out", allow_left_out=True)
-    assert set(done.left_out) == {"own"}
+    done = ec.export(directory, 5, tmp_path / "out", skip_unsupported=True)
+    assert set(done.unsupported) == {"own"}
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
     with ocp.CheckpointManager(
         tmp_path / "out", item_names=("reader", "key", "twister", "state", "bare")
@@ -195,9 +195,9 @@ def test_tensors_have_every_bit_of_every_type(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UnsupportedError, match="default: int4: safetensors has no type for int4"):
         ec.export(tmp_path / "run", 5, tmp_path / "out", "safetensors")
     assert not (tmp_path / "out").exists()
-    done = ec.export(tmp_path / "run", 5, tmp_path / "out", "safetensors", allow_left_out=True)
+    done = ec.export(tmp_path / "run", 5, tmp_path / "out", "safetensors", skip_unsupported=True)
     found = tensors_of(tmp_path / "out")
-    assert set(done.left_out["default"]) == tree.keys() - found.keys()
+    assert set(done.unsupported["default"]) == tree.keys() - found.keys()
     assert len(found) == 17
     assert {name: data for name, (_, _, data) in found.items()} == {name: tree[name].tobytes() for name in found}
     kinds = {name: kind for name, (kind, _, _) in found.items()}
@@ -227,16 +227,16 @@ def test_parts_have_the_index_of_hugging_face(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_a_format_cannot_express_is_refused_by_name(tmp_path: pathlib.Path, format: str) -> None:
-    """All of it in one message; `allow_left_out` exports the rest and reports what is missing."""
+    """All of it in one message; `skip_unsupported` exports the rest and reports what is missing."""
     bad: dict[str, Any] = {"huge": 2**70, "when": np.array(["2026-01-02"], "datetime64[s]")}
     save(tmp_path / "run", {"good": jnp.arange(3.0), **bad})
     expected = {"when"} if format == "safetensors" else set(bad)
-    with pytest.raises(UnsupportedError, match="allow_left_out=True") as caught:
+    with pytest.raises(UnsupportedError, match="skip_unsupported=True") as caught:
         ec.export(tmp_path / "run", 5, tmp_path / "out", format)
     assert all(f"default: {name}: " in str(caught.value) for name in expected)
     assert os.listdir(tmp_path) == ["run"]
     assert (
-        set(ec.export(tmp_path / "run", 5, tmp_path / "out", format, allow_left_out=True).left_out["default"])
+        set(ec.export(tmp_path / "run", 5, tmp_path / "out", format, skip_unsupported=True).unsupported["default"])
         == expected
     )
 

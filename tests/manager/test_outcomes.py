@@ -1,4 +1,4 @@
-"""How saves end, as it is told afterwards: `take_outcomes`, and the metadata handler."""
+"""How saves end, as it is told afterwards: `pop_save_results`, and the metadata handler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_save_that_ended_is_told_once_in_order(tmp_path: pathlib.Path, mon
     """Committed and failed ones, with seconds per node; not those that `save` itself refused or skipped."""
     failing(monkeypatch, "/2-")
     with ec.CheckpointManager(tmp_path, node=("a", "b")) as manager:
-        assert manager.take_outcomes() == []
+        assert manager.pop_save_results() == []
         for epoch in (1, 2, 3):
             manager.save(epoch, args=Save({"x": np.ones(9)}), force=True)
         with pytest.raises(InvalidArgumentError):
@@ -49,15 +49,15 @@ def test_every_save_that_ended_is_told_once_in_order(tmp_path: pathlib.Path, mon
         assert not manager.save(3, args=Save({"x": 1}))
         with pytest.raises(SaveError):
             manager.wait_until_finished()
-        first, second, third = manager.take_outcomes()
+        first, second, third = manager.pop_save_results()
         assert [(o.epoch, o.committed) for o in (first, second, third)] == [(1, True), (2, False), (3, True)]
         assert first.detail == ""
         assert "No space left on device" in second.detail
         assert first.nodes.keys() == third.nodes.keys() == {"a", "b"}
         assert second.nodes == {}
         assert all(0 < secs < o.secs for o in (first, third) for secs in o.nodes.values())
-        assert all(0 < o.held_secs < o.secs for o in (first, second, third))
-        assert manager.take_outcomes() == []
+        assert all(0 < o.blocked_secs < o.secs for o in (first, second, third))
+        assert manager.pop_save_results() == []
         with pytest.raises(dataclasses.FrozenInstanceError):
             first.epoch = 5  # type: ignore[misc]
 
@@ -70,7 +70,7 @@ def test_outcomes_that_nobody_takes_are_bounded(tmp_path: pathlib.Path, monkeypa
         for epoch in range(5):
             manager.save(epoch, args=Save({"x": 1}))
         manager.wait_until_finished()
-        assert [o.epoch for o in manager.take_outcomes()] == [2, 3, 4]
+        assert [o.epoch for o in manager.pop_save_results()] == [2, 3, 4]
 
 
 class Handler:
@@ -208,7 +208,7 @@ def hear_in_a_job(directory: str) -> dict[str, Any]:
         state = jax.jit(lambda: jax.numpy.arange(8.0), out_shardings=sharding)()
         manager.save(5, args=Save({"w": state}))
         manager.wait_until_finished()
-        (outcome,) = manager.take_outcomes()
+        (outcome,) = manager.pop_save_results()
         return {"calls": handler.calls, "nodes": sorted(outcome.nodes), "committed": outcome.committed}
 
 

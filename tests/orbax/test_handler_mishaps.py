@@ -288,7 +288,7 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
 )
 def test_every_old_node_has_one_successor(old: str, new: str, expected: list[int]) -> None:
     """Nodes of one name go on as themselves; the others share out what is left; nothing is taken twice or lost."""
-    assert items.Here(Handlers(), Nodes(tuple(new))).successions(list(old)) == expected
+    assert items.RestoreContext(Handlers(), Nodes(tuple(new))).successions(list(old)) == expected
 
 
 @pytest.mark.parametrize(

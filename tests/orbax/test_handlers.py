@@ -402,7 +402,7 @@ def test_stock_orbax_reads_arrays_keys_and_protos(tmp_path: pathlib.Path) -> Non
         "tree": ocp.args.PyTreeSave(STATE, custom_metadata={"q": [1, "x"]}),
     }
     save(tmp_path, **items)
-    assert json.loads((tmp_path / "0" / "epoch.json").read_bytes())["orbax_left_out"] == {}
+    assert json.loads((tmp_path / "0" / "epoch.json").read_bytes())["orbax_unsupported"] == {}
     with ocp.CheckpointManager(tmp_path) as manager:
         asked = {
             "array": ocp.args.ArrayRestore(),

@@ -53,7 +53,7 @@ def test_a_single_epoch_is_looked_at(
     run = ec.inspect(folders / name)
     assert (list(run), run.directory) == ([NUMBERS[name]], str(folders / name))
     (row,) = run.overview().epochs
-    assert (row.latest, run.overview().remains) == (True, ())
+    assert (row.latest, run.overview().leftovers) == (True, ())
     assert run.latest is not None
     (item,) = [name for name in run.latest if name != "metrics"]
     np.testing.assert_array_equal(run.latest[item]["params/w"], TREE["params"]["w"])

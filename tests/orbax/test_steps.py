@@ -701,12 +701,12 @@ def test_a_broken_step_record_or_metrics_file_costs_no_array(
 
 
 def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(run: pathlib.Path) -> None:
-    """`EpochDeleted`: take another one."""
+    """`EpochDeletedError`: take another one."""
     reading = ec.CheckpointManager(run, options=READ_ONLY)._reading
     reader = reading.reader(2)
     shutil.rmtree(run / "2")
     for read in (lambda: reader.restore(None), lambda: reader.leaves("*", None), reader.verify, reader.status):
-        with pytest.raises(errors.EpochDeleted, match="epoch 2"):
+        with pytest.raises(errors.EpochDeletedError, match="epoch 2"):
             read()
 
 

@@ -38,12 +38,12 @@ def save(directory: Any, tree: Any, **storage: Any) -> None:
 
 def save_job(directory: str, state: str) -> None:
     """The same, by every process of a job."""
-    save(directory, stock_states.STATES[state](), split_bytes=512, part_bytes=512)
+    save(directory, stock_states.STATES[state](), replica_split_bytes=512, part_bytes=512)
 
 
-def left_out(directory: pathlib.Path) -> Any:
+def unsupported(directory: pathlib.Path) -> Any:
     """The note in the epoch's record."""
-    return json.loads((directory / "5" / "epoch.json").read_bytes())["orbax_left_out"]
+    return json.loads((directory / "5" / "epoch.json").read_bytes())["orbax_unsupported"]
 
 
 def database(folder: pathlib.Path) -> ts.KvStore:
@@ -67,7 +67,7 @@ def stock(function: str, arguments: dict[str, Any], num_processes: int = 1) -> A
 def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.Path, state: str) -> None:
     """NNX, Linen + optax and a tree of everything else; in the saved and in another sharding; nothing is left out."""
     save(tmp_path / "run", stock_states.STATES[state]())
-    assert left_out(tmp_path / "run") == {}
+    assert unsupported(tmp_path / "run") == {}
     (found,) = stock("read", {"directory": str(tmp_path / "run"), "epoch": 5, "state": state})
     assert len(found) == (14 if hasattr(ocp.v1, "load") else 12 if state == "linen" else 10)
     assert {k: v for k, v in found.items() if v} == {}
@@ -84,7 +84,7 @@ def test_any_number_of_processes_reads_what_any_number_wrote(tmp_path: pathlib.P
         DEVICES // saved,
         timeout=100,
     )
-    assert left_out(directory) == {}
+    assert unsupported(directory) == {}
     assert len(list((directory / "5").glob("process_*/*-00001.safetensors"))) == saved
     answers = stock("read", {"directory": str(directory), "epoch": 5, "state": "plain"}, restored)
     assert len(answers) == restored
@@ -159,7 +159,7 @@ def test_all_types(tmp_path: pathlib.Path) -> None:
         narrow = name in ("int1", "int2", "int4", "uint1", "uint2", "uint4")
         tree[name] = raw.astype(np.int8).astype(dtype) if narrow else (raw & 15 if "4_" in name else raw).view(dtype)
     save(tmp_path, tree)
-    noted = set(left_out(tmp_path)["default"])
+    noted = set(unsupported(tmp_path)["default"])
     for name in DTYPES.keys() - noted:
         assert array(tmp_path / "5" / "default", name).tobytes() == tree[name].tobytes(), name
     for name in noted:  # TensorStore's zarr has no such type
@@ -188,7 +188,7 @@ def test_what_orbax_cannot_express_is_left_out_and_named(tmp_path: pathlib.Path)
         manager.wait_until_finished()
         got = manager.restore(5, args=ocp.args.StandardRestore(tree))
     assert stock_states.differences(got, tree) == []
-    assert set(left_out(tmp_path)["default"]) == {"a.b", "a/b", "none", "huge", "z", "raw", "%", "when"}
+    assert set(unsupported(tmp_path)["default"]) == {"a.b", "a/b", "none", "huge", "z", "raw", "%", "when"}
     read = ocp.PyTreeCheckpointer().restore(tmp_path / "5" / "default")
     assert set(read) == {"good", "text"}
     assert read["text"] == "héllo"
@@ -238,10 +238,10 @@ def test_a_left_out_element_of_a_sequence_is_none(tmp_path: pathlib.Path, where:
     save(tmp_path / "run", gaps())
     step = tmp_path / "run" / "5"
     if where == "export":
-        done = ec.export(tmp_path / "run", 5, tmp_path / "out", allow_left_out=True)
-        assert done.left_out == left_out(tmp_path / "run")
+        done = ec.export(tmp_path / "run", 5, tmp_path / "out", skip_unsupported=True)
+        assert done.unsupported == unsupported(tmp_path / "run")
         step = tmp_path / "out" / "5"
-    noted = left_out(tmp_path / "run")["default"]
+    noted = unsupported(tmp_path / "run")["default"]
     assert {"first/0", "between/1", "unnamed/1/%", "gone/0", "gone/1/0"} <= noted.keys()
     expected = plain_tree(without_gaps())
     assert plain_tree(ocp.StandardCheckpointer().restore(step / "default")) == expected
@@ -272,7 +272,7 @@ def test_an_item_without_any_leaf_for_orbax_is_left_out(tmp_path: pathlib.Path) 
         manager.wait_until_finished()
         assert all(manager.verify(epoch).ok for epoch in range(3))
     for epoch in (0, 2):
-        noted = json.loads((tmp_path / str(epoch) / "epoch.json").read_bytes())["orbax_left_out"]
+        noted = json.loads((tmp_path / str(epoch) / "epoch.json").read_bytes())["orbax_unsupported"]
         assert "any of its leaves: a/0 (Orbax has no type for this int), " in noted["state"]["*"]
         assert noted["bare"].keys() == {"*"}
         assert not (tmp_path / str(epoch) / "state").exists()
@@ -293,7 +293,7 @@ def test_text_with_a_lone_surrogate_is_left_out(tmp_path: pathlib.Path) -> None:
             "more": ["é", expected],
             **({} if expected is None else {"text": expected}),
         }
-        noted = json.loads((tmp_path / str(epoch) / "epoch.json").read_bytes())["orbax_left_out"]
+        noted = json.loads((tmp_path / str(epoch) / "epoch.json").read_bytes())["orbax_unsupported"]
         reason = "Orbax cannot store a lone surrogate"
         assert noted == ({"default": {"more/1": reason, "text": reason}} if epoch == 1 else {})
         texts = json.loads((tmp_path / str(epoch) / "default" / "_strings.json").read_bytes())
@@ -306,7 +306,7 @@ def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatc
         items = {"text": ocp.args.StandardSave("alone"), "many": ocp.args.StandardSave({str(i): i for i in range(9)})}
         manager.save(5, args=ocp.args.Composite(**items, own=ec.args.NodeSave({"position": 3})))
         manager.wait_until_finished()
-        assert set(left_out(tmp_path)) == {"text", "own"}
+        assert set(unsupported(tmp_path)) == {"text", "own"}
         assert not (tmp_path / "5" / "text").exists()
         assert not (tmp_path / "5" / "own").exists()
         monkeypatch.setattr(orbax_view, "MAX_CHUNKS", 3)
@@ -314,7 +314,7 @@ def test_items_that_orbax_can_have_nothing_of(tmp_path: pathlib.Path, monkeypatc
         manager.save(6, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
         assert manager.verify(6).ok
-    assert "more than 3" in json.loads((tmp_path / "6" / "epoch.json").read_bytes())["orbax_left_out"]["many"]["*"]
+    assert "more than 3" in json.loads((tmp_path / "6" / "epoch.json").read_bytes())["orbax_unsupported"]["many"]["*"]
     assert not (tmp_path / "6" / "many").exists()
 
 
@@ -415,7 +415,7 @@ def test_no_view_where_none_is_wanted_or_possible(tmp_path: pathlib.Path) -> Non
     """`orbax_view=False`, and object stores."""
     save(tmp_path, {"a": jnp.ones(2)}, orbax_view=False)
     assert sorted(os.listdir(tmp_path / "5")) == ["epoch.json", "process_0"]
-    assert left_out(tmp_path) is None
+    assert unsupported(tmp_path) is None
     with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}/run") as manager:
         manager.save(5, args=ocp.args.StandardSave({"a": jnp.ones(2)}))
         manager.wait_until_finished()
@@ -432,7 +432,7 @@ def test_a_view_that_cannot_be_built_costs_no_epoch(tmp_path: pathlib.Path, monk
 
     monkeypatch.setattr(orbax_view.Views, "build", broken)
     save(tmp_path, {"a": jnp.ones(2, ml_dtypes.bfloat16)})
-    assert left_out(tmp_path) is None
+    assert unsupported(tmp_path) is None
     with ec.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [5]
         assert manager.verify(5).ok
@@ -443,7 +443,9 @@ def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
     array = stock_states.place(np.ones((4, 4), np.float32), "x", "y")
 
     pairs, _ = flatten({"a": array, "b": jax.device_put(1.0, jax.devices()[2])})
-    item = plan_item("default", pairs, node=0, node_of_process={0: 0}, split_bytes=1 << 20, part_bytes=None).item
+    item = plan_item(
+        "default", pairs, node=0, node_of_process={0: 0}, replica_split_bytes=1 << 20, part_bytes=None
+    ).item
     found = [json.loads(str(orbax_sharding.text(item, row))) for row in item.shardings]
     named = ocp.metadata.NamedShardingMetadata.from_jax_sharding(array.sharding).to_serialized_string()
     single = jax.sharding.SingleDeviceSharding(jax.devices()[2])

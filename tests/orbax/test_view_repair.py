@@ -15,7 +15,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.errors import EpochDeleted, UnsupportedError
+from epochckpt.errors import EpochDeletedError, UnsupportedError
 from epochckpt.format.parsing import parse_epoch
 from epochckpt.storage import PosixStore
 from tests.storage.test_file_systems import immovable
@@ -41,7 +41,7 @@ def items() -> Any:
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Epochs 4 and 5 of two nodes."""
     directory = tmp_path_factory.mktemp("view") / "run"
-    storage = ec.StorageOptions(split_bytes=512, part_bytes=512)
+    storage = ec.StorageOptions(replica_split_bytes=512, part_bytes=512)
     with ec.CheckpointManager(directory, node=NODES, storage=storage) as manager:
         for epoch in (4, 5):
             manager.save(epoch, args=items(), metrics={"loss": 0.5})
@@ -147,7 +147,7 @@ def test_every_damage_of_the_view_is_found_and_repaired(saved: pathlib.Path) -> 
 def test_a_link_to_another_epoch_is_damage(saved: pathlib.Path) -> None:
     """Also where that one has the same names; all damaged places are listed and repaired at once."""
     with ec.CheckpointManager(saved) as manager:
-        manager.let_replace(4)
+        manager.allow_overwrite(4)
         manager.save(4, args=Composite(state=Save({"other": np.ones(8)}), config=ocp.args.JsonSave({})))
     for name in ("state/first", "config/metadata"):
         relink(f"../../4/{'first' if name == 'state/first' else name}")(saved / "5" / name)
@@ -250,13 +250,13 @@ def test_a_repair_never_touches_the_epoch_that_took_the_place(
     def overtaken(self: Any, one: str, other: str) -> None:
         monkeypatch.setattr(PosixStore, "exchange", exchange)
         with ec.CheckpointManager(saved) as manager:
-            manager.let_replace(5)
+            manager.allow_overwrite(5)
             manager.save(5, args=Composite(state=Save({"new": np.ones(8)})))
         exchange(self, one, other)
 
     (saved / "5" / "state" / "index.0").unlink()
     monkeypatch.setattr(PosixStore, "exchange", overtaken)
-    with pytest.raises(EpochDeleted, match="while its Orbax view was being repaired"):
+    with pytest.raises(EpochDeletedError, match="while its Orbax view was being repaired"):
         ec.repair_view(saved, 5)
     assert verify(saved).view_damage == ()
     assert ocp.StandardCheckpointer().restore(saved / "5" / "state").keys() == {"new"}

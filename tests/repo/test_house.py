@@ -13,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 MAX_LINES = 600
 SLEEP = re.compile(r"\btime\s*\.\s*sleep\s*\(|\bfrom\s+time\s+import\b.*\bsleep\b")
-LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
+ABANDONED = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
 REASONED = re.compile(r"\bTODO\([\w.@-]+\): \S+ \S+")
 
 
@@ -30,7 +30,9 @@ def bare_todos(source: str) -> list[int]:
     """Lines with a leftover comment that is not `TODO(owner): reason`."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token for token in tokens if token.type == tokenize.COMMENT]
-    return [token.start[0] for token in comments if LEFTOVER.search(token.string) and not REASONED.search(token.string)]
+    return [
+        token.start[0] for token in comments if ABANDONED.search(token.string) and not REASONED.search(token.string)
+    ]
 
 
 def test_every_module_is_short() -> None:

@@ -1,4 +1,4 @@
-"""The packages of epochckpt: imports go only downwards, as `epochckpt/__init__.py` lists them, and use what is exported."""
+"""The packages of epochckpt: imports go only downwards, as `epochckpt/__init__.py` says, and use what is exported."""
 
 import ast
 import pathlib

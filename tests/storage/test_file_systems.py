@@ -57,7 +57,7 @@ def live(directory: str) -> None:
     """Everything that a run does with epochs."""
     with ec.CheckpointManager(directory) as manager:
         save(manager, 1, 2, 3, 4)
-        manager.let_replace(2)
+        manager.allow_overwrite(2)
         save(manager, 2, offset=100)
         manager.delete(4)
         manager.rollback_to(2)
@@ -78,7 +78,7 @@ def check_lived(directory: pathlib.Path) -> None:
     for folder in (directory / "3", directory.with_name(f"{directory.name}-copy") / "3"):
         assert sorted(os.listdir(folder)) == ["epoch.json", "process_0"]
         assert sorted(os.listdir(folder / "process_0")) == ["node.json", "note", "state.safetensors"]
-        assert json.loads((folder / "epoch.json").read_bytes())["orbax_left_out"] == NO_VIEW
+        assert json.loads((folder / "epoch.json").read_bytes())["orbax_unsupported"] == NO_VIEW
     assert "all of it: the file system has no symlinks" in str(ec.inspect(directory)[3])
     assert "cannot read this epoch as it lies here: the file system has no" in ec.inspect(directory)[3].to_html()
 
@@ -210,7 +210,7 @@ def test_epochs_that_no_rename_moves_are_deleted_and_rolled_back(layered: Any) -
         manager.claim()
         assert values(manager) == {e: e for e in range(1, 8)}  # 5 was put back
         manager.delete(7)
-        manager.let_replace(2)
+        manager.allow_overwrite(2)
         with pytest.raises(SaveError, match=r"No rename moves the epoch that is there; delete\(2\) makes room"):
             save(manager, 2, offset=100)
         assert values(manager) == {e: e for e in range(1, 7)}
@@ -248,7 +248,7 @@ def test_a_kill_anywhere_in_it_loses_nothing(
     tmp_path: pathlib.Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before each change, and in the middle of a copy (the long form walks all of them): hidden or whole to readers,
-    finished by the next run, and what is set aside is whole."""
+    finished by the next run, and what is quarantined is whole."""
     with ec.CheckpointManager(tmp_path / "epochs") as manager:
         save(manager, 1, 2, 3)
     names = StepNames(ocp.path.step.standard_name_format())

@@ -28,7 +28,7 @@ def lone_calls(directory: str) -> dict[str, Any]:
     raised: dict[str, str] = {}
     common: dict[str, Any] = {}
 
-    def meet(name: str) -> None:
+    def gather(name: str) -> None:
         client.wait_at_barrier(name, WAIT_MILLIS)
 
     def alone(who: int, name: str, call: Callable[[], Any]) -> None:
@@ -37,7 +37,7 @@ def lone_calls(directory: str) -> dict[str, Any]:
                 call()
             except CoordinationTimeoutError as error:
                 raised[name] = str(error)
-        meet(name)
+        gather(name)
 
     def keys() -> int:
         return len(client.key_value_dir_get("epochckpt/"))
@@ -49,7 +49,7 @@ def lone_calls(directory: str) -> dict[str, Any]:
     def restored(m: ec.CheckpointManager) -> float:
         return float(m.restore(None)["a"][0])
 
-    meet("open")
+    gather("open")
     m = ec.CheckpointManager(directory, storage=storage)
     m.reload()
     for epoch in (1, 2, 3):
@@ -75,20 +75,20 @@ def lone_calls(directory: str) -> dict[str, Any]:
     m.reload()
     common["in the end"] = [*m.all_steps(), restored(m)]
 
-    meet("keys")
+    gather("keys")
     before = keys()
     for number in range(200):
         m.reload()
         if number % 50 == 0:
-            meet(f"reload {number}")  # the primary keeps its answers for those that are behind, but not for ever
+            gather(f"reload {number}")  # the primary keeps its answers for those that are behind, but not for ever
     for _ in range(70):
         m.restore(None)
-    meet("many calls")
+    gather("many calls")
     common["many calls"] = keys() - before
     m.close()
     for _ in range(40):
         ec.CheckpointManager(directory, storage=storage).close()
-    meet("many opens")
+    gather("many opens")
     common["many opens"] = keys() - before
-    meet("end")
+    gather("end")
     return {"raised": raised, "common": common}

@@ -37,7 +37,9 @@ def smoke(directory: str) -> Any:
     data["big"] = rng.normal(size=(1024, 1024)).astype(np.float32)
     state = {k: place(v, NamedSharding(mesh, SPECS.get(k, PartitionSpec()))) for k, v in data.items()}
     state["step"] = 7
-    with ec.CheckpointManager(directory, storage=ec.StorageOptions(save_timeout_secs=30, split_bytes=2**20)) as m:
+    with ec.CheckpointManager(
+        directory, storage=ec.StorageOptions(save_timeout_secs=30, replica_split_bytes=2**20)
+    ) as m:
         for e in range(3):
             m.save(e, args=ocp.args.StandardSave(state))
         m.wait_until_finished()

@@ -58,7 +58,7 @@ def replace_and_die(directory: str, place: str) -> None:
         for epoch in (1, 2):
             manager.save(epoch, args=args(epoch))
         manager.wait_until_finished()
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         kill_at(place)
         manager.save(1, args=args(100))
         manager.wait_until_finished()
@@ -82,10 +82,10 @@ def replace_in_a_job(directory: str) -> list[Any]:
         for epoch in (1, 2):
             manager.save(epoch, args=state(epoch))
         manager.wait_until_finished()
-        manager.let_replace(1)
+        manager.allow_overwrite(1)
         assert manager.should_save(1)
         manager.save(1, args=state(7.0))
         manager.wait_until_finished()
         got = manager.restore(1, args=ocp.args.StandardRestore({"w": state(0.0).item["w"]}))["w"]
         values = {float(v) for s in got.addressable_shards for v in np.asarray(s.data)}
-        return [sorted(values), list(manager.all_steps()), [o.committed for o in manager.take_outcomes()]]
+        return [sorted(values), list(manager.all_steps()), [o.committed for o in manager.pop_save_results()]]

@@ -19,7 +19,7 @@ STORAGE = ec.StorageOptions(
     open_timeout_secs=30,
     restore_timeout_secs=30,
     block_bytes=4096,
-    split_bytes=2048,
+    replica_split_bytes=2048,
     part_bytes=16384,
 )
 

@@ -55,7 +55,7 @@ def epoch(found: EpochDetail, thumbs: Thumbs, nodes: Nodes) -> Html:
             part for title, said in noted[:_MAX_NOTES] for part in (el("dt", "", title), el("dd", "", text(said, 400)))
         ]
         parts.append(fold("Noted by the runner", el("dl", "", *lines), open=len(noted) <= 6))
-    parts += _left_out(found)
+    parts += _unsupported(found)
     shown = found.items[:_MAX_ITEMS]
     per_leaf = chars_per_leaf(shown)
     for each in shown:
@@ -133,8 +133,8 @@ def _facts(found: EpochDetail) -> list[Html]:
         facts.append(f"last write {_units.secs(row.age_secs)} ago")
     if row.secs is not None:
         facts.append(f"saved in {_units.secs(row.secs)}")
-    if row.held_secs is not None:
-        facts.append(f"training held {_units.secs(row.held_secs)}")
+    if row.blocked_secs is not None:
+        facts.append(f"training blocked {_units.secs(row.blocked_secs)}")
     if row.writer == "orbax":
         facts.append("written by stock Orbax")
     if row.state == rows.COMMITTED and not row.checked:
@@ -200,14 +200,14 @@ def _bar(part: float, whole: float) -> Html:
     return level(part / whole if whole > 0 else 0.0, alone=True)
 
 
-def _left_out(found: EpochDetail) -> list[Html]:
+def _unsupported(found: EpochDetail) -> list[Html]:
     if found.row.state != rows.COMMITTED:
         return []
-    if found.left_out is None or "*" in found.left_out:
-        why = "; ".join((found.left_out or {}).get("*", {}).values())
+    if found.unsupported is None or "*" in found.unsupported:
+        why = "; ".join((found.unsupported or {}).get("*", {}).values())
         said = text(f"Stock Orbax cannot read this epoch as it lies here{why and ': '}{why}.", 300)
         return [] if found.row.writer == "orbax" else [el("div", "muted", said)]
-    wrong = [(i, leaf, why) for i, leaves in found.left_out.items() for leaf, why in leaves.items()]
+    wrong = [(i, leaf, why) for i, leaves in found.unsupported.items() for leaf, why in leaves.items()]
     if not wrong:
         return [el("div", "muted", "Stock Orbax can read all of it.")]
     lines = [

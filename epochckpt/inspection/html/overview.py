@@ -23,7 +23,7 @@ from epochckpt.inspection.html.parts import (
     text,
     value,
 )
-from epochckpt.inspection.rows import EpochRow, Overview, RemainRow
+from epochckpt.inspection.rows import EpochRow, LeftoverRow, Overview
 
 SHOWN = 20
 MAX_ROWS = 500
@@ -36,7 +36,7 @@ _HELP = (
     ("committed", "every node finished; the epoch can be restored"),
     ("damaged", "the epoch cannot be read, or files are missing or have other sizes than recorded; it is never loaded"),
     ("in progress", "a save that something was written to lately; it is not yet an epoch"),
-    ("leftover", "a save that failed or died; no reader looks at it"),
+    ("abandoned", "a save that failed or died; no reader looks at it"),
 )
 
 
@@ -50,7 +50,7 @@ def overview(found: Overview) -> Html:
     parts += _problems(found.problems)
     if not newest:
         parts.append(el("div", "note", "No epoch has been committed here yet."))
-        return joined(parts + _remains(found.remains))
+        return joined(parts + _remains(found.leftovers))
     parts.append(table.of(newest[:SHOWN]))
     older = newest[SHOWN:MAX_ROWS]
     if older:
@@ -61,7 +61,7 @@ def overview(found: Overview) -> Html:
     if hidden:
         size = found.hidden_nbytes + sum(row.nbytes for row in newest[MAX_ROWS:])
         parts.append(el("div", "muted", f"{plural(hidden, 'older epoch')} not shown, {_units.nbytes(size)}"))
-    return joined([*parts, *_remains(found.remains), _help()])
+    return joined([*parts, *_remains(found.leftovers), _help()])
 
 
 def _facts(found: Overview, newest: Sequence[EpochRow]) -> list[Html]:
@@ -84,7 +84,7 @@ def _facts(found: Overview, newest: Sequence[EpochRow]) -> list[Html]:
             _units.count(counts[0]) if len(counts) == 1 else f"{_units.count(counts[0])} to {_units.count(counts[-1])}"
         )
         facts.append(el("span", "", f"{ends} {'node' if counts[-1] == 1 else 'nodes'} each"))
-    for word in (rows.DAMAGED, rows.IN_PROGRESS, rows.LEFTOVER):
+    for word in (rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED):
         if states[word]:
             facts.append(state(word, states[word]))
     unchecked = sum(row.state == rows.COMMITTED and not row.checked for row in newest)
@@ -148,7 +148,7 @@ class _Table:
             el("td", "", state(row.state), *other),
             el("td", "num", _units.nbytes(row.nbytes), self._level(row.nbytes, self._most_nbytes)),
             el("td", "num", optional(row.secs, _units.secs), self._level(row.secs or 0.0, self._most_secs)),
-            el("td", "num", optional(row.held_secs, _units.secs)),
+            el("td", "num", optional(row.blocked_secs, _units.secs)),
             el("td", "cut", _when(row)),
             *(self._measured(row, name) for name in self._names),
             el("td", "", self._nodes(row)),
@@ -207,7 +207,7 @@ def _when(row: EpochRow) -> Html:
     return el("span", "muted", "–")
 
 
-def _remains(remains: Sequence[RemainRow]) -> list[Html]:
+def _remains(remains: Sequence[LeftoverRow]) -> list[Html]:
     if not remains:
         return []
     heads = [("", "What"), ("num", "Size"), ("num", "Last write"), ("", "Where")]
@@ -231,7 +231,7 @@ def _remains(remains: Sequence[RemainRow]) -> list[Html]:
     return [fold(words, el("div", "scroll", table), *rest)]
 
 
-def _about(row: RemainRow) -> Html:
+def _about(row: LeftoverRow) -> Html:
     said = f" {plural(len(row.epochs), 'epoch')}: {few([str(n) for n in row.epochs], 8)}" if row.epochs else ""
     return joined([text(said), *([el("div", "small muted", text(row.detail, 300))] if row.detail else [])])
 

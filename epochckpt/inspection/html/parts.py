@@ -18,7 +18,7 @@ SIGNS = {
     rows.COMMITTED: ("✓", "good"),
     rows.DAMAGED: ("✗", "bad"),
     rows.IN_PROGRESS: ("◐", "busy"),
-    rows.LEFTOVER: ("○", "idle"),
+    rows.ABANDONED: ("○", "idle"),
 }
 MAX_STRIP = 64
 _VOID = frozenset({"col", "wbr"})

@@ -80,7 +80,7 @@ def _facts(detail: EpochDetail) -> Iterator[tuple[str, Text]]:
     if row.committed_ns is not None:
         yield "committed", Text(_units.when(row.committed_ns))
     took = f" in {_units.secs(row.secs)}" if row.secs is not None else ""
-    held = f", training held {_units.secs(row.held_secs)}" if row.held_secs is not None else ""
+    held = f", training blocked {_units.secs(row.blocked_secs)}" if row.blocked_secs is not None else ""
     on = f" on {len(row.nodes)} nodes" if len(row.nodes) > 1 else f" on {row.nodes[0].name}" if row.nodes else ""
     if row.nbytes or row.nodes:
         yield "size", text(f"{_units.nbytes(row.nbytes)}{on}{took}{held}")
@@ -94,7 +94,7 @@ def _facts(detail: EpochDetail) -> Iterator[tuple[str, Text]]:
         yield "metadata", text(f"{name}: {value}", limit=400)
     for title, said in run_notes.told(row.notes)[:_NOTES]:
         yield title, text(said, limit=400)
-    for name, left in (detail.left_out or {}).items():
+    for name, left in (detail.unsupported or {}).items():
         if name == "*":  # there is no view
             yield "Orbax lacks", text(f"all of it: {'; '.join(left.values())}", WARN, limit=1000)
             continue

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from epochckpt import _units
 from epochckpt.inspection import rows
-from epochckpt.inspection.rows import EpochRow, Overview, RemainRow, flat
+from epochckpt.inspection.rows import EpochRow, LeftoverRow, Overview, flat
 from epochckpt.inspection.text.table import (
     BAD,
     FAINT,
@@ -33,7 +33,7 @@ from epochckpt.inspection.text.table import (
 )
 
 LATEST, BEST = "▸", "★"
-STYLES = {rows.COMMITTED: "", rows.DAMAGED: BAD, rows.IN_PROGRESS: LIVE, rows.LEFTOVER: WARN}
+STYLES = {rows.COMMITTED: "", rows.DAMAGED: BAD, rows.IN_PROGRESS: LIVE, rows.ABANDONED: WARN}
 _NOTES = 20
 
 
@@ -51,8 +51,8 @@ def overview(seen: Overview, *, hint: str = "") -> RenderableType:
     if seen.epochs:
         parts.append(_epochs(seen))
     parts += _notes(seen)
-    if seen.remains:
-        parts += [Text(), Text("Also here, and read by nobody:", HEAD), remains(seen.remains)]
+    if seen.leftovers:
+        parts += [Text(), Text("Also here, and read by nobody:", HEAD), leftovers(seen.leftovers)]
     if seen.problems:
         parts.append(Text())
         for path, why in seen.problems.items():  # of the directory as a whole: without a path
@@ -92,7 +92,7 @@ def _epochs(seen: Overview) -> Table:
         Column(Text("state"), 0),
         Column(Text("bytes"), 1, right=True),
         Column(Text("took"), 2, right=True),
-        Column(Text("held"), 5, right=True),
+        Column(Text("blocked"), 7, right=True),
         *(
             Column(text(name, HEAD, limit=14), 3 if i == 0 else 6 + i, right=True, least=9)
             for i, name in enumerate(metrics)
@@ -104,7 +104,7 @@ def _epochs(seen: Overview) -> Table:
     ]
     lines: list[Sequence[Cell] | Text] = []
     for row in seen.epochs:
-        attempt = row.state in (rows.IN_PROGRESS, rows.LEFTOVER)
+        attempt = row.state in (rows.IN_PROGRESS, rows.ABANDONED)
         values = flat(row.metrics)
         lines.append(
             [
@@ -113,7 +113,7 @@ def _epochs(seen: Overview) -> Table:
                 Text(row.state, STYLES.get(row.state, "")),
                 Text(_units.nbytes(row.nbytes), FAINT if attempt else ""),
                 _secs(row.secs),
-                _secs(row.held_secs),
+                _secs(row.blocked_secs),
                 *(metric(values.get(name), GOOD if row.best and name == seen.metric else "") for name in metrics),
                 node_strip(row, names, before) if several else Text(),
                 _slowest(row),
@@ -191,7 +191,7 @@ def node_strip(row: EpochRow, names: Sequence[str], before: Mapping[str, int]) -
             marks.append(Mark("·", FAINT, -1.0))
         elif node.state == rows.DAMAGED:
             marks.append(Mark("×", BAD, 2.0))
-        elif row.state in (rows.IN_PROGRESS, rows.LEFTOVER):
+        elif row.state in (rows.IN_PROGRESS, rows.ABANDONED):
             level = node.nbytes / max(before.get(name, most), 1)
             marks.append(Mark(bar(level), STYLES[row.state], 1.0 - min(level, 1.0)))  # the one that is behind
         elif node.secs is None or not longest:
@@ -215,7 +215,7 @@ def _notes(seen: Overview) -> Iterator[RenderableType]:
         yield Text(f"… and {len(told) - _NOTES} more", FAINT)
 
 
-def remains(found: Iterable[RemainRow]) -> Table:
+def leftovers(found: Iterable[LeftoverRow]) -> Table:
     """What lies in a directory and is no epoch."""
     columns = [
         Column(Text("what")),

@@ -1,14 +1,14 @@
-"""Which keeper a checkpoint manager needs."""
+"""Which backend a checkpoint manager needs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.jobs.backends.base import Keeper
-from epochckpt.jobs.backends.caffe2 import Caffe2Keeper
-from epochckpt.jobs.backends.native import EpochKeeper
-from epochckpt.jobs.backends.orbax import OrbaxKeeper
+from epochckpt.jobs.backends.base import CheckpointBackend
+from epochckpt.jobs.backends.caffe2 import Caffe2Backend
+from epochckpt.jobs.backends.native import NativeBackend
+from epochckpt.jobs.backends.orbax import OrbaxBackend
 from epochckpt.jobs.caffe2_managers import CheckpointManager as OfOneNode
 from epochckpt.jobs.caffe2_managers import MultiNodeCheckpointManager as OfManyNodes
 from epochckpt.manager import CheckpointManager
@@ -23,8 +23,8 @@ _VERBS = (
 )  # a protocol cannot be asked
 
 
-def keeper_of(manager: Any) -> Keeper | None:
-    """The keeper of a manager; None for none.
+def backend_of(manager: Any) -> CheckpointBackend | None:
+    """The backend of a manager; None for none.
 
     Raises:
         InvalidArgumentError: it is no checkpoint manager.
@@ -32,11 +32,11 @@ def keeper_of(manager: Any) -> Keeper | None:
     if manager is None:
         return None
     if isinstance(manager, CheckpointManager):
-        return EpochKeeper(manager)
+        return NativeBackend(manager)
     if isinstance(manager, OfOneNode | OfManyNodes):
-        return Caffe2Keeper(manager)
+        return Caffe2Backend(manager)
     if all(callable(getattr(manager, name, None)) for name in _VERBS):
-        return OrbaxKeeper(manager)
+        return OrbaxBackend(manager)
     raise InvalidArgumentError(
         "checkpoint_manager must be an epochckpt.CheckpointManager, an orbax.checkpoint.AbstractCheckpointManager or a "
         f"manager of epochckpt.caffe2, got {type(manager).__name__}"

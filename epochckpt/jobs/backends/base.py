@@ -18,7 +18,7 @@ from epochckpt.jobs import containers
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
-from epochckpt.manager import SaveOutcome
+from epochckpt.manager import SaveResult
 
 NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
 BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
@@ -44,10 +44,10 @@ class Restored:
     names: Names
 
 
-class Keeper(abc.ABC):
+class CheckpointBackend(abc.ABC):
     """A checkpoint manager, as one run or one call of the runner uses it. Every process makes the same calls.
 
-    The session is the keeper's, not the manager's: a run has one keeper, and what is loaded or saved beside the run in
+    The session is the backend's, not the manager's: a run has one backend; what is loaded or saved beside the run in
     another session has another.
 
     Attributes:
@@ -148,7 +148,7 @@ class Keeper(abc.ABC):
         """Begins a save; returns whether it did."""
 
     @abc.abstractmethod
-    def outcomes(self) -> list[SaveOutcome]:
+    def outcomes(self) -> list[SaveResult]:
         """Saves that have ended since the last call, as this process knows."""
 
     @abc.abstractmethod
@@ -170,7 +170,7 @@ class Keeper(abc.ABC):
         """
 
     @abc.abstractmethod
-    def let_replace(self, epoch: int) -> None:
+    def allow_overwrite(self, epoch: int) -> None:
         """The next save of this epoch, which exists, replaces it."""
 
     @abc.abstractmethod
@@ -209,7 +209,7 @@ class Keeper(abc.ABC):
             return epochs
 
         self.drain()
-        return self._exchange.publish("the epochs to go on from", look)
+        return self._exchange.broadcast("the epochs to go on from", look)
 
     def _is_beside(self, epoch: int) -> bool:
         try:
@@ -227,7 +227,7 @@ class Keeper(abc.ABC):
         types: dict[str, Any] = {}
         if not exchange.primary and not isinstance(kinds, Exception):
             spaces = session.workspaces()
-            own = [(node, n) for node, blobs in names.items() for n in blobs if kinds[n] != blob_lib.SPREAD]
+            own = [(node, n) for node, blobs in names.items() for n in blobs if kinds[n] != blob_lib.GLOBAL]
             trees = {(node, name): blob_lib.state_of(spaces[node][name]) for node, name in own}
             types = {f"{node}/{name}": one for (node, name), one in self._recorded(trees).items() if one is not None}
 
@@ -238,8 +238,8 @@ class Keeper(abc.ABC):
             for one in found:
                 for name, kind in one.items():
                     before = union.setdefault(name, kind)
-                    unlike = before != kind and blob_lib.SPREAD in (before, kind)
-                    if unlike or (kind == blob_lib.SPREAD and any(name not in other for other in found)):
+                    unlike = before != kind and blob_lib.GLOBAL in (before, kind)
+                    if unlike or (kind == blob_lib.GLOBAL and any(name not in other for other in found)):
                         raise InvalidArgumentError(
                             f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or "
                             "is not checkpointed; make it alike on all nodes, or give it names of their own"
@@ -247,7 +247,7 @@ class Keeper(abc.ABC):
             return union
 
         mine = kinds if isinstance(kinds, Exception) else {"kinds": kinds, "types": types}
-        self.take_names(exchange.meet("the blobs to checkpoint", mine, decide))
+        self.take_names(exchange.gather("the blobs to checkpoint", mine, decide))
 
     def _recorded(self, trees: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
         """The containers of blobs as JSON, by node and name; None for dicts and lists alone."""

@@ -13,15 +13,15 @@ from typing import Any
 from epochckpt import _threads
 from epochckpt.errors import FencedError, InvalidArgumentError, UnsupportedError, say
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import Keeper, Names, Restored, check_blobs
+from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored, check_blobs
 from epochckpt.jobs.caffe2_managers import CheckpointManager, MultiNodeCheckpointManager
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Task, TaskGroup, joining
 from epochckpt.jobs.session import Session
-from epochckpt.manager import SaveOutcome
+from epochckpt.manager import SaveResult
 
 
-class Caffe2Keeper(Keeper):
+class Caffe2Backend(CheckpointBackend):
     """Caffe2's verbs."""
 
     chooses = per_node = True
@@ -35,19 +35,19 @@ class Caffe2Keeper(Keeper):
         self._manager, self.directory, self.handler = manager, manager.db_prefix, manager.metadata_handler
         self._wanted: list[str] = []
         self._nodes: list[str] = []
-        self._ended: list[SaveOutcome] = []
+        self._ended: list[SaveResult] = []
         self._ready = False
         self._fenced = ""
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         if not isinstance(self._manager, MultiNodeCheckpointManager) and session.coordinator.processes == 1:
             self._manager.take_nodes(wanted or session.nodes)
         self._wanted = list(wanted)
         return wanted or session.nodes
 
     def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
-        """See Keeper. Beside a run, the blobs are those that the run's init has found, as in Caffe2."""
+        """See CheckpointBackend. Beside a run, the blobs are those that the run's init has found, as in Caffe2."""
         super().open(session, exchange)
         several = isinstance(self._manager, MultiNodeCheckpointManager)
         self._nodes = [n for n in self._wanted or session.nodes if several or n in session.hosted]
@@ -56,28 +56,30 @@ class Caffe2Keeper(Keeper):
             self._manager.set_params(self._nodes)
 
     def told_nodes(self, session: Session) -> list[str]:
-        """See Keeper. A manager of one node has a name for it."""
+        """See CheckpointBackend. A manager of one node has a name for it."""
         if isinstance(self._manager, MultiNodeCheckpointManager):
             return list(self._wanted or session.nodes)
         return [self._manager.node_name]
 
     def choose(self, named: int | None) -> int | None:
-        """See Keeper."""
-        return self._exchange.publish("the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named))
+        """See CheckpointBackend."""
+        return self._exchange.broadcast(
+            "the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named)
+        )
 
     def epochs(self) -> list[int]:
-        """See Keeper. Each node has its own; nobody asks."""
+        """See CheckpointBackend. Each node has its own; nobody asks."""
         return []
 
     def restore(self, epoch: int | None) -> Restored:
-        """See Keeper."""
+        """See CheckpointBackend."""
         if epoch is None:
             raise InvalidArgumentError("Caffe2's managers restore the epoch that is named, or that their handler knows")
         self._run(lambda: self._manager.init(self._nodes, retrieve_from_epoch=epoch))
         self._run(lambda: self._manager.load(epoch))
         self._ready = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
-        found = self._exchange.meet("stats of the load", self._refusal(names) or self._stats(), list)
+        found = self._exchange.gather("stats of the load", self._refusal(names) or self._stats(), list)
         self._tell("checkpoint_load", epoch, self._merged(found))
         return Restored(epoch, self._manager.read_notes(epoch) or {}, names)
 
@@ -88,7 +90,7 @@ class Caffe2Keeper(Keeper):
         return dict.fromkeys(self._nodes, self._manager)
 
     def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
-        """See Keeper."""
+        """See CheckpointBackend."""
         if self._ready:
             return
         left_out = {n: sorted(set(session.workspace(n)) - set(blobs)) for n, blobs in names.items() if n in self._nodes}
@@ -97,7 +99,7 @@ class Caffe2Keeper(Keeper):
                 f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {left_out}"
             )
         kinds = check_blobs(session, names)  # each node saves by itself: what they call alike may differ
-        exchange.meet("the blobs to checkpoint", self._refusal(names) or kinds, lambda _: None)
+        exchange.gather("the blobs to checkpoint", self._refusal(names) or kinds, lambda _: None)
         self._run(lambda: self._manager.init(self._nodes))
 
     def _refusal(self, names: Names) -> UnsupportedError | None:
@@ -116,14 +118,14 @@ class Caffe2Keeper(Keeper):
         self._session.run(runnable)
 
     def prepare(self, epoch: int, names: Names) -> Any:
-        """See Keeper. The save itself looks at the blobs."""
+        """See CheckpointBackend. The save itself looks at the blobs."""
 
     def accessible(self, epoch: int) -> bool:
-        """See Keeper."""
+        """See CheckpointBackend."""
         return self._manager.cp_accessible(epoch=None)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
-        """See Keeper."""
+        """See CheckpointBackend."""
         self._manager.notes = dict(notes)
         began, error, fenced = time.monotonic(), "", ""
         try:
@@ -133,7 +135,7 @@ class Caffe2Keeper(Keeper):
             cause = caught if isinstance(caught, FencedError) else caught.__cause__
             fenced = cause.reason if isinstance(cause, FencedError) else ""
         mine = {"error": error, "fenced": fenced, "stats": {} if error else self._stats()}
-        found = self._exchange.meet(f"save of epoch {epoch}", mine, list)
+        found = self._exchange.gather(f"save of epoch {epoch}", mine, list)
         problem = next((f["error"] for f in found if f["error"]), "")
         self._fenced = next((f["fenced"] for f in found if f["fenced"]), "")
         stats = self._merged([f["stats"] for f in found])
@@ -141,7 +143,7 @@ class Caffe2Keeper(Keeper):
             _threads.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
             self._tell("checkpoint_save", epoch, stats)
         secs = time.monotonic() - began
-        self._ended.append(SaveOutcome(epoch, not problem, problem, secs, secs, stats))
+        self._ended.append(SaveResult(epoch, not problem, problem, secs, secs, stats))
         return True
 
     def _stats(self) -> dict[str, float]:
@@ -169,26 +171,26 @@ class Caffe2Keeper(Keeper):
 
         _threads.logged("the metadata handler's report", report)
 
-    def outcomes(self) -> list[SaveOutcome]:
-        """See Keeper."""
+    def outcomes(self) -> list[SaveResult]:
+        """See CheckpointBackend."""
         ended, self._ended = self._ended, []
         return ended
 
     def fenced_off(self) -> str:
-        """See Keeper."""
+        """See CheckpointBackend."""
         return self._fenced
 
     def drain(self) -> None:
-        """See Keeper. Nothing is ever in flight."""
+        """See CheckpointBackend. Nothing is ever in flight."""
 
     def roll_back(self, epoch: int) -> None:
-        """See Keeper. Later epochs stay until they are replaced."""
+        """See CheckpointBackend. Later epochs stay until they are replaced."""
 
-    def let_replace(self, epoch: int) -> None:
-        """See Keeper. Every save replaces."""
+    def allow_overwrite(self, epoch: int) -> None:
+        """See CheckpointBackend. Every save replaces."""
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
-        """See Keeper."""
+        """See CheckpointBackend."""
         if isinstance(self._manager, MultiNodeCheckpointManager):
             loaded = self._manager.load_blobs_locally(self._nodes, names, epoch, self._session)
         else:

@@ -15,7 +15,7 @@ from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import (
     BARE,
     NOTES,
-    Keeper,
+    CheckpointBackend,
     Names,
     Restored,
     copies,
@@ -28,10 +28,10 @@ from epochckpt.jobs.backends.base import (
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
-from epochckpt.manager import CheckpointManager, SaveOutcome
+from epochckpt.manager import CheckpointManager, SaveResult
 
 
-class EpochKeeper(Keeper):
+class NativeBackend(CheckpointBackend):
     """Blobs as items: arrays once, everything else per node."""
 
     tells = frozenset({"set_params", "write", "checkpoint_save"})
@@ -44,13 +44,13 @@ class EpochKeeper(Keeper):
         self._items: dict[str, str] = {}
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         if wanted:
             self._manager.set_nodes(wanted)
         return self._manager.node_names
 
     def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
-        """See Keeper.
+        """See CheckpointBackend.
 
         Raises:
             UnsupportedError: other processes save with the manager than run the job.
@@ -65,7 +65,7 @@ class EpochKeeper(Keeper):
         self._manager.introduce_handler()
 
     def told_nodes(self, session: Session) -> list[str]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         del session
         return list(self._manager.node_names)
 
@@ -74,32 +74,32 @@ class EpochKeeper(Keeper):
         return {n: ws for n, ws in self._session.workspaces().items() if n in self._manager.node_names}
 
     def epochs(self) -> list[int]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         return list(self._manager.all_steps())
 
     def damaged(self) -> list[int]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         return self._manager.damaged_epochs()
 
     def foreign(self) -> Mapping[int, str]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         return self._manager.foreign_folders()
 
     def claim(self) -> None:
-        """See Keeper."""
+        """See CheckpointBackend."""
         self._manager.claim()
 
     def fenced_off(self) -> str:
-        """See Keeper."""
+        """See CheckpointBackend."""
         return self._manager.fenced_off
 
     def take_names(self, kinds: Mapping[str, str]) -> None:
-        """See Keeper."""
+        """See CheckpointBackend."""
         self._kinds = kinds
         self._items = blob_lib.item_names(kinds, self._manager.node_names)
 
     def restore(self, epoch: int | None) -> Restored:
-        """See Keeper."""
+        """See CheckpointBackend."""
         if epoch is None:
             epoch, found = self._manager.restore_newest(self._read, self.resumable())
         else:
@@ -115,7 +115,7 @@ class EpochKeeper(Keeper):
         return Restored(epoch, notes, names)
 
     def notes(self, epoch: int) -> Mapping[str, Any]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         found = self._manager.metadata(epoch).custom_metadata or {}
         notes = found.get(NOTES)
         return notes if isinstance(notes, dict) else {}
@@ -178,7 +178,7 @@ class EpochKeeper(Keeper):
         return {**copies(got[item], hosted), **whole}
 
     def prepare(self, epoch: int, names: Names) -> Any:
-        """See Keeper."""
+        """See CheckpointBackend."""
         spaces = self._spaces()
         several = len(self._manager.node_names) > 1
         items: dict[str, Any] = {}
@@ -200,7 +200,7 @@ class EpochKeeper(Keeper):
         return items, self.types(states)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
-        """See Keeper. The policies do not count epochs after this one: they are not of this run."""
+        """See CheckpointBackend. The policies do not count epochs after this one: they are not of this run."""
         if not (force or self._manager.should_save(epoch, ignore_later=True)):
             return False
         items, types = prepared
@@ -216,30 +216,30 @@ class EpochKeeper(Keeper):
         try:
             return save()
         except EpochExistsError:  # a task has saved it with the manager itself just now
-            self._manager.let_replace(epoch)
+            self._manager.allow_overwrite(epoch)
             return save()
 
-    def outcomes(self) -> list[SaveOutcome]:
-        """See Keeper."""
-        return self._manager.take_outcomes()
+    def outcomes(self) -> list[SaveResult]:
+        """See CheckpointBackend."""
+        return self._manager.pop_save_results()
 
     def drain(self) -> None:
-        """See Keeper."""
+        """See CheckpointBackend."""
         with contextlib.suppress(SaveError):  # it is an outcome, too
             self._manager.wait_until_finished()
 
     def roll_back(self, epoch: int) -> None:
-        """See Keeper."""
+        """See CheckpointBackend."""
         require(self.epochs(), epoch, self.directory)
         if self.epochs()[-1] != epoch:
             self._manager.rollback_to(epoch)
 
-    def let_replace(self, epoch: int) -> None:
-        """See Keeper."""
-        self._manager.let_replace(epoch)
+    def allow_overwrite(self, epoch: int) -> None:
+        """See CheckpointBackend."""
+        self._manager.allow_overwrite(epoch)
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
-        """See Keeper."""
+        """See CheckpointBackend."""
         if epoch not in self._manager.all_steps(read=True):
             return False
         try:

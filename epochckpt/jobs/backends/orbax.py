@@ -26,7 +26,7 @@ from epochckpt.jobs.backends.base import (
     BARE,
     BYTES,
     NOTES,
-    Keeper,
+    CheckpointBackend,
     Names,
     Restored,
     of_this_node,
@@ -35,10 +35,10 @@ from epochckpt.jobs.backends.base import (
     wanted_blobs,
 )
 from epochckpt.jobs.session import Session
-from epochckpt.manager import SaveOutcome
+from epochckpt.manager import SaveResult
 
 
-class OrbaxKeeper(Keeper):
+class OrbaxBackend(CheckpointBackend):
     """Stock Orbax's manager."""
 
     asks_jax = True
@@ -49,12 +49,12 @@ class OrbaxKeeper(Keeper):
         self._items: dict[str, str] = {}
         self._forms: dict[str, str] = {}
         self._asked: tuple[int, float, float] | None = None
-        self._ended: list[SaveOutcome] = []
+        self._ended: list[SaveResult] = []
         self._replace: set[int] = set()
         self._discarded: int | None = None
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         processes = session.coordinator.processes
         if len(wanted) > 1 and processes == 1:
             raise UnsupportedError(
@@ -64,17 +64,17 @@ class OrbaxKeeper(Keeper):
         return wanted or [f"process_{i}" for i in range(processes)]
 
     def epochs(self) -> list[int]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         return sorted(self._manager.all_steps())
 
     def take_names(self, kinds: Mapping[str, str]) -> None:
-        """See Keeper."""
+        """See CheckpointBackend."""
         self._items = blob_lib.item_names(kinds, ["default"])  # Orbax's name for the item of an epoch of one item
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
     def restore(self, epoch: int | None) -> Restored:
-        """See Keeper. Orbax does not verify: the newest is the newest that it lists."""
+        """See CheckpointBackend. Orbax does not verify: the newest is the newest that it lists."""
         if epoch is None:
             epoch = self.resumable()[-1]
         require(self.epochs(), epoch, self.directory)
@@ -90,7 +90,7 @@ class OrbaxKeeper(Keeper):
         return Restored(epoch, notes, {node: list(values)})
 
     def notes(self, epoch: int) -> Mapping[str, Any]:
-        """See Keeper."""
+        """See CheckpointBackend."""
         notes = (self._manager.metadata(epoch).custom_metadata or {}).get(NOTES)
         return notes if isinstance(notes, dict) else {}
 
@@ -133,7 +133,7 @@ class OrbaxKeeper(Keeper):
     # -- saving --------------------------------------------------------------------------------------------------
 
     def prepare(self, epoch: int, names: Names) -> Any:
-        """See Keeper."""
+        """See CheckpointBackend."""
         ((node, workspace),) = self._session.workspaces().items()
         mine = names[node]
         out: dict[str, tuple[str, Any]] = {}
@@ -151,7 +151,7 @@ class OrbaxKeeper(Keeper):
         return out, self.types(states)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
-        """See Keeper. Orbax's policies say no to what is older than the newest: they are not asked about that."""
+        """See CheckpointBackend. Orbax's policies refuse what is older than the newest: so they are not asked."""
         if not force and not any(e > epoch for e in self.epochs()) and not self._manager.should_save(epoch):
             return False
         self._settle()
@@ -187,10 +187,10 @@ class OrbaxKeeper(Keeper):
 
     def _by_node(self, what: str, mine: Any) -> dict[str, Any]:
         nodes = self._session.nodes
-        return self._exchange.meet(what, mine, lambda found: dict(zip(nodes, found, strict=True)))
+        return self._exchange.gather(what, mine, lambda found: dict(zip(nodes, found, strict=True)))
 
-    def outcomes(self) -> list[SaveOutcome]:
-        """See Keeper."""
+    def outcomes(self) -> list[SaveResult]:
+        """See CheckpointBackend."""
         if self._asked is not None and not self._manager.is_saving_in_progress():
             self._settle()
         ended, self._ended = self._ended, []
@@ -213,19 +213,19 @@ class OrbaxKeeper(Keeper):
             logging.warning("stock Orbax saved epoch %d and deleted it, as its options say", epoch)
             self._discarded = epoch
             return
-        self._ended.append(SaveOutcome(epoch, committed, detail, held, time.monotonic() - began, {}))
+        self._ended.append(SaveResult(epoch, committed, detail, held, time.monotonic() - began, {}))
 
     def discarded(self, epoch: int) -> bool:
-        """See Keeper."""
+        """See CheckpointBackend."""
         return epoch == self._discarded
 
     def drain(self) -> None:
-        """See Keeper. Also of saves that another keeper of this manager has begun: Orbax lists them already."""
+        """See CheckpointBackend. Includes saves that another backend of it began: Orbax lists them already."""
         self._settle()
         _threads.logged("a save of stock Orbax failed", self._manager.wait_until_finished)
 
     def roll_back(self, epoch: int) -> None:
-        """See Keeper."""
+        """See CheckpointBackend."""
         epochs = self.epochs()
         require(epochs, epoch, self.directory)
         if epochs[-1] != epoch:
@@ -234,12 +234,12 @@ class OrbaxKeeper(Keeper):
                 "stock Orbax cannot do; use epochckpt.CheckpointManager, or delete the later steps"
             )
 
-    def let_replace(self, epoch: int) -> None:
-        """See Keeper. Orbax deletes it just before."""
+    def allow_overwrite(self, epoch: int) -> None:
+        """See CheckpointBackend. Orbax deletes it just before."""
         self._replace.add(epoch)
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
-        """See Keeper."""
+        """See CheckpointBackend."""
         self._manager.reload()
         if epoch not in self.epochs():
             return False
