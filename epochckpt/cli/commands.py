@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -167,7 +168,7 @@ def stat(args: argparse.Namespace, output: Output) -> int:
     leaves = place.leaves(row)
     with output.progress(f"epoch {row.epoch}", sum(leaf.nbytes for _, _, leaf in wanted)) as bar:
         for item, node, leaf in wanted:
-            found.append(stats.of_leaf(leaves, item, leaf, node))
+            found.append(stats.of_leaf(functools.partial(leaves.pieces, item, leaf.name, node), item, leaf, node))
             bar.more(leaf.nbytes)
     output.rows(found, lambda: text_views.stats(found))
     for item in less.items:

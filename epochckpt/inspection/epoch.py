@@ -246,7 +246,7 @@ class EpochInspection(Shown):
             raise UnknownNameError(f"epoch {self.epoch}: no array matches {said}; {naming.near(wanted[0], known)}")
         leaves, found = self.leaves(), []
         for name, of, leaf in matching:
-            found.append(stats.of_leaf(leaves, name, leaf, of))
+            found.append(stats.of_leaf(functools.partial(leaves.pieces, name, leaf.name, of), name, leaf, of))
             if progress is not None:
                 progress(leaf.nbytes)
         return StatsView(found)
