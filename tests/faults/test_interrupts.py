@@ -98,7 +98,7 @@ FORK = """
 import atexit, faulthandler, os, sys, threading
 import numpy as np, orbax.checkpoint as ocp, epochckpt as ec
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.posix_store import PosixWriter
+from epochckpt.storage.posix import PosixWriter
 
 def save(step):
     return m.save(step, args=ocp.args.StandardSave({"a": np.full(4, float(step))}))

@@ -26,9 +26,15 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage import Entry, Store, open_store
 from epochckpt.storage.object_store import KvReader, KvStore
 from epochckpt.storage.posix import Handle, PosixWriter
-from tests.support.store_contract import StoreContract, in_parallel, write_file
+from epochckpt.testing import StoreContract, in_parallel, write_file
 
 OUT_OF_ROOT = "out of the root"
+
+
+def test_epochckpt_does_not_import_its_tests() -> None:
+    """Nor pytest, which is no dependency."""
+    code = "import sys, epochckpt; sys.exit(sorted({'pytest', 'epochckpt.testing'} & set(sys.modules)) or None)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 class TestPosix(StoreContract):
@@ -372,7 +378,7 @@ def test_a_failed_early_write_back_fails_the_write(posix: Store, code: str, fail
     """The kernel's answer is not thrown away, unless it only says that it has no such call."""
     program = (
         "import errno, sys\n"
-        "from epochckpt.posix_store import WRITE_BACK_BYTES\n"
+        "from epochckpt.storage.posix import WRITE_BACK_BYTES\n"
         "from epochckpt.storage import open_store\n"
         "writer = open_store(sys.argv[1]).open_writer('data', WRITE_BACK_BYTES)\n"
         "try:\n"

@@ -1,4 +1,6 @@
-"""What every store promises, as a class to inherit from: name a fixture `store` that opens an empty one."""
+"""What every store promises, as tests in a class to inherit from."""
+
+from __future__ import annotations
 
 import contextlib
 import io
@@ -9,11 +11,15 @@ import pytest
 
 from epochckpt.storage import Entry, Store
 
-MALFORMED = ["/a", "a/", "a//b", ".", "a/./b", "..", "a/../b", "a\0b"]
+_MALFORMED = ["/a", "a/", "a//b", ".", "a/./b", "..", "a/../b", "a\0b"]
 
 
 def in_parallel(calls: Sequence[Callable[[], object]]) -> list[object]:
-    """Runs all calls at once, a thread each, and returns what each returned or raised."""
+    """Runs all calls at the same time, each in a thread of its own.
+
+    Returns:
+        What each call returned, or the exception that it raised, in the order of `calls`.
+    """
     results: list[object] = [None] * len(calls)
     start = threading.Barrier(len(calls))
 
@@ -34,17 +40,25 @@ def in_parallel(calls: Sequence[Callable[[], object]]) -> list[object]:
 
 
 def write_file(store: Store, path: str, data: bytes) -> None:
-    """Writes a file through a Writer, in one piece."""
+    """Creates a file with a `Writer`, in one piece; durable on return."""
     writer = store.open_writer(path, len(data))
     writer.write(0, data)
     writer.finish()
 
 
 class StoreContract:
-    """The promises of `epochckpt.store` that do not depend on the kind of store."""
+    """What every store promises. A subclass defines two fixtures, and pytest runs these tests on its store.
+
+    Fixtures:
+        store: a new, empty store, a different one for each test.
+        reopened: a second `Store` object on the same directory as `store`.
+
+    The tests call every abstract method of `Store`. Where stores may differ, the tests ask `Store.renames`. What a
+    crash or a full disk leaves behind is not tested here.
+    """
 
     def test_created_content_is_read_back(self, store: Store) -> None:
-        """`create` stores any bytes, none and NULs included."""
+        """`create` stores any bytes, also none at all and NULs."""
         for name, data in (("full", b"a\0b\xff" * 100), ("empty", b"")):
             store.create(name, data)
             assert store.read(name, limit_bytes=1000) == data
@@ -70,14 +84,14 @@ class StoreContract:
             assert store.read(name, limit_bytes=100) == b"%d" % winners[0]
 
     def test_a_removed_name_can_be_created_again(self, store: Store) -> None:
-        """Put-if-absent looks at what is there now, not at what once was."""
+        """`create` asks whether the name exists now, not whether it ever did."""
         store.create("claim", b"first")
         store.remove("claim")
         store.create("claim", b"second")
         assert store.read("claim", limit_bytes=100) == b"second"
 
     def test_a_missing_file_is_file_not_found(self, store: Store) -> None:
-        """Reading, measuring and opening name the missing file."""
+        """The errors of `read`, `size` and `open_reader` name the missing file."""
         assert not store.exists("gone")
         calls = [
             lambda: store.read("gone", limit_bytes=10),
@@ -89,14 +103,14 @@ class StoreContract:
                 call()
 
     def test_a_read_over_the_limit_is_refused(self, store: Store) -> None:
-        """The error names path, size and limit; exactly the limit is fine."""
+        """The error names path, size and limit. A file of exactly the limit is read."""
         store.create("record", b"x" * 11)
         assert len(store.read("record", limit_bytes=11)) == 11
         with pytest.raises(ValueError, match=r"record has 11 bytes; expected at most 10\b"):
             store.read("record", limit_bytes=10)
 
     def test_files_are_found_by_the_beginning_of_their_names(self, store: Store) -> None:
-        """In one folder, or in every folder of the root; neither deeper nor folders, and a missing folder has none."""
+        """`find` looks in one folder, or in each folder of the root; never deeper, and it finds files only."""
         for folder in ("a", "b", "b/_m-deep"):
             store.make_folder(folder)
         for path in ("a/_m-1.json", "a/_m-2.json", "a/other", "b/_m-1.json", "b/_m", "b/_m-deep/_m-x", "_m-root"):
@@ -125,7 +139,7 @@ class StoreContract:
         assert store.read("node/data", limit_bytes=len(data)) == data
 
     def test_parallel_ranges_are_read_by_position(self, store: Store) -> None:
-        """Threads share a reader; each fills its part of a buffer, whatever the buffer's format."""
+        """Threads share a reader, and each fills its part of a buffer, whatever the format of the buffer."""
         data = bytes(range(256)) * 4096  # 1 MiB
         write_file(store, "data", data)
         buffer = bytearray(len(data))
@@ -139,7 +153,7 @@ class StoreContract:
         assert buffer == data
 
     def test_a_read_beyond_the_end_raises(self, store: Store) -> None:
-        """A buffer is filled or EOFError is raised: never a short read."""
+        """A read fills the whole buffer or raises EOFError."""
         store.create("data", b"0123456789")
         with store.open_reader("data") as reader:
             for offset, length in ((5, 6), (10, 1), (1 << 40, 1)):
@@ -150,19 +164,19 @@ class StoreContract:
 
     @pytest.mark.parametrize("size", [0, 1, 2, 3, 1000, (1 << 20) + 1])
     def test_size_is_exact(self, store: Store, size: int) -> None:
-        """However the store finds it out."""
+        """The size of a file is the number of bytes written, also around powers of two."""
         write_file(store, "data", bytes(size))
         assert store.size("data") == size
 
     def test_a_writer_never_replaces(self, store: Store) -> None:
-        """A file that exists cannot be opened for writing, so it keeps its content."""
+        """`open_writer` refuses an existing file, which keeps its content."""
         write_file(store, "data", b"first")
         with pytest.raises(FileExistsError, match="data"):
             store.open_writer("data", 6)
         assert store.read("data", limit_bytes=100) == b"first"
 
     def test_an_unfinished_file_is_not_finished(self, store: Store) -> None:
-        """Missing bytes are found at `finish`; a piece outside of the size is refused at once."""
+        """`finish` refuses a file with missing bytes; `write` refuses a piece outside of the declared size."""
         writer = store.open_writer("data", 10)
         writer.write(0, b"12345")
         for offset, data in ((8, b"123"), (-1, b"1"), (11, b"")):
@@ -172,7 +186,7 @@ class StoreContract:
             writer.finish()
 
     def test_a_closed_writer_refuses(self, store: Store) -> None:
-        """After `abort` or `finish` nothing can be written; `abort` never raises."""
+        """After `abort` or `finish`, `write` and `finish` raise; `abort` never does."""
         aborted, finished = store.open_writer("aborted", 1), store.open_writer("finished", 0)
         aborted.abort()
         finished.finish()
@@ -184,7 +198,7 @@ class StoreContract:
             aborted.write(0, b"x")
 
     def test_a_folder_is_listed_one_level_deep_and_sorted(self, store: Store) -> None:
-        """Files and folders of one folder, each once; no neighbour with a similar name."""
+        """`list` names each file and folder of one folder once, and nothing from a folder with a similar name."""
         for folder in ("12", "12/process_0", "12.old", "120"):
             store.make_folder(folder)
         for path in ("12/epoch.json", "12/process_0/a", "12/process_0/b", "12.old/x", "120/y", "z"):
@@ -197,7 +211,7 @@ class StoreContract:
         assert not store.exists("1")
 
     def test_remove_takes_one_file_and_forgives_a_missing_one(self, store: Store) -> None:
-        """The neighbours stay."""
+        """`remove` leaves files with similar names alone."""
         store.create("a", b"")
         store.create("ab", b"")
         store.remove("a")
@@ -205,7 +219,7 @@ class StoreContract:
         assert store.list("") == [Entry("ab", False)]
 
     def test_remove_tree_takes_everything_below_and_nothing_beside(self, store: Store) -> None:
-        """Similar names stay; a missing folder is fine, so is a file."""
+        """Folders with similar names stay. A missing folder is no error, and neither is a file."""
         for folder in ("12", "12/process_0", "12/empty", "120"):
             store.make_folder(folder)
         for path in ("12/epoch.json", "12/process_0/data", "120/epoch.json", "12.json", "file"):
@@ -218,7 +232,7 @@ class StoreContract:
         assert store.read("120/epoch.json", limit_bytes=1) == b"x"
 
     def test_remove_tree_survives_files_that_appear_meanwhile(self, store: Store) -> None:
-        """Two removers and a writer that adds files until the folder is gone: nobody fails for the others."""
+        """Two threads remove a folder while a third adds files to it; none of them fails."""
         store.make_folder("12")
         for i in range(50):
             store.create(f"12/{i}", b"")
@@ -233,9 +247,9 @@ class StoreContract:
         store.remove_tree("12")
         assert not store.exists("12")
 
-    @pytest.mark.parametrize("path", MALFORMED)
+    @pytest.mark.parametrize("path", _MALFORMED)
     def test_a_malformed_path_is_refused(self, store: Store, path: str) -> None:
-        """By every method that takes one."""
+        """Every method that takes a path raises ValueError for a malformed one."""
         calls: list[Callable[[], object]] = [
             lambda: store.exists(path),
             lambda: store.size(path),
@@ -256,7 +270,7 @@ class StoreContract:
                 call()
 
     def test_the_root_cannot_be_removed_or_replaced(self, store: Store) -> None:
-        """What changes or removes names refuses the root itself."""
+        """Methods that change or remove names refuse the root itself."""
         calls: list[Callable[[], object]] = [
             lambda: store.remove_tree(""),
             lambda: store.remove(""),
@@ -269,7 +283,7 @@ class StoreContract:
                 call()
 
     def test_rename_moves_a_folder_or_says_that_it_cannot(self, store: Store) -> None:
-        """`renames` tells which."""
+        """A store renames whole folders if `Store.renames` says so, and else refuses."""
         store.make_folder("staging")
         store.create("staging/epoch.json", b"{}")
         if not store.renames:
@@ -281,7 +295,7 @@ class StoreContract:
         assert store.read("12/epoch.json", limit_bytes=10) == b"{}"
 
     def test_another_store_on_the_same_directory_sees_the_same(self, store: Store, reopened: Store) -> None:
-        """Nothing is kept in the object: `reopened` is the same directory opened again."""
+        """A store keeps no state in memory: a second object on the same directory sees what the first wrote."""
         store.create("claim", b"x")
         assert reopened.root == store.root
         assert reopened.read("claim", limit_bytes=10) == b"x"
