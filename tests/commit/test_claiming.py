@@ -19,8 +19,8 @@ from epochckpt import errors
 from epochckpt.commit import commits_of
 from epochckpt.orbax import StepNames
 from epochckpt.storage import PosixStore, open_store
-from tests.manager.test_bad_input import unchanged
 from tests.support.claim_jobs import args, overtaken_job, take_over
+from tests.support.files import unchanged
 from tests.support.processes import run_worker, start_processes
 
 

@@ -20,27 +20,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from tests.support.processes import ROOT, Process, Processes, start_processes
+from tests.support.digits import EPOCHS, EXAMPLE, start
+from tests.support.processes import Process
 
-EXAMPLE = ROOT / "examples" / "train_digits.py"
-EPOCHS = 10  # the example's default, for which it states its tolerance
 FOREVER = 5000  # more epochs than any test waits for
 TIMEOUT = 110.0
-
-
-def start(
-    workdir: pathlib.Path,
-    epochs: int = EPOCHS,
-    processes: int = 2,
-    devices: int = 2,
-    *,
-    patience: int = 0,
-    more: Sequence[str] = (),
-) -> Processes:
-    flags = [f"--workdir={workdir}", f"--epochs={epochs}", f"--patience={patience}", *more]
-    topology = [f"--num_processes={processes}", f"--devices_per_process={devices}"]
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    return start_processes([str(EXAMPLE), *flags, *topology], 1, env={"PYTHONPATH": path})
 
 
 def finish(

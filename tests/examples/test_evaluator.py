@@ -5,7 +5,7 @@ import pathlib
 import re
 
 from epochckpt.inspection import scan
-from tests.examples.test_digits import start as start_training
+from tests.support.digits import start as start_training
 from tests.support.processes import ROOT, Processes, start_processes
 
 EVALUATOR = ROOT / "examples" / "evaluate_digits.py"

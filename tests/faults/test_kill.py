@@ -23,11 +23,11 @@ import epochckpt as ec
 from epochckpt import errors
 from epochckpt.storage import posix
 from tests.support import killjob, zombiejob
+from tests.support.killed import KilledJob
 from tests.support.processes import Processes, parse_result, start_processes
 from tests.support.zombiejob import Stop
 
 SEED = int(os.environ.get("EPOCHCKPT_KILL_SEED", "20240229"))
-RUN_SECS = 60.0
 
 
 COUNTS = {"write": 120, "delete": 40, "renamed": 8, "any": 150, "open": 12, "time": 1}  # a kill at the 1st to n-th call
@@ -54,54 +54,6 @@ def kill_plans(rng: random.Random, kills: int) -> list[dict[str, Any]]:
             }
         )
     return plans
-
-
-class KilledJob:
-    """A job that is started over and over on one directory.
-
-    Args:
-        folder: for the directory and, beside it, the outside log.
-        unprotected: a name in `killjob.UNPROTECTED`, for a negative control.
-    """
-
-    def __init__(self, folder: pathlib.Path, unprotected: str = ""):
-        self.directory, self.outside = folder / "epochs", folder / "outside"
-        self.outside.mkdir()
-        self._unprotected = unprotected
-        self._runs = 0
-
-    def run(self, processes: int = 1, **plan: Any) -> list[int]:
-        """One run; returns how its processes ended."""
-        self._runs += 1
-        fields = {"directory": str(self.directory), "outside": str(self.outside), "run": self._runs}
-        args = json.dumps({**fields, **plan, "unprotected": self._unprotected})
-        program = ["-m", "tests.support.worker", "tests.support.killjob:run", args]
-        with start_processes(program, processes, devices_per_process=2) as job:
-            outcomes = job.wait(RUN_SECS, after_failure_secs=10.0)
-            if job.timed_out or any(o.returncode not in (0, -signal.SIGKILL) for o in outcomes):
-                print(*(o.stdout for o in outcomes), sep="\n----\n")
-        assert not job.timed_out, f"run {self._runs} was late: {plan}"
-        return [outcome.returncode for outcome in outcomes]
-
-    def kill(self, plan: dict[str, Any]) -> str:
-        """One run that is killed; prints and returns where."""
-        ended = self.run(**plan)
-        hits = [e for e in self.events("kill") if e["run"] == self._runs]
-        if not hits and self.events("violation"):
-            return ""  # it never came so far; the caller looks at the violations
-        assert ended == [-signal.SIGKILL] * len(ended), f"run {self._runs} ended with {ended}, planned {plan}"
-        (hit,) = hits
-        victim = f"process {hit['process']} of {len(ended)}"
-        print(f"kill {self._runs:3} ({plan['kind']}, {victim}) {hit['place']}: {hit['moment']}")
-        return hit["place"]
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        """What the outside log says."""
-        return [e for e in killjob.read_log(self.outside) if e["event"] == kind]
-
-    def violations(self) -> list[str]:
-        """What starts found wrong."""
-        return [f"run {e['run']}, process {e['process']}: {e['what']}" for e in self.events("violation")]
 
 
 def kill_over_and_over(job: KilledJob, plans: Iterable[dict[str, Any]]) -> collections.Counter[str]:

@@ -19,7 +19,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from tests.manager.test_bad_input import mutate, places
+from tests.support.mutations import mutate, places
 
 Options = ocp.CheckpointManagerOptions
 STATE = {"w": np.arange(4.0), "n": 3}

@@ -23,13 +23,13 @@ from epochckpt.inspection import describe as details
 from epochckpt.inspection.leaf_reader import Leaves
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochDetail, EpochRow, ItemRow, LeafRow
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
-from tests.inspection.test_leaf_reader import SMALL, assert_reads, commits, flat, state
-from tests.inspection.test_leaf_reader import ours as ours
-from tests.inspection.test_leaf_reader import stock as stock
-from tests.manager.test_bad_input import unchanged
-from tests.orbax.test_steps import LAYOUTS, full
 from tests.support import stock_states, topology_jobs
+from tests.support.files import unchanged
+from tests.support.leaves import SMALL, assert_reads, commits, flat, state
+from tests.support.leaves import ours as ours
+from tests.support.leaves import stock as stock
 from tests.support.processes import run_worker
+from tests.support.stock_steps import LAYOUTS, full
 
 
 def describe(directory: Any, epoch: int = 3) -> EpochDetail:

@@ -26,8 +26,8 @@ from epochckpt.errors import (
 from epochckpt.inspection.directory import Inspection
 from epochckpt.inspection.rows import DAMAGED
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
-from tests.manager.test_bad_input import unchanged
-from tests.orbax.test_steps import tree_of, write
+from tests.support.files import unchanged
+from tests.support.stock_steps import tree_of, write
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 

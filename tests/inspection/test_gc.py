@@ -26,7 +26,7 @@ from epochckpt.inspection import gc, leftovers, scan
 from epochckpt.inspection.rows import LeftoverRow
 from epochckpt.storage import PosixStore, Store, open_store
 from epochckpt.storage.object_store import KvStore
-from tests.faults.test_kill import KilledJob
+from tests.support.killed import KilledJob
 
 Save = ocp.args.StandardSave
 TMP = ".orbax-checkpoint-tmp"

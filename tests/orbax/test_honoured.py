@@ -18,7 +18,7 @@ import epochckpt as ec
 from epochckpt.commit import coordination, opening
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.orbax import options as checks
-from tests.orbax.test_options import fields_of, option
+from tests.support.orbax_options import fields_of, option
 
 WAIT_SECS = 30.0
 LOSSES = (5.0, 1.0, 3.0, 4.0, 2.0)

@@ -23,8 +23,8 @@ from epochckpt.orbax import StepNames, marks
 from epochckpt.orbax import steps as orbax_steps
 from epochckpt.storage import open_store
 from epochckpt.storage import store as store_lib
-from tests.manager.test_bad_input import unchanged
 from tests.support import stock_states
+from tests.support.files import unchanged
 from tests.support.silence import Silence
 
 Save, Restore, Composite = ocp.args.StandardSave, ocp.args.StandardRestore, ocp.args.Composite

@@ -18,35 +18,16 @@ import epochckpt as ec
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.orbax import options as checks
+from tests.support.orbax_options import NESTED, fields_of, option
 from tests.support.processes import run_worker
 
 Options = ocp.CheckpointManagerOptions
-NESTED: dict[str, Any] = {
-    "async_options": ocp.AsyncOptions,
-    "file_options": ocp.options.FileOptions,
-    "multiprocessing_options": ocp.options.MultiprocessingOptions,
-}
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs" / "orbax.md"
 WAIT_SECS = 30.0
 
 
 def save(manager: ec.CheckpointManager, epoch: int, **kwargs: Any) -> bool:
     return manager.save(epoch, args=ocp.args.StandardSave({"a": jnp.full(3, epoch)}), **kwargs)
-
-
-def fields_of(options: Any, prefix: str = "") -> set[str]:
-    """Names of all fields, those of the options in it with a dot."""
-    found: set[str] = set()
-    for field in dataclasses.fields(options):
-        kind = NESTED.get(field.name)
-        found |= {prefix + field.name} if kind is None else fields_of(kind, f"{field.name}.")
-    return found
-
-
-def option(name: str, value: Any) -> dict[str, Any]:
-    """The argument of the options with this name."""
-    outer, _, inner = name.rpartition(".")
-    return {outer: NESTED[outer](**{inner: value})} if outer else {inner: value}
 
 
 def test_every_field_is_known() -> None:

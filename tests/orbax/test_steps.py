@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import pathlib
@@ -23,55 +22,16 @@ from flax import nnx
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.format.tree import DTYPES
-from tests.manager.test_bad_input import unchanged
 from tests.support import handler_jobs, stock_states
+from tests.support.files import unchanged
 from tests.support.processes import run_worker
+from tests.support.stock_steps import BEST, CONFIG, LAYOUTS, full, simple, tree_of, write
 
 Save, Restore, Composite = ocp.args.StandardSave, ocp.args.StandardRestore, ocp.args.Composite
 Options = ocp.CheckpointManagerOptions
 READ_ONLY = Options(read_only=True)
 # Orbax closes its event loop while reads of other leaves go on: after the first error they have nowhere to report to.
 abandoned_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-LAYOUTS = [
-    f"{'ocdbt' if ocdbt else 'folders'}-{'zarr3' if zarr3 else 'zarr2'}-{items}"
-    for ocdbt, zarr3, items in itertools.product((True, False), (False, True), ("single", "multi"))
-]
-CONFIG = {"lr": 0.1, "layers": [1, 2], "name": "größer"}
-
-
-def loss(metrics: Any) -> float:
-    return metrics["loss"]
-
-
-BEST = {"best_fn": loss, "best_mode": "min"}
-
-
-def full() -> dict[str, Any]:
-    """Arrays on a mesh, keys, NumPy, scalars, text, empty containers."""
-    return {**stock_states.plain(), "text": "größer", "complex": stock_states.place(np.full(4, 1 - 2j), "x")}
-
-
-def write(directory: Any, layout: str, steps: dict[int, Any], **options: Any) -> None:
-    """Has stock Orbax save steps: item `default`, or `state` and `config`."""
-    arrays = ocp.PyTreeCheckpointHandler(use_ocdbt="ocdbt" in layout, use_zarr3="zarr3" in layout)
-    single = layout.endswith("single")
-    handlers = arrays if single else {"state": arrays, "config": ocp.JsonCheckpointHandler()}
-    with ocp.CheckpointManager(directory, options=Options(**BEST, **options), item_handlers=handlers) as manager:
-        for step, tree in steps.items():
-            one = ocp.args.PyTreeSave(tree)
-            args = one if single else Composite(state=one, config=ocp.args.JsonSave(CONFIG))
-            manager.save(step, args=args, metrics={"loss": 1.0 / (step + 1)}, custom_metadata={"step": step})
-
-
-def simple(directory: pathlib.Path, *steps: int, **options: Any) -> None:
-    """Steps of a small tree, by stock Orbax."""
-    with ocp.CheckpointManager(directory, options=Options(**options)) as manager:
-        for step in steps:
-            manager.save(step, args=Save(tree_of(step)), metrics={"loss": abs(step - 3.5)})
-
-
-def tree_of(step: int) -> dict[str, Any]:
-    return {"w": jnp.full((4, 3), step, jnp.float32), "n": np.arange(3) + step, "step": step}
 
 
 def target(tree: Any, single: bool, reshard: bool = False) -> Any:

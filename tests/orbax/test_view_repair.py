@@ -18,8 +18,8 @@ from epochckpt.cli import main
 from epochckpt.errors import EpochDeletedError, UnsupportedError
 from epochckpt.format.parsing import parse_epoch
 from epochckpt.storage import PosixStore
-from tests.storage.test_file_systems import immovable
 from tests.support import stock_states
+from tests.support.file_systems import immovable
 from tests.support.replace_jobs import no_exchange
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave

@@ -14,6 +14,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 MAX_LINES = 600
 SLEEP = re.compile(r"\btime\s*\.\s*sleep\s*\(|\bfrom\s+time\s+import\b.*\bsleep\b")
 ABANDONED = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
+TEST_IMPORT = re.compile(
+    r"^\s*(?:from tests(?:\.\w+)*\.test_\w+ import|from tests\.\w+ import test_|import tests\..*test_)"
+)
 REASONED = re.compile(r"\bTODO\([\w.@-]+\): \S+ \S+")
 
 
@@ -59,6 +62,15 @@ def test_no_todo_without_an_owner_and_a_reason() -> None:
     found = {
         path.relative_to(ROOT).as_posix(): bare_todos(path.read_text(encoding="utf-8"))
         for path in python_files("epochckpt", "tests", "examples", "benchmarks")
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_no_test_imports_a_test() -> None:
+    """What tests share lies in `tests/support/`: a test file can be read, moved and run by itself."""
+    found = {
+        path.relative_to(ROOT).as_posix(): hits(TEST_IMPORT, path.read_text(encoding="utf-8"))
+        for path in python_files("tests")
     }
     assert {path: lines for path, lines in found.items() if lines} == {}
 

@@ -1,0 +1,37 @@
+"""Files of a directory, as tests compare them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+from typing import Any
+
+
+def listing(folder: pathlib.Path) -> dict[str, Any]:
+    """Every name under a folder with what it is, its mode and its content."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        status = path.lstat()
+        if path.is_symlink():
+            found[name] = ("link", os.readlink(path))
+        elif path.is_file():
+            found[name] = ("file", status.st_mode, hashlib.sha256(path.read_bytes()).hexdigest())
+        else:
+            found[name] = ("folder", status.st_mode)
+    return found
+
+
+class unchanged:
+    """Checks that a block of code leaves a folder exactly as it was."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        self.before = listing(self.folder)
+
+    def __exit__(self, kind: Any, *rest: object) -> None:
+        if kind is None:
+            assert listing(self.folder) == self.before
