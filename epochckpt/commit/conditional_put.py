@@ -37,7 +37,7 @@ class PutCommits(Commits):
                 "this process can no longer save there",
             )
 
-    def claim(self, epoch: int = 0) -> None:
+    def claim(self, epoch: int = 0, continues: str = "") -> None:
         """See Commits."""
         data = claiming.Owner.this_process().to_bytes(token=paths.new_id())
         older = max(self._numbers(), default=0)
@@ -52,7 +52,7 @@ class PutCommits(Commits):
             claiming.report_takeover(self.store.root, self._owner(older), None)
         self.incarnation = f"{number:08d}"
         self._finish_if_it_can()
-        leftovers = list(self._leftovers())
+        leftovers = [path for path in self._leftovers() if path.rpartition("/")[2] != continues]
         _threads.start(lambda: [self.sweep(path) for path in leftovers])
 
     def sweep(self, path: str) -> None:

@@ -117,10 +117,10 @@ class Superseded:
     """A good epoch in whose place the next save of its number may come.
 
     Attributes:
-        attempt: its attempt id; another one is not replaced.
+        attempt: its attempt id, or None where its record cannot be used; another one is not replaced.
     """
 
-    attempt: str
+    attempt: str | None
 
 
 Replaces = Damaged | Superseded
@@ -358,13 +358,14 @@ class Commits(abc.ABC):
         )
 
     @abc.abstractmethod
-    def claim(self, epoch: int = 0) -> None:
+    def claim(self, epoch: int = 0, continues: str = "") -> None:
         """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps what they left.
 
         Whoever fails in the middle of it may call it again, as an incarnation of its own.
 
         Args:
             epoch: what it is needed for, for messages.
+            continues: an attempt that keeps the id of another incarnation, such as an upload's: it is not swept.
 
         Raises:
             FencedError: another run has claimed at the same moment, and is the later one.

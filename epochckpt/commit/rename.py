@@ -83,7 +83,7 @@ class RenameCommits(Commits):
             )
         return sure
 
-    def claim(self, epoch: int = 0) -> None:
+    def claim(self, epoch: int = 0, continues: str = "") -> None:
         """See Commits."""
         self.incarnation = paths.new_id()
         self._begun.add(self.incarnation)
@@ -142,14 +142,21 @@ class RenameCommits(Commits):
         for given_up in list(self._given_up):
             if self.store.exists(self._staging(given_up)):  # a node that came late has made it again
                 self._discard(given_up)
-        self._make_staging(epoch, attempt)
+        self.make_staging(epoch, attempt)
 
-    def _make_staging(self, epoch: int, attempt: str) -> None:
+    def make_staging(self, epoch: int, attempt: str) -> str:
+        """Makes the folder that an attempt is staged in, unless another node has made it; returns its path.
+
+        Raises:
+            FencedError, SaveError: see `make_node_folder`.
+        """
+        staging = self._staging(attempt)
         try:
-            with suppress(FileExistsError):  # whichever node comes first makes it
-                self.store.make_folder(self._staging(attempt))
+            with suppress(FileExistsError):
+                self.store.make_folder(staging)
         except FileNotFoundError:
             raise self.lost(epoch) from None
+        return staging
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
@@ -158,7 +165,7 @@ class RenameCommits(Commits):
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
         folder = self.node_folder(epoch, attempt, node)
-        self._make_staging(epoch, attempt)
+        self.make_staging(epoch, attempt)
         try:
             self.store.make_folder(folder)
         except FileNotFoundError:
@@ -211,7 +218,7 @@ class RenameCommits(Commits):
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
     ) -> Callable[[], None] | None:
         """See Commits."""
-        staging, final = self._staging(attempt), self.names.build(epoch)
+        staging = self._staging(attempt)
         if epoch in self.hidden():  # nobody would see it
             try:
                 self.finish_rollback()
@@ -228,9 +235,25 @@ class RenameCommits(Commits):
         if present and not replace:
             with self._fenced(epoch):
                 self._set_damaged_aside(epoch)
-        old = None
+        return self.put_in_place(epoch, attempt, replace=replace)
+
+    def put_in_place(self, epoch: int, attempt: str, *, replace: bool) -> Callable[[], None] | None:
+        """Gives a staged folder the epoch's name, durably; `publish` does so once the commit record is in it.
+
+        Args:
+            epoch: its number.
+            attempt: the attempt's id.
+            replace: what has the name now gives way.
+
+        Returns:
+            A call that removes the bytes of what gave way, if anything did.
+
+        Raises:
+            FencedError, SaveError, UncertainError: see `publish`.
+        """
+        final, old = self.names.build(epoch), None
         try:
-            old = placing.put(self.store, self._home, staging, final, replace=replace)
+            old = placing.put(self.store, self._home, self._staging(attempt), final, replace=replace)
         except OSError as error:
             if not self._arrived(epoch, attempt, error):
                 raise self._refusal(epoch, error) from error
