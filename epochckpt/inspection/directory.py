@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import orbax.checkpoint as ocp
-from rich.console import RenderableType
 
 from epochckpt import _text as naming
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspection import diff as diffing
-from epochckpt.inspection import html, plots, scan, text
+from epochckpt.inspection import scan
 from epochckpt.inspection.epoch import DiffView, EpochInspection, Shown, read_row
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
 from epochckpt.manager.reader import epoch_number
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from rich.console import RenderableType
+
+    from epochckpt.inspection.plots import Plots
 
 
 def inspect(
@@ -61,51 +62,6 @@ def inspect(
     if mode not in ("max", "min"):
         raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
     return Inspection(directory, metric=metric, mode=mode, options=options)
-
-
-class Plots:
-    """Plots of the epochs of a directory, by matplotlib; each draws on axes of its own unless it is given some.
-
-    Args:
-        inspection: the directory; it is looked at for every plot.
-    """
-
-    def __init__(self, inspection: Inspection):
-        self._inspection = inspection
-
-    def nbytes(self, ax: Axes | None = None) -> Axes:
-        """Bytes of each epoch."""
-        return plots.nbytes(self._seen(), ax)
-
-    def save_secs(self, ax: Axes | None = None) -> Axes:
-        """Seconds from the call of `save` to the commit of each epoch."""
-        return plots.save_secs(self._seen(), ax)
-
-    def blocked_secs(self, ax: Axes | None = None) -> Axes:
-        """Seconds that the training thread was blocked by each save."""
-        return plots.blocked_secs(self._seen(), ax)
-
-    def node_secs(self, ax: Axes | None = None) -> Axes:
-        """Seconds that each node wrote."""
-        return plots.node_secs(self._seen(), ax)
-
-    def metric(self, name: str | None = None, ax: Axes | None = None) -> Axes:
-        """A metric of each epoch, the best and the latest marked.
-
-        Args:
-            name: of the metric; None: the one that `inspect` was given.
-            ax: where to draw.
-
-        Raises:
-            InvalidArgumentError: there is no such metric.
-        """
-        seen = self._seen()
-        if name is None and not seen.metric:
-            raise InvalidArgumentError("which metric? Name it, or pass it: inspect(directory, metric='loss')")
-        return plots.metric(seen, seen.metric if name is None else name, ax)
-
-    def _seen(self) -> Overview:
-        return self._inspection.overview(None, check=False)
 
 
 class Inspection(Shown):
@@ -229,7 +185,9 @@ class Inspection(Shown):
     @property
     def plots(self) -> Plots:
         """Plots of all its epochs."""
-        return Plots(self)
+        from epochckpt.inspection.plots import Plots
+
+        return Plots(lambda: self.overview(None, check=False))
 
     def _numbers(self) -> list[int]:
         return [row.epoch for row in self.epochs()]
@@ -259,7 +217,11 @@ class Inspection(Shown):
         return self.overview()
 
     def _html(self, rows: Overview) -> str:
+        from epochckpt.inspection import html
+
         return html.overview(rows)
 
     def _text(self, rows: Overview) -> RenderableType:
+        from epochckpt.inspection import text
+
         return text.overview(rows, hint="; .epochs() has the rows of all")

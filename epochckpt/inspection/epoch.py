@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING, Any
 
 from epochckpt import _text as naming
 from epochckpt._text import readable, shown
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochDeletedError, EpochNotFoundError, InvalidArgumentError, UnknownNameError
 from epochckpt.format import paths
-from epochckpt.inspection import describe, epoch_rows, html, plain, stats, text
+from epochckpt.inspection import describe, epoch_rows, plain, stats
 from epochckpt.inspection.leaf_reader import Leaves
 from epochckpt.inspection.rows import (
     COMMITTED,
@@ -28,6 +26,9 @@ from epochckpt.inspection.rows import (
     LeafStats,
 )
 from epochckpt.manager import status
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 Progress = Callable[[int], None]
 """Is told how many bytes have been read, piece by piece."""
@@ -60,6 +61,8 @@ class Shown:
             width: columns; None: those of the terminal.
             colour: with escape sequences for colours.
         """
+        from epochckpt.inspection import text
+
         return text.to_text(self._text(self._rows()), width, colour)
 
     def _repr_html_(self) -> str:
@@ -89,9 +92,13 @@ class StatsView(Shown, Sequence[LeafStats]):
         return self.rows
 
     def _html(self, rows: tuple[LeafStats, ...]) -> str:
+        from epochckpt.inspection import html
+
         return html.stats(rows)
 
     def _text(self, rows: tuple[LeafStats, ...]) -> RenderableType:
+        from epochckpt.inspection import text
+
         return text.stats(rows)
 
 
@@ -115,9 +122,13 @@ class DiffView(Shown, Sequence[DiffRow]):
         return self.diff
 
     def _html(self, rows: Diff) -> str:
+        from epochckpt.inspection import html
+
         return html.diff(rows)
 
     def _text(self, rows: Diff) -> RenderableType:
+        from epochckpt.inspection import text
+
         return text.diff(rows)
 
 
@@ -259,9 +270,13 @@ class EpochInspection(Shown):
         return self.detail()
 
     def _html(self, rows: EpochDetail) -> str:
+        from epochckpt.inspection import html
+
         return html.epoch(rows)
 
     def _text(self, rows: EpochDetail) -> RenderableType:
+        from epochckpt.inspection import text
+
         return text.epoch(rows)
 
 
@@ -366,9 +381,13 @@ class ItemInspection(Shown):
         return self.row
 
     def _html(self, rows: ItemRow) -> str:
+        from epochckpt.inspection import html
+
         return html.item(rows, rows.nbytes)
 
     def _text(self, rows: ItemRow) -> RenderableType:
+        from epochckpt.inspection import text
+
         return text.item(rows, rows.nbytes)
 
 

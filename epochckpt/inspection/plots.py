@@ -27,6 +27,48 @@ _NAMED = 3  # of more nodes, how many of the slowest have one
 _STANDS_OUT = 0.1  # by how much of the median a node is slower, all epochs together, to be named
 
 
+class Plots:
+    """Plots of the epochs of a directory, by matplotlib; each draws on axes of its own unless it is given some.
+
+    Args:
+        overview: looks at the directory; called for every plot.
+    """
+
+    def __init__(self, overview: Callable[[], Overview]):
+        self._seen = overview
+
+    def nbytes(self, ax: Axes | None = None) -> Axes:
+        """Bytes of each epoch."""
+        return nbytes(self._seen(), ax)
+
+    def save_secs(self, ax: Axes | None = None) -> Axes:
+        """Seconds from the call of `save` to the commit of each epoch."""
+        return save_secs(self._seen(), ax)
+
+    def blocked_secs(self, ax: Axes | None = None) -> Axes:
+        """Seconds that the training thread was blocked by each save."""
+        return blocked_secs(self._seen(), ax)
+
+    def node_secs(self, ax: Axes | None = None) -> Axes:
+        """Seconds that each node wrote."""
+        return node_secs(self._seen(), ax)
+
+    def metric(self, name: str | None = None, ax: Axes | None = None) -> Axes:
+        """A metric of each epoch, the best and the latest marked.
+
+        Args:
+            name: of the metric; None: the one that `inspect` was given.
+            ax: where to draw.
+
+        Raises:
+            InvalidArgumentError: there is no such metric.
+        """
+        seen = self._seen()
+        if name is None and not seen.metric:
+            raise InvalidArgumentError("which metric? Name it, or pass it: inspect(directory, metric='loss')")
+        return metric(seen, seen.metric if name is None else name, ax)
+
+
 def nbytes(seen: Overview, ax: Axes | None = None) -> Axes:
     """Bytes of each epoch.
 

@@ -8,9 +8,6 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import tqdm
-import tqdm.notebook
-
 from epochckpt.jobs import stop
 
 _SHOWN = 4  # metrics
@@ -49,8 +46,11 @@ def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition])
         yield Bar(None)
         return
     limits = [limit for condition in conditions for limit in _limits(condition)]
-    make = tqdm.notebook.tqdm if notebook and _has_widgets() else tqdm.tqdm
-    with make(total=min(limits, default=None), unit="epoch", desc="training") as shown_bar:
+    if notebook and _has_widgets():
+        from tqdm.notebook import tqdm
+    else:
+        from tqdm import tqdm
+    with tqdm(total=min(limits, default=None), unit="epoch", desc="training") as shown_bar:
         yield Bar(shown_bar)
 
 
