@@ -30,7 +30,8 @@ from epochckpt.manager.metadata_handlers import AbstractMetadataHandler, answere
 from epochckpt.manager.reader import epoch_number
 from epochckpt.storage import expanded
 
-DB_TYPE = "epochckpt"  # the one kind of storage
+DB_TYPE = "epochckpt"
+"""The only `db_type` there is."""
 
 
 def get_ckpt_filename(node_name: str, epoch: int) -> str:
