@@ -19,6 +19,7 @@ from epochckpt._text import readable
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import ArrayItem, Box, Grid, Leaf
 from epochckpt.format import tree as tree_lib
+from epochckpt.format.grid import cell_box
 from epochckpt.format.tree import ARRAY_KINDS
 
 _MAX_SPLIT = 8  # a replicated array is cut for at most this many of its holders
@@ -380,8 +381,4 @@ def boxes_of_devices(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
     """The box that each addressable device holds, for an array of this shape and sharding."""
     counts, cells = device_cells(sharding, shape)
     piece = [d // c for d, c in zip(shape, counts, strict=True)]
-    boxes: dict[Any, Box] = {}
-    for device in sharding.addressable_devices:
-        at = np.unravel_index(cells[device], counts) if shape else ()
-        boxes[device] = tuple((int(i) * p, (int(i) + 1) * p) for i, p in zip(at, piece, strict=True))
-    return boxes
+    return {device: cell_box(cells[device], counts, piece) for device in sharding.addressable_devices}

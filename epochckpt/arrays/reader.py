@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -36,6 +35,7 @@ from epochckpt.format import (
     paths,
     records,
 )
+from epochckpt.format.grid import slices
 from epochckpt.storage import Reader, Store
 
 Slices = tuple[slice, ...]
@@ -551,23 +551,17 @@ class EpochReader:
         """(owner, position among the owner's cells, copy) for every cell that a request needs."""
         arrays = self._arrays(request.item)
         if arrays.is_whole(request.leaf):
-            if element_count(request.box):
+            if request.out.size:
                 owner = arrays.owner(request.leaf, 0)
-                source = tuple(slice(a, b) for a, b in request.box)
-                into = tuple(slice(0, b - a) for a, b in request.box)
-                yield owner, self._positions(request.item, owner)[request.leaf, 0], Copy(request.out, into, source)
+                copy = Copy(request.out, slices(request.box, request.box), slices(request.box))
+                yield owner, self._positions(request.item, owner)[request.leaf, 0], copy
             return
         for cell in arrays.cells_touching(request.leaf, request.box):
             box = arrays.cell_box(request.leaf, cell)
-            meet = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(request.box, box, strict=True)]
-            into = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(meet, request.box, strict=True))
-            source = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(meet, box, strict=True))
+            meet = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(request.box, box, strict=True))
             owner = arrays.owner(request.leaf, cell)
-            yield (
-                owner,
-                self._positions(request.item, owner)[request.leaf, cell],
-                Copy(request.out, into, source),
-            )
+            copy = Copy(request.out, slices(meet, request.box), slices(meet, box))
+            yield owner, self._positions(request.item, owner)[request.leaf, cell], copy
 
     def _positions(self, item: str, node: int) -> dict[tuple[int, int], int]:
         files = self.files(item, node)
@@ -583,13 +577,3 @@ class EpochReader:
                 positions.update({pair: file.first + i for i, pair in enumerate(pairs)})
             files[0].positions = positions
         return files[0].positions
-
-
-def whole(shape: Sequence[int]) -> Box:
-    """The box of a whole array."""
-    return tuple((0, d) for d in shape)
-
-
-def element_count(box: Box) -> int:
-    """Elements in a box."""
-    return math.prod(b - a for a, b in box)

@@ -15,12 +15,13 @@ from jax.sharding import SingleDeviceSharding
 from epochckpt import _text, _units
 from epochckpt._text import readable, shown
 from epochckpt.arrays import plan as plan_lib
-from epochckpt.arrays.reader import EpochReader, Request, whole
+from epochckpt.arrays.reader import EpochReader, Request
 from epochckpt.arrays.renaming import Sources
 from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, describe_leaf, key_dims, without_target
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
 from epochckpt.format import ArrayItem, Box, Leaf
 from epochckpt.format import tree as tree_lib
+from epochckpt.format.grid import whole
 
 _NAMED = 5
 _ALIGNMENT = 64  # jax takes a NumPy buffer over without copying when it is aligned to this

@@ -74,7 +74,8 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
         raise InvalidArgumentError(f"metrics of {len(data)} bytes; at most {MAX_BYTES} can be attached")
     path = layout.join(commits.folder(epoch), layout.metrics_file(source))
     try:
-        _write(commits, path, data)
+        draft = f"{path}.{layout.new_id()}{layout.TMP_SUFFIX}"
+        commits.store.put(path, data, draft=draft, replace=True)
     except FileNotFoundError as error:
         raise EpochDeletedError(epoch, commits.store.root, str(error)) from error
     except PermissionError as error:
@@ -108,32 +109,6 @@ def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, An
         raise InvalidArgumentError(
             f"epoch {record.epoch} has the metric {taken[0]!r} already, from {owners[taken[0]]}: choose another name"
         )
-
-
-def _write(commits: Commits, path: str, data: bytes) -> None:
-    """Puts the file in its place, whole, also where this source has one."""
-    store = commits.store
-    if store.renames:
-        draft = f"{path}.{layout.new_id()}{layout.TMP_SUFFIX}"
-        store.create(draft, data)
-        try:
-            store.rename(draft, path, replace=True)
-        except BaseException:
-            with suppress(OSError):
-                store.remove(draft)
-            raise
-        store.sync_folder(path.rpartition("/")[0])
-        return
-    while True:  # somebody of the same name may be at it, too: the last one stays
-        try:
-            store.create(path, data)
-            return
-        except FileExistsError:
-            try:
-                store.replace(path, store.read(path, limit_bytes=MAX_BYTES), data)
-                return
-            except (FileExistsError, FileNotFoundError):
-                continue
 
 
 def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, Any]]:

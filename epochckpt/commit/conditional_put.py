@@ -277,12 +277,6 @@ class PutCommits(Commits):
         for path in self.store.find(paths.METRICS_PREFIX, folder):
             self.store.remove(path)
 
-    def _write_file(self, path: str, data: bytes, old: bytes | None) -> None:
-        if old is None:
-            self.store.create(path, data)
-        else:
-            self.store.replace(path, old, data)
-
     def release(self) -> None:
         """See Commits: the claim stays, it is what the next incarnation counts on."""
         with suppress(FileExistsError):

@@ -532,14 +532,13 @@ class Commits(abc.ABC):
             if not self.store.exists(folder):
                 self.store.make_folder(folder)
                 self.store.sync_folder("")
-            self._write_file(path, data, old)
-            self.store.sync_folder(folder)
+            self.store.put(path, data, draft=self._draft(), replace=old is not None)
         except FileExistsError:
             logging.info("%s was written by another process", path)
 
-    @abc.abstractmethod
-    def _write_file(self, path: str, data: bytes, old: bytes | None) -> None:
-        """Writes a small file at once; FileExistsError if there is another than this old one."""
+    def _draft(self) -> str:
+        """Where a small file is written before it is renamed: where the next run removes what a kill leaves."""
+        return paths.join(paths.incarnation_folder(self.incarnation), f"draft-{paths.new_id()}")
 
     def finish_rollback(self) -> None:
         """Completes a rollback, or a deletion, that was begun before.

@@ -335,17 +335,13 @@ class RenameCommits(Commits):
 
     def roll_back(self, rollback: Rollback) -> None:
         """See Commits."""
-        draft = paths.join(self._home, paths.ROLLBACK_RECORD)
         with self._fenced(rollback.about):
-            self.store.create(draft, rollback.to_bytes())
             try:
-                self.store.rename(draft, paths.ROLLBACK_RECORD)
+                self.store.put(paths.ROLLBACK_RECORD, rollback.to_bytes(), draft=self._draft())
             except FileExistsError:
-                self.store.remove(draft)
                 self.finish_rollback()  # one is left from before; there is one at a time
                 self.roll_back(rollback)
                 return
-            self.store.sync_folder("")
         self._finish(rollback)
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
@@ -387,11 +383,6 @@ class RenameCommits(Commits):
                 raise
             self.roll_back(Rollback(None, (epoch,), paths.new_id(), away))
         logging.warning("%s: the damaged epoch %d was moved to %s", self.store.root, epoch, away)
-
-    def _write_file(self, path: str, data: bytes, old: bytes | None) -> None:
-        draft = placing.removed(self._home)  # nobody sees half of it, and the next run removes what a kill leaves
-        self.store.create(draft, data)
-        self.store.rename(draft, path, replace=old is not None)
 
     def lost(self, epoch: int) -> SaveError:
         """See Commits."""

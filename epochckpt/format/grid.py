@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,52 @@ from epochckpt.format import safetensors
 from epochckpt.format.tree import ARRAY_KINDS, KeyPath
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a whole array."""
+    return tuple((0, d) for d in shape)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Lengths of a box's sides."""
+    return tuple(stop - start for start, stop in box)
+
+
+def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
+    """The index of a box in its array, or in the part of that array which another box covers."""
+    if origin is None:
+        return tuple(slice(start, stop) for start, stop in box)
+    return tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(box, origin, strict=True))
+
+
+def cell_box(cell: int, counts: Sequence[int], shape: Sequence[int]) -> Box:
+    """The box of one cell of a regular grid: `counts` cells along each dimension, each of the given shape."""
+    place = np.unravel_index(cell, counts) if shape else ()
+    return tuple((int(i) * side, (int(i) + 1) * side) for i, side in zip(place, shape, strict=True))
+
+
+def boxes(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
+    """Cuts an array into boxes, each contiguous in C order and next to the one before; without elements, none.
+
+    Args:
+        shape: of the array.
+        max_elements: the most that a box may have, at least 1.
+    """
+    if math.prod(shape) == 0:
+        return
+    axis, inner = 0, math.prod(shape)  # the first axis whose rows fit
+    while inner > max_elements:
+        inner //= shape[axis]
+        axis += 1
+    if not axis:
+        yield whole(shape)
+        return
+    step = max_elements // inner
+    for outer in np.ndindex(*shape[: axis - 1]):
+        for start in range(0, shape[axis - 1], step):
+            last = min(start + step, shape[axis - 1])
+            yield (*((i, i + 1) for i in outer), (start, last), *whole(shape[axis:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +234,8 @@ class ArrayItem:
     def cell_box(self, leaf: int, cell: int) -> Box:
         """The part of the leaf that a cell covers."""
         if self.is_whole(leaf):
-            return tuple((0, d) for d in self.leaves[leaf].shape)
-        where = np.unravel_index(cell, self.counts(leaf))
-        return tuple((int(i) * s, (int(i) + 1) * s) for i, s in zip(where, self.cell_shape(leaf), strict=True))
+            return whole(self.leaves[leaf].shape)
+        return cell_box(cell, self.counts(leaf), self.cell_shape(leaf))
 
     def cells_touching(self, leaf: int, box: Box) -> list[int]:
         """The cells that intersect `box` (all cells of an array without elements: none)."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
 
 from epochckpt._threads import Pool
 from epochckpt.arrays import EpochReader, Request
-from epochckpt.arrays.reader import whole
 from epochckpt.commit import Commits
 from epochckpt.errors import (
     DamagedError,
@@ -30,7 +27,7 @@ from epochckpt.errors import (
     say,
     unreadable,
 )
-from epochckpt.format import Box, EpochRecord, Leaf, paths
+from epochckpt.format import Box, EpochRecord, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.inspection import describe
 from epochckpt.manager import status
@@ -97,7 +94,7 @@ class Leaves:
         where = paths.join(self._folder, paths.EPOCH_RECORD)
         if info.dtype is None:
             return tree_lib.value_from_json(where, info.kind, reader.record.items[item].values[number])
-        data = _read(reader, item, number, info, whole(info.shape))
+        data = _read(reader, item, number, info, grid.whole(info.shape))
         if info.kind not in ("longstr", "longbytes"):
             return data
         raw = data.tobytes()
@@ -129,7 +126,7 @@ class Leaves:
             with self._still_there():
                 found, row = self._orbax_leaf(item, leaf)
             _check_array(row.leaf)
-            parts = found.boxes(row, boxes(row.leaf.shape, max_elements))
+            parts = found.boxes(row, grid.boxes(row.leaf.shape, max_elements))
             while True:
                 with self._still_there():
                     part = next(parts, None)
@@ -138,7 +135,7 @@ class Leaves:
                 yield part.reshape(-1)
         reader, number, info = self._ours(item, leaf, node)
         _check_array(info)
-        for box in boxes(info.shape, max_elements):
+        for box in grid.boxes(info.shape, max_elements):
             yield _read(reader, item, number, info, box).reshape(-1)
 
     def file(self, item: str, name: str, node: str = "") -> bytes:
@@ -224,7 +221,7 @@ class Leaves:
                 if row.leaf.dtype is None:
                     item.value(row)
                 else:
-                    for part in item.boxes(row, boxes(row.leaf.shape, PIECE_ELEMENTS)):
+                    for part in item.boxes(row, grid.boxes(row.leaf.shape, PIECE_ELEMENTS)):
                         progress(part.nbytes)
             except InvalidArgumentError:
                 continue  # of a type that only somebody's own handler knows
@@ -288,34 +285,10 @@ class Leaves:
             raise EpochDeletedError(self.record.epoch, self._store.root, detail) from error
 
 
-def boxes(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
-    """Cuts an array into parts, each consecutive in C order; an array without elements has none.
-
-    Args:
-        shape: of the array.
-        max_elements: that a part may have.
-    """
-    if math.prod(shape) == 0:
-        return
-    axis, inner = 0, math.prod(shape)  # the first axis whose rows fit
-    while inner > max_elements:
-        inner //= shape[axis]
-        axis += 1
-    if not axis:
-        yield whole(shape)
-        return
-    step = max_elements // inner
-    rest = tuple((0, d) for d in shape[axis:])
-    for at in itertools.product(*map(range, shape[: axis - 1])):
-        head = tuple((i, i + 1) for i in at)
-        for start in range(0, shape[axis - 1], step):
-            yield (*head, (start, min(start + step, shape[axis - 1])), *rest)
-
-
 def _read(reader: EpochReader, item: str, number: int, leaf: Leaf, box: Box) -> np.ndarray:
     assert leaf.dtype is not None, "callers choose arrays"
     reader.check_files(item, number, box)
-    out = np.empty([b - a for a, b in box], leaf.dtype)
+    out = np.empty(grid.box_shape(box), leaf.dtype)
     reader.read([Request(item, number, box, out)])
     return out
 

@@ -14,8 +14,7 @@ from epochckpt.arrays import EpochReader
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, unreadable
 from epochckpt.format import EpochRecord, checksums, parsing, paths, records
 from epochckpt.orbax import Views, view_files
-from epochckpt.storage import Store
-from epochckpt.storage.store import copy_file, writing
+from epochckpt.storage import Store, copy_file, writing
 
 _STEP = re.compile(r"(?:\A|_)(\d+)\Z")
 _STEP_RECORD = "_CHECKPOINT_METADATA"

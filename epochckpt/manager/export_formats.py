@@ -15,21 +15,19 @@ import collections
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from epochckpt.arrays import EpochReader, Request
-from epochckpt.arrays.reader import element_count, whole
 from epochckpt.arrays.saving import root_metadata
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
-from epochckpt.format import ArrayItem, Box, EpochRecord, paths, safetensors
+from epochckpt.format import ArrayItem, Box, EpochRecord, grid, paths, safetensors
 from epochckpt.format.tensor_notes import KEY, Notes
 from epochckpt.manager import status
 from epochckpt.orbax import Views
 from epochckpt.orbax import view as orbax_view
-from epochckpt.storage import Store, Writer
-from epochckpt.storage.store import writing
+from epochckpt.storage import Store, Writer, writing
 
 Unsupported = dict[str, dict[str, str]]
 
@@ -280,7 +278,7 @@ def _write_tensors(
             leaf, box, nbytes = waiting.popleft()
             dtype = arrays.leaves[leaf].dtype
             assert dtype is not None
-            out = buffer[offset : offset + nbytes].view(dtype).reshape([b - a for a, b in box])
+            out = buffer[offset : offset + nbytes].view(dtype).reshape(grid.box_shape(box))
             requests.append(Request(arrays.name, leaf, box, out))
             offset += nbytes
         reader.read(requests)
@@ -289,28 +287,11 @@ def _write_tensors(
         held = 0
 
     for leaf in leaves:
-        reader.check_files(arrays.name, leaf, whole(arrays.leaves[leaf].shape))
-        for box in slabs(arrays.leaves[leaf].shape, max(1, max_bytes // _itemsize(arrays, leaf))):
-            nbytes = element_count(box) * _itemsize(arrays, leaf)
+        reader.check_files(arrays.name, leaf, grid.whole(arrays.leaves[leaf].shape))
+        for box in grid.boxes(arrays.leaves[leaf].shape, max(1, max_bytes // _itemsize(arrays, leaf))):
+            nbytes = math.prod(grid.box_shape(box)) * _itemsize(arrays, leaf)
             if waiting and (held + nbytes > max_bytes or len(waiting) >= _BATCH_LEAVES):
                 flush()
             waiting.append((leaf, box, nbytes))
             held += nbytes
     flush()
-
-
-def slabs(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
-    """Cuts an array into boxes of at most so many elements, each contiguous in C order, one after the other."""
-    if math.prod(shape) <= max_elements:
-        if math.prod(shape):
-            yield whole(shape)
-        return
-    inner = math.prod(shape[1:])
-    rows = max_elements // inner
-    if rows:
-        for first in range(0, shape[0], rows):
-            yield ((first, min(first + rows, shape[0])), *whole(shape[1:]))
-        return
-    for first in range(shape[0]):
-        for box in slabs(shape[1:], max_elements):
-            yield ((first, first + 1), *box)

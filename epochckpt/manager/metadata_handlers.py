@@ -548,10 +548,4 @@ def _replace(path: str, data: bytes) -> None:
     store, name = PosixStore(os.path.dirname(path)), os.path.basename(path)
     # Two jobs may share the directory, so each write has a file of its own; the dot hides what a crash leaves behind
     fresh = f".{name}.{paths.new_id()}.tmp"
-    store.create(fresh, data)
-    try:
-        store.rename(fresh, name, replace=True)
-    except OSError:
-        store.remove(fresh)
-        raise
-    store.sync_folder("")
+    store.put(name, data, draft=fresh, replace=True)

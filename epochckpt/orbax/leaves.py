@@ -39,7 +39,7 @@ from epochckpt.errors import (
     is_passing,
     unreadable,
 )
-from epochckpt.format import Box, KeyPath, Leaf, flax_msgpack, paths
+from epochckpt.format import Box, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import marks, steps
 from epochckpt.storage import Store
@@ -351,7 +351,7 @@ class OrbaxItem:
         if row.here:
             whole = np.asarray(row.value)
             for box in boxes:
-                yield whole[tuple(slice(a, b) for a, b in box)]
+                yield whole[grid.slices(box)]
             return
         with self._tensorstore(row.leaf.name):
             chunks: Sequence[Any] = self._open(row).chunk_layout.read_chunk.shape or ()
@@ -360,7 +360,7 @@ class OrbaxItem:
             array = self._open(row, kept)
         for box in boxes:
             with self._tensorstore(row.leaf.name):
-                data = array[tuple(slice(a, b) for a, b in box)].read().result()
+                data = array[grid.slices(box)].read().result()
             yield np.asarray(data)
 
     def _check(self, row: StoredLeaf) -> None:

@@ -28,7 +28,6 @@ NO_SYMLINKS: Mapping[str, Mapping[str, str]] = {"*": {"*": "the file system has 
 """What a record says is left out of a view that the file system cannot hold: all of it."""
 
 _PREFIX = "view-"
-_PIECE_BYTES = 4 * 2**20
 _told: set[str] = set()  # said once per directory and process
 
 
@@ -179,15 +178,7 @@ def _compare_link(store: Store, folder: str, path: str, link: _Link) -> str:
 
 def _same(store: Store, one: str, other: str) -> bool:
     with store.open_reader(one) as a, store.open_reader(other) as b:
-        if a.size != b.size:
-            return False
-        for start in range(0, a.size, _PIECE_BYTES):
-            pieces = [bytearray(min(_PIECE_BYTES, a.size - start)) for _ in range(2)]
-            for reader, piece in zip((a, b), pieces, strict=True):
-                reader.read_into(start, memoryview(piece))
-            if pieces[0] != pieces[1]:
-                return False
-    return True
+        return a.size == b.size and all(one == other for one, other in zip(a.pieces(), b.pieces(), strict=True))
 
 
 def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:

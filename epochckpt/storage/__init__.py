@@ -14,9 +14,20 @@ import re
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage.object_store import KvStore
 from epochckpt.storage.posix import PosixStore
-from epochckpt.storage.store import Entry, Reader, Store, Writer, patiently
+from epochckpt.storage.store import Entry, Reader, Store, Writer, copy_file, patiently, writing
 
-__all__ = ["Entry", "PosixStore", "Reader", "Store", "Writer", "expanded", "open_store", "patiently"]
+__all__ = [
+    "Entry",
+    "PosixStore",
+    "Reader",
+    "Store",
+    "Writer",
+    "copy_file",
+    "expanded",
+    "open_store",
+    "patiently",
+    "writing",
+]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _COLLAPSED_URL = re.compile(r"(?:gs|s3|file|memory|https?):/[^/]")

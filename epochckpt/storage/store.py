@@ -23,8 +23,8 @@ import functools
 import io
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 _THREADS = 16  # of object stores
 _PIECE_BYTES = 4 * 2**20
+_MAX_PUT_BYTES = 256 * 2**20  # of a file that `put` replaces
 _PAUSES_SECS = (0.05, 0.2, 0.75)  # before storage is asked again
 
 
@@ -78,6 +79,13 @@ class Reader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends reading; calling it again is fine, and so is a read still running in another thread."""
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The whole content in order, in pieces of a few megabytes. Raises what `read_into` raises."""
+        for offset in range(0, self.size, _PIECE_BYTES):
+            piece = memoryview(bytearray(min(_PIECE_BYTES, self.size - offset)))
+            self.read_into(offset, piece)
+            yield piece
 
     def __enter__(self) -> Self:
         return self
@@ -311,6 +319,42 @@ class Store(ABC):
         """
         raise io.UnsupportedOperation(f"{self.root} cannot exchange {one!r} and {other!r}")
 
+    def put(self, path: str, data: bytes, *, draft: str, replace: bool = False) -> None:
+        """Gives a small file its content, atomically and durably with its name.
+
+        A reader, and what a crash leaves, has all of the old content or all of the new one, unlike after `create`.
+
+        Args:
+            path: of the file.
+            data: its content.
+            draft: path that nothing else uses, on the same file system. With `renames` the content is written there
+                first; a crash may leave it.
+            replace: an existing file is replaced; of several callers the last one wins.
+
+        Raises:
+            FileExistsError: there is a file, and `replace` is False.
+            FileNotFoundError: the folder of `path` or of `draft` is missing (POSIX).
+            OSError: storage refused; the draft is removed again if possible.
+        """
+        if self.renames:
+            self.create(draft, data)
+            try:
+                self.rename(draft, path, replace=replace)
+            except BaseException:
+                with suppress(OSError):  # the error that counts is the one being raised
+                    self.remove(draft)
+                raise
+            self.sync_folder(path.rpartition("/")[0])
+            return
+        while True:
+            try:
+                return self.create(path, data)
+            except FileExistsError:
+                if not replace:
+                    raise
+            with suppress(FileExistsError, FileNotFoundError):  # somebody else changed it just now
+                return self.replace(path, self.read(path, limit_bytes=_MAX_PUT_BYTES), data)
+
     def replace(self, path: str, old: bytes, new: bytes) -> None:
         """Gives a small file new content, durably and at once, if it still has the old one.
 
@@ -375,10 +419,10 @@ def writing(store: Store, path: str, size: int) -> Generator[Writer]:
 def copy_file(source: Store, path: str, target: Store, into: str) -> None:
     """Copies a file in pieces of bounded size, durably but for its name."""
     with source.open_reader(path) as reader, writing(target, into, reader.size) as writer:
-        for start in range(0, reader.size, _PIECE_BYTES):
-            piece = memoryview(bytearray(min(_PIECE_BYTES, reader.size - start)))
-            reader.read_into(start, piece)
+        start = 0
+        for piece in reader.pieces():
             writer.write(start, piece)
+            start += len(piece)
 
 
 def check_path(path: str, *, root_allowed: bool = True) -> str:

@@ -83,6 +83,26 @@ class StoreContract:
             assert all(isinstance(r, FileExistsError) for r in results if r is not None), results
             assert store.read(name, limit_bytes=100) == b"%d" % winners[0]
 
+    def test_put_creates_and_replaces_only_where_asked(self, store: Store) -> None:
+        """`put` leaves the content and no draft; an existing file stays unless `replace` is given."""
+        store.make_folder("a")
+        store.put("a/record", b"first", draft="draft1")
+        with pytest.raises(FileExistsError, match="record"):
+            store.put("a/record", b"second", draft="draft2")
+        assert store.read("a/record", limit_bytes=100) == b"first"
+        store.put("a/record", b"third", draft="draft3", replace=True)
+        store.put("a/other", b"new", draft="draft4", replace=True)
+        assert store.read("a/record", limit_bytes=100) == b"third"
+        assert store.list("a") == [Entry("other", False), Entry("record", False)]
+        assert store.list("") == [Entry("a", True)]
+
+    def test_concurrent_puts_leave_one_whole_content(self, store: Store) -> None:
+        """Of eight threads that replace one file, none fails, and one content is there in full."""
+        contents = [b"%d" % i * (1000 + i) for i in range(8)]
+        calls = [lambda i=i, c=c: store.put("f", c, draft=f"d{i}", replace=True) for i, c in enumerate(contents)]
+        assert in_parallel(calls) == [None] * 8
+        assert store.read("f", limit_bytes=10_000) in contents
+
     def test_a_removed_name_can_be_created_again(self, store: Store) -> None:
         """`create` asks whether the name exists now, not whether it ever did."""
         store.create("claim", b"first")
@@ -150,6 +170,7 @@ class StoreContract:
             calls = [lambda i=i: reader.read_into(i * quarter, parts[i]) for i in range(4)]
             assert in_parallel(calls) == [None] * 4
             reader.read_into(len(data), memoryview(b"").cast("B"))  # nothing, at the end
+            assert b"".join(reader.pieces()) == data
         assert buffer == data
 
     def test_a_read_beyond_the_end_raises(self, store: Store) -> None:

@@ -19,7 +19,7 @@ from epochckpt.commit import attached_metrics, commits_of
 from epochckpt.format import checksums, paths
 from epochckpt.inspection import gc, scan
 from epochckpt.orbax import StepNames
-from epochckpt.storage import open_store
+from epochckpt.storage import Store, open_store
 from tests.support.processes import run_worker
 
 
@@ -142,14 +142,14 @@ def test_an_epoch_that_is_deleted_meanwhile_is_said_to_be(directory: str, monkey
     with ec.CheckpointManager(directory) as manager:
         for epoch in (1, 2):
             save(manager, epoch)
-        write = attached_metrics._write
+        put = Store.put
 
-        def late(*args: Any) -> None:
+        def late(*args: Any, **kwargs: Any) -> None:
             manager.delete(1)
             manager.wait_until_finished()
-            write(*args)
+            put(*args, **kwargs)
 
-        monkeypatch.setattr(attached_metrics, "_write", late)
+        monkeypatch.setattr(Store, "put", late)
         with pytest.raises(errors.EpochDeletedError, match="epoch 1 was deleted or replaced"):
             ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
         assert not open_store(directory).find(paths.METRICS_PREFIX)
@@ -360,17 +360,17 @@ def test_an_attachment_stays_where_nobody_can_say_whether_its_epoch_does(
     """Storage that fails for a moment after the write: that is the error, not that the epoch was deleted."""
     with ec.CheckpointManager(directory) as manager:
         save(manager, 1)
-        write = attached_metrics._write
+        put = Store.put
 
-        def then_fail(given: Any, *rest: Any) -> None:
-            write(given, *rest)
-            patch.setattr(type(given.store), "read", fail)
+        def then_fail(store: Store, *args: Any, **kwargs: Any) -> None:
+            put(store, *args, **kwargs)
+            patch.setattr(type(store), "read", fail)
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise OSError(110, "Connection timed out")
 
         with monkeypatch.context() as patch:
-            patch.setattr(attached_metrics, "_write", then_fail)
+            patch.setattr(Store, "put", then_fail)
             with pytest.raises(OSError, match="Connection timed out") as raised:
                 ec.attach_metrics(directory, 1, {"accuracy": 0.5}, "evaluator")
         assert isinstance(raised.value, errors.StorageError)

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from epochckpt.arrays.plan import ItemPlan, boxes_of_devices, device_cells, plan_item
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, Grid, ItemRecord, Leaf, NodeEntry
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, Grid, ItemRecord, Leaf, NodeEntry, grid
 from epochckpt.format.grid import blocks
 from epochckpt.format.parsing import parse_epoch
 from epochckpt.format.records import array_item_json
@@ -380,3 +380,19 @@ def test_what_a_node_owns_is_found_without_walking_all_cells_in_python() -> None
     assert item is not None
     total = sum(len(item.owned(n)[0]) for n in range(1000))
     assert total == sum(len(item.grids[leaf.grid].holders) for leaf in item.leaves)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7,), (3, 5), (1, 1, 9), (2, 3, 4, 5), (5, 0), (1, 64), (64, 1)])
+@pytest.mark.parametrize("limit", [1, 2, 7, 16, 1000])
+def test_boxes_are_the_array_piece_by_piece(shape: tuple[int, ...], limit: int) -> None:
+    """One after the other they are the array's bytes in C order, and none is larger than asked for."""
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    pieces = [array[grid.slices(box)] for box in grid.boxes(shape, limit)]
+    assert all(0 < piece.size <= limit for piece in pieces)
+    joined = list(itertools.chain.from_iterable(piece.ravel().tolist() for piece in pieces))
+    assert joined == array.ravel().tolist()
+
+
+def test_boxes_are_as_few_as_whole_rows_allow() -> None:
+    assert len(list(grid.boxes((10, 10), 30))) == 4
+    assert len(list(grid.boxes((10, 10), 4))) == 30

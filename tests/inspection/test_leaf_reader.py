@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -23,7 +21,7 @@ import epochckpt as ec
 from epochckpt.errors import DamagedError, EpochDeletedError, FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import grid
 from epochckpt.format.tree import DTYPES
-from epochckpt.inspection.leaf_reader import Leaves, boxes
+from epochckpt.inspection.leaf_reader import Leaves
 from tests.support import stock_states
 from tests.support.files import unchanged
 from tests.support.leaves import SMALL, assert_pieces, assert_reads, bits, commits, flat, same, state
@@ -250,23 +248,6 @@ def test_an_epoch_that_goes_away_is_no_damage(
     ):
         with pytest.raises(EpochDeletedError):
             call()
-
-
-# -- the cut ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (4, 6), (3, 1, 5), (2, 3, 5, 7), (1, 1, 9), (5, 0, 2), (0,)])
-def test_the_cut_is_in_order_complete_and_bounded(shape: tuple[int, ...]) -> None:
-    """Every element once, in C order; no part beyond the bound; as few parts as rows allow."""
-    numbers = np.arange(math.prod(shape)).reshape(shape)
-    for most in (1, 2, 5, 6, 7, 30, 35, 1000):
-        parts = [numbers[tuple(slice(a, b) for a, b in box)] for box in boxes(shape, most)]
-        assert all(0 < part.size <= most for part in parts)
-        assert list(itertools.chain.from_iterable(part.reshape(-1).tolist() for part in parts)) == list(
-            range(numbers.size)
-        )
-    assert len(list(boxes((10, 10), 30))) == 4
-    assert len(list(boxes((10, 10), 4))) == 30
 
 
 def test_pieces_of_a_large_array_are_bounded_in_memory(tmp_path: pathlib.Path) -> None:

@@ -1,7 +1,6 @@
 """`export`: stock Orbax and safetensors read what it writes, without anything of ours; whole or not at all."""
 
 import errno
-import itertools
 import json
 import logging
 import os
@@ -30,7 +29,6 @@ from epochckpt.errors import (
     UnsupportedError,
 )
 from epochckpt.format.tree import DTYPES
-from epochckpt.manager import export_formats
 from epochckpt.orbax import view
 from epochckpt.storage import PosixStore
 from epochckpt.storage.posix import PosixWriter
@@ -476,17 +474,6 @@ def test_it_tells_how_many_bytes_it_has_written(tmp_path: pathlib.Path, format: 
     done = ec.export(tmp_path / "run", 5, tmp_path / "out", format, progress=told.append)
     assert sum(told) == done.nbytes
     assert len(told) > 1
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7,), (3, 5), (1, 1, 9), (2, 3, 4, 5), (5, 0), (1, 64), (64, 1)])
-@pytest.mark.parametrize("limit", [1, 2, 7, 16, 1000])
-def test_slabs_are_the_array_piece_by_piece(shape: tuple[int, ...], limit: int) -> None:
-    """One after the other they are the array's bytes in C order, and none is larger than asked for."""
-    array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    pieces = [array[tuple(slice(a, b) for a, b in box)] for box in export_formats.slabs(shape, limit)]
-    assert all(0 < piece.size <= limit for piece in pieces)
-    joined = list(itertools.chain.from_iterable(piece.ravel().tolist() for piece in pieces))
-    assert joined == array.ravel().tolist()
 
 
 def test_pieces_of_long_rows_are_read_as_pieces(tmp_path: pathlib.Path) -> None:

@@ -58,8 +58,8 @@ AFTER_RENAME = Stop("rename", r"HOME/4-\d+", "after")
 BEFORE_DELETE = Stop("rename", "1")
 BEFORE_REPLACING = Stop("(mkdir|rename)", r"damaged-\w+|HOME/damaged-\w+|3", epoch=3)
 ROLLBACKS = {
-    "before the record is drafted": Stop("create", "HOME/rollback.json", action="roll back"),
-    "before the record is published": Stop("rename", "HOME/rollback.json", action="roll back"),
+    "before the record is drafted": Stop("create", r"HOME/draft-\w+", action="roll back"),
+    "before the record is published": Stop("rename", r"HOME/draft-\w+", action="roll back"),
     "before the first epoch moves": Stop("rename", "3", action="roll back"),
     "before the second epoch moves": Stop("rename", "2", action="roll back"),
     "before the record is removed": Stop("(unlink|rename)", "rollback.json", action="roll back"),
