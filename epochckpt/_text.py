@@ -1,11 +1,7 @@
-"""What to say where a name is not there: names that are near, what lies below a part of a tree, what takes patterns.
+"""Names and other text as people see them: made safe to show, matched by patterns, and near names where one is missing.
 
-And what a pattern means.
-
-Text that others wrote, made fit to show: the one place where names, paths and messages are escaped and shortened.
-
-A name in a record may hold escape sequences of a terminal, HTML, line breaks, marks that turn the direction of writing
-round, or ten thousand letters. Every view lets such text through here, and through here only.
+Names, paths and messages that come from storage may hold escape sequences of a terminal, HTML, line breaks, marks that
+turn the direction of writing round, or ten thousand letters. Every view passes such text through `shown` or `html`.
 """
 
 from __future__ import annotations
@@ -21,9 +17,9 @@ LIMIT = 160
 
 
 def readable(name: str) -> str:
-    """A leaf's name as people write it: `layers/0/größe` for `layers/%30/gr%C3%B6%C3%9Fe`, whatever type a key has.
+    """A stored name of a leaf as people write it: `layers/0/größe` for `layers/%30/gr%C3%B6%C3%9Fe`.
 
-    What would be read as something else stays escaped: `/` and `%` in a key, and what cannot be printed.
+    A key stays escaped if it holds `/`, `%` or a character that cannot be printed.
     """
     return "/".join(map(_readable, name.split("/"))) if "%" in name else name
 
@@ -37,16 +33,16 @@ def _readable(key: str) -> str:
 
 
 def shown(text: str, limit: int = LIMIT) -> str:
-    r"""`text` in one line of printable characters, none of which does anything.
+    r"""`text` in one line of printable characters that no terminal interprets.
 
     Control characters (C0, DEL, C1), format characters (bidi, zero width), line and paragraph separators, lone
-    surrogates, unassigned ones, and spaces other than U+0020 become `\n`, `\x1b`, `\u202e`, `\U000e0001`. What is
-    longer than `limit` characters then loses its middle, of which `…` is left; no escape is cut in two.
+    surrogates, unassigned characters and spaces other than U+0020 become escapes: `\n`, `\x1b`, `\u202e`. If the
+    result is longer than `limit` characters, `…` replaces its middle; no escape is cut in two.
     """
     if len(text) <= limit and text.isprintable():
         return text
     cut = len(text) > 2 * limit
-    # Each character becomes one or more: the first and last `limit` of them are all that can be left.
+    # Each character becomes at least one, so only the first and the last `limit` characters can remain.
     head = [_visible(c) for c in (text[:limit] if cut else text)]
     tail = [_visible(c) for c in text[-limit:]] if cut else head
     if not cut and sum(map(len, head)) <= limit:
@@ -58,7 +54,7 @@ def shown(text: str, limit: int = LIMIT) -> str:
 
 
 def html(text: str, limit: int = LIMIT) -> str:
-    """`shown`, with HTML's own characters escaped: fit for text and for quoted attributes."""
+    """`shown` for HTML: in text and in quoted attributes."""
     return _html.escape(shown(text, limit))
 
 
@@ -80,45 +76,40 @@ def _fitting(tokens: Iterator[str], room: int) -> list[str]:
 
 _NEAR = 5
 _LIMIT = 200
-_MANY = 5000  # beyond that the distances to all names take too long
+_MANY = 5000  # names; comparing with more of them takes too long
 
 
-def close(name: str, listed: Sequence[str]) -> list[str]:
-    """The names that are near, nearest first."""
-    low = name.lower()
-    found = difflib.get_close_matches(name, listed, _NEAR, 0.5) if len(listed) <= _MANY else []
-    found += [other for other in listed if low and low in other.lower() and other not in found]
-    if not found and len(listed) > _MANY:  # those that end or begin alike
-        head, tail = name.rpartition("/")[0], name.rpartition("/")[2]
-        alike = [other for other in listed if other.rpartition("/")[2] == tail or other.startswith(f"{head}/")]
-        found = difflib.get_close_matches(name, alike[:_MANY], _NEAR, 0.5)
-    return found
+def near_names(name: str, known: Iterable[str]) -> list[str]:
+    """At most five of the known names that resemble `name`, nearest first."""
+    listed, low = list(known), name.lower()
+    compared = listed
+    if len(listed) > _MANY:  # only those that begin or end alike
+        head, _, tail = name.rpartition("/")
+        compared = [one for one in listed if one.rpartition("/")[2] == tail or one.startswith(f"{head}/")][:_MANY]
+    found = difflib.get_close_matches(name, compared, _NEAR, 0.5)
+    found += [one for one in listed if low and low in one.lower() and one not in found]
+    return found[:_NEAR]
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """A hint: the names that are near, or some of those that there are.
-
-    Args:
-        name: what was asked for.
-        known: what there is.
-    """
+    """A hint for an error about an unknown name: `near: 'a', 'b'`, else `there are: 'c', 'd', … 7 more`."""
     listed = list(known)
     if not listed:
         return "there is none"
-    found = close(name, listed)
-    said = ", ".join(repr(shown(other, limit=_LIMIT)) for other in (found or listed)[:_NEAR])
+    found = near_names(name, listed)
+    quoted = ", ".join(repr(shown(one, limit=_LIMIT)) for one in (found or listed)[:_NEAR])
     more = f", … {len(listed) - _NEAR} more" if not found and len(listed) > _NEAR else ""
-    return f"{'near' if found else 'there are'}: {said}{more}"
+    return f"{'near' if found else 'there are'}: {quoted}{more}"
 
 
 def near_epochs(epoch: int, known: Iterable[int]) -> str:
-    """A hint: the numbers that are nearest, ascending."""
+    """A hint for an error about an unknown epoch: the nearest numbers, ascending."""
     nearest = sorted(sorted(known, key=lambda number: abs(number - epoch))[:_NEAR])
     return f"near: {', '.join(map(str, nearest))}" if nearest else "it holds no committed epoch"
 
 
 def public(names: Iterable[str]) -> list[str]:
-    """The names that leaves go by outside their files: readable, except where two of one item would be alike."""
+    """The names that users see of an item's leaves: readable, but as stored where two would read the same."""
     stored = list(names)
     texts = [readable(name) for name in stored]
     count = collections.Counter(texts)
@@ -126,33 +117,32 @@ def public(names: Iterable[str]) -> list[str]:
 
 
 def either(names: Sequence[str]) -> dict[str, int]:
-    """Numbers of leaves by their public names, and by those that they are stored under."""
+    """Numbers of leaves by their public and by their stored names."""
     numbers = {name: number for number, name in enumerate(public(names))}
     return numbers | {name: number for number, name in enumerate(names)}
 
 
 def matching(names: Sequence[str], pattern: str) -> list[int]:
-    """Numbers of the public names that a name or a shell pattern means, which may be spelt as names are stored."""
+    """Numbers of the public names that equal `pattern` or match it as a shell pattern, which may be in stored form."""
     for asked in (pattern, readable(pattern)):
-        found = [i for i, name in enumerate(names) if name == asked or fnmatch.fnmatchcase(name, asked)]
+        found = [i for i, name in enumerate(names) if _matches(name, asked)]
         if found:
             return found
     return []
 
 
 def matches(item: str, leaf: str, pattern: str) -> bool:
-    """Whether a name, or a shell pattern, of `leaf` or `item:leaf` means a leaf that goes by this public name."""
-    for asked in {pattern, readable(pattern)}:
-        for name in (leaf, f"{item}:{leaf}"):
-            if name == asked or fnmatch.fnmatchcase(name, asked):
-                return True
-    return False
+    """Whether `leaf` or `item:leaf`, by its public name, equals `pattern` or matches it as a shell pattern."""
+    return any(_matches(name, asked) for asked in {pattern, readable(pattern)} for name in (leaf, f"{item}:{leaf}"))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def no_match(pattern: str, known: Iterable[str]) -> str:
-    """What to say of a pattern, or a name, of leaves that matches none."""
-    listed = list(known)
-    quoted = repr(shown(pattern, limit=_LIMIT))
+    """The error text for a pattern, or a name, that matches no leaf."""
+    listed, quoted = list(known), repr(shown(pattern, limit=_LIMIT))
     below = pattern.rstrip("/") + "/"
     if any(other.startswith(below) for other in listed):
         return f"no leaf matches {quoted}; those below it match {shown(f'{below}*', limit=_LIMIT)!r}"
@@ -160,15 +150,14 @@ def no_match(pattern: str, known: Iterable[str]) -> str:
 
 
 def no_leaf(name: str, known: Iterable[str]) -> str:
-    """What to say of a leaf that is not there."""
-    listed = list(known)
-    quoted = repr(shown(name, limit=_LIMIT))
+    """The error text for a leaf that does not exist."""
+    listed, quoted = list(known), repr(shown(name, limit=_LIMIT))
     below = [other for other in listed if other.startswith(f"{name.rstrip('/')}/")] if name else []
     if below:
         some = ", ".join(repr(shown(other, limit=_LIMIT)) for other in below[:_NEAR])
         more = f", … {len(below) - _NEAR} more" if len(below) > _NEAR else ""
-        one = "1 leaf lies" if len(below) == 1 else f"{len(below)} leaves lie"
-        return f"{quoted} is no leaf, {one} below it: {some}{more}"
+        count = "1 leaf lies" if len(below) == 1 else f"{len(below)} leaves lie"
+        return f"{quoted} is no leaf, {count} below it: {some}{more}"
     if any(mark in name for mark in "*?["):
         return f"{quoted} looks like a pattern, which names no single leaf: .stats({quoted}) takes patterns"
     return f"there is no leaf {quoted}; {near(name, listed)}"

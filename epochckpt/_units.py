@@ -1,11 +1,42 @@
-"""Numbers for people: sizes, durations, times, figures. What programs read is never written with these."""
+"""Numbers as people read and write them: sizes, durations, times, figures."""
 
 from __future__ import annotations
 
 import datetime
 import math
+import re
 
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+_SECS: dict[str, float] = {"s": 1, "ms": 0.001, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_BYTES: dict[str, float] = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_BYTES |= {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", start=1)}
+_QUANTITY = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,2})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+
+
+def parse_secs(text: str) -> float:
+    """Seconds of a duration: `90`, `250ms`, `15min`, `1.5h`, `2d`, `1w`. A number alone counts seconds.
+
+    Raises:
+        ValueError: the text is no duration; says which units there are.
+    """
+    return _parsed(text, _SECS)
+
+
+def parse_nbytes(text: str) -> int:
+    """Bytes of a size: `4096`, `8GB` (powers of 1000), `512MiB` (powers of 1024). A number alone counts bytes.
+
+    Raises:
+        ValueError: the text is no size; says which units there are.
+    """
+    return int(text) if text.strip().isdecimal() else round(_parsed(text, _BYTES))
+
+
+def _parsed(text: str, units: dict[str, float]) -> float:
+    found = _QUANTITY.fullmatch(text.strip())
+    sizes = {unit.lower(): size for unit, size in units.items()}
+    if found is None or (found[2] and found[2].lower() not in sizes):
+        raise ValueError(f"expected a number and one of the units {', '.join(units)}")
+    return float(found[1]) * sizes.get(found[2].lower(), 1)
 
 
 def nbytes(n: float) -> str:

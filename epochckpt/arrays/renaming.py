@@ -6,7 +6,6 @@ in a list.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from orbax.checkpoint import transform_utils
 
+from epochckpt._text import near
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import KeyPath, Leaf
 from epochckpt.format import tree as tree_lib
@@ -23,8 +23,6 @@ Sources = Callable[[Sequence[Leaf], Sequence[KeyPath]], Mapping[str, int]]
 
 A leaf of the target that is not in it has none in the epoch.
 """
-
-_FEW = 5
 
 
 def by_patterns(item: str, rename: Mapping[str, str]) -> Sources:
@@ -69,7 +67,7 @@ def _by_patterns(
     for pattern in compiled:
         if pattern not in used:
             problem = f"rename has {pattern!r}, which matches no leaf that an earlier pattern has not taken"
-            raise InvalidArgumentError(f"item {item!r}: {problem}; {_near(pattern, map(_plain_of, leaves))}")
+            raise InvalidArgumentError(f"item {item!r}: {problem}; {near(pattern, map(_plain_of, leaves))}")
     return {tree_lib.leaf_name(path): new[_plain(path)] for path in paths if _plain(path) in new}
 
 
@@ -129,7 +127,7 @@ def _by_transforms(
                 source = _expanded(item, "transforms", found, key if isinstance(key, str) else "/".join(key))
             if asked and source not in numbers:
                 problem = f"transforms takes {name!r} from {source!r}, which the epoch has not"
-                raise InvalidArgumentError(f"item {item!r}: {problem}; {_near(source, numbers)}")
+                raise InvalidArgumentError(f"item {item!r}: {problem}; {near(source, numbers)}")
             break
         if asked and source in numbers:
             out[tree_lib.leaf_name(path)] = numbers[source]
@@ -158,10 +156,3 @@ def _expanded(item: str, argument: str, found: re.Match[str], template: str) -> 
     except (re.error, IndexError, TypeError, AttributeError) as error:
         problem = f"{argument} turns {found.re.pattern!r} into {template!r}, which is no new name for it ({error})"
         raise InvalidArgumentError(f"item {item!r}: {problem}") from None
-
-
-def _near(name: str, names: Any) -> str:
-    """What the epoch has instead, for messages."""
-    listed = list(names)
-    close = difflib.get_close_matches(name, listed, _FEW, 0.5) or listed[:_FEW]
-    return f"it has {', '.join(map(repr, close))}" + (", …" if len(listed) > len(close) else "")

@@ -105,7 +105,7 @@ def _tell_absent(where: str, absent: Sequence[str], known: Sequence[str]) -> Non
     """Names the leaves that a partial restore leaves as they are: one of them may be misspelt."""
     said = []
     for name in map(readable, absent[:_NAMED]):
-        close = _text.close(name, known)
+        close = _text.near_names(name, known)
         said.append(f"{shown(name)!r}" + (f" (near: {', '.join(repr(shown(n)) for n in close[:3])})" if close else ""))
     more = [f"… {len(absent) - _NAMED} more"] if len(absent) > _NAMED else []
     what = _units.several(len(absent), "leaf", "leaves")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 import textwrap
 from typing import Any
+
+from epochckpt import _units
 
 DIRECTORY_HELP = "checkpoint directory: a path, or a URL such as gs://bucket/run or s3://bucket/run"
 EPOCH_HELP = "a number, `latest`, or `best` (with --metric); default: latest"
@@ -23,17 +24,15 @@ exit codes:
   141  whoever read the output went away (| head)
 """
 
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d|w)?\Z")
-_SPANS = {None: 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _Commands = Any  # argparse gives its type no public name
 
 
 def span(value: str) -> float:
-    """Seconds of a duration such as `90`, `30s`, `15m`, `2h`, `1d`."""
-    found = _SPAN.match(value.strip())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{value!r} is no duration; expected for example 30s, 15m, 2h or 1d")
-    return float(found[1]) * _SPANS[found[2]]
+    """Seconds of a duration such as `90`, `15min`, `2h`, `1d`."""
+    try:
+        return _units.parse_secs(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is no duration such as 15min, 2h or 1d: {error}") from None
 
 
 def count(value: str) -> int:
@@ -243,10 +242,10 @@ def _gc(commands: _Commands) -> None:
         metavar="TIME",
         type=span,
         default=86400.0,
-        help="leave alone what something was written to within this time (30s, 15m, 2h, 1d); default: 1d",
+        help="leave alone what something was written to within this time (15min, 2h, 1d); default: 1d",
     )
     added.add_argument("--rolled-back", action="store_true", help="also epochs that were rolled back or quarantined")
-    added.add_argument("--save-timeout", metavar="TIME", type=span, help="of the job, if longer than the default 10m")
+    added.add_argument("--save-timeout", metavar="TIME", type=span, help="of the job, if longer than the default 10min")
     added.add_argument("--todelete-subdir", metavar="NAME", help="the folder that this option of the manager names")
 
 

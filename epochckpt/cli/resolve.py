@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import glob
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -201,9 +200,5 @@ def _names(items: Iterable[ItemRow]) -> list[str]:
 
 
 def _missing(detail: EpochDetail, what: str, name: str, known: Iterable[str]) -> Stop:
-    listed = list(known)
-    near = difflib.get_close_matches(name, listed, _NEAR, 0.5) or [n for n in listed if name.lower() in n.lower()]
-    said = [shown(n, limit=100) for n in (near or listed)[:_NEAR]]
-    hint = f"{'near' if near else 'there are'}: {', '.join(said)}" if said else "there is none"
-    more = f", … {len(listed) - len(said)} more" if not near and len(listed) > len(said) else ""
-    return Stop(MISSING, f"epoch {detail.row.epoch} has no {what} '{shown(name, limit=200)}'; {hint}{more}")
+    said = f"epoch {detail.row.epoch} has no {what} '{shown(name, limit=200)}'"
+    return Stop(MISSING, f"{said}; {_text.near(name, known)}")

@@ -164,14 +164,25 @@ def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | Non
     if found is None:
         return _without(options, info, "returns None")
     try:
-        value = float(found)
-    except OverflowError:  # an int beyond every float
-        value = math.inf if found > 0 else -math.inf
+        return rank(found, options.best_mode)
     except (TypeError, ValueError):  # another job may attach anything
         return _without(options, info, f"returns {found!r:.100}, which is no number,")
-    if math.isnan(value):
+
+
+def rank(value: float, mode: str) -> float:
+    """How good the value of a metric is by `mode`, `max` or `min`: larger is better, and NaN is worst."""
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        number = math.inf if value > 0 else -math.inf
+    if math.isnan(number):
         return -math.inf
-    return value if options.best_mode == "max" else -value
+    return number if mode == "max" else -number
+
+
+def best_of(ranks: Mapping[int, float | None]) -> int | None:
+    """The epoch with the highest rank, the later of equals; None if no epoch has one."""
+    return max(((rank, epoch) for epoch, rank in ranks.items() if rank is not None), default=(0.0, None))[1]
 
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
@@ -204,8 +215,7 @@ def best(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> i
     """The best epoch (the later of equals), or the latest without `best_fn`; None if none has metrics."""
     if options.best_fn is None:
         return infos[-1].step if infos else None
-    scored = [(s, i.step) for i in infos if (s := score(options, i)) is not None]
-    return max(scored)[1] if scored else None
+    return best_of({info.step: score(options, info) for info in infos})
 
 
 def reads_metrics(options: ocp.CheckpointManagerOptions) -> bool:

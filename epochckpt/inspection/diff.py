@@ -14,7 +14,6 @@ same: whoever wrote it, and whatever else changed in the tree.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -285,7 +284,7 @@ def _may_be_in(item: str, pattern: str) -> bool:
 
 def _nothing(patterns: Sequence[str], pairs: Sequence[_Pair]) -> InvalidArgumentError:
     names = list(dict.fromkeys(name for pair in pairs for name in (pair.name, f"{pair.item}:{pair.name}")))
-    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names[:5000])] or names[:3]
+    near = [name for pattern in patterns for name in _text.near_names(pattern, names)] or names[:3]
     asked = ", ".join(f"'{shown(pattern)}'" for pattern in patterns[:5]) or "none"
     some = ", ".join(shown(name) for name in near[:5])
     return InvalidArgumentError(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +11,10 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from epochckpt import _text
 from epochckpt.commit import Commits, attached_metrics, commits_of
 from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.commit.retention import best_of, rank
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -305,12 +305,8 @@ class _Look:
         """The best epoch, the later of equals."""
         if self._metric is None:
             return None
-        scored = [
-            (score, row.epoch)
-            for row in rows
-            if row.state == COMMITTED and (score := _score(row.metrics, self._metric, self._mode)) is not None
-        ]
-        return max(scored)[1] if scored else None
+        values = {row.epoch: _value(row.metrics, self._metric) for row in rows if row.state == COMMITTED}
+        return best_of({epoch: None if value is None else rank(value, self._mode) for epoch, value in values.items()})
 
     def _problems(self, rows: Sequence[EpochRow]) -> dict[str, str]:
         """What is to be said beside the rows."""
@@ -319,8 +315,7 @@ class _Look:
         known = sorted({name for row in rows for name in row.metrics})
         if not known:
             return {"": f"no epoch has metrics, so none is best by {self._metric!r}"}
-        near = difflib.get_close_matches(self._metric, known, n=3) or known[:10]
-        return {"": f"no epoch has the metric {self._metric!r}; there are {', '.join(near)}"}
+        return {"": f"no epoch has the metric {self._metric!r}; {_text.near(self._metric, known)}"}
 
 
 def _latest(rows: Sequence[EpochRow]) -> int | None:
@@ -338,19 +333,4 @@ def _value(metrics: Mapping[str, Any], name: str) -> float | None:
         value = metrics
         for part in name.split("/"):
             value = value.get(part) if isinstance(value, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-def _score(metrics: Mapping[str, Any], name: str, mode: str) -> float | None:
-    """How good that is; larger is better."""
-    value = _value(metrics, name)
-    if value is None:
-        return None
-    if math.isnan(value):
-        return -math.inf
-    return value if mode == "max" else -value
+    return None if isinstance(value, bool) or not isinstance(value, int | float) else value

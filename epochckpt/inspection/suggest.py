@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 
+from epochckpt._text import near_names
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers
 from epochckpt.orbax import marks, step_names
@@ -49,7 +49,7 @@ def missing(path: str) -> str:
     while not os.path.lexists(above):
         above, name = os.path.split(above)
     try:
-        near = difflib.get_close_matches(name, os.listdir(above), n=3)
+        near = near_names(name, os.listdir(above))[:3]
     except OSError:
         near = []
     hint = f"; near it: {', '.join(near)}" if near else ""

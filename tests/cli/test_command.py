@@ -363,9 +363,9 @@ def test_watch_says_by_its_code_that_an_epoch_is_damaged(run_cli: Any, tmp_path:
         (["verify", "{run}", "1", "7"], "near: 1, 2, 3"),
         (["diff", "{run}", "1", "7"], "near: 1, 2, 3"),
         (["export", "{run}", "7", "/nowhere", "--format", "orbax"], "near: 1, 2, 3"),
-        (["tree", "{run}", "1", "params/dense/kernal"], "near: params/dense/kernel"),
-        (["stat", "{run}", "1", "kernel"], "near: params/dense/kernel"),
-        (["tree", "{run}", "1", "--item", "modell"], "near: model"),
+        (["tree", "{run}", "1", "params/dense/kernal"], "near: 'params/dense/kernel'"),
+        (["stat", "{run}", "1", "kernel"], "near: 'params/dense/kernel'"),
+        (["tree", "{run}", "1", "--item", "modell"], "near: 'model'"),
         (["tree", "{run}", "1", "--node", "process_0"], "no node with items of its own"),
         (["show", "{run}", "best", "--metric", "lost"], "loss"),
         (["watch", "{run}", "--timeout", "0.01s", "--interval", "0.01s"], "no epoch was committed within 10 ms"),
@@ -438,7 +438,7 @@ def test_leaves_are_told_apart_by_their_items(run_cli: Any, tmp_path: pathlib.Pa
         assert [(row["item"], row["mean"]) for row in found.json] == [("w", 2.0)], pattern
     assert re.search(r"^w +value +int64", run_cli("stat", tmp_path / "run", 2, "w").out, re.MULTILINE)
     assert re.search(r"^~ +w +value +changed", run_cli("diff", tmp_path / "run", 1, 2).out, re.MULTILINE)
-    assert "near: w" in run_cli("tree", tmp_path / "run", 2, "ww").err
+    assert "near: 'w'" in run_cli("tree", tmp_path / "run", 2, "ww").err
 
 
 def test_gc_removes_nothing_unless_told_to(run_cli: Any, damaged: pathlib.Path) -> None:

@@ -144,7 +144,7 @@ def test_metrics_in_mappings() -> None:
 
 def test_an_unknown_metric_is_refused() -> None:
     """The error names those that there are."""
-    with pytest.raises(InvalidArgumentError, match="no epoch has the metric 'los'; there are: loss"):
+    with pytest.raises(InvalidArgumentError, match="no epoch has the metric 'los'; there are: 'loss'"):
         plots.metric(run(), "los")
 
 
