@@ -1,10 +1,12 @@
 """Save and restore: epochckpt, stock Orbax (default and uncompressed), and a raw write + fsync, in one run.
 
-The contestants take turns on the same arrays, so that a change of the machine's speed hits all of them; medians and
-ratios are printed. Each round makes a manager in a new directory, saves, restores, and saves again: "held" is how long
-`save()` kept the training thread, "save" is until `wait_until_finished` returned (ours: everything fsynced), each for
-the first save and for the next one (a job saves the same tree again and again); "restore" is until every array is
-ready, from the page cache.
+The contestants take turns on the same arrays, so that a change of the machine's speed affects all of them. The script
+prints medians and ratios. Each round makes a manager in a new directory, saves, restores, and saves again:
+
+- "blocked" is how long `save()` kept the training thread;
+- "save" is the time until `wait_until_finished` returned (ours: everything is fsynced). Both are measured for the first
+  save and for the next one, because a job saves the same tree again and again;
+- "restore" is the time until every array is ready, from the page cache.
 
     python benchmarks/save_restore.py --rounds=5
 """
@@ -38,16 +40,16 @@ BUSY = flags.DEFINE_bool("busy", False, "Keep the training thread busy with Pyth
 JSON = flags.DEFINE_string("json", None, "Also write the measurements to this file.")
 
 
-COLUMNS = ("first_held", "first_save", "held", "save", "restore")
+COLUMNS = ("first_blocked", "first_save", "blocked", "save", "restore")
 
 
 @dataclasses.dataclass
 class Times:
     """Seconds of one round."""
 
-    first_held: float
+    first_blocked: float
     first_save: float
-    held: float
+    blocked: float
     save: float
     restore: float
 
@@ -65,7 +67,7 @@ def manager_round(make: Callable[[pathlib.Path], Any], state: Any, folder: pathl
     """One save and one restore through a CheckpointManager."""
     manager = make(folder)
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    first_held, first_save = timed_save(manager, 0, state)
+    first_blocked, first_save = timed_save(manager, 0, state)
     restore_args = ocp.checkpoint_utils.construct_restore_args(target)
     began = time.perf_counter()
     restored = manager.restore(0, args=ocp.args.PyTreeRestore(target, restore_args=restore_args))
@@ -75,20 +77,20 @@ def manager_round(make: Callable[[pathlib.Path], Any], state: Any, folder: pathl
     assert np.array_equal(np.asarray(restored[name]), np.asarray(state[name]))
     del restored
     os.sync()
-    held, saved = timed_save(manager, 1, state)
+    blocked, saved = timed_save(manager, 1, state)
     manager.close()
-    return Times(first_held, first_save, held, saved, took)
+    return Times(first_blocked, first_save, blocked, saved, took)
 
 
 def timed_save(manager: Any, epoch: int, state: Any) -> tuple[float, float]:
     """Seconds that `save()` took, and until the epoch was durable."""
     began = time.perf_counter()
     manager.save(epoch, args=ocp.args.PyTreeSave(state))
-    held = time.perf_counter() - began
+    blocked = time.perf_counter() - began
     if BUSY.value:
         spin_until(lambda: not manager.is_saving_in_progress())
     manager.wait_until_finished()
-    return held, time.perf_counter() - began
+    return blocked, time.perf_counter() - began
 
 
 def spin_until(done: Callable[[], bool]) -> None:
