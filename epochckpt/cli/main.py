@@ -8,12 +8,12 @@ import importlib.metadata
 import os
 import sys
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 
 from absl import logging
 
 from epochckpt._text import shown
-from epochckpt.cli import arguments, commands, watch
+from epochckpt.cli import arguments
 from epochckpt.cli.output import BROKEN_PIPE, FAULT, FOUND, INTERRUPTED, MISSING, UNREACHABLE, USAGE, Output, Stop
 from epochckpt.errors import (
     DamagedError,
@@ -26,17 +26,6 @@ from epochckpt.errors import (
     UnknownNameError,
 )
 
-_COMMANDS: Mapping[str, Callable[[argparse.Namespace, Output], int]] = {
-    "ls": commands.ls,
-    "show": commands.show,
-    "tree": commands.tree,
-    "stat": commands.stat,
-    "diff": commands.diff,
-    "verify": commands.verify,
-    "gc": commands.collect,
-    "export": commands.export,
-    "watch": watch.watch,
-}
 _CODES: tuple[tuple[type[BaseException], int], ...] = (  # the first that fits
     (UnknownNameError, MISSING),
     (InvalidArgumentError, USAGE),
@@ -58,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: what was typed after `epochckpt`; None: of this process.
 
     Returns:
-        The exit code, see `cli_options.EXIT_CODES`.
+        The exit code, see `arguments.EXIT_CODES`.
     """
     try:
         args = arguments.parser(_version()).parse_args(argv)
@@ -66,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else USAGE
     try:
         with _quiet():
-            code = _COMMANDS[args.command](args, Output(args.json))
+            code = args.run(args, Output(args.json))
             sys.stdout.flush()
             return code
     except BrokenPipeError:

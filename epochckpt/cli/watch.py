@@ -18,7 +18,7 @@ from epochckpt.commit import Commits, commits_of
 from epochckpt.inspection import rows, scan
 from epochckpt.inspection import watch as watching
 from epochckpt.inspection.rows import EpochRow
-from epochckpt.inspection.text import overview
+from epochckpt.inspection.text.overview import BEST, metric, node_strip, strip_title
 from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Column, Fitted, Parts, Table, text
 from epochckpt.inspection.watch import DELETED, FAILED, PRESENT, SAVED, SAVING, Event
 from epochckpt.orbax import StepNames
@@ -91,7 +91,7 @@ def line(event: Event, best: bool = False) -> Parts:
         said.append((1, _progress(event)))
     elif event.kind != DELETED and not damaged:
         said += _facts(row)
-    said.append((2, Text(f"{overview.BEST} best" if best else "", GOOD)))
+    said.append((2, Text(f"{BEST} best" if best else "", GOOD)))
     detail = row.detail if damaged else event.detail
     said.append((9 if event.kind == SAVING else 2, text(detail, FAINT if event.kind == SAVING else WARN, limit=300)))
     return Parts(said)
@@ -109,7 +109,7 @@ def _facts(row: EpochRow) -> Iterator[tuple[int, Text]]:
     yield 7, Text(f"blocked {_units.secs(row.blocked_secs)}" if row.blocked_secs is not None else "", FAINT)
     yield 8, text(f"slowest {row.slowest_node}" if row.slowest_node is not None else "", FAINT, limit=60)
     for rank, (name, value) in enumerate(list(rows.flat(row.metrics).items())[:3]):
-        yield 4 + rank, text(f"{name} ", FAINT, limit=30).append_text(overview.metric(value))
+        yield 4 + rank, text(f"{name} ", FAINT, limit=30).append_text(metric(value))
 
 
 class _Lines:
@@ -162,7 +162,7 @@ def under_way(event: Event) -> RenderableType:
     had = {node.name: node.nbytes for node in before.nodes} if before is not None else {}
     head = Text.assemble("epoch ", (str(row.epoch), HEAD), " ", ("saving", LIVE))
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
-    bars = overview.node_strip(row, names, had)
+    bars = node_strip(row, names, had)
     share = event.done or 0.0
 
     def whole(width: int) -> Text:
@@ -170,7 +170,7 @@ def under_way(event: Event) -> RenderableType:
         return Text.assemble(("━" * done, LIVE), ("━" * (width - done), FAINT))
 
     table = Table(
-        [Column(Text("all"), least=10), Column(overview.strip_title(len(names)), least=8)],
+        [Column(Text("all"), least=10), Column(strip_title(len(names)), least=8)],
         [[Fitted(40, whole), bars if len(names) > 1 else Text()]],
         indent=2,
         heads=len(names) > 1,

@@ -1,39 +1,68 @@
-"""The difference of two epochs, leaf by leaf, whoever wrote them and wherever they lie.
+"""The difference of two epochs, leaf by leaf, wherever they lie; ours or stock Orbax's.
 
-Leaves belong together by item, node and name. What the checksums in the records of two epochs of ours show to be the
-same is not read; all else is read in pieces, both epochs side by side, verified. Values count, not bits: NaN is equal
-to NaN at the same place, and 0 to -0.
-
-What two epochs have in common, told from the checksums in their nodes' records: no array and no file is read.
+Leaves belong together by item, node and name. Values count, not bits: NaN equals NaN at the same place, and 0 equals
+-0. Both epochs are read side by side in pieces, verified; but a leaf is not read if checksums show that it is the same.
 
 A cell of a leaf lies in one or more blocks of a data file, each of which has a checksum. Where the blocks of a cell
 have the same checksums and lengths in both epochs, and the cell lies at the same place in them, its bytes are the
-same: whoever wrote it, and whatever else changed in the tree.
+same, whichever node wrote them and whatever else changed in the tree.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from epochckpt import _text
-from epochckpt._text import shown
 from epochckpt.arrays import EpochReader
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, InvalidArgumentError, say
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, say
 from epochckpt.format import ArrayItem, checksums, grid
 from epochckpt.inspection import rows, stats
+from epochckpt.inspection.leaf_reader import Leaves
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
-from epochckpt.inspection.stats import Change
+
+Side = tuple[EpochDetail, Leaves]
+Progress = Callable[[int, int], None]
+T = TypeVar("T", LeafRow, FileRow)
+
+
+def compare(
+    before: Side,
+    after: Side,
+    progress: Progress = lambda done, total: None,
+    *,
+    directory: str = "",
+    other_directory: str = "",
+) -> Diff:
+    """Compares two epochs.
+
+    Args:
+        before: the first epoch: its description, of whatever is to be compared, and its arrays.
+        after: the second epoch; it may lie in another directory or be stock Orbax's.
+        progress: called with the bytes of both epochs that have been read, and with those that are to be read.
+        directory: where the first epoch lies.
+        other_directory: where the second epoch lies, if elsewhere.
+
+    Returns:
+        One row per leaf or file. What could not be compared is among its problems; everything else is compared.
+
+    Raises:
+        EpochDeletedError: one of the epochs went away meanwhile.
+    """
+    pairs, problems = _pairs(before[0], after[0])
+    found = _Comparison(before[1], after[1], progress, problems).run(pairs)
+    return Diff(directory, before[0].row.epoch, after[0].row.epoch, found, other_directory, problems)
+
+
+# -- what has the same checksums -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cells:
-    """The cells of an item that are not empty, by leaf and cell: four numbers that say what bytes each has."""
+    """The cells of an item that are not empty, by leaf and cell: four numbers that identify the bytes of each."""
 
     arrays: ArrayItem
     numbers: np.ndarray  # checksum, length of its first block, its place in that, its own length: shape (cells, 4)
@@ -44,14 +73,8 @@ class _Cells:
         return self.numbers[self.ends[leaf - 1] if leaf else 0 : self.ends[leaf]]
 
 
-def leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]:
-    """Public names of the leaves of an item whose shape, dtype and bytes are the same in two epochs.
-
-    Leaves that are not among them may be the same all the same.
-
-    Raises:
-        EpochDeletedError: one of the epochs went away.
-    """
+def _same_leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]:
+    """Public names of leaves of an item that are surely the same in two epochs: shape, dtype and bytes."""
     one, other = _cells(before, item), _cells(after, item)
     found, twins = [], {name: number for number, name in enumerate(other.arrays.public_names)}
     for number, (name, leaf) in enumerate(zip(one.arrays.public_names, one.arrays.leaves, strict=True)):
@@ -71,13 +94,8 @@ def leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]
     return frozenset(found)
 
 
-def files(before: EpochReader, after: EpochReader, item: str) -> dict[str, bool]:
-    """For each file of handlers that both epochs have with the same unit of checksums: whether it is the same.
-
-    Raises:
-        EpochDeletedError: one of the epochs went away.
-        DamagedError, FormatError: a node's record cannot be used.
-    """
+def _same_files(before: EpochReader, after: EpochReader, item: str) -> dict[str, bool]:
+    """For each file of handlers that both epochs have with the same unit of checksums: whether it is the same."""
     one, other = ({f.name: f for _, f in reader.item_files(item)} for reader in (before, after))
     both = ((name, f, other[name]) for name, f in one.items() if name in other)
     return {name: (a.size, a.xxh3) == (b.size, b.xxh3) for name, a, b in both if a.block_bytes == b.block_bytes}
@@ -97,7 +115,7 @@ def _cells(reader: EpochReader, item: str) -> _Cells:
 
 
 def _look(reader: EpochReader, item: str, node: int, found: dict[int, list[np.ndarray]]) -> None:
-    """Notes the cells that a node wrote; none if its record cannot be used, which who reads its arrays will tell."""
+    """Notes the cells that a node wrote; none if its record cannot be used: then its arrays are read."""
     found[node] = []
     try:
         listed = {f.part: f for f in reader.node_record(node).files if f.item == item and not f.name}
@@ -128,69 +146,6 @@ def _rows(leaf: np.ndarray, cell: np.ndarray, offsets: np.ndarray, ends: np.ndar
     return np.stack([c.astype(np.uint64) for c in columns], axis=1)
 
 
-T = TypeVar("T", LeafRow, FileRow)
-
-
-class Leaves(Protocol):
-    """Where leaves and files come from."""
-
-    def value(self, item: str, leaf: str, node: str = "") -> Any:
-        """A leaf as an array or Python value."""
-        ...
-
-    def pieces(self, item: str, leaf: str, node: str = "") -> Iterator[np.ndarray]:
-        """A whole leaf as consecutive pieces of one dimension; arrays of one shape are cut alike."""
-        ...
-
-    def file(self, item: str, name: str, node: str = "") -> bytes:
-        """The content of a file that a handler wrote."""
-        ...
-
-    def reader(self, item: str, node: str = "") -> EpochReader | None:
-        """What reads an item of an epoch of ours; None for stock Orbax."""
-        ...
-
-
-Side = tuple[EpochDetail, Leaves]
-Progress = Callable[[int, int], None]
-
-
-def compare(
-    before: Side,
-    after: Side,
-    patterns: str | Sequence[str] = "*",
-    progress: Progress = lambda done, total: None,
-    *,
-    directory: str = "",
-    other_directory: str = "",
-) -> Diff:
-    """Compares two epochs.
-
-    Args:
-        before: the first epoch: what is known of it, and its arrays.
-        after: the second one; of another directory, or of stock Orbax, as well.
-        patterns: shell patterns of `leaf` or `item:leaf`; others are neither read nor in the result.
-        progress: is told how many bytes of both epochs have been read, and how many there are to read.
-        directory: where the first one lies.
-        other_directory: where the second one lies, if elsewhere.
-
-    Returns:
-        One row per leaf or file. What could not be compared is among its problems; all else is compared.
-
-    Raises:
-        InvalidArgumentError: no leaf of either epoch matches.
-        EpochDeletedError: one of the epochs went away meanwhile.
-    """
-    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    pairs, problems = _pairs(before[0], after[0])
-    chosen = [pair for pair in pairs if any(pair.matches(pattern) for pattern in wanted)]
-    problems = {key: said for key, said in problems.items() if any(_may_be_in(key, p) for p in wanted)}
-    if pairs and not chosen and not problems:
-        raise _nothing(wanted, pairs)
-    found = _Comparison(before[1], after[1], progress).run(chosen, problems)
-    return Diff(directory, before[0].row.epoch, after[0].row.epoch, found, other_directory, problems)
-
-
 # -- what belongs together -----------------------------------------------------------------------------------------
 
 
@@ -216,9 +171,6 @@ class _Pair:
     @property
     def nbytes(self) -> int:
         return sum(row.nbytes for row in (self.before, self.after) if row is not None)
-
-    def matches(self, pattern: str) -> bool:
-        return _text.matches(self.item, self.name, pattern)
 
     def row(self, change: str, **more: Any) -> DiffRow:
         leaves = {side: row for side in ("before", "after") if isinstance(row := getattr(self, side), LeafRow)}
@@ -277,57 +229,38 @@ def _merged(before: Sequence[T], after: Sequence[T]) -> Iterator[tuple[T | None,
     yield from ((gone, None) for gone in before[next_:] if gone.name in left)
 
 
-def _may_be_in(item: str, pattern: str) -> bool:
-    """Whether a pattern may mean leaves of an item."""
-    return ":" not in pattern or fnmatch.fnmatchcase(item.partition(":")[0], pattern.partition(":")[0])
-
-
-def _nothing(patterns: Sequence[str], pairs: Sequence[_Pair]) -> InvalidArgumentError:
-    names = list(dict.fromkeys(name for pair in pairs for name in (pair.name, f"{pair.item}:{pair.name}")))
-    near = [name for pattern in patterns for name in _text.near_names(pattern, names)] or names[:3]
-    asked = ", ".join(f"'{shown(pattern)}'" for pattern in patterns[:5]) or "none"
-    some = ", ".join(shown(name) for name in near[:5])
-    return InvalidArgumentError(
-        f"no leaf of either epoch matches the patterns ({asked}); there are, for example: {some}"
-    )
-
-
 # -- comparing -------------------------------------------------------------------------------------------------------
 
 
 class _Comparison:
-    """Two epochs while they are compared."""
+    """Two epochs while they are compared; `problems` receives what cannot be."""
 
-    def __init__(self, before: Leaves, after: Leaves, progress: Progress):
-        self._before, self._after, self._progress = before, after, progress
+    def __init__(self, before: Leaves, after: Leaves, progress: Progress, problems: dict[str, str]):
+        self._before, self._after, self._progress, self._problems = before, after, progress, problems
         self._done = self._total = 0
-        self._same_leaves = functools.cache(self._look_for_same_leaves)
-        self._same_files = functools.cache(self._look_for_same_files)
+        self._same_leaves = functools.cache(functools.partial(self._same, _same_leaves))
+        self._same_files = functools.cache(functools.partial(self._same, _same_files))
 
-    def run(self, pairs: Sequence[_Pair], problems: dict[str, str]) -> tuple[DiffRow, ...]:
-        """A row for each pair that can be compared; the others go to `problems`."""
-        known = [self._guarded(pair, self._without_reading, problems) for pair in pairs]
-        to_read = [pair for pair, row in zip(pairs, known, strict=True) if row is None and pair.label not in problems]
+    def run(self, pairs: Sequence[_Pair]) -> tuple[DiffRow, ...]:
+        """A row for each pair that can be compared."""
+        found = {pair.label: self._guarded(pair, self._without_reading) for pair in pairs}
+        to_read = [pair for pair in pairs if found[pair.label] is None and pair.label not in self._problems]
         self._total = sum(pair.nbytes for pair in to_read)
         self._progress(0, self._total)
         end = 0
-        read: dict[str, DiffRow | None] = {}
         for pair in to_read:
             end += pair.nbytes
-            read[pair.label] = self._guarded(pair, self._by_reading, problems)
+            found[pair.label] = self._guarded(pair, self._by_reading)
             self._tell(end - self._done)
-        found = (row or read.get(pair.label) for pair, row in zip(pairs, known, strict=True))
-        return tuple(row for row in found if row is not None)
+        return tuple(row for row in found.values() if row is not None)
 
-    def _guarded(
-        self, pair: _Pair, look: Callable[[_Pair], DiffRow | None], problems: dict[str, str]
-    ) -> DiffRow | None:
+    def _guarded(self, pair: _Pair, look: Callable[[_Pair], DiffRow | None]) -> DiffRow | None:
         try:
             return look(pair)
         except EpochDeletedError:
             raise
         except EpochCheckpointError as error:
-            problems[pair.label] = say(error)
+            self._problems[pair.label] = say(error)
             return None
 
     def _tell(self, nbytes: int) -> None:
@@ -367,7 +300,7 @@ class _Comparison:
 
     def _arrays(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
         # Datetimes of another unit, and words of random keys, are told apart, but no distance between them is of use.
-        change = Change(numbers=_is_number(one) and _is_number(other))
+        change = stats.Change(numbers=_is_number(one) and _is_number(other))
         where = pair.item, pair.name, pair.node
         try:
             for before, after in zip(self._before.pieces(*where), self._after.pieces(*where), strict=True):
@@ -392,17 +325,10 @@ class _Comparison:
             return pair.row(rows.CHANGED, detail=_first_difference(before, after))
         return pair.row(rows.CHANGED, detail=f"{one.value} → {other.value}")
 
-    def _readers(self, item: str, node: str) -> tuple[EpochReader, EpochReader] | None:
+    def _same(self, look: Callable[[EpochReader, EpochReader, str], Any], item: str, node: str) -> Any:
+        """What the checksums say; nothing where stock Orbax wrote one of the epochs, which keeps none."""
         one, other = self._before.reader(item, node), self._after.reader(item, node)
-        return (one, other) if one is not None and other is not None else None
-
-    def _look_for_same_leaves(self, item: str, node: str) -> frozenset[str]:
-        readers = self._readers(item, node)
-        return leaves(*readers, item) if readers else frozenset()
-
-    def _look_for_same_files(self, item: str, node: str) -> Mapping[str, bool]:
-        readers = self._readers(item, node)
-        return files(*readers, item) if readers else {}
+        return look(one, other, item) if one is not None and other is not None else {}
 
 
 def _is_number(leaf: LeafRow) -> bool:

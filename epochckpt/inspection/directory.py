@@ -1,28 +1,27 @@
 """`inspect`: what a notebook shows of a directory of checkpoints, and what a program asks it for.
 
-Only looks: needs neither the code that trained nor its devices, starts no jax backend, and writes nothing. Every call
-looks at storage anew: others may be writing to it, and delete from it.
+Needs neither the code that trained nor its devices, starts no JAX backend, and writes nothing. Every call looks at
+storage anew, because others may be writing there.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orbax.checkpoint as ocp
 
-from epochckpt import _text as naming
+from epochckpt import _text
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspection import diff as diffing
-from epochckpt.inspection import scan
-from epochckpt.inspection.epoch import DiffView, EpochInspection, Shown, read_row
+from epochckpt.inspection import epoch_rows, scan
+from epochckpt.inspection.epoch import DiffView, EpochInspection, Shown
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
+from epochckpt.inspection.select import narrowed
 from epochckpt.manager.reader import epoch_number
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from epochckpt.inspection.plots import Plots
 
 
@@ -33,31 +32,37 @@ def inspect(
     mode: str = "max",
     options: ocp.CheckpointManagerOptions | None = None,
 ) -> Inspection:
-    """Opens a directory of checkpoints to look at; a live one, a damaged one, or one of stock Orbax.
+    """Opens a directory of checkpoints to look at: ours or stock Orbax's, also a live or a damaged one.
 
     The folder of a single epoch will do, too: one of ours, a step of stock Orbax, or what a plain Orbax checkpointer
     saved. It is the only epoch then, `.latest`.
 
-    In a notebook the result shows itself, and so does everything that it is asked for::
+    In a notebook the result draws itself, and so does everything that it gives:
 
-        run = inspect("/checkpoints/run", metric="loss", mode="min")
-        run                                         # epochs, nodes, sizes, durations, metrics, what is left over
-        run[12]                                     # one epoch: its nodes, its items, the tree of each
-        run[12]["default"]["params/dense/kernel"]   # a leaf, as a NumPy array
-        run[12].stats("params/*")                   # least, greatest, mean, NaN, histogram; reads only those leaves
-        run.diff(11, 12)                            # what changed
-        run.latest, run.best
+    >>> import epochckpt as ec, jax.numpy as jnp, orbax.checkpoint as ocp
+    >>> with ec.CheckpointManager("run") as manager:
+    ...     for epoch in range(2):
+    ...         _ = manager.save(epoch, args=ocp.args.StandardSave({"w": jnp.full(3, epoch)}), metrics={"loss": 1.0})
+    >>> run = ec.inspect("run", metric="loss", mode="min")
+    >>> list(run), run.latest.epoch
+    ([0, 1], 1)
+    >>> run[0]["default"]["w"]
+    array([0, 0, 0], dtype=int32)
+    >>> [(leaf.item, leaf.leaf.name, leaf.mean) for leaf in run[1].stats("w")]
+    [('default', 'w', 1.0)]
+    >>> [(leaf.name, leaf.change, leaf.elements) for leaf in run.diff(0, 1)]
+    [('w', 'changed', 3)]
 
     Args:
         directory: a path or a URL.
-        metric: by which the best epoch is found.
-        mode: `max` or `min`: which value of it is best.
+        metric: the metric by which the best epoch is found.
+        mode: which value of the metric is best: `max` or `min`.
         options: the step name format and `todelete_subdir`, if they are not the defaults.
 
     Raises:
         NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
         AccessError: it may not be read.
-        InvalidArgumentError: a mode that makes no sense.
+        InvalidArgumentError: an unknown mode.
     """
     if mode not in ("max", "min"):
         raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
@@ -67,11 +72,9 @@ def inspect(
 class Inspection(Shown):
     """A directory of checkpoints; see `inspect`. Iterates over the numbers of its epochs, ascending.
 
-    Args:
-        directory: a path or a URL.
-        metric: by which the best epoch is found.
-        mode: which value of it is best.
-        options: the step name format.
+    Attributes:
+        metric: the metric by which the best epoch is found; None if none was given.
+        commits: the epochs on storage.
     """
 
     def __init__(
@@ -82,13 +85,13 @@ class Inspection(Shown):
         mode: str = "max",
         options: ocp.CheckpointManagerOptions | None = None,
     ):
-        self._given, self._metric, self._mode, self._options = os.fspath(directory), metric, mode, options
-        self._commits = scan.open_commits(directory, options, single=True)
+        self._given, self.metric, self._mode, self._options = os.fspath(directory), metric, mode, options
+        self.commits = scan.open_commits(directory, options, single=True)
 
     @property
     def directory(self) -> str:
         """Its path or URL, in full."""
-        return scan.place(self._commits)
+        return scan.place(self.commits)
 
     def overview(self, limit: int | None = 100, *, check: bool = True) -> Overview:
         """The rows of the directory.
@@ -98,7 +101,7 @@ class Inspection(Shown):
             check: see whether the files of the newest epochs are there.
         """
         return scan.look(
-            self._given, metric=self._metric, mode=self._mode, limit=limit, options=self._options, check=check
+            self._given, metric=self.metric, mode=self._mode, limit=limit, options=self._options, check=check
         )
 
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
@@ -108,35 +111,35 @@ class Inspection(Shown):
     @property
     def latest(self) -> EpochInspection | None:
         """The newest epoch that is whole, as far as a look at its files tells; None if there is none."""
-        found = self._marks()[0]
-        return None if found is None else self._epoch(found)
+        latest, _ = self._marks()
+        return None if latest is None else self._epoch(latest)
 
     @property
     def best(self) -> EpochInspection | None:
-        """The best epoch by the metric that was asked for, of those that are whole; None if no epoch has it.
+        """The best of the epochs that are whole, by the metric that `inspect` was given; None if none has the metric.
 
         Raises:
-            InvalidArgumentError: none was asked for.
+            InvalidArgumentError: no metric was given.
         """
-        if self._metric is None:
+        if self.metric is None:
             raise InvalidArgumentError("best by which metric? Pass it: inspect(directory, metric='loss', mode='min')")
-        found = self._marks()[1]
-        return None if found is None else self._epoch(found)
+        _, best = self._marks()
+        return None if best is None else self._epoch(best)
 
     def __len__(self) -> int:
-        return len(self._numbers())
+        return len(self.epochs())
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers())
+        return iter([row.epoch for row in self.epochs()])
 
     def __contains__(self, epoch: object) -> bool:
-        return epoch in self._numbers()
+        return epoch in list(self)
 
     def __getitem__(self, epoch: int) -> EpochInspection:
         """One epoch.
 
         Raises:
-            EpochNotFoundError: there is none of this number; names those that are near.
+            EpochNotFoundError: there is no epoch of this number; names those that are near.
             InvalidArgumentError: it is no number of an epoch.
         """
         if isinstance(epoch, slice):
@@ -144,7 +147,7 @@ class Inspection(Shown):
         if isinstance(epoch, int) and not isinstance(epoch, bool) and epoch < 0:
             raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
         number = epoch_number(epoch)
-        if read_row(self._commits, number) is None:
+        if epoch_rows.find(self.commits, number) is None:
             raise self._no_epoch(number)
         return self._epoch(number)
 
@@ -155,32 +158,36 @@ class Inspection(Shown):
         patterns: str | Sequence[str] = "*",
         directory: str | os.PathLike[str] | None = None,
         *,
+        item: str | None = None,
+        node: str | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> DiffView:
         """What changed between two epochs: leaves added, removed, reshaped, retyped, changed, unchanged.
 
-        Reads every leaf that matches, in pieces, except where checksums show that nothing changed.
+        Reads every leaf that is meant, in pieces, except where checksums show that nothing changed.
 
         Args:
             before: the first epoch.
             after: the second epoch.
-            patterns: shell patterns of `leaf` or `item:leaf`.
+            patterns: names of leaves, parts of the tree or items, or shell patterns of `leaf` or `item:leaf`.
             directory: where the second epoch lies, if elsewhere.
-            progress: is told how many bytes of both have been read, and how many there are to read.
+            item: compare this item only.
+            node: compare what this node saved of its own only.
+            progress: called with the bytes of both epochs that have been read, and with those that are to be read.
 
         Returns:
             One row per leaf. What could not be compared is among its problems.
 
         Raises:
             EpochNotFoundError: there is no such epoch; names those that are near.
-            InvalidArgumentError: no leaf of either epoch matches.
+            UnknownNameError: a pattern matches nothing in either epoch; names what is near.
         """
         other = self if directory is None else Inspection(directory, options=self._options)
-        a, b = self[before], other[after]
-        elsewhere = "" if directory is None else other.directory
-        sides = (a.detail(), a.leaves()), (b.detail(), b.leaves())
-        found = diffing.compare(*sides, patterns, progress, directory=self.directory, other_directory=elsewhere)
-        return DiffView(found)
+        one, two = self[before], other[after]
+        details = narrowed([one.detail(), two.detail()], patterns, item, node)
+        elsewhere = "" if other is self else other.directory
+        sides = (details[0], one.leaves()), (details[1], two.leaves())
+        return DiffView(diffing.compare(*sides, progress, directory=self.directory, other_directory=elsewhere))
 
     @property
     def plots(self) -> Plots:
@@ -189,39 +196,25 @@ class Inspection(Shown):
 
         return Plots(lambda: self.overview(None, check=False))
 
-    def _numbers(self) -> list[int]:
-        return [row.epoch for row in self.epochs()]
-
     def _epoch(self, number: int) -> EpochInspection:
-        return EpochInspection(self._commits, number, self._marks)
+        return EpochInspection(self.commits, number, self._marks)
 
     def _marks(self) -> tuple[int | None, int | None]:
         """The latest and the best epoch, of those that are whole as far as a look at their files tells."""
-        seen = self.overview(1)
-        latest = next((row.epoch for row in seen.epochs if row.latest), None)
-        return latest, next((row.epoch for row in seen.epochs if row.best), None)
+        rows = self.overview(1).epochs
+        return next((r.epoch for r in rows if r.latest), None), next((r.epoch for r in rows if r.best), None)
 
     def _no_epoch(self, epoch: int) -> EpochNotFoundError:
         """The error for an epoch that is not there: names those that are near, and an attempt at it."""
-        seen = self.overview(None, check=False).epochs
-        known = [row.epoch for row in seen if row.state in (COMMITTED, DAMAGED)]
+        rows = self.overview(None, check=False).epochs
+        known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED)]
         error = EpochNotFoundError(epoch, self.directory, known)
-        said = naming.near_epochs(epoch, known)
-        tried = [row for row in seen if row.epoch == epoch]
-        if tried:
-            said += f". An attempt at saving it is {tried[-1].state}"
-        error.args = (f"{self.directory}: no epoch {epoch}; {said}",)
+        attempt = next((f". An attempt at saving it is {row.state}" for row in rows if row.epoch == epoch), "")
+        error.args = (f"{self.directory}: no epoch {epoch}; {_text.near_epochs(epoch, known)}{attempt}",)
         return error
 
     def _rows(self) -> Overview:
         return self.overview()
 
-    def _html(self, rows: Overview) -> str:
-        from epochckpt.inspection import html
-
-        return html.overview(rows)
-
-    def _text(self, rows: Overview) -> RenderableType:
-        from epochckpt.inspection import text
-
-        return text.overview(rows, hint="; .epochs() has the rows of all")
+    def _view(self, views: Any, rows: Overview) -> Any:
+        return views.overview(rows)

@@ -1,14 +1,14 @@
-"""One epoch and one item of it, as `inspection` hands them out, and the views that they give."""
+"""One epoch and one item of it, as `inspect` hands them out, and the tables that they give."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from epochckpt import _text as naming
-from epochckpt._text import readable, shown
+from epochckpt import _text
+from epochckpt._text import readable
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochDeletedError, EpochNotFoundError, InvalidArgumentError, UnknownNameError
 from epochckpt.format import paths
@@ -25,13 +25,13 @@ from epochckpt.inspection.rows import (
     LeafRow,
     LeafStats,
 )
-from epochckpt.manager import status
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from epochckpt.inspection.select import leaves_of, narrowed, quoted
+from epochckpt.manager import Verification
 
 Progress = Callable[[int], None]
-"""Is told how many bytes have been read, piece by piece."""
+"""Called with the number of bytes that have been read since the last call."""
+
+T = TypeVar("T")
 
 
 class Shown:
@@ -40,10 +40,8 @@ class Shown:
     def _rows(self) -> Any:
         raise NotImplementedError
 
-    def _html(self, rows: Any) -> str:
-        raise NotImplementedError
-
-    def _text(self, rows: Any) -> RenderableType:
+    def _view(self, views: Any, rows: Any) -> Any:
+        """The rows drawn by `views`: the package `html` or the package `text`, whose functions have the same names."""
         raise NotImplementedError
 
     def to_json(self) -> plain.Json:
@@ -52,7 +50,9 @@ class Shown:
 
     def to_html(self) -> str:
         """What a notebook shows."""
-        return self._html(self._rows())
+        from epochckpt.inspection import html
+
+        return self._view(html, self._rows())
 
     def to_text(self, width: int | None = None, colour: bool = False) -> str:
         """What a terminal shows.
@@ -63,7 +63,7 @@ class Shown:
         """
         from epochckpt.inspection import text
 
-        return text.to_text(self._text(self._rows()), width, colour)
+        return text.to_text(self._view(text, self._rows()), width, colour)
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -72,14 +72,10 @@ class Shown:
         return self.to_text().rstrip("\n")
 
 
-class StatsView(Shown, Sequence[LeafStats]):
-    """Statistics of leaves, in order of the tree.
+class _Table(Shown, Sequence[T]):
+    """A sequence of rows that shows itself."""
 
-    Args:
-        rows: the statistics.
-    """
-
-    def __init__(self, rows: Sequence[LeafStats]):
+    def __init__(self, rows: Sequence[T]):
         self.rows = tuple(rows)
 
     def __len__(self) -> int:
@@ -88,48 +84,38 @@ class StatsView(Shown, Sequence[LeafStats]):
     def __getitem__(self, number: Any) -> Any:
         return self.rows[number]
 
+
+class StatsView(_Table[LeafStats]):
+    """Statistics of leaves, in the order of the tree.
+
+    Attributes:
+        rows: the statistics.
+    """
+
     def _rows(self) -> tuple[LeafStats, ...]:
         return self.rows
 
-    def _html(self, rows: tuple[LeafStats, ...]) -> str:
-        from epochckpt.inspection import html
-
-        return html.stats(rows)
-
-    def _text(self, rows: tuple[LeafStats, ...]) -> RenderableType:
-        from epochckpt.inspection import text
-
-        return text.stats(rows)
+    def _view(self, views: Any, rows: tuple[LeafStats, ...]) -> Any:
+        return views.stats(rows)
 
 
-class DiffView(Shown, Sequence[DiffRow]):
+class DiffView(_Table[DiffRow]):
     """The difference of two epochs, leaf by leaf.
 
-    Args:
-        diff: the difference.
+    Attributes:
+        rows: one row per leaf.
+        diff: the rows with the epochs that they are about and with what could not be compared.
     """
 
     def __init__(self, diff: Diff):
-        self.diff, self.rows = diff, diff.rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self.rows[number]
+        super().__init__(diff.rows)
+        self.diff = diff
 
     def _rows(self) -> Diff:
         return self.diff
 
-    def _html(self, rows: Diff) -> str:
-        from epochckpt.inspection import html
-
-        return html.diff(rows)
-
-    def _text(self, rows: Diff) -> RenderableType:
-        from epochckpt.inspection import text
-
-        return text.diff(rows)
+    def _view(self, views: Any, rows: Diff) -> Any:
+        return views.diff(rows)
 
 
 class EpochInspection(Shown):
@@ -138,7 +124,7 @@ class EpochInspection(Shown):
     Args:
         commits: the directory.
         epoch: its number.
-        marks: the latest and the best epoch, as they are now.
+        marks: looks for the numbers of the latest and of the best epoch.
     """
 
     def __init__(self, commits: Commits, epoch: int, marks: Callable[[], tuple[int | None, int | None]]):
@@ -146,53 +132,54 @@ class EpochInspection(Shown):
 
     @property
     def row(self) -> EpochRow:
-        """What is known of it as a whole; its files are looked at.
+        """What is known of the epoch as a whole, after a look at its files.
 
         Raises:
-            EpochDeletedError: it is not there any more.
+            EpochDeletedError: the epoch is not there any more.
         """
         row = epoch_rows.checked(self._commits, self.plain_row())
         latest, best = self._marks()
-        is_latest = row.state == COMMITTED and self.epoch == latest
-        return dataclasses.replace(row, latest=is_latest, best=self.epoch == best)
+        return dataclasses.replace(row, latest=row.state == COMMITTED and row.epoch == latest, best=row.epoch == best)
 
     def plain_row(self) -> EpochRow:
-        """Its row without a look at its files or at other epochs.
+        """The row without a look at the files or at other epochs.
 
         Raises:
-            EpochDeletedError: it is not there any more.
+            EpochDeletedError: the epoch is not there any more.
         """
-        row = read_row(self._commits, self.epoch)
+        row = epoch_rows.find(self._commits, self.epoch)
         if row is None:
-            raise EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
+            raise self._gone()
         return row
 
     def detail(self) -> EpochDetail:
-        """Its row, its items and their leaves."""
+        """The row, the items and their leaves."""
         return describe.describe(self._commits, self.row)
 
     def leaves(self) -> Leaves:
-        """What reads its leaves, from the attempt that is committed now.
+        """A reader of the leaves of the attempt that is committed now.
 
         Raises:
-            DamagedError: its record cannot be used.
-            EpochDeletedError: it is not there any more.
+            DamagedError: the epoch's record cannot be used.
+            EpochDeletedError: the epoch is not there any more.
         """
         try:
             return Leaves(self._commits, self.epoch)
         except EpochNotFoundError as error:
             row = self.plain_row()
-            if row.state == DAMAGED:
-                raise _unusable(row) from error
-            raise EpochDeletedError(
-                self.epoch, self._commits.store.root, "it was there when it was asked for"
-            ) from error
+            raise (_unusable(row) if row.state == DAMAGED else self._gone()) from error
 
-    def _items(self) -> dict[str, ItemRow]:
+    def _gone(self) -> EpochDeletedError:
+        return EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
+
+    def _described(self) -> EpochDetail:
         detail = describe.describe(self._commits, self.plain_row())
         if not detail.items and detail.row.state == DAMAGED:
             raise _unusable(detail.row)
-        return {item.name: item for item in detail.items}
+        return detail
+
+    def _items(self) -> dict[str, ItemRow]:
+        return {item.name: item for item in self._described().items}
 
     def __len__(self) -> int:
         return len(self._items())
@@ -207,15 +194,15 @@ class EpochInspection(Shown):
         """One item.
 
         Raises:
-            InvalidArgumentError: there is none of this name; names those that are near.
+            UnknownNameError: there is no such item; names those that are near.
             DamagedError: the epoch's record cannot be used.
         """
         items = self._items()
         if item not in items:
-            hint = naming.near(str(item), items)
+            hint = _text.near(str(item), items)
             if len(items) == 1 and any(leaf.name == item for leaf in next(iter(items.values())).leaves):
                 hint += f"; {item!r} is a leaf of item {next(iter(items))!r}"
-            raise UnknownNameError(f"epoch {self.epoch} has no item {_quoted(item)}; {hint}")
+            raise UnknownNameError(f"epoch {self.epoch} has no item {quoted(item)}; {hint}")
         return ItemInspection(self, items[item])
 
     def stats(
@@ -226,74 +213,56 @@ class EpochInspection(Shown):
         *,
         progress: Progress | None = None,
     ) -> StatsView:
-        """Statistics of every array whose name matches; reads those arrays, in pieces.
+        """Statistics of every array that is meant; reads those arrays, in pieces.
 
         Args:
-            patterns: shell patterns of `leaf` or `item:leaf`: `params/*`.
+            patterns: names of leaves, parts of the tree or items, or shell patterns of `leaf` or `item:leaf`.
             item: of this item only.
-            node: of this node only, for items of each node's own.
-            progress: is told how many bytes have been read, leaf by leaf.
+            node: of what this node saved of its own only.
+            progress: called with the bytes of each array that has been read.
 
         Raises:
-            InvalidArgumentError: no array matches.
+            UnknownNameError: a pattern matches nothing, or no array.
             DamagedError: an array cannot be read; names it.
         """
-        items = list(self._items().values()) if item is None else [self[item].row]
-        arrays = [one for one in chosen(items) if one[2].kind in stats.ARRAYS]
-        if node is not None:
-            known = dict.fromkeys(name for each in items for name in each.nodes)
-            if node not in known:
-                hint = naming.near(node, known)
-                raise UnknownNameError(f"epoch {self.epoch}: no node {_quoted(node)} has items of its own; {hint}")
-            arrays = [one for one in arrays if one[1] == node]
-        wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-        matching = [one for one in arrays if any(naming.matches(one[0], one[2].name, pattern) for pattern in wanted)]
-        broken = next((each for each in items if each.problem), None)
-        if not matching and broken is not None:
-            raise DamagedError(f"epoch {self.epoch}, item {_quoted(broken.name)}", broken.problem)
-        if not matching and wanted != ["*"]:
-            known = dict.fromkeys(leaf.name for _, _, leaf in arrays)
-            said = ", ".join(_quoted(pattern) for pattern in wanted)
-            raise UnknownNameError(f"epoch {self.epoch}: no array matches {said}; {naming.near(wanted[0], known)}")
-        leaves, found = self.leaves(), []
-        for name, of, leaf in matching:
-            found.append(stats.of_leaf(functools.partial(leaves.pieces, name, leaf.name, of), name, leaf, of))
+        (found,) = narrowed([self._described()], patterns, item, node)
+        arrays = [each for each in leaves_of(found.items) if each[2].kind in stats.ARRAYS]
+        broken = next((each for each in found.items if each.problem), None)
+        if not arrays and broken is not None:
+            raise DamagedError(f"epoch {self.epoch}, item {quoted(broken.name)}", broken.problem)
+        if not arrays and patterns != "*":
+            raise UnknownNameError(f"epoch {self.epoch}: what matches {quoted(patterns)} is no array")
+        reader, rows = self.leaves(), []
+        for name, of, leaf in arrays:
+            rows.append(stats.of_leaf(functools.partial(reader.pieces, name, leaf.name, of), name, leaf, of))
             if progress is not None:
                 progress(leaf.nbytes)
-        return StatsView(found)
+        return StatsView(rows)
 
-    def verify(self, progress: Progress | None = None) -> status.Verification:
-        """Reads every byte of it and compares it with what was written; see `CheckpointManager.verify`."""
+    def verify(self, progress: Progress | None = None) -> Verification:
+        """Reads every byte of the epoch and compares it with what was written; see `CheckpointManager.verify`."""
         return self.leaves().verify(progress or (lambda nbytes: None))
 
     def _rows(self) -> EpochDetail:
         return self.detail()
 
-    def _html(self, rows: EpochDetail) -> str:
-        from epochckpt.inspection import html
-
-        return html.epoch(rows)
-
-    def _text(self, rows: EpochDetail) -> RenderableType:
-        from epochckpt.inspection import text
-
-        return text.epoch(rows)
+    def _view(self, views: Any, rows: EpochDetail) -> Any:
+        return views.epoch(rows)
 
 
 class ItemInspection(Shown):
     """One item of one epoch. Iterates over the names of its leaves, of its files, or of its nodes.
 
-    All that it reads is of the attempt that was committed at its first read; if that is deleted, it raises
+    Everything is read from the attempt that was committed at the first read. If that attempt is deleted, reads raise
     EpochDeletedError.
 
-    Attributes:
-        row: what is known of it.
-
     Args:
-        epoch: where it is from.
-        row: its row.
-        node: whose it is, for what is each node's own; empty otherwise.
-        name: the item's name.
+        epoch: the epoch.
+        row: the item's row.
+        node: the node that saved it, for an item of each node's own; empty otherwise.
+
+    Attributes:
+        row: what is known of the item.
     """
 
     def __init__(self, epoch: EpochInspection, row: ItemRow, node: str = ""):
@@ -325,93 +294,65 @@ class ItemInspection(Shown):
         """A leaf as a NumPy array or Python value; typed keys as their data.
 
         Raises:
-            InvalidArgumentError: there is no such leaf; names those that are near.
-            DamagedError: it cannot be read, or its bytes differ from what was written.
+            UnknownNameError: there is no such leaf; names those that are near.
+            InvalidArgumentError: the item has files, or is each node's own.
+            DamagedError: the leaf cannot be read, or its bytes differ from what was written.
             EpochDeletedError: the epoch went away.
         """
         row = self.row
+        some = ", ".join(map(quoted, self._names()[:5]))
         if row.kind == "node":
-            some = ", ".join(map(_quoted, list(row.nodes)[:5]))
             raise InvalidArgumentError(f"{self._where}: it is each node's own: choose one by .node(…), of {some}")
         if row.kind == "files":
-            some = ", ".join(_quoted(file.name) for file in row.files[:5])
             raise InvalidArgumentError(f"{self._where}: it has no leaves but files: .read(…) gives one, of {some}")
         name = leaf if leaf in self._by_name else readable(str(leaf))
         if name not in self._by_name:
             if row.problem and not row.leaves:
                 raise DamagedError(self._where, row.problem)
-            raise UnknownNameError(f"{self._where}: {naming.no_leaf(str(leaf), self._by_name)}")
+            raise UnknownNameError(f"{self._where}: {_text.no_leaf(str(leaf), self._by_name)}")
         return self._leaves.value(row.name, name, self._node)
 
     def node(self, name: str) -> ItemInspection:
         """What one node saved of its own.
 
         Raises:
-            InvalidArgumentError: this item is not each node's own, or there is no such node.
+            InvalidArgumentError: the item is not each node's own.
+            UnknownNameError: there is no such node; names those that are near.
         """
         if self.row.kind != "node":
             raise InvalidArgumentError(f"{self._where}: it is one for all nodes, not each node's own")
         if name not in self.row.nodes:
-            hint = naming.near(name, self.row.nodes)
-            raise UnknownNameError(f"{self._where}: node {_quoted(name)} has none; {hint}")
+            raise UnknownNameError(f"{self._where}: node {quoted(name)} has none; {_text.near(name, self.row.nodes)}")
         return ItemInspection(self._epoch, self.row.nodes[name], name)
 
     def read(self, file: str) -> bytes:
         """The content of a file that a handler wrote.
 
         Raises:
-            InvalidArgumentError: there is no such file.
-            DamagedError: it cannot be read, or its bytes differ from what was written.
+            UnknownNameError: there is no such file; names those that are near.
+            DamagedError: the file cannot be read, or its bytes differ from what was written.
             EpochDeletedError: the epoch went away.
         """
         names = [known.name for known in self.row.files]
         if file not in names:
-            raise UnknownNameError(f"{self._where}: there is no file {_quoted(file)}; {naming.near(file, names)}")
+            raise UnknownNameError(f"{self._where}: there is no file {quoted(file)}; {_text.near(file, names)}")
         return self._leaves.file(self.row.name, file, self._node)
 
     def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> StatsView:
-        """Statistics of its arrays; see `EpochInspection.stats`."""
+        """Statistics of the item's arrays; see `EpochInspection.stats`."""
         return self._epoch.stats(patterns, self.row.name, self._node or None, progress=progress)
 
     @property
     def _where(self) -> str:
-        return f"epoch {self._epoch.epoch}, item {_quoted(self.row.name)}" + (f" of {self._node}" if self._node else "")
+        return f"epoch {self._epoch.epoch}, item {quoted(self.row.name)}" + (f" of {self._node}" if self._node else "")
 
     def _rows(self) -> ItemRow:
         return self.row
 
-    def _html(self, rows: ItemRow) -> str:
-        from epochckpt.inspection import html
-
-        return html.item(rows, rows.nbytes)
-
-    def _text(self, rows: ItemRow) -> RenderableType:
-        from epochckpt.inspection import text
-
-        return text.item(rows, rows.nbytes)
-
-
-def chosen(items: Sequence[ItemRow]) -> list[tuple[str, str, LeafRow]]:
-    """(item, node, leaf) of every leaf of some items."""
-    found = []
-    for item in items:
-        found += [(item.name, "", leaf) for leaf in item.leaves]
-        found += [(item.name, node, leaf) for node, own in item.nodes.items() for leaf in own.leaves]
-    return found
-
-
-def read_row(commits: Commits, epoch: int) -> EpochRow | None:
-    """The row of a committed epoch, as its record and attached metrics say; None if there is none of this number."""
-    if epoch in commits.hidden():
-        return None
-    row = epoch_rows.read(commits, commits.folder(epoch), epoch)
-    return epoch_rows.with_metrics(commits, row) if isinstance(row, EpochRow) else None
+    def _view(self, views: Any, rows: ItemRow) -> Any:
+        return views.item(rows, rows.nbytes)
 
 
 def _unusable(row: EpochRow) -> DamagedError:
     where = paths.join(row.folder, paths.EPOCH_RECORD)
     return DamagedError(where, row.detail.removeprefix(f"{where}: ") or "cannot be used")
-
-
-def _quoted(name: object) -> str:
-    return repr(shown(name, limit=200)) if isinstance(name, str) else repr(name)[:200]

@@ -57,6 +57,14 @@ def read(
         return EpochRow(epoch, DAMAGED, detail=say(error), folder=folder)
 
 
+def find(commits: Commits, epoch: int) -> EpochRow | None:
+    """The row of an epoch, as its record and attached metrics say; None if there is none of this number."""
+    if epoch in commits.hidden():
+        return None
+    row = read(commits, commits.folder(epoch), epoch)
+    return with_metrics(commits, row) if isinstance(row, EpochRow) else None
+
+
 def of_record(record: EpochRecord, folder: str, *, brief: bool = False) -> EpochRow:
     """The row of an epoch of ours with a usable record."""
     metrics = record.metrics

@@ -222,7 +222,7 @@ def test_unknown_names_get_near_ones(saved: pathlib.Path) -> None:
         (lambda: epoch["own"]["seed"], r"\.node.*'process_0'"),
         (lambda: epoch["own"].node("process_1"), "near: 'process_0'"),
         (lambda: epoch["state"].node("process_0"), "one for all nodes"),
-        (lambda: epoch.stats("parms/*"), "no array matches 'parms/\\*'; near: 'params"),
+        (lambda: epoch.stats("parms/*"), "no leaf matches 'parms/\\*'; near: 'params"),
         (lambda: epoch.stats("*", item="stte"), "near: 'state'"),
     ):
         with pytest.raises(InvalidArgumentError, match=said):
