@@ -496,16 +496,11 @@ class EpochReader:
         """
         path = paths.join(self.folder, paths.EPOCH_RECORD)
         try:
-            now = parsing.parse_head(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES))
-        except (FileNotFoundError, NotADirectoryError):
-            raise EpochDeletedError(self.record.epoch, self.store.root, detail) from None
-        except (DamagedError, FormatError, ValueError):
+            now = parsing.read_record(self.store, path, parsing.parse_head)
+        except (DamagedError, FormatError):
             return
-        except OSError as error:
-            found = unreadable(path, error)
-            if isinstance(found, DamagedError):
-                return
-            raise found from error
+        if now is None:
+            raise EpochDeletedError(self.record.epoch, self.store.root, detail)
         if now.attempt != self.record.attempt:
             raise EpochDeletedError(self.record.epoch, self.store.root, "another attempt is committed there now")
 

@@ -127,11 +127,10 @@ class PutCommits(Commits):
         """The attempt that the record in a folder names, if there is one; None if it cannot be read."""
         path = paths.join(folder, paths.EPOCH_RECORD)
         try:
-            return {parsing.parse_head(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).attempt}
-        except FileNotFoundError:
-            return set()
-        except (EpochCheckpointError, OSError, ValueError):
+            record = parsing.read_record(self.store, path, parsing.parse_head)
+        except (EpochCheckpointError, OSError):
             return None
+        return set() if record is None else {record.attempt}
 
     def join_incarnation(self, incarnation: str) -> None:
         """See Commits."""

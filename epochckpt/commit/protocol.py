@@ -42,7 +42,7 @@ from epochckpt.errors import (
     say,
     unreadable,
 )
-from epochckpt.format import EpochRecord, checksums, parsing, paths, records
+from epochckpt.format import EpochRecord, checksums, parsing, paths
 from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Store
 
@@ -82,9 +82,8 @@ class Rollback:
         return self.kept if self.to is None else f"rolled-back-{self.id}"
 
 
-def parse_rollback(data: bytes) -> Rollback:
+def parse_rollback(path: str, data: bytes) -> Rollback:
     """Parses `rollback.json`."""
-    path = paths.ROLLBACK_RECORD
     record = checksums.unseal(path, data)
     to, epochs, token, kept = (record.get(name) for name in ("to", "epochs", "id", "kept"))
     valid = (
@@ -181,16 +180,8 @@ class Commits(abc.ABC):
             DamagedError, FormatError: it cannot be used.
         """
         path = paths.join(folder, paths.EPOCH_RECORD)
-        try:
-            data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except ValueError as error:
-            raise FormatError(path, str(error)) from None
-        except OSError as error:
-            raise unreadable(path, error) from error
-        record = parse(path, data)
-        if record.epoch != epoch:
+        record = parsing.read_record(self.store, path, parse)
+        if record is not None and record.epoch != epoch:
             raise FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
         return record
 
@@ -249,9 +240,10 @@ class Commits(abc.ABC):
 
     def _is_alone(self, path: str) -> bool:
         try:
-            return parsing.parse_epoch(path, self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)).per_node
-        except (EpochCheckpointError, ValueError, OSError):  # none, or another's: a sweep has <seed>/<step>/epoch.json
+            record = parsing.read_record(self.store, path, parsing.parse_epoch)
+        except (EpochCheckpointError, OSError):  # another's: a sweep of runs has <seed>/<step>/epoch.json
             return False
+        return record is not None and record.per_node
 
     def check_shallow(self, record: EpochRecord) -> None:
         """Looks for files that are missing or have another size than recorded, without reading them.
@@ -318,15 +310,7 @@ class Commits(abc.ABC):
         Raises:
             DamagedError, FormatError: its record cannot be used.
         """
-        try:
-            data = self.store.read(paths.ROLLBACK_RECORD, limit_bytes=2**24)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise unreadable(paths.ROLLBACK_RECORD, error) from error
-        except ValueError as error:
-            raise FormatError(paths.ROLLBACK_RECORD, str(error)) from None
-        return parse_rollback(data)
+        return parsing.read_record(self.store, paths.ROLLBACK_RECORD, parse_rollback)
 
     @abc.abstractmethod
     def _is_foreign(self, folder: str) -> bool:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from epochckpt.errors import FormatError, FormatVersionError
+from epochckpt.errors import FormatError, FormatVersionError, unreadable
 from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import ArrayItem, Grid, Leaf
 from epochckpt.format.records import MAX_RECORD_BYTES, DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord
+from epochckpt.storage import Store
+
+T = TypeVar("T")
 
 _MAX_DIM = 2**48
 _MAX_BYTES = 2**62
@@ -73,6 +77,35 @@ class _Fields:
         if any(isinstance(v, bool) or not isinstance(v, int | float) or not abs(v) < 1e300 for v in value.values()):
             raise self.fail(name, "an object of finite numbers")
         return value
+
+
+def read_record(
+    store: Store, path: str, parse: Callable[[str, bytes], T], *, limit_bytes: int = MAX_RECORD_BYTES
+) -> T | None:
+    """Reads a small file and parses it.
+
+    Args:
+        store: where it lies.
+        path: of the file; error messages name it.
+        parse: makes the result of path and content, and raises DamagedError or FormatError if it cannot.
+        limit_bytes: a larger file is not read.
+
+    Returns:
+        What `parse` returns; None if there is no such file.
+
+    Raises:
+        DamagedError, FormatError: the file cannot be used.
+        AccessError, StorageError: storage does not give it, which says nothing about its content.
+    """
+    try:
+        data = store.read(path, limit_bytes=limit_bytes)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise FormatError(path, str(error)) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return parse(path, data)
 
 
 def _open(path: str, data: bytes, kind: str, trees: bool = True) -> _Fields:

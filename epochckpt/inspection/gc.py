@@ -24,7 +24,6 @@ import orbax.checkpoint as ocp
 
 from epochckpt import _threads, _units
 from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.protocol import parse_rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers, scan
@@ -224,12 +223,10 @@ class _Search:
     def _is_rolling_back(self, folder: str) -> bool:
         """Whether that is where epochs are being moved to just now."""
         try:
-            data = self.commits.store.read(paths.ROLLBACK_RECORD, limit_bytes=2**24)
-            return parse_rollback(data).folder == folder
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except (EpochCheckpointError, ValueError, OSError):  # of one of them, nobody knows which
+            rollback = self.commits.rollback()
+        except (EpochCheckpointError, OSError):  # of one of them, nobody knows which
             return True
+        return rollback is not None and rollback.folder == folder
 
 
 def _row(attempt: EpochRow) -> LeftoverRow:

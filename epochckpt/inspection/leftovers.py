@@ -32,7 +32,7 @@ from epochckpt import _units
 from epochckpt.commit import Commits, placing
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.errors import EpochCheckpointError
-from epochckpt.format import parsing, paths, records
+from epochckpt.format import parsing, paths
 from epochckpt.inspection.rows import ABANDONED, IN_PROGRESS, EpochRow, LeftoverRow, NodeRow
 from epochckpt.storage import Store
 
@@ -385,9 +385,10 @@ def _node(store: Store, path: str, name: str) -> NodeRow | None:
     if written:
         at = paths.join(path, paths.NODE_RECORD)
         try:
-            record = parsing.parse_node(at, store.read(at, limit_bytes=records.MAX_RECORD_BYTES))
-            secs = record.timings.get("write_secs")
-        except (EpochCheckpointError, OSError, ValueError):  # being written just now, or gone
+            record = parsing.read_record(store, at, parsing.parse_node)
+            secs = None if record is None else record.timings.get("write_secs")
+            written = record is not None
+        except (EpochCheckpointError, OSError):  # being written just now
             written = False
     return NodeRow(paths.shown_name(name), size.nbytes, secs, "written" if written else "writing")
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from epochckpt.arrays import EpochReader
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, unreadable
+from epochckpt.errors import DamagedError, EpochNotFoundError, unreadable
 from epochckpt.format import EpochRecord, checksums, parsing, paths, records
 from epochckpt.orbax import Views, view_files
 from epochckpt.storage import Store, copy_file, writing
@@ -121,15 +121,7 @@ def record_in(store: Store, folder: str) -> EpochRecord | None:
     Raises:
         DamagedError, FormatError: it cannot be used.
     """
-    path = paths.join(folder, paths.EPOCH_RECORD)
-    try:
-        return parsing.parse_epoch(path, store.read(path, limit_bytes=records.MAX_RECORD_BYTES))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except EpochCheckpointError:
-        raise
-    except ValueError as error:
-        raise DamagedError(path, str(error)) from error
+    return parsing.read_record(store, paths.join(folder, paths.EPOCH_RECORD), parsing.parse_epoch)
 
 
 # -- steps of stock Orbax --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from epochckpt.errors import EpochCheckpointError, UnsupportedError
-from epochckpt.format import parsing, paths, records
+from epochckpt.format import parsing, paths
 from epochckpt.orbax import marks
 from epochckpt.storage import Store
 
@@ -86,11 +86,13 @@ def is_item(store: Store, names: set[str]) -> bool:
 def number_of(store: Store) -> int:
     """The number of the epoch that lies in a folder: as recorded, else as the folder is named, else 0."""
     try:
-        data = store.read(paths.EPOCH_RECORD, limit_bytes=records.MAX_RECORD_BYTES)
-        return parsing.parse_head(paths.EPOCH_RECORD, data).epoch
-    except (OSError, ValueError, EpochCheckpointError):  # of stock Orbax, or damaged
-        found = _NUMBERED.search(store.root.rstrip("/"))
-        return int(found[1]) if found else 0
+        record = parsing.read_record(store, paths.EPOCH_RECORD, parsing.parse_head)
+    except (OSError, EpochCheckpointError):
+        record = None
+    if record is not None:
+        return record.epoch
+    found = _NUMBERED.search(store.root.rstrip("/"))  # of stock Orbax, or damaged
+    return int(found[1]) if found else 0
 
 
 def named_otherwise(store: Store, found: list[tuple[str, bool]]) -> str:

@@ -76,7 +76,7 @@ def reads_of(run: pathlib.Path, call: Callable[[], Any]) -> int:
 
 def assert_untouched(run: pathlib.Path) -> None:
     """Both epochs are there and whole, nothing was quarantined, and a job goes on from the newest."""
-    assert sorted(p.name for p in run.iterdir() if leftovers.layout.TMP_SUFFIX not in p.name) == ["1", "2"]
+    assert sorted(p.name for p in run.iterdir() if leftovers.paths.TMP_SUFFIX not in p.name) == ["1", "2"]
     assert resume(run) == ([1, 2], 2)
 
 
