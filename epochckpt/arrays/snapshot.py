@@ -1,30 +1,249 @@
-"""The snapshot: what the training thread does so that training may go on and change, or donate, everything.
+"""From the arguments of `save()` to a snapshot: the plan, and the copies that training can no longer change.
 
-- jax arrays on CPU: zero-copy views of the owned shards (a view keeps a donated buffer alive); small ones are copied,
-  and large ones leave a sample of their bytes, because jax may alias NumPy memory that the caller can still change.
+On the training thread `Planner.plan` finds or makes a `SavePlan`, and `SavePlan.snapshot` makes a `Snapshot` of it.
+After that training may go on and change, or donate, everything:
+
+- jax arrays on CPU: zero-copy views of the owned shards (a view keeps a donated buffer alive). Small ones are copied.
+  Large ones leave a sample of their bytes, because jax may alias NumPy memory that the caller can still change.
 - jax arrays on accelerators: copies into host memory, all started before the first is awaited, through pinned host
   memory where the backend has it. Starting a copy is not enough for donation to be safe, so they are awaited here.
-- NumPy leaves: copied, but for the files of an import (`mapped.Mapped`): those are streamed from the page cache, and
-  leave a sample, too. Python values: taken as they are.
+- NumPy leaves: copied. Only the files of an import (`mmap.Mapped`) are streamed from the page cache instead, and
+  leave a sample, too. Python values are taken as they are.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from epochckpt._threads import Deadline
+from epochckpt.arrays import plan as plan_lib
+from epochckpt.arrays.items import SaveItem, by_number
 from epochckpt.arrays.plan import CellSource, ItemPlan
-from epochckpt.errors import InvalidArgumentError
+from epochckpt.errors import InvalidArgumentError, SaveError, say
+from epochckpt.format import ArrayItem, ItemRecord, Nodes, checksums, records
 from epochckpt.format import tree as tree_lib
+from epochckpt.options import StorageOptions
+from epochckpt.orbax import Content, HandlerSave
 from epochckpt.storage import mmap
 
 COPY_BYTES = 64 * 1024  # smaller views are copied: as fast as anything, and immune to later changes
 _SAMPLES = 16  # each is a miss of the processor's cache, and the training thread waits for it
+_PLANS = 256  # kept plans; a job has as many as it has items, or twice that
+
+
+class PlannedTree(NamedTuple):
+    """One pytree of a save: its plan, the number of the node that writes it, and its leaves in flattening order."""
+
+    plan: ItemPlan
+    node: int
+    leaves: list[Any]
+
+
+class CopiedTree(NamedTuple):
+    """The same after the snapshot: one buffer per cell, in file order, in place of the leaves."""
+
+    plan: ItemPlan
+    node: int
+    buffers: list[Buffer]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavePlan:
+    """What this process does for one save. Nothing has been copied or run yet.
+
+    Attributes:
+        items: what is saved.
+        trees: every pytree of them that this process writes.
+        digest: gives the digest that all processes compare; computed with the first call.
+        primary: whether this process writes what only one process writes.
+    """
+
+    items: Sequence[SaveItem]
+    trees: Sequence[PlannedTree]
+    digest: Callable[[], str]
+    primary: bool
+
+    @property
+    def copied_bytes(self) -> int:
+        """Host memory that the snapshot will hold."""
+        return sum(tree.plan.copied_bytes for tree in self.trees)
+
+    @property
+    def runs_handlers(self) -> bool:
+        """Whether handlers that are not ours take part."""
+        return any(item.run is not None for item in self.items)
+
+    def snapshot(self) -> Snapshot:
+        """Takes the snapshot. Handlers that are not ours run their blocking part here."""
+        # The records of the items. A node's own tree is recorded by that node, not by the epoch.
+        items = {item.name: ItemRecord(item.kind, item.handler) for item in self.items}
+        wanted = {item.name: item for item in self.items}
+        own: dict[int, dict[str, ItemRecord]] = {}
+        for plan, node, leaves in self.trees:
+            item = wanted[plan.item.name]
+            tree = ItemRecord("arrays", "", plan.item, _values(plan, leaves), item.custom_metadata)
+            if item.kind == "node":
+                own.setdefault(node, {})[item.name] = tree
+            else:
+                items[item.name] = dataclasses.replace(tree, handler=item.handler)
+        # Handlers run one by one: those that have begun are ended when a later one, or a copy, fails.
+        files: list[Content | HandlerSave] = []
+        try:
+            for run in (item.run for item in self.items if item.run is not None):
+                files.append(run())
+            trees = [CopiedTree(plan, node, take(plan, leaves)) for plan, node, leaves in self.trees]
+        except BaseException:
+            for file in files:
+                file.discard()
+            raise
+        files += [item.content for item in self.items if item.content is not None and self.primary]
+        return Snapshot(trees, items, own, files, self.digest, self.copied_bytes)
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """What a save holds once the training thread goes on.
+
+    Attributes:
+        trees: copies of the pytrees; emptied as soon as they are written.
+        items: the items as the epoch will record them.
+        own: the items that differ per node, as each of this process's nodes records them, by node number.
+        files: what handlers write on this process; removed once written.
+        digest: of the plan, see `SavePlan`.
+        copied_bytes: host memory that it holds.
+    """
+
+    trees: list[CopiedTree] = dataclasses.field(default_factory=list)
+    items: dict[str, ItemRecord] = dataclasses.field(default_factory=dict)
+    own: dict[int, dict[str, ItemRecord]] = dataclasses.field(default_factory=dict)
+    files: Sequence[Content | HandlerSave] = ()
+    digest: Callable[[], str] = str
+    copied_bytes: int = 0
+
+    @property
+    def runs_handlers(self) -> bool:
+        """Whether handlers still write, or may."""
+        return any(isinstance(file, HandlerSave) for file in self.files)
+
+    def collect(self, epoch: int, deadline: Deadline) -> dict[tuple[str, str], bytes | pathlib.Path]:
+        """Waits for the handlers; returns what they have written, by item and path in the item's folder.
+
+        Raises:
+            SaveError: a handler failed.
+        """
+        found: dict[tuple[str, str], bytes | pathlib.Path] = {}
+        for files in self.files:
+            try:
+                new = files.collect(deadline)
+            except BaseException as error:  # asyncio's CancelledError is one
+                raise SaveError(epoch, f"item {files.item!r}: its handler failed: {say(error)}") from error
+            found.update({(files.item, name): source for name, source in new.items()})
+        return found
+
+    def drop(self) -> None:
+        """Lets go of the copies, and removes what handlers have written."""
+        self.trees = []
+        for files in self.files:
+            files.discard()
+        self.files = ()
+
+
+class Planner:
+    """Plans saves of one manager, and keeps the plans.
+
+    Args:
+        nodes: of the job.
+        options: sizes.
+        part_bytes: bound on one data file, or None.
+    """
+
+    def __init__(self, nodes: Nodes, options: StorageOptions, part_bytes: int | None):
+        self._nodes, self._options, self._part_bytes = nodes, options, part_bytes
+        self._plans: collections.OrderedDict[Any, ItemPlan] = collections.OrderedDict()
+        self._digests: collections.OrderedDict[Any, Callable[[], str]] = collections.OrderedDict()
+
+    def plan(self, items: Sequence[SaveItem]) -> SavePlan:
+        """Plans a save.
+
+        Raises:
+            InvalidArgumentError: something in it cannot be saved.
+        """
+        trees: list[PlannedTree] = []
+        keys: list[Any] = []
+        for item in items:
+            if item.kind != "arrays":
+                keys.append((item.name, item.kind, item.handler))
+            for node, tree in self._trees(item):
+                try:
+                    leaves, treedef = tree_lib.flatten_leaves(tree)
+                except (ValueError, TypeError) as error:
+                    problem = f"item {item.name!r} is not a pytree that can be saved: {error}"
+                    raise InvalidArgumentError(problem) from error
+                try:
+                    key = (item.name, item.kind, plan_lib.key(leaves, treedef))
+                except AttributeError:  # a traced array has no sharding
+                    plan_lib.refuse_traced(item.name, tree)
+                    raise
+                plan = self._plans.pop(key, None) or self._plan(item, tree)
+                self._keep(self._plans, key, plan)
+                trees.append(PlannedTree(plan, node, leaves))
+                keys.append(key)
+        digest = self._digests.get(tuple(keys))
+        if digest is None:
+            shared = {item.name for item in items if item.kind == "arrays"}
+            alike = [tree.plan.item for tree in trees if tree.plan.item.name in shared]
+            others = sorted((item.name, item.kind, item.handler) for item in items if item.name not in shared)
+            digest = functools.cache(functools.partial(self._digest, alike, others))
+            self._keep(self._digests, tuple(keys), digest)
+        return SavePlan(items, trees, digest, self._nodes.process == 0)
+
+    def _trees(self, item: SaveItem) -> list[tuple[int, Any]]:
+        """(node number, tree) of every pytree of an item that this process saves."""
+        nodes = self._nodes
+        if item.kind == "files":
+            return []
+        if item.kind == "node" and item.by_node:
+            return list(by_number(item.name, item.tree, nodes).items())
+        if item.kind == "node" and len(nodes.hosted) > 1:
+            raise InvalidArgumentError(
+                f"item {item.name!r}: this process hosts {len(nodes.hosted)} nodes ({', '.join(nodes.hosted_names)}); "
+                "pass NodeSave({node name: pytree}, by_node=True)"
+            )
+        return [(nodes.hosted[0], item.tree)]
+
+    def _plan(self, item: SaveItem, tree: Any) -> ItemPlan:
+        pairs, _ = tree_lib.flatten(tree)
+        per_node = item.kind == "node"
+        return plan_lib.plan_item(
+            item.name,
+            pairs,
+            node=0 if per_node else self._nodes.hosted[0],
+            node_of_process={self._nodes.id_of(self._nodes.process): 0} if per_node else self._nodes.writers,
+            replica_split_bytes=self._options.replica_split_bytes,
+            part_bytes=self._part_bytes,
+            per_node=per_node,
+        )
+
+    def _digest(self, arrays: Sequence[ArrayItem], others: Sequence[Any]) -> str:
+        items = {item.name: records.array_item_json(item) for item in arrays}
+        plan = {"nodes": self._nodes.rows, "others": list(others), "items": items}
+        return checksums.digest(json.dumps(plan, separators=(",", ":")).encode())
+
+    @staticmethod
+    def _keep(cache: collections.OrderedDict[Any, Any], key: Any, value: Any) -> None:
+        cache[key] = value
+        while len(cache) > _PLANS:
+            cache.popitem(last=False)
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,7 +265,7 @@ class Buffer:
         return same
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
-        """Says that some bytes have been written: those of a mapped file leave this process's memory."""
+        """Some bytes have been written: those of a mapped file may leave this process's memory."""
         if isinstance(self.array, mmap.Mapped):
             mmap.release(self.array, start, stop)
 
@@ -57,19 +276,17 @@ def _sample(array: np.ndarray) -> bytes:
 
 
 def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list[Buffer]:
-    """Snapshots the cells that this node writes.
+    """Copies, or views, the cells that this node writes; returns one buffer per cell, in file order.
 
     Args:
         plan: the item's plan.
         leaves: the item's leaves, in flattening order.
         staged: copy arrays on CPU, too, through host memory of our own, as those on accelerators always are.
 
-    Returns:
-        One buffer per cell, in file order.
-
     Raises:
-        InvalidArgumentError: an array was deleted or donated before `save()`, by name.
+        InvalidArgumentError: an array was deleted or donated before `save()`; names it.
     """
+    # All transfers from accelerators are started before the first is awaited.
     started: dict[int, jax.Array] = {}
     for i, t in enumerate(plan.takes):
         if (t.staged or staged) and t.shard >= 0:
@@ -132,10 +349,25 @@ def _host(value: Any, dtype: np.dtype[Any] | None) -> Buffer:
     return Buffer(np.array(value, dtype=dtype, order="C", copy=True))
 
 
-def values(plan: ItemPlan, leaves: Sequence[Any]) -> dict[int, Any]:
+def _values(plan: ItemPlan, leaves: Sequence[Any]) -> dict[int, Any]:
     """The Python leaves of an item as JSON, by leaf number."""
     return {
         i: tree_lib.value_to_json(leaves[i])
         for i, leaf in enumerate(plan.item.leaves)
         if leaf.kind in tree_lib.VALUE_KINDS
     }
+
+
+def checked_json(value: Any, where: str) -> Any:
+    """User data as it will come back from JSON.
+
+    Raises:
+        InvalidArgumentError: something in it is not JSON.
+    """
+    return checksums.unpack_json(checksums.pack_json(value, where))
+
+
+def root_metadata(metadata: Mapping[str, Any]) -> bytes:
+    """Content of the file in which Orbax, too, keeps a manager's own metadata."""
+    data = {"internal_metadata": {}, "custom_metadata": checksums.pack_json(dict(metadata), "metadata")}
+    return json.dumps(data).encode()

@@ -10,7 +10,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.commit import claiming
-from epochckpt.commit.protocol import Commits, Damaged, Replaces, Rollback, Superseded
+from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
 from epochckpt.format import EpochRecord, parsing, paths, records
 
@@ -160,14 +160,14 @@ class PutCommits(Commits):
         return record
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
         """See Commits."""
         path = paths.join(self.names.build(epoch), paths.EPOCH_RECORD)
         self._check_fence(epoch)
         check()
         old = self._superseded(epoch, path, replaces)
-        if isinstance(replaces, Damaged) and self.store.exists(path):
+        if replaces is not None and replaces.damage and self.store.exists(path):
             self._copy_aside(epoch, f"damaged-{paths.new_id()}")
             self._check_fence(epoch)
             if self.read_attempt(epoch) == replaces.attempt:
@@ -197,9 +197,9 @@ class PutCommits(Commits):
         self._folders[epoch] = self.names.build(epoch)
         return None if old is None or replaces is None else partial(self.discard, epoch, str(replaces.attempt))
 
-    def _superseded(self, epoch: int, path: str, replaces: Replaces | None) -> bytes | None:
+    def _superseded(self, epoch: int, path: str, replaces: ReplaceCondition | None) -> bytes | None:
         """The record of the good epoch that may be replaced, if it is still that one."""
-        if not isinstance(replaces, Superseded) or self.read_attempt(epoch) != replaces.attempt:
+        if replaces is None or replaces.damage or self.read_attempt(epoch) != replaces.attempt:
             return None
         data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
         return data if parsing.parse_epoch(path, data).attempt == replaces.attempt else None

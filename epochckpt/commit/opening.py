@@ -17,7 +17,7 @@ from epochckpt._threads import Deadline
 from epochckpt.commit import attached_metrics, calls, retention
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.coordination import Coordinator
-from epochckpt.commit.protocol import Commits, Damaged
+from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.errors import (
     AccessError,
@@ -66,7 +66,7 @@ class Opened:
     prefix: str
     nodes: Nodes
     history: list[int]
-    damaged: dict[int, Damaged]
+    damaged: dict[int, ReplaceCondition]
     foreign: dict[int, str]
     attached: dict[int, Any]
     refused: AccessError | None
@@ -94,13 +94,13 @@ class Survey:
     """
 
     epochs: list[int]
-    damaged: dict[int, Damaged]
+    damaged: dict[int, ReplaceCondition]
     foreign: dict[int, str]
     attached: dict[int, Any]
 
     def to_wire(self) -> dict[str, Any]:
         """Its form as JSON."""
-        damaged = [[epoch, found.attempt, found.reason] for epoch, found in self.damaged.items()]
+        damaged = [[epoch, found.attempt, found.damage] for epoch, found in self.damaged.items()]
         attached = checksums.pack_by_number(self.attached, "metrics")
         foreign = sorted(self.foreign.items())
         return {"epochs": self.epochs, "damaged": damaged, "foreign": foreign, "attached": attached}
@@ -108,13 +108,13 @@ class Survey:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
         """The inverse of `to_wire`."""
-        damaged = {epoch: Damaged(attempt, reason) for epoch, attempt, reason in wire["damaged"]}
+        damaged = {epoch: ReplaceCondition(attempt, reason) for epoch, attempt, reason in wire["damaged"]}
         attached = checksums.unpack_by_number(wire["attached"])
         return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached)
 
 
 def survey(
-    commits: Commits, options: ocp.CheckpointManagerOptions, known: Mapping[int, Damaged] | None = None
+    commits: Commits, options: ocp.CheckpointManagerOptions, known: Mapping[int, ReplaceCondition] | None = None
 ) -> Survey:
     """Looks at a directory.
 
@@ -142,7 +142,7 @@ def survey(
         if found is None:
             break
         where = commits.store.root
-        logging.error("%s: epoch %d is damaged and will not be used: %s", where, epoch, found.reason)
+        logging.error("%s: epoch %d is damaged and will not be used: %s", where, epoch, found.damage)
         damaged[epoch] = found
         epochs.pop()
     metrics: dict[int, Any] = {}
@@ -152,7 +152,7 @@ def survey(
     return Survey(epochs, damaged, foreign, metrics)
 
 
-def _look_at(commits: Commits, epoch: int) -> Damaged | None:
+def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | None:
     """What is wrong with an epoch, as far as its records and the sizes of its files tell.
 
     Raises:
@@ -170,7 +170,7 @@ def _look_at(commits: Commits, epoch: int) -> Damaged | None:
             raise
         except (DamagedError, FormatError) as error:
             if attempt is None or commits.read_head(epoch).attempt == attempt:
-                return Damaged(attempt, say(error))
+                return ReplaceCondition(attempt, say(error))
 
 
 def open_directory(

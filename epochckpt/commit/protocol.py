@@ -99,30 +99,17 @@ def parse_rollback(path: str, data: bytes) -> Rollback:
 
 
 @dataclasses.dataclass(frozen=True)
-class Damaged:
-    """An epoch whose bytes are not those that were written. Another attempt at its number is another epoch.
+class ReplaceCondition:
+    """Which epoch the next save of its number may replace: only this attempt at it, another one is another epoch.
 
     Attributes:
-        attempt: its attempt id, or None where not even its record can be used.
-        reason: what was found.
+        attempt: its attempt id; None for an epoch whose commit record cannot be used.
+        damage: what is wrong with it: it is quarantined first. Empty for a good epoch, which is exchanged for the new
+            one so that one of them is there at any moment.
     """
 
     attempt: str | None
-    reason: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Superseded:
-    """A good epoch in whose place the next save of its number may come.
-
-    Attributes:
-        attempt: its attempt id, or None where its record cannot be used; another one is not replaced.
-    """
-
-    attempt: str | None
-
-
-Replaces = Damaged | Superseded
+    damage: str = ""
 
 
 _ignored: set[str] = set()  # said once per process
@@ -407,7 +394,7 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
         """Primary: makes the epoch visible.
 

@@ -12,7 +12,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.commit import claiming, placing
-from epochckpt.commit.protocol import Commits, Replaces, Rollback, Superseded
+from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -215,7 +215,7 @@ class RenameCommits(Commits):
         return written
 
     def publish(
-        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: Replaces | None
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
         """See Commits."""
         staging = self._staging(attempt)
@@ -231,7 +231,7 @@ class RenameCommits(Commits):
             raise self.lost(epoch) from None
         check()
         present = replaces is not None and self.read_attempt(epoch) == replaces.attempt
-        replace = present and isinstance(replaces, Superseded)
+        replace = replaces is not None and present and not replaces.damage
         if present and not replace:
             with self._fenced(epoch):
                 self._set_damaged_aside(epoch)

@@ -1,7 +1,12 @@
-"""Which epochs to save and which to keep, with Orbax's own policies, and the history they look at."""
+"""Which epochs to save, to keep and to delete: the history of a directory, Orbax's policies, deleting and going back.
+
+Policies look at the `History`, as `EpochInfo`s. Deleting and rolling back happen on the primary: epochs are first taken
+out of sight, durably, and their bytes are removed later.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import operator
@@ -16,8 +21,10 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt.commit import attached_metrics
-from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError
-from epochckpt.format import EpochRecord
+from epochckpt.commit.attempt import Attempt, Committed
+from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
+from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
+from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import OrbaxRecord
 
 
@@ -41,9 +48,14 @@ class EpochInfo:
         self.step, self._load, self._metrics, self._time_ns, self._attempt = step, load, metrics, time_ns, attempt
         self.attached: Mapping[str, Any] = {}
 
+    @classmethod
+    def of(cls, attempt: Attempt) -> EpochInfo:
+        """That of an epoch that is being saved."""
+        return cls(attempt.epoch, metrics=attempt.metrics, time_ns=attempt.started_ns)
+
     def _read(self) -> None:
         """Reads the record, once. A passing error is raised, and the next look tries again."""
-        load = self._load  # other threads look, too
+        load = self._load  # another thread may set it to None meanwhile
         if load is not None:
             try:
                 record = load(self.step)
@@ -62,7 +74,7 @@ class EpochInfo:
 
     @property
     def attempt(self) -> str:
-        """Its attempt, on the primary; empty without a readable record."""
+        """Its attempt id, on the primary; empty without a readable record."""
         self._read()
         return self._attempt
 
@@ -74,27 +86,37 @@ class EpochInfo:
 
 
 class History:
-    """The epochs that this process knows: committed ones, and those that were asked for.
+    """The epochs that this process knows: committed, damaged, and requested ones.
 
-    `committed` is what `latest_step` and `all_steps` say. `requested` is what `should_save` decides from: it depends
+    `committed` is what `latest_step` and `all_steps` return. `requested` is what `should_save` decides from: it depends
     only on calls that every process makes alike, not on how far the background is.
 
-    Several threads use it, and signal handlers: without locks, see `worker`. Each change is one operation of a dict.
+    Several threads and signal handlers use it without a lock: each change is one operation of a dict, see `_threads`.
+
+    Attributes:
+        damaged: epochs on storage that cannot be restored, with what the next save of their number may replace.
     """
 
     def __init__(self, load: Callable[[int], EpochRecord]):
         self._load = load
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}
+        self.damaged: dict[int, ReplaceCondition] = {}
 
-    def reset(self, epochs: Iterable[int], attached: Mapping[int, Mapping[str, Any]]) -> None:
-        """Takes storage's word for what is committed, and what is attached to it; nothing else was asked for."""
+    def reset(
+        self,
+        epochs: Iterable[int],
+        attached: Mapping[int, Mapping[str, Any]],
+        damaged: dict[int, ReplaceCondition],
+    ) -> None:
+        """Replaces everything by what storage shows."""
+        self.damaged = damaged
         self._committed = {e: EpochInfo(e, self._load) for e in sorted(epochs)}  # any may have been replaced
         self.forget_failed()
         self.attach(attached)
 
     def adopt(self, epochs: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Takes storage's word for what is committed by now, keeping what is known of each; `requested` stays as it is.
+        """Replaces the committed epochs by those on storage, keeping what is known of each, and `requested`.
 
         Returns:
             Epochs that are new, and those that are gone.
@@ -103,21 +125,27 @@ class History:
         self._committed = {e: before.get(e) or EpochInfo(e, self._load) for e in now}
         return [e for e in now if e not in before], [e for e in before if e not in now]
 
-    def fail(self, info: EpochInfo) -> None:
-        """An epoch was asked for, and could not be saved."""
-        self._requested[info.step] = info
+    def fail(self, attempt: Attempt) -> None:
+        """An epoch was requested, and could not be saved."""
+        self._requested[attempt.epoch] = EpochInfo.of(attempt)
 
-    def commit(self, info: EpochInfo) -> None:
-        """An epoch was asked for, and committed."""
-        self._committed[info.step] = self._requested[info.step] = info
+    def commit(self, commit: Committed) -> None:
+        """An epoch was requested, and committed; others may have been deleted for it."""
+        epoch = commit.epoch
+        info = EpochInfo(epoch, metrics=commit.metrics, time_ns=commit.committed_ns, attempt=commit.attempt)
+        self._committed[epoch] = self._requested[epoch] = info
+        if commit.attached is not None:
+            self.attach(commit.attached)
+        self.drop(commit.deleted)
+        self.damaged.pop(epoch, None)
 
     def attach(self, metrics: Mapping[int, Mapping[str, Any]]) -> None:
-        """The primary's word on what is attached to each epoch by now; to those that it does not name, nothing is."""
+        """Takes over what is attached to each epoch by now; nothing is attached to epochs that are not named."""
         for info in list(self._committed.values()):
             info.attached = metrics.get(info.step, {})
 
     def attached(self) -> dict[int, Mapping[str, Any]]:
-        """What is known to be attached to each epoch; those without anything are left out."""
+        """What is known to be attached to each epoch; epochs without anything are left out."""
         return {info.step: info.attached for info in list(self._committed.values()) if info.attached}
 
     def drop(self, epochs: Iterable[int]) -> None:
@@ -127,7 +155,7 @@ class History:
             self._requested.pop(epoch, None)
 
     def forget_failed(self) -> None:
-        """Nothing is in flight any more: what was asked for and is not committed may be asked for again."""
+        """Nothing is in flight any more: an epoch that was requested and is not committed may be requested again."""
         self._requested.update(self._committed)
         for epoch in self._requested.keys() - self._committed.keys():
             self._requested.pop(epoch, None)
@@ -136,10 +164,9 @@ class History:
         """Committed epochs, ascending."""
         return sorted(self._committed.values(), key=_step)
 
-    def requested(self, in_flight: Iterable[EpochInfo]) -> list[EpochInfo]:
-        """Epochs asked for (committed ones among them), ascending, with those that are being saved."""
-        flying = {info.step: info for info in in_flight}
-        return sorted({**self._requested, **flying}.values(), key=_step)
+    def requested(self, in_flight: Iterable[Attempt]) -> list[EpochInfo]:
+        """Requested epochs (committed ones among them), ascending, with those that are being saved."""
+        return sorted({**self._requested, **{a.epoch: EpochInfo.of(a) for a in in_flight}}.values(), key=_step)
 
     def is_known(self, epoch: int) -> bool:
         """Whether an epoch exists or could not be saved."""
@@ -152,21 +179,21 @@ _step = operator.attrgetter("step")
 def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | None:
     """How good an epoch is by `best_fn`, larger is better; None without metrics; NaN is worst of all.
 
-    Where `best_fn` returns None, or finds no metric of a name (KeyError), or one that is no number, the epoch counts as
-    one without metrics.
+    Where `best_fn` returns None or something that is no number, or raises KeyError for a missing metric, the epoch
+    counts as one without metrics.
     """
     if options.best_fn is None or info.metrics is None:
         return None
     try:
         found: float | None = options.best_fn(info.metrics)
-    except KeyError as error:  # to be attached by somebody, perhaps
-        return _without(options, info, f"finds no {error}")
+    except KeyError as error:  # that metric may be attached later
+        return _without_score(options, info, f"finds no {error}")
     if found is None:
-        return _without(options, info, "returns None")
+        return _without_score(options, info, "returns None")
     try:
         return rank(found, options.best_mode)
     except (TypeError, ValueError):  # another job may attach anything
-        return _without(options, info, f"returns {found!r:.100}, which is no number,")
+        return _without_score(options, info, f"returns {found!r:.100}, which is no number,")
 
 
 def rank(value: float, mode: str) -> float:
@@ -185,29 +212,29 @@ def best_of(ranks: Mapping[int, float | None]) -> int | None:
     return max(((rank, epoch) for epoch, rank in ranks.items() if rank is not None), default=(0.0, None))[1]
 
 
-_told: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
 
 
-def _without(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: str) -> None:
-    """Warns, once for each `best_fn`, that it says nothing of an epoch that has metrics."""
+def _without_score(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: str) -> None:
+    """Warns, once for each `best_fn`, that it gives no score for an epoch that has metrics."""
     try:
-        if options.best_fn in _told:
-            return
-        _told.add(options.best_fn)
-    except TypeError:  # an `operator.itemgetter` has no weak references: these share one warning
-        if type(options.best_fn) in _told:
-            return
-        _told.add(type(options.best_fn))
+        warned = options.best_fn in _warned
+        _warned.add(options.best_fn)
+    except TypeError:  # an `operator.itemgetter` has no weak references: all of them share one warning
+        warned = type(options.best_fn) in _warned
+        _warned.add(type(options.best_fn))
+    if warned:
+        return
     known = info.metrics
     names = ", ".join(map(repr, known)) if isinstance(known, Mapping) else type(known).__name__
-    what = "kept" if options.keep_checkpoints_without_metrics else "deleted"
+    fate = "kept" if options.keep_checkpoints_without_metrics else "deleted"
     logging.warning(
         "best_fn %s for epoch %d, whose metrics are: %.500s. Until one is attached, it counts as one without: it "
         "is never the best, and where the number of epochs is limited it is %s. Said of the first such epoch only",
         why,
         info.step,
         names,
-        what,
+        fate,
     )
 
 
@@ -243,17 +270,17 @@ def decide_save(
     policy: Any,
     options: ocp.CheckpointManagerOptions,
     step: int,
-    asked: Sequence[EpochInfo],
+    requested: Sequence[EpochInfo],
     saving: Callable[[], bool],
     preempted: bool,
 ) -> bool:
-    """Asks a policy whether to save an epoch now, after those that were asked for."""
+    """Whether a policy saves an epoch now, after those that were requested."""
     context = decide.DecisionContext(
         is_saving_in_progress=options.enable_should_save_is_saving_in_progress_check and saving(),
         reached_preemption=preempted,
         multiprocessing_options=options.multiprocessing_options,
     )
-    return bool(policy.should_save(EpochInfo(step, time_ns=time.time_ns()), asked, context=context))
+    return bool(policy.should_save(EpochInfo(step, time_ns=time.time_ns()), requested, context=context))
 
 
 class _FunctionPolicy(decide.SaveDecisionPolicy):
@@ -269,9 +296,7 @@ def superfluous(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo
     if not infos:
         return []
     if options.preservation_policy is not None:
-        seen: Any = infos
-        flags = options.preservation_policy.should_preserve(seen, context=keep.PreservationContext())
-        kept = {i.step for i, flag in zip(infos, flags, strict=True) if flag}
+        kept = _preserved(options.preservation_policy, infos)
     else:
         kept = _default_kept(options, infos)
         if options.best_fn is not None and (top := best(options, infos)) is not None:
@@ -280,24 +305,82 @@ def superfluous(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo
     return [i.step for i in infos if i.step not in kept]
 
 
+def _preserved(policy: Any, infos: Sequence[EpochInfo]) -> set[int]:
+    flags = policy.should_preserve(infos, context=keep.PreservationContext())
+    return {i.step for i, flag in zip(infos, flags, strict=True) if flag}
+
+
 def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> set[int]:
-    n = options.max_to_keep
-    policies: list[Any] = []
-    if options.keep_period is not None:
-        policies.append(keep.EveryNSteps(options.keep_period))
-    if options.keep_time_interval is not None:
-        policies.append(keep.EveryNSeconds(interval_secs=int(options.keep_time_interval.total_seconds())))
-    kept: set[int] = set()
-    for policy in policies:
-        flags = policy.should_preserve(infos, context=keep.PreservationContext())
-        kept |= {i.step for i, flag in zip(infos, flags, strict=True) if flag}
-    if n is None:
+    """What the older options keep: `max_to_keep` (the latest, or the best), `keep_period`, `keep_time_interval`."""
+    count = options.max_to_keep
+    if count is None:
         return {i.step for i in infos}
+    kept: set[int] = set()
+    if options.keep_period is not None:
+        kept |= _preserved(keep.EveryNSteps(options.keep_period), infos)
+    if options.keep_time_interval is not None:
+        secs = int(options.keep_time_interval.total_seconds())
+        kept |= _preserved(keep.EveryNSeconds(interval_secs=secs), infos)
     if options.best_fn is None:
-        return kept | {i.step for i in infos[max(0, len(infos) - n) :]}
+        return kept | {i.step for i in infos[max(0, len(infos) - count) :]}
     scores = [(score(options, i), i.step) for i in infos]
     ranked = sorted((s, step) for s, step in scores if s is not None)
-    kept |= {step for _, step in ranked[max(0, len(ranked) - n) :]}
+    kept |= {step for _, step in ranked[max(0, len(ranked) - count) :]}
     if options.keep_checkpoints_without_metrics:
         kept |= {step for s, step in scores if s is None}
     return kept
+
+
+# -- deleting, replacing and going back, on the primary ----------------------------------------------------------------
+
+
+def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOptions, fresh: Committed) -> Committed:
+    """Completes a fresh commit with the epochs that are to be deleted, and with what is attached to the others."""
+    infos = {i.step: i for i in history.committed() if i.step != fresh.epoch}
+    if reads_metrics(options):
+        history.attach(attached_metrics.of_epochs(commits, infos, lambda epoch: infos[epoch].attempt))
+    infos[fresh.epoch] = EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns)
+    gone = superfluous(options, sorted(infos.values(), key=_step))
+    gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
+    deleted = tuple(epoch for epoch in gone if commits.may_retire(epoch))
+    return dataclasses.replace(fresh, deleted=deleted, attached=history.attached())
+
+
+def hide(commits: Commits, epochs: Sequence[int], into: str | None) -> Callable[[], None]:
+    """Takes epochs out of sight; the returned call removes their bytes (or keeps them in the subfolder `into`)."""
+    removals = [commits.hide(epoch, into) for epoch in epochs]
+
+    def remove() -> None:
+        for removal in removals:
+            removal()
+
+    return remove
+
+
+def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
+    """The condition that allows a save to replace an epoch as it is on storage now.
+
+    Raises:
+        EpochNotFoundError: there is no such epoch.
+        InvalidArgumentError: it lies in a folder that we would not write; says what to do.
+    """
+    record = commits.read_record(epoch)
+    if isinstance(record, OrbaxRecord) or commits.folder(epoch) != commits.names.build(epoch):
+        raise InvalidArgumentError(
+            f"epoch {epoch} ({commits.store.root}/{commits.folder(epoch)}) was written by stock Orbax, or under "
+            "another step name format, and cannot be replaced in one step; delete() makes room for it"
+        )
+    return ReplaceCondition(record.attempt)
+
+
+def roll_back(commits: Commits, epoch: int) -> None:
+    """Quarantines every later epoch.
+
+    Raises:
+        EpochNotFoundError: there is no such epoch.
+        UnfinishedError: they, or those of a call before, could not be moved; they count no more nevertheless.
+    """
+    commits.finish_rollback()  # of a call that was interrupted
+    later = tuple(e for e in commits.require(epoch) if e > epoch)
+    if later:
+        commits.roll_back(Rollback(epoch, later, paths.new_id()))

@@ -1,36 +1,39 @@
-"""One try at saving one epoch, in the background, from the snapshot to the verdict.
+"""The attempts of one manager, in the background, from the snapshot to the verdict.
 
 Guarantees:
-- nothing here runs on the training thread but `Attempts.submit`, which talks to nobody;
-- every wait is bounded, and an attempt always ends: committed, failed, or (on a node other than the primary that
-  could not hear the verdict) uncertain;
-- only the primary decides. A node's report is its last act on its staging;
-- what a node has called failed is never committed with its help: of giving an attempt up and the step after which it
-  may be committed only the first to come happens (`Attempt.binding`). After that step it is uncertain at worst;
-- attempts of one manager are written one after the other and end in order.
+- only `Attempts.submit` and `make_room` run on the training thread, and they talk to no other process;
+- every wait is bounded, and an attempt always ends: committed, failed, or (on a process other than the primary that
+  received no verdict) uncertain;
+- only the primary decides. A process's report is its last act on the staging of an attempt;
+- an attempt that a process has called failed is never committed with its help. Giving an attempt up and the step after
+  which it may be committed both claim `Attempt.binding`, so only the first of them happens. After that step the
+  attempt is uncertain at worst;
+- attempts of one manager are written one after the other, and end in order.
 
-An attempt is called `<epoch>-<try>` on every process: all make the same calls. Keys (all below the prefix that the
-processes agreed on when they opened the directory, so that a relaunched job never meets an old one):
-`report/<attempt>/<process>`; `verdict/<attempt>/0`; `claim/<attempt>/0`, until every process has reported once: the
-primary's word on its claim to the directory, see `claiming`. Nobody waits for the primary before it writes, but for
-that first word.
+An attempt is called `<epoch>-<number>` on every process, because all processes make the same calls. Keys, all below the
+prefix that the processes agreed on when they opened the directory, so that a relaunched job never meets an old one:
+
+- `report/<attempt>/<process>`: what a process has written;
+- `verdict/<attempt>/0`: the primary's decision;
+- `claim/<attempt>/0`: the primary's claim to the directory (see `claiming`), until every process has reported once. The
+  first save of the other processes waits for it; later ones wait for nobody before they write.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from absl import logging
 
 from epochckpt import _threads, _units
 from epochckpt._threads import Deadline
 from epochckpt.commit import memory
-from epochckpt.commit.attempt import Attempt, Committed, write_nodes
+from epochckpt.commit.attempt import Attempt, Committed, ProcessReport, write_nodes
 from epochckpt.commit.claiming import Claim
 from epochckpt.commit.lagging import Lags
 from epochckpt.commit.opening import Opened
@@ -54,51 +57,63 @@ _VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the prima
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
 _PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before others suffer
 _COMMITTING = "every node has written, committing"
-_REPORTS = 2  # attempts whose reports are kept
-_REMEMBERED = 192  # keys of the primary's words that are kept for a node that was away; reports are many, words few
+_KEPT_REPORTS = 2  # attempts whose reports the coordination service keeps
+_KEPT_KEYS = 192  # other keys that it keeps, for a process that was away: reports are large, those are small
+
+
+class SaveListener(Protocol):
+    """What a manager does about its saves. The commit lane calls it, in the order of the saves."""
+
+    def retire(self, fresh: Committed) -> Committed:
+        """On the primary, after a commit: completes it with the epochs to delete, and with attached metrics."""
+        ...
+
+    def hide(self, epochs: Sequence[int]) -> Callable[[], None]:
+        """On the primary, after the verdict: takes epochs out of sight; the returned call removes their bytes."""
+        ...
+
+    def committed(self, commit: Committed) -> None:
+        """On every process, for every commit. Must not fail."""
+        ...
+
+    def announce(self, attempt: Attempt, commit: Committed) -> None:
+        """On every process, after `committed`. May fail."""
+        ...
+
+    def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
+        """On every process, for every attempt that ends, with the reason if it failed. Must not fail."""
+        ...
 
 
 class Attempts:
-    """The attempts of one manager on one node.
+    """The attempts of one manager on one process.
 
     Args:
         opened: the directory, and the other processes.
         claim: when this manager becomes the writer of the directory.
         options: bounds and sizes.
-        retire: on the primary, called with a fresh commit: which epochs to delete now, what is attached to epochs, a
-            call that takes them out of sight, and returns one that removes their bytes.
-        on_commit: called on every node for every commit; must not fail.
-        log: called after that; may fail.
-        on_end: called on every node for every attempt that ends, with why it failed or None; must not fail.
+        listener: see `SaveListener`.
     """
 
-    def __init__(
-        self,
-        opened: Opened,
-        claim: Claim,
-        options: StorageOptions,
-        retire: Callable[[Committed], tuple[list[int], Mapping[int, Any], Callable[[], Callable[[], None]]]],
-        on_commit: Callable[[Committed], None],
-        log: Callable[[Attempt, Committed], None],
-        on_end: Callable[[Attempt, SaveError | None], None],
-    ):
+    def __init__(self, opened: Opened, claim: Claim, options: StorageOptions, listener: SaveListener):
         self._store, self._commits, self._coordinator = opened.store, opened.commits, opened.coordinator
         self._prefix, self.nodes, self._options = f"{opened.prefix}/save", opened.nodes, options
-        self._claim, self._all_know = claim, opened.coordinator.processes == 1
-        self._retire, self._on_commit, self._log, self._on_end = retire, on_commit, log, on_end
+        self._claim, self._claim_is_known = claim, opened.coordinator.processes == 1
+        self._listener = listener
         self._pool = _threads.Pool(options.io_threads)
         self._write_lane, self._report_lane, self._commit_lane = _threads.Lane(), _threads.Lane(), _threads.Lane()
         self._lags = Lags(options.save_timeout_secs, self._has_answered)
         self._memory = options.host_memory_limit_bytes or memory.default_limit()
         self.last = ""  # the name of the last attempt that was submitted
-        # Of these, one operation each, never two that belong together: see the guarantees of `worker`.
+        # Threads and signal handlers share these without a lock: each access is one operation of a list or dict, and
+        # no invariant spans two of them; see the guarantees of `_threads`.
         self._pending: list[Attempt] = []
         self._tries: dict[int, int] = {}  # how many attempts at an epoch the write lane has taken up
         self._errors: list[SaveError] = []
         self._failed: dict[int, tuple[str, str]] = {}
-        self._unheard: collections.deque[Attempt] = collections.deque(maxlen=_REMEMBERED)
-        self._reported: collections.deque[str] = collections.deque()
-        self._spoken: collections.deque[str] = collections.deque()
+        self._unheard: collections.deque[Attempt] = collections.deque(maxlen=_KEPT_KEYS)
+        self._report_keys: collections.deque[str] = collections.deque()
+        self._keys: collections.deque[str] = collections.deque()
         self._resident: collections.deque[int] = collections.deque()  # epochs whose bytes the page cache may hold
 
     # -- on the training thread ----------------------------------------------------------------------------------
@@ -135,11 +150,11 @@ class Attempts:
         """
         pending = self.pending()
         unwritten = [a for a in pending if not a.written.done()]
-        held = sum(a.copied_bytes for a in unwritten)
+        held = sum(a.snapshot.copied_bytes for a in unwritten)
         oldest = unwritten[0] if unwritten else None
         if oldest is not None and len(unwritten) > 1:
             return oldest, oldest.written, "one save is written at a time, and one more may wait"
-        if oldest is not None and runs_handlers and oldest.runs_handlers:
+        if oldest is not None and runs_handlers and oldest.snapshot.runs_handlers:
             return oldest, oldest.written, "its handlers are not done with that one"
         if oldest is not None and held and self._memory is not None and held + copied_bytes > self._memory:
             both = f"{_units.nbytes(held)} and {_units.nbytes(copied_bytes)}"
@@ -151,7 +166,7 @@ class Attempts:
     def next_try(self, epoch: int) -> int:
         """The number of the next attempt at an epoch, from 0."""
         handed = [attempt.number + 1 for attempt in self.pending() if attempt.epoch == epoch]
-        return max([self._tries.get(epoch, 0), *handed])  # in this order: whoever is not in the one is in the other
+        return max([self._tries.get(epoch, 0), *handed])  # in this order: an attempt moves from `pending` to `_tries`
 
     @property
     def used(self) -> bool:
@@ -159,29 +174,29 @@ class Attempts:
         return bool(self._pending or self._tries)
 
     def submit(self, attempt: Attempt) -> None:
-        """Takes over a snapshot. Of two with one number (a signal handler can make them) only the first is saved."""
-        if not self._coordinator.primary:  # the primary decides by its own clock, and may have been called later
+        """Queues an attempt. Of two with one number (a signal handler can make them) only the first is saved."""
+        if not self._coordinator.primary:  # the primary decides by its own clock, and may have begun later
             attempt.deadline = Deadline(self._options.save_timeout_secs + _VERDICT_MARGIN_SECS)
         self.last = attempt.name
-        self._pending.append(attempt)  # this is the moment: what is interrupted from here on, `pending` makes good
+        self._pending.append(attempt)  # from here on it is saved: `pending` makes good what an interrupt prevents
         self.pending()
 
     def pending(self) -> list[Attempt]:
-        """Attempts without a verdict, oldest first."""
+        """Attempts without a verdict, oldest first. Wakes the write lane if an interrupt has kept it asleep."""
         pending = list(self._pending)
-        if not all(attempt.taken.claimed for attempt in pending) and not self._write_lane.wake():
+        if not all(attempt.dequeued.claimed for attempt in pending) and not self._write_lane.wake():
             self._write_lane.submit(self._write_all)
         return pending
 
     def in_flight(self) -> list[Attempt]:
-        """Those of them that this process has a part in: it could begin them."""
+        """Those of them that this process could begin."""
         return [attempt for attempt in self.pending() if attempt.error is None]
 
     def failure(self, epoch: int) -> tuple[str, str] | None:
         """How the last attempt at an epoch ended, if not well (`failed`, `uncertain`), and why."""
         return self._failed.get(epoch)
 
-    def take_errors(self) -> list[SaveError]:
+    def pop_errors(self) -> list[SaveError]:
         """Failures since the last call."""
         errors = list(self._errors)
         for error in errors:
@@ -195,7 +210,7 @@ class Attempts:
         self._errors.clear()
 
     def drain(self, epoch: int | None = None) -> None:
-        """Waits until no attempt (at one epoch, or at any) is without a verdict. Bounded: every attempt is."""
+        """Waits until every attempt (at one epoch, or at any) has its verdict; bounded, as every attempt is."""
         for attempt in self.pending():
             if epoch in (None, attempt.epoch):
                 self._wait(attempt, attempt.done)
@@ -217,8 +232,8 @@ class Attempts:
     def _wait(self, attempt: Attempt, event: _threads.Future[Any]) -> None:
         """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed.
 
-        That is the case only when a system call of this node's own hangs. What it still writes goes into staging that
-        nobody will commit: this node neither reports it nor, on the primary, commits it.
+        That happens only when a system call of this process's own hangs. What that call still writes goes into staging
+        that is never committed: this process neither reports it nor, on the primary, commits it.
         """
         while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
             if attempt.deadline.left() + _VERDICT_MARGIN_SECS <= 0:
@@ -235,25 +250,21 @@ class Attempts:
             self._end(attempt, UncertainError(epoch, reason))
 
     def _bind(self, attempt: Attempt) -> None:
-        """From here on this node may not give the attempt up any more.
-
-        Raises:
-            SaveError: it has done so.
-        """
+        """From here on this process may not give the attempt up any more; SaveError if it has done so."""
         if not attempt.binding.claim():
             raise SaveError(attempt.epoch, f"{self.nodes.hosted_names[0]} has given it up")
 
     # -- writing, on every node ----------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
-        """Writes what waits for it, in order; runs in the write lane alone."""
-        while waiting := [attempt for attempt in list(self._pending) if not attempt.taken.claimed]:
-            if waiting[0].taken.claim():  # else it was given up just now, while an older write hung
+        """Writes the queued attempts, in order; runs in the write lane alone."""
+        while waiting := [attempt for attempt in list(self._pending) if not attempt.dequeued.claimed]:
+            if waiting[0].dequeued.claim():  # else it was given up just now, while an older write hung
                 self._write(waiting[0])
 
     def _write(self, attempt: Attempt) -> None:
         if attempt.number < self._tries.get(attempt.epoch, 0):  # a signal handler saved inside this very `save`
-            attempt.drop()
+            attempt.snapshot.drop()
             if attempt.ended.claim():
                 self._leave(attempt)
             return
@@ -267,9 +278,10 @@ class Attempts:
                 raise attempt.error
             attempt.state = "writing"
             report = self._write_files(attempt)
-        except Exception as caught:  # every failure becomes this node's report
-            error, report = kept(caught), {"error": to_wire(caught)}
-        attempt.drop()
+        except Exception as caught:  # every failure becomes this process's report
+            error = kept(caught)
+            report = ProcessReport(error=error)
+        attempt.snapshot.drop()
         if not self._coordinator.primary:
             try:
                 self._bind(attempt)
@@ -282,36 +294,36 @@ class Attempts:
         attempt.written.set(None)
         self._commit_lane.submit(lambda: self._conclude(attempt, error))
 
-    def _report(self, attempt: Attempt, report: dict[str, Any]) -> None:
-        """Where the primary's machine is silent this takes long; nothing waits for it but the verdict."""
+    def _report(self, attempt: Attempt, report: ProcessReport) -> None:
+        """Reports to the primary, in a lane of its own: where the primary's machine is silent this takes long."""
         try:
-            self._coordinator.put(f"{self._key('report', attempt)}/{self._coordinator.process}", report)
+            self._coordinator.put(f"{self._key('report', attempt)}/{self._coordinator.process}", report.to_wire())
         except CoordinationError as error:
             logging.warning("epoch %d: the primary may not hear of this node: %s", attempt.epoch, error)
 
     def _begin(self, attempt: Attempt) -> None:
-        """Has a place to write to: on the primary in a directory that it has claimed, on the others in that one."""
+        """Sees to it that there is a place to write to: the primary claims the directory, the others learn of that."""
         key = f"{self._key('claim', attempt)}/0"
         if not self._coordinator.primary:
             if not self._claim.known:
                 attempt.state = "waiting for the primary to claim the directory"
                 try:
-                    word = self._coordinator.get(key, max(attempt.deadline.left(), 0.001))
+                    claimed = self._coordinator.get(key, max(attempt.deadline.left(), 0.001))
                 except CoordinationTimeoutError:
                     raise LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
-                if "error" in word:
-                    raise from_wire(word["error"])
-                self._claim.learn(word)
+                if "error" in claimed:
+                    raise from_wire(claimed["error"])
+                self._claim.learn(claimed)
             return
         try:
             self._let_older_ones_end(attempt)
-            word = self._claim.take(attempt.epoch)
+            claimed = self._claim.take(attempt.epoch)
         except Exception as error:
-            if not self._all_know:
+            if not self._claim_is_known:
                 self._coordinator.put(key, {"error": to_wire(error)})
             raise
-        if not self._all_know:
-            self._coordinator.put(key, word)
+        if not self._claim_is_known:
+            self._coordinator.put(key, claimed)
         self._commits.begin(attempt.epoch, self._id(attempt))
 
     def _let_older_ones_end(self, attempt: Attempt) -> None:
@@ -335,7 +347,7 @@ class Attempts:
                 self._wait(oldest, oldest.done)
             oldest.done.wait(_PATIENCE_SECS / 4)
 
-    def _write_files(self, attempt: Attempt) -> dict[str, Any]:
+    def _write_files(self, attempt: Attempt) -> ProcessReport:
         while self._resident:
             epoch = self._resident.popleft()
             for name in self.nodes.hosted_names:
@@ -347,25 +359,28 @@ class Attempts:
     def _conclude(self, attempt: Attempt, error: Exception | None) -> None:
         """Ends an attempt on this node, whatever happens."""
         failure: SaveError | None = None
-        hide: Callable[[], Callable[[], None]] | None = None
+        deleted: tuple[int, ...] = ()
         try:
             if self._coordinator.primary:
-                committed, hide = self._decide(attempt, error)
+                commit = self._decide(attempt, error)
+                deleted = commit.deleted
             else:
-                committed = self._hear(attempt, error)
-            self._on_commit(committed)
-            _threads.logged("the logger of the manager failed", lambda: self._log(attempt, committed))
+                commit = self._await_verdict(attempt, error)
+            self._listener.committed(commit)
+            _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)
         except Exception as caught:
             failure = kept(as_save_error(attempt.epoch, caught))
             self._claim.note(failure)
-        remove = None if hide is None else _threads.logged("older epochs could not be deleted", hide)
+        # What is deleted is out of sight before the attempt ends, and its bytes are removed after that.
+        hide = functools.partial(self._listener.hide, deleted)
+        remove = _threads.logged("older epochs could not be deleted", hide) if deleted else None
         self._end(attempt, failure)
         if remove is not None:
             _threads.logged("what was deleted could not be removed", remove)
 
     def _end(self, attempt: Attempt, failure: SaveError | None) -> None:
-        """Takes an attempt off the list, once; what was given up stays so."""
+        """Ends an attempt, once; one that was given up stays given up."""
         if not attempt.ended.claim():
             if failure is None:
                 logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
@@ -376,54 +391,63 @@ class Attempts:
             self._failed[attempt.epoch] = (state, failure.reason)
             if attempt.error is None:  # else its caller has been told
                 self._errors.append(failure)
-        self._on_end(attempt, failure)
-        if attempt.taken.claim():  # it was never written
-            attempt.drop()
+        self._listener.ended(attempt, failure)
+        if attempt.dequeued.claim():  # it was never written
+            attempt.snapshot.drop()
         self._leave(attempt)
         if failure is not None:
             logging.error("%s: %s", self._store.root, failure)
 
     def _leave(self, attempt: Attempt) -> None:
-        """All that is to be known of an attempt is known."""
+        """Takes an attempt off the list, and lets those go on that wait for it."""
         self._pending.remove(attempt)
         attempt.written.set(None)
         attempt.done.set(None)
 
-    def _decide(self, attempt: Attempt, error: Exception | None) -> tuple[Committed, Callable[[], Callable[[], None]]]:
-        """Primary: waits for the reports, commits, and tells everybody."""
+    def _decide(self, attempt: Attempt, error: Exception | None) -> Committed:
+        """Primary: waits for the reports, commits, and publishes the verdict."""
         try:
             if error is not None:
                 raise error
             attempt.collecting = time.monotonic()
             self._collect(attempt)
             attempt.state = _COMMITTING
-            committed = self._publish(attempt)
+            commit = self._publish(attempt)
         except Exception as caught:
-            self._tell(attempt, {"error": to_wire(as_save_error(attempt.epoch, caught))})
-            if self._claim.known and not isinstance(caught, UncertainError):  # what may exist keeps its data
+            self._publish_verdict(attempt, {"error": to_wire(as_save_error(attempt.epoch, caught))})
+            if self._claim.known and not isinstance(caught, UncertainError):  # an epoch that may exist keeps its data
                 me = self._id(attempt)
                 _threads.logged("the remains of a save stay", lambda: self._commits.discard(attempt.epoch, me))
             raise
         try:
-            deleted, attached, hide = self._retire(committed)
+            commit = self._listener.retire(commit)
         except Exception:  # a policy of the user's: a failure there must not harm the commit
             logging.exception("epoch %d is committed, but deciding what to delete failed", attempt.epoch)
-            deleted, attached, hide = [], None, lambda: lambda: None
-        committed = dataclasses.replace(committed, deleted=tuple(deleted), attached=attached)
-        self._tell(attempt, committed.to_wire())
-        return committed, hide
+        self._publish_verdict(attempt, commit.to_wire())
+        return commit
 
     def _collect(self, attempt: Attempt) -> None:
+        """Primary: waits for the report of every process, bounded.
+
+        Raises:
+            SaveError, FencedError: a process failed, or planned something else than this one.
+            LateNodesError: some have not reported in time.
+        """
         key, missing = self._key("report", attempt), set(range(self.nodes.processes)) - attempt.reports.keys()
+
+        def receive(found: Mapping[Any, Any]) -> None:
+            attempt.reports.update({int(process): ProcessReport.from_wire(wire) for process, wire in found.items()})
+
+        # Processes that have reported before anybody asked are not late, whatever they were before.
         if missing:
-            found = {int(process): report for process, report in self._coordinator.get_all(key).items()}
-            attempt.reports.update(found)
-            missing -= found.keys()
-            self._lags.prompt(found)
+            receive(self._coordinator.get_all(key))
+            prompt = missing & attempt.reports.keys()
+            missing -= prompt
+            self._lags.prompt(prompt)
             self._await_lagging(attempt, missing)
-        while missing and not any("error" in report for report in attempt.reports.values()):
+        while missing and not any(report.error for report in attempt.reports.values()):
             found, missing = self._coordinator.gather(key, missing, attempt.deadline)
-            attempt.reports.update(found)
+            receive(found)
             self._lags.heard(attempt, found)
             if not attempt.deadline.passed():
                 break  # all there, or one with an error
@@ -431,16 +455,15 @@ class Attempts:
                 self._lags.missed(attempt, missing)
                 break
         for process, report in sorted(attempt.reports.items()):
-            if "error" in report:
-                error = from_wire(report["error"])
+            if (error := report.error) is not None:
                 kind = FencedError if isinstance(error, FencedError) else SaveError
                 reason = f"node {self._named([process])}: {getattr(error, 'reason', error)}"
                 raise kind(attempt.epoch, reason) from error
         if missing:
             late = [name for process in sorted(missing) for name in self.nodes.names_of(process)]
             raise LateNodesError(attempt.epoch, late, attempt.deadline.secs)
-        self._all_know = True
-        different = [process for process, r in sorted(attempt.reports.items()) if r["plan"] != attempt.plan]
+        self._claim_is_known = True
+        different = [process for process, report in sorted(attempt.reports.items()) if report.plan != attempt.plan]
         if different:
             raise SaveError(
                 attempt.epoch,
@@ -449,7 +472,7 @@ class Attempts:
             )
 
     def _await_lagging(self, attempt: Attempt, missing: Collection[int]) -> bool:
-        """Gives an attempt more time if those that have not answered are known to be behind; returns whether it has."""
+        """Gives an attempt more time if the missing processes are known to be behind; returns whether it has."""
         self._lags.look()
         return self._give_time(attempt, self._lags.secs(missing))
 
@@ -471,8 +494,7 @@ class Attempts:
         return True
 
     def _publish(self, attempt: Attempt) -> Committed:
-        nodes = attempt.entries(self.nodes)
-        record = attempt.record(self._id(attempt), nodes, objects=not self._store.renames)
+        record = attempt.record(self._id(attempt), objects=not self._store.renames)
         if self._options.orbax_view:
             record = self._commits.write_view(record, self._pool.run)
 
@@ -486,23 +508,23 @@ class Attempts:
         if remove is not None:
             self.remove(remove)
         logging.info("epoch %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
-        return Committed(attempt.epoch, attempt.metrics, record.committed_ns, (), attempt=record.attempt)
+        return Committed(attempt.epoch, attempt.metrics, record.committed_ns, attempt=record.attempt)
 
-    def _tell(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
-        """Publishes the verdict, and forgets the keys of attempts that have ended before."""
+    def _publish_verdict(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
+        """Publishes the verdict, and forgets the keys of attempts that ended long ago."""
         try:
             self._coordinator.put(f"{self._key('verdict', attempt)}/0", verdict)
-        except CoordinationError as error:  # they will look at storage
+        except CoordinationError as error:  # the others will look at storage
             logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
         report = self._key("report", attempt)
-        self._reported.append(report)
-        self._spoken += [self._key("verdict", attempt), self._key("claim", attempt), report]  # some report late
-        for keys, count in ((self._reported, _REPORTS), (self._spoken, _REMEMBERED)):
+        self._report_keys.append(report)
+        self._keys += [self._key("verdict", attempt), self._key("claim", attempt), report]  # again: some report late
+        for keys, count in ((self._report_keys, _KEPT_REPORTS), (self._keys, _KEPT_KEYS)):
             while len(keys) > count:
                 self._coordinator.forget(keys.popleft())
 
-    def _hear(self, attempt: Attempt, error: Exception | None) -> Committed:
-        """On the other nodes: the primary's verdict, or what storage says when it does not come."""
+    def _await_verdict(self, attempt: Attempt, error: Exception | None) -> Committed:
+        """On the other processes: the primary's verdict, or what storage shows when it does not come."""
         self._await_lagging(attempt, [0])
         while True:
             try:
@@ -511,41 +533,46 @@ class Attempts:
                 break
             except CoordinationError as caught:
                 silence = caught
-            self._hear_late(last=False)
+            self._read_late_verdicts(final=False)
             if not isinstance(silence, CoordinationTimeoutError) or not self._await_lagging(attempt, [0]):
                 return self._without_verdict(attempt, error, silence)
         self._lags.heard(attempt, [0])
-        self._hear_late(last=True)
+        self._read_late_verdicts(final=True)
         if "error" in verdict:
             raise from_wire(verdict["error"])
         return Committed.from_wire(attempt.epoch, verdict)
 
     def _without_verdict(self, attempt: Attempt, error: Exception | None, silence: CoordinationError) -> Committed:
         if error is not None:
-            raise error  # of this node, without which nothing is committed
+            raise error  # of this process, without which nothing is committed
         if not self._claim.known:  # nothing has been written
             raise SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}")
         if self._is_there(attempt):
-            return Committed(attempt.epoch, attempt.metrics, time.time_ns(), ())
+            return Committed(attempt.epoch, attempt.metrics, time.time_ns())
         self._unheard.append(attempt)
         self._lags.missed(attempt, [0])
         reason = f"the primary's verdict did not arrive ({silence}), and it is not on storage at this moment"
         raise UncertainError(attempt.epoch, reason) from silence
 
-    def _hear_late(self, *, last: bool) -> None:
-        """Verdicts that had not come in time. The primary speaks in order: if a later one is there, it was the last."""
+    def _read_late_verdicts(self, *, final: bool) -> None:
+        """Reads verdicts that had not come in time; what has been committed after all is.
+
+        Args:
+            final: the verdict of a later attempt has come. The primary publishes them in order, so one that is not
+                there now never comes, and storage alone decides.
+        """
         while self._unheard:
             attempt = self._unheard[0]
             try:
                 verdict = self._coordinator.get(f"{self._key('verdict', attempt)}/0", 0.001)
             except CoordinationError:
-                if not last:
+                if not final:
                     return
-                verdict = Committed(attempt.epoch, attempt.metrics, time.time_ns(), ()).to_wire()
+                verdict = Committed(attempt.epoch, attempt.metrics, time.time_ns()).to_wire()
             self._unheard.popleft()
             if "error" not in verdict and self._is_there(attempt):
                 logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
-                self._on_commit(Committed.from_wire(attempt.epoch, verdict))
+                self._listener.committed(Committed.from_wire(attempt.epoch, verdict))
 
     def _is_there(self, attempt: Attempt) -> bool:
         """Whether storage says that an attempt is committed."""
@@ -561,5 +588,5 @@ class Attempts:
     def _id(self, attempt: Attempt) -> str:
         return f"{self._commits.incarnation}-{attempt.name}"
 
-    def _key(self, what: str, attempt: Attempt) -> str:
-        return f"{self._prefix}/{what}/{attempt.name}"
+    def _key(self, kind: str, attempt: Attempt) -> str:
+        return f"{self._prefix}/{kind}/{attempt.name}"

@@ -28,7 +28,6 @@ import dataclasses
 import errno
 import functools
 import os
-import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,10 +37,12 @@ import jax
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.arrays import EpochReader, Planner, items, writer
+from epochckpt._threads import Deadline
+from epochckpt.arrays import EpochReader, Planner, items
 from epochckpt.arrays.items import RestoreContext
+from epochckpt.arrays.snapshot import checked_json
 from epochckpt.commit import Attempt, placing
-from epochckpt.commit.attempt import snapshot
+from epochckpt.commit.attempt import NodeWriter, ProcessReport
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -56,8 +57,7 @@ from epochckpt.errors import (
     say,
     unreadable,
 )
-from epochckpt.format import EpochRecord, NodeRecord, Nodes, checksums, parsing, paths, records
-from epochckpt.format.records import tree_digest
+from epochckpt.format import EpochRecord, Nodes, parsing, paths, records
 from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers
@@ -282,16 +282,13 @@ class NodeEpochs:
         wanted = items.to_save(args, self._here.handlers)
         items.check_names([item.name for item in wanted], (), ())
         self._staging.join()
-        prepared = dataclasses.replace(self._planner.prepare(wanted), primary=True)
-        attempt = snapshot(
+        attempt = Attempt(
             epoch,
             0,
-            prepared,
+            Deadline(self.options.save_timeout_secs),
             default_item=not checks.is_multi(args),
-            metrics=None,
-            custom_metadata=custom_metadata,
-            timeout_secs=self.options.save_timeout_secs,
-            replaces=None,
+            custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
+            snapshot=dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot(),
         )
         self._ordinal += 1
         staging = paths.join(self._staging.home, f"{epoch}-{self._ordinal}")
@@ -308,42 +305,27 @@ class NodeEpochs:
         except Exception as error:
             raise as_save_error(epoch, error) from error
         finally:
-            attempt.drop()
+            attempt.snapshot.drop()
             _threads.logged("the remains of a save stay", lambda: self.store.remove_tree(staging))
         logging.info("%s: epoch %d of node %s committed", self.store.root, epoch, self.node)
         return record
 
     def _stage(self, attempt: Attempt, staging: str) -> EpochRecord:
         """Writes all of an epoch, durably."""
-        began, size = time.monotonic(), self.options.block_bytes
-        me = f"{self._staging.token}-{self._ordinal}"
+        attempt_id = f"{self._staging.token}-{self._ordinal}"
         self.store.make_folder(staging)
-        files: list[records.DataFile] = []
-        for plan, buffers in zip(attempt.plans, attempt.buffers, strict=True):
-            files += writer.write_arrays(self.store, staging, attempt.epoch, plan, buffers, size, self._pool)
-        attempt.buffers = []  # what the snapshot holds need not wait for handlers
-        found = attempt.collect()
-        folders = writer.folders(found)
-        for path in folders:
-            self.store.make_folder(paths.join(staging, path))
-        for (item, path), source in found.items():
-            files.append(writer.write_file(self.store, staging, item, path, source, size))
-        for path in folders:
-            self.store.sync_folder(paths.join(staging, path))
-        secs = time.monotonic() - began
-        own = attempt.own.get(0, {})
-        written = tuple(files), {"write_secs": round(secs, 6)}, own
-        data = NodeRecord(attempt.epoch, me, *self._nodes.rows[0], 1, attempt.plan, *written).to_bytes()
-        report = {
-            "size": len(data),
-            "digest": checksums.digest(data),
-            "secs": secs,
-            "files": [f.row() for f in files],
-            "own": {name: tree_digest(item, [f for f in files if f.item == name]) for name, item in own.items()},
-        }
-        attempt.reports[0] = {"nodes": [report]}
-        record = dataclasses.replace(attempt.record(me, attempt.entries(self._nodes), objects=False), per_node=True)
-        self.store.create(paths.join(staging, paths.NODE_RECORD), data)
+        node = NodeWriter(self.store, staging, attempt, self._nodes, 0, self.options.block_bytes)
+        node.write_arrays(self._pool)
+        attempt.snapshot.trees = []  # their memory need not wait for handlers
+        node.write_files()
+
+        def seal(folders: list[str], data: bytes) -> None:
+            for path in folders:
+                self.store.sync_folder(paths.join(staging, path))
+            self.store.create(paths.join(staging, paths.NODE_RECORD), data)
+
+        attempt.reports[0] = ProcessReport(attempt.plan, (node.seal(attempt_id, seal),))
+        record = attempt.record(attempt_id, objects=False, per_node=True)
         self.store.create(paths.join(staging, paths.EPOCH_RECORD), record.to_bytes())
         self.store.sync_folder(staging)
         return record

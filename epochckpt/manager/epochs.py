@@ -20,11 +20,10 @@ from epochckpt.commit import (
     Coordinator,
     History,
     opening,
-    removal,
     restore_vote,
     retention,
 )
-from epochckpt.commit.protocol import Damaged, Superseded
+from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.errors import FencedError, InvalidArgumentError, UnfinishedError, say
 from epochckpt.manager import status
 from epochckpt.manager.reader import Browsable, epoch_number, shown_path
@@ -48,8 +47,7 @@ class Epochs(Browsable):
     _store: Store
     _attempts: Attempts
     _history: History
-    _damaged: dict[int, Damaged]
-    _superseded: dict[int, Superseded]
+    _superseded: dict[int, ReplaceCondition]
     _foreign: dict[int, str]
     _claim: Claim
     _directory: epath.Path
@@ -91,10 +89,13 @@ class Epochs(Browsable):
 
     def _look(self) -> None:
         """Takes storage's word, as the primary hears it, for what is committed and what is damaged."""
-        seen = self._agree("reload()", lambda: opening.survey(self._commits, self._options, self._damaged).to_wire())
-        survey = opening.Survey.from_wire(seen)
-        self._damaged, self._foreign = survey.damaged, survey.foreign
-        self._history.reset(survey.epochs, survey.attached)
+
+        def look() -> dict[str, Any]:
+            return opening.survey(self._commits, self._options, self._history.damaged).to_wire()
+
+        survey = opening.Survey.from_wire(self._agree("reload()", look))
+        self._foreign = survey.foreign
+        self._history.reset(survey.epochs, survey.attached, survey.damaged)
 
     def status(self, epoch: int) -> status.EpochStatus:
         """What is known of an epoch: committed, saving (and what it waits for), failed or uncertain (and why), ….
@@ -166,7 +167,7 @@ class Epochs(Browsable):
 
     def damaged_epochs(self) -> list[int]:
         """Epochs that are on storage, and that this manager has found to be damaged: they are not in `all_steps`."""
-        return sorted(self._damaged)
+        return sorted(self._history.damaged)
 
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
         """Like `restore(None)`, with a function of the caller's own that restores an epoch.
@@ -197,7 +198,7 @@ class Epochs(Browsable):
             return restore(epoch)
 
         def reject(rejected: Mapping[int, Exception]) -> None:
-            self._damaged |= {e: Damaged(attempts.get(e), say(error)) for e, error in rejected.items()}
+            self._history.damaged |= {e: ReplaceCondition(attempts.get(e), say(why)) for e, why in rejected.items()}
             self._history.drop(rejected)
 
         def allowed(epoch: int) -> bool:
@@ -206,7 +207,7 @@ class Epochs(Browsable):
         def look_again(rejected: Mapping[int, Exception]) -> restore_vote.Look:
             reject(rejected)
             self._look()
-            damaged = {epoch: found.reason for epoch, found in self._damaged.items() if allowed(epoch)}
+            damaged = {epoch: found.damage for epoch, found in self._history.damaged.items() if allowed(epoch)}
             return [epoch for epoch in self.all_steps() if allowed(epoch)], damaged
 
         choice = self._choose(self.all_steps() if among is None else among, attempt, look_again, self._store)
@@ -239,7 +240,7 @@ class Epochs(Browsable):
 
         def decide() -> None:
             self._commits.require(step)
-            self._attempts.remove(removal.hide(self._commits, [step], self._options.todelete_subdir))
+            self._attempts.remove(retention.hide(self._commits, [step], self._options.todelete_subdir))
 
         self._write("delete", step, decide)
         self._history.drop([step])
@@ -261,7 +262,7 @@ class Epochs(Browsable):
             raise InvalidArgumentError(f"{self._directory} is open read only: epoch {epoch} cannot be replaced")
         self._check_own("allow_overwrite")
         self._attempts.drain(epoch)
-        self._superseded[epoch] = removal.superseded(self._commits, epoch)
+        self._superseded[epoch] = retention.replace_condition(self._commits, epoch)
 
     def rollback_to(self, epoch: int) -> None:
         """Sets all later epochs aside, durably, so that the next save continues from this one.
@@ -277,10 +278,10 @@ class Epochs(Browsable):
         if self._options.read_only:
             raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
         self._attempts.drain()
-        self._write("rollback_to", epoch, lambda: removal.roll_back(self._commits, epoch))
+        self._write("rollback_to", epoch, lambda: retention.roll_back(self._commits, epoch))
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
-        self._damaged = {e: d for e, d in self._damaged.items() if e <= epoch}
+        self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
 
     def claim(self) -> None:
         """Makes this manager the writer of the directory now, instead of at its first write.

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from epochckpt.arrays import EpochReader, Request
-from epochckpt.arrays.saving import root_metadata
+from epochckpt.arrays.snapshot import root_metadata
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import ArrayItem, Box, EpochRecord, grid, paths, safetensors
 from epochckpt.format.tensor_notes import KEY, Notes

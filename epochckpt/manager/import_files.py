@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from epochckpt.arrays.saving import checked_json
+from epochckpt.arrays.snapshot import checked_json
 from epochckpt.commit import commits_of
 from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
 from epochckpt.format import flax_msgpack, paths, safetensors, tensor_notes

@@ -13,25 +13,15 @@ from absl import logging
 from etils import epath
 
 from epochckpt import _threads, _units
-from epochckpt.arrays import items, saving
+from epochckpt._threads import Deadline
+from epochckpt.arrays import Planner, items
 from epochckpt.arrays.items import RestoreContext
-from epochckpt.commit import (
-    Attempt,
-    Attempts,
-    Calls,
-    Claim,
-    EpochInfo,
-    History,
-    coordination,
-    opening,
-    removal,
-    retention,
-)
-from epochckpt.commit.attempt import Committed, broken, snapshot
+from epochckpt.arrays.snapshot import SavePlan, checked_json, root_metadata
+from epochckpt.commit import Attempt, Attempts, Calls, Claim, History, coordination, opening, retention
 from epochckpt.commit.calls import forget_opening
-from epochckpt.commit.protocol import Superseded
+from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.saver import LONG_SECS
-from epochckpt.errors import EpochExistsError, InvalidArgumentError, SaveError, SaveErrorGroup, say
+from epochckpt.errors import EpochExistsError, InvalidArgumentError, SaveErrorGroup, copied, say
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import metadata_handlers, outcomes
 from epochckpt.manager.epochs import Epochs
@@ -109,35 +99,27 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         coordinator = coordination.connect(self._options.read_only, asked.primary_host, asked.active_processes)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
-        self._prefix, self._damaged = opened.prefix, opened.damaged
+        self._prefix = opened.prefix
         self._pool = _threads.Pool(self._storage.io_threads)
         self._history = History(self._commits.read_head)
-        self._history.reset(opened.history, opened.attached)
+        self._history.reset(opened.history, opened.attached, opened.damaged)
         self._foreign = opened.foreign
         self._policy = retention.save_policy(self._options)
         self._step_log = step_log.StepLog(logger)
         root_files: dict[tuple[str, str], bytes] = {}
         if metadata is not None and self._options.save_root_metadata:
-            root_files[paths.ROOT_METADATA] = saving.root_metadata(metadata)
-        self._claim = Claim(self._commits, opened.refused, self._adopt, root_files)
-        self._attempts = Attempts(
-            opened,
-            self._claim,
-            self._storage,
-            retire=lambda fresh: removal.retire(self._commits, self._history, self._options, fresh),
-            on_commit=self._committed,
-            log=self._announce,
-            on_end=self._attempt_ended,
-        )
-        self._superseded: dict[int, Superseded] = {}
-        self._outcomes = outcomes.Outcomes()
+            root_files[paths.ROOT_METADATA] = root_metadata(metadata)
         tells = coordinator.primary and not self._options.read_only
         self._informer = outcomes.HandlerNotifier(metadata_handler, tells)
+        self._listener = outcomes.Listener(self._commits, self._options, self._history, self._informer, self._step_log)
+        self._claim = Claim(self._commits, opened.refused, self._listener.claimed, root_files)
+        self._attempts = Attempts(opened, self._claim, self._storage, self._listener)
+        self._superseded: dict[int, ReplaceCondition] = {}
         self._preemption = coordination.Preemption()
         self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
         self._closed = self._ended = self._forked = False
         if metadata is not None and (self._options.read_only or self._options.save_root_metadata):
-            self._given_metadata = saving.checked_json(dict(metadata), "metadata")
+            self._given_metadata = checked_json(dict(metadata), "metadata")
         self._directory = shown_path(self._store.root)
         self._take_nodes(opened.nodes)
         if not self._options.read_only:
@@ -192,7 +174,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
         self._reading = Reading(self._commits, self._pool, self._storage.verify, RestoreContext(self._handlers, nodes))
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
-        self._planner = saving.Planner(nodes, self._storage, part_bytes)
+        self._planner = Planner(nodes, self._storage, part_bytes)
         self._informer.nodes(str(self._directory), nodes.names)
 
     def reached_preemption(self, step: int) -> bool:
@@ -209,7 +191,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory)
             return False
-        asked = self._history.requested([attempt.info for attempt in self._attempts.in_flight()])
+        asked = self._history.requested(self._attempts.in_flight())
         if ignore_later or step in self._superseded:
             asked = [info for info in asked if info.step < step]
         if asked and asked[-1].step >= step:
@@ -284,29 +266,29 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         attempt: Attempt | None = None
         try:
             self._claim.check(step)
-            prepared = self._prepare(args)
+            plan = self._plan(args)
             ready = time.monotonic()
-            self._attempts.make_room(step, prepared.copied_bytes, prepared.runs_handlers)
+            self._attempts.make_room(step, plan.copied_bytes, plan.runs_handlers)
             room = time.monotonic()
-            attempt = snapshot(
+            attempt = Attempt(
                 step,
                 number,
-                prepared,
+                Deadline(timeout),
                 default_item=not multi,
-                metrics=None if self._options.prevent_write_metrics else metrics,
-                custom_metadata=custom_metadata,
-                timeout_secs=timeout,
-                replaces=self._damaged.get(step) or superseded,
+                metrics=checked_json(None if self._options.prevent_write_metrics else metrics, "metrics"),
+                custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
+                replaces=self._history.damaged.get(step) or superseded,
+                snapshot=plan.snapshot(),  # last: handlers begin to write here, and nothing after it may be refused
             )
             if time.monotonic() - room > LONG_SECS:
                 text = (
                     "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: %s"
                 )
-                size, secs = _units.nbytes(attempt.copied_bytes), _units.secs(time.monotonic() - room)
+                size, secs = _units.nbytes(attempt.snapshot.copied_bytes), _units.secs(time.monotonic() - room)
                 logging.log_first_n(logging.WARNING, text, 3, step, size, secs)
             attempt.started, attempt.blocked_secs = began, time.monotonic() - began
             attempt.started_ns = time.time_ns() - round(attempt.blocked_secs * 1e9)
-            attempt.entry = self._step_log.begun(
+            attempt.log_entry = self._step_log.begun(
                 step,
                 str(self._directory),
                 began=began,
@@ -318,19 +300,20 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             self._attempts.submit(attempt)
         except BaseException as error:  # Ctrl-C, too, and it may come when the snapshot is on its way
             if attempt is not None and attempt not in self._attempts.pending():
-                attempt.drop()
+                attempt.snapshot.drop()
             if self._coordinator.processes > 1:
-                self._attempts.submit(broken(step, number, error, timeout))
+                # in its place, so that the other processes need not wait for this one
+                self._attempts.submit(Attempt(step, number, Deadline(timeout), error=copied(step, error)))
             raise
         self._multi = multi
         if not self._async:
             self.wait_until_finished()
         return True
 
-    def _prepare(self, args: Any) -> saving.Prepared:
+    def _plan(self, args: Any) -> SavePlan:
         wanted = items.to_save(args, self._handlers)
         items.check_names([i.name for i in wanted], self._nodes.folders, self._item_names)
-        return self._planner.prepare(wanted)
+        return self._planner.plan(wanted)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save has not ended yet on this process."""
@@ -349,7 +332,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
 
     def check_for_errors(self) -> None:
         """Raises failures of saves that have ended, once; does not wait."""
-        errors = self._attempts.take_errors()
+        errors = self._attempts.pop_errors()
         if errors:
             error = errors[0] if len(errors) == 1 else SaveErrorGroup(errors)
             if (other := sys.exception()) is not None:  # in a `finally`: a traceback shows the cause alone
@@ -361,7 +344,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
 
         Known in this process only, and at most the last thousand. What `save` itself raised is not among them.
         """
-        return self._outcomes.take()
+        return self._listener.results.take()
 
     def close(self) -> None:
         """Waits for everything, and ends this incarnation.
@@ -397,12 +380,12 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             error.add_note(f"Closing the checkpoint manager of {self._directory} failed, too: {say(failure)}")
 
     def _drain_at_exit(self) -> Callable[[], None]:
-        deadline = coordination.Deadline(self._attempts.longest_secs)
+        deadline = Deadline(self._attempts.longest_secs)
         epochs = [attempt.epoch for attempt in self._attempts.pending()]
         closing = _threads.start(self.close)  # where it can be abandoned: a file system that is gone may never answer
         return lambda: self._await_close(closing, deadline, epochs)
 
-    def _await_close(self, closing: _threads.Future[None], deadline: coordination.Deadline, epochs: list[int]) -> None:
+    def _await_close(self, closing: _threads.Future[None], deadline: Deadline, epochs: list[int]) -> None:
         def left_to_do() -> str:
             unsaved = ", ".join(str(epoch) for epoch in epochs if epoch not in self.all_steps())
             return f"the save of epoch {unsaved}" if unsaved else "its clean-up"
@@ -426,40 +409,3 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._forked = True
         self._coordinator = coordination.SingleProcess()
         self._attempts.after_fork()
-
-    def _announce(self, attempt: Attempt, done: Committed) -> None:
-        """On every node, after every commit; may fail."""
-        self._informer.committed(done.epoch, attempt.node_secs(self._nodes))
-        self._step_log.committed(attempt.entry, done.committed_ns, attempt.elapsed_secs)
-        callback = getattr(self._options.async_options, "post_finalization_callback", None)
-        if callback is not None:
-            callback()
-
-    def _adopt(self, epochs: Sequence[int]) -> None:
-        """On every process, once: what is committed as the directory is claimed."""
-        new, gone = self._history.adopt(e for e in epochs if e not in self._damaged)
-        if new or gone:
-            logging.warning(
-                "%s: since this manager opened it, another run has %s: all_steps() follows that",
-                self._directory,
-                " and ".join(
-                    f"{verb} {'epochs' if len(which) > 1 else 'epoch'} {', '.join(map(str, which[:10]))}"
-                    for verb, which in (("committed", new), ("deleted", gone))
-                    if which
-                ),
-            )
-
-    def _attempt_ended(self, attempt: Attempt, failure: SaveError | None) -> None:
-        """On every node, for every attempt."""
-        if failure is not None and attempt.error is None:
-            self._history.fail(attempt.info)
-        self._outcomes.add(attempt, failure, self._nodes)
-
-    def _committed(self, done: Committed) -> None:
-        """On every node, for every commit."""
-        info = EpochInfo(done.epoch, metrics=done.metrics, time_ns=done.committed_ns, attempt=done.attempt)
-        self._history.commit(info)
-        if done.attached is not None:
-            self._history.attach(done.attached)
-        self._history.drop(done.deleted)
-        self._damaged.pop(done.epoch, None)

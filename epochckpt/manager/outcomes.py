@@ -1,4 +1,4 @@
-"""How saves ended: kept in memory for whoever asks, and told to a metadata handler."""
+"""What a manager does about its saves: history, results, retention, and messages to metadata handler and logger."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.commit import Attempt
+from epochckpt.commit import Attempt, Commits, History, retention
+from epochckpt.commit.attempt import Committed
 from epochckpt.errors import SaveError
-from epochckpt.format import Nodes
 from epochckpt.manager import metadata_handlers
 from epochckpt.manager.status import SaveResult
+from epochckpt.orbax.step_log import StepLog
 
 _KEPT = 1000  # outcomes that nobody has taken
 
@@ -26,14 +28,13 @@ class Outcomes:
     def __init__(self) -> None:
         self._ended: collections.deque[SaveResult] = collections.deque(maxlen=_KEPT)
 
-    def add(self, attempt: Attempt, failure: SaveError | None, nodes: Nodes) -> None:
+    def add(self, attempt: Attempt, failure: SaveError | None) -> None:
         """A save has ended; one that this process could not begin is none, its caller has been told."""
         if attempt.error is not None:
             return
         detail = "" if failure is None else failure.reason
-        secs = attempt.node_secs(nodes)
-        outcome = SaveResult(attempt.epoch, failure is None, detail, attempt.blocked_secs, attempt.elapsed_secs, secs)
-        self._ended.append(outcome)
+        times = attempt.blocked_secs, attempt.elapsed_secs, attempt.node_secs
+        self._ended.append(SaveResult(attempt.epoch, failure is None, detail, *times))
 
     def take(self) -> list[SaveResult]:
         """The outcomes since the last call, in order."""
@@ -42,6 +43,66 @@ class Outcomes:
             while True:
                 taken.append(self._ended.popleft())
         return taken
+
+
+class Listener:
+    """What a manager does about its saves, see `commit.saver.SaveListener`, and about its claim to the directory.
+
+    Attributes:
+        results: how saves ended.
+    """
+
+    def __init__(
+        self,
+        commits: Commits,
+        options: ocp.CheckpointManagerOptions,
+        history: History,
+        notifier: HandlerNotifier,
+        step_log: StepLog,
+    ):
+        self._commits, self._options, self._history = commits, options, history
+        self._notifier, self._step_log = notifier, step_log
+        self.results = Outcomes()
+
+    def claimed(self, epochs: Sequence[int]) -> None:
+        """On every process, once: which epochs are committed as the directory is claimed."""
+        new, gone = self._history.adopt(e for e in epochs if e not in self._history.damaged)
+        if new or gone:
+            logging.warning(
+                "%s: since this manager opened it, another run has %s: all_steps() follows that",
+                self._commits.store.root,
+                " and ".join(
+                    f"{verb} {'epochs' if len(which) > 1 else 'epoch'} {', '.join(map(str, which[:10]))}"
+                    for verb, which in (("committed", new), ("deleted", gone))
+                    if which
+                ),
+            )
+
+    def retire(self, fresh: Committed) -> Committed:
+        """See `SaveListener`."""
+        return retention.retire(self._commits, self._history, self._options, fresh)
+
+    def hide(self, epochs: Sequence[int]) -> Callable[[], None]:
+        """See `SaveListener`."""
+        return retention.hide(self._commits, epochs, self._options.todelete_subdir)
+
+    def committed(self, commit: Committed) -> None:
+        """See `SaveListener`."""
+        self._history.commit(commit)
+
+    def announce(self, attempt: Attempt, commit: Committed) -> None:
+        """See `SaveListener`."""
+        self._notifier.committed(commit.epoch, attempt.node_secs)
+        self._step_log.committed(attempt.log_entry, commit.committed_ns, attempt.elapsed_secs)
+        callback = getattr(self._options.async_options, "post_finalization_callback", None)
+        if callback is not None:
+            callback()
+
+    def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
+        """See `SaveListener`."""
+        if failure is not None and attempt.error is None:
+            self._history.fail(attempt)
+        self.results.add(attempt, failure)
 
 
 class HandlerNotifier:

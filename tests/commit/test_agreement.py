@@ -238,13 +238,13 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
         manager = job.open()
         commit(manager, 1)
         if number == 1:
-            hear = manager._attempts._on_commit
+            hear = manager._attempts._listener.committed
 
             def late(done: Any) -> None:
                 manager._coordinator.get(f"{manager._prefix}/call/2-0/delete(2)/0", WAIT_SECS)
                 hear(done)
 
-            manager._attempts._on_commit = late
+            manager._attempts._listener.committed = late
             assert save(manager, 2)
         else:
             commit(manager, 2)
@@ -452,12 +452,12 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
         assert save(manager, 1)
         assert save(manager, 2)
         behind = manager._attempts.pending()[1]
-        assert behind.buffers
+        assert behind.snapshot.trees
         with pytest.raises(SaveErrorGroup, match="process_0") as caught:
             manager.wait_until_finished()
         assert time.monotonic() - began < WAIT_SECS / 2
         assert [getattr(e, "nodes", None) for e in caught.value.errors] == [["process_0"]] * 2
-        assert not behind.buffers
+        assert not behind.snapshot.trees
         assert manager.status(1).state == "failed"
     finally:
         monkeypatch.setattr(PosixWriter, "finish", finish)

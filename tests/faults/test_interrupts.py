@@ -161,16 +161,18 @@ def test_a_forked_child_reads_and_leaves_its_parents_saves_alone(tmp_path: pathl
 EXIT = """
 import sys, threading
 import numpy as np, orbax.checkpoint as ocp, epochckpt as ec
-from epochckpt import attempts, manager, posix_store
+from epochckpt.commit import saver
+from epochckpt.manager import manager
+from epochckpt.storage import posix
 
-attempts._VERDICT_MARGIN_SECS = manager._QUIET_SECS = 0.3
+saver._VERDICT_MARGIN_SECS = manager._QUIET_SECS = 0.3
 never = threading.Event()
 storage = ec.StorageOptions(save_timeout_secs=0.7)
 managers = [ec.CheckpointManager(f"{sys.argv[1]}/{i}", storage=storage) for i in range(int(sys.argv[2]))]
 for m in managers:
     m.save(2, args=ocp.args.StandardSave({"a": np.zeros(4)}))
     m.wait_until_finished()
-setattr(posix_store.PosixStore, sys.argv[3], lambda *args, **kwargs: never.wait())
+setattr(posix.PosixStore, sys.argv[3], lambda *args, **kwargs: never.wait())
 for m in managers:
     m.save(3, args=ocp.args.StandardSave({"a": np.zeros(4)}))
 print("exits", flush=True)

@@ -26,7 +26,7 @@ import pytest
 from hypothesis import strategies as st
 
 import epochckpt as ec
-from epochckpt.arrays import saving
+from epochckpt.arrays import snapshot
 from epochckpt.commit import rename
 from epochckpt.commit.protocol import Rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError, SaveError
@@ -745,13 +745,13 @@ def test_without_permission_and_without_a_backend(run: pathlib.Path, tmp_path: p
 def test_a_save_begins_when_it_is_called(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its duration has the time in it that it held the training thread."""
     planned: list[int] = []
-    prepare = saving.Planner.prepare
+    prepare = snapshot.Planner.plan
 
     def prepared(*args: Any) -> Any:
         planned.append(time.time_ns())
         return prepare(*args)
 
-    monkeypatch.setattr(saving.Planner, "prepare", prepared)
+    monkeypatch.setattr(snapshot.Planner, "plan", prepared)
     with ec.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": np.zeros(3)}))
     (row,) = scan.look(tmp_path).epochs
