@@ -41,7 +41,7 @@ from epochckpt.manager import status
 from epochckpt.orbax import Handlers, OrbaxRecord, TreeMetadata, handlers, steps
 from epochckpt.orbax.leaves import StoredTree, leaves_of, value_types
 from epochckpt.storage import Store
-from epochckpt.storage.object_store import told_errno
+from epochckpt.storage.object_store import errno_in
 
 NOTE = (
     "written by stock Orbax, which keeps no checksums: checked was only whether it is whole and can be read, "
@@ -296,7 +296,7 @@ class StepReader:
             if any(isinstance(e, PermissionError) or "PERMISSION_DENIED" in str(e) for e in causes):
                 raise AccessError(f"{at}: {causes[-1]}") from error
             for cause in causes:
-                code = told_errno(cause)
+                code = errno_in(cause)
                 told = cause if isinstance(cause, OSError) else OSError(code, str(cause)) if code else None
                 if told is not None and is_passing(told):
                     raise StorageError(at, told) from error

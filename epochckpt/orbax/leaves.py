@@ -43,7 +43,7 @@ from epochckpt.format import Box, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import marks, steps
 from epochckpt.storage import Store
-from epochckpt.storage.object_store import told_errno
+from epochckpt.storage.object_store import errno_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,7 +422,7 @@ class OrbaxItem:
         except _TOLERATED as error:
             if "PERMISSION_DENIED" in str(error):
                 raise AccessError(f"{self._at}: {str(error)[:500]}") from error
-            code = error.errno if isinstance(error, OSError) else told_errno(error)
+            code = error.errno if isinstance(error, OSError) else errno_in(error)
             if code and is_passing(told := OSError(code, str(error)[:500])):
                 raise StorageError(self._at, told) from error
             if "RESOURCE_EXHAUSTED" in str(error):

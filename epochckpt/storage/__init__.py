@@ -1,8 +1,8 @@
 """Where bytes lie: one small interface, `Store`, over POSIX folders and object stores.
 
-Promises: what is written is durable when the call that says so returns; what exists is never overwritten unless asked;
-errors of a store that is away are told from errors of what lies there. `epochckpt.testing` has the tests that every
-store must pass.
+Promises: data are durable when the call that says so returns; an existing file is never overwritten unless the caller
+asks for it; an error of a store that does not answer is distinct from an error of the data. `epochckpt.testing` has the
+tests that every store must pass.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _COLLAPSED_URL = re.compile(r"(?:gs|s3|file|memory|https?):/[^/]")
 
 
 def expanded(path: str) -> str:
-    """A path with `~` or `~user` at its start replaced by that home directory, as in a shell; not in URLs."""
+    """The path with a leading `~` or `~user` replaced by that home directory."""
     return os.path.expanduser(path)
 
 
 def open_store(
     directory: str | os.PathLike[str], *, early_write_back: bool = True, folder_mode: int | None = None
 ) -> Store:
-    """Opens the store that a directory names; touches nothing.
+    """Opens the store for a directory; reads and writes nothing.
 
     Args:
-        directory: `scheme://…` for what TensorStore's key-value stores know (`gs://`, `s3://`, `memory://`,
-            `file://`); anything else is a POSIX path, made absolute here and now, `~` expanded.
+        directory: a URL of one of TensorStore's key-value stores (`gs://`, `s3://`, `memory://`, `file://`), or a POSIX
+            path, made absolute now, with `~` expanded.
         early_write_back: POSIX: have the kernel start writing to the disk while later pieces are still being
-            written. Never changes what is durable when.
-        folder_mode: POSIX: permission bits of the folders that are created here; None leaves that to the umask.
+            written. Does not change when data are durable.
+        folder_mode: POSIX: permission bits of new folders; None leaves them to the umask.
 
     Raises:
         InvalidArgumentError: no such scheme, or a URL that `pathlib.Path` has damaged.

@@ -1,4 +1,4 @@
-"""Files as read-only NumPy arrays that cost no memory of their own: their bytes are those of the page cache."""
+"""Files mapped as read-only NumPy arrays: their bytes lie in the page cache, not in memory of this process."""
 
 from __future__ import annotations
 
@@ -14,33 +14,27 @@ _PIECE_BYTES = 8 * 2**20
 
 
 class Mapped(np.memmap[Any, Any]):
-    """A read-only map of a file that stays as it is while the array is used, and so need not be copied to be saved.
+    """A read-only map of a file that does not change while the array is used, so that `save()` need not copy it.
 
-    A type of its own, because that is a promise: of a `np.memmap` that a caller hands to `save()` nobody knows who
-    writes to the file, or cuts it short, which ends a process that reads it then.
+    The type makes that promise. The file behind another `np.memmap` may be changed, or cut short, which kills a process
+    that reads the map.
     """
 
 
 def open_map(file: str | os.PathLike[str] | IO[bytes]) -> Mapped:
-    """A file's bytes as a read-only array of uint8. Slices, `view` and `reshape` stay `Mapped`.
-
-    Raises:
-        OSError: it cannot be opened.
-        ValueError: it is empty.
-    """
+    """A file as a read-only uint8 array, of which slices and views are `Mapped`, too; ValueError if it is empty."""
     return cast(Mapped, Mapped(file, np.uint8, "r"))
 
 
 def release(array: np.ndarray, start: int = 0, stop: int | None = None) -> None:
-    """Takes the pages of some bytes of a mapped array out of this process; they stay in the page cache.
+    """Removes pages of a mapped array from this process; they stay in the page cache, and reading brings them back.
 
-    Without it a file that is read through once would count as this process's memory in full. Reading the bytes again
-    is fine, and brings them back.
+    Without it, a file that is read once would count in full as memory of this process.
 
     Args:
         array: a C-contiguous `Mapped`.
         start: first byte of the array.
-        stop: one beyond the last; None: all.
+        stop: one beyond the last byte; None for the end.
     """
     owner: Any = array
     while isinstance(owner, np.ndarray):
@@ -55,12 +49,7 @@ def release(array: np.ndarray, start: int = 0, stop: int | None = None) -> None:
 
 
 def join(chunks: Iterable[np.ndarray], folder: str) -> Mapped:
-    """Pieces of mapped files as one mapped array of uint8, through a file in `folder` that has no name.
-
-    Raises:
-        OSError: storage refused.
-        ValueError: there are no bytes.
-    """
+    """Joins pieces of mapped files to one mapped uint8 array, in a nameless file in `folder`; ValueError if empty."""
     with tempfile.TemporaryFile(dir=folder) as file:
         for chunk in chunks:
             flat = chunk.reshape(-1).view(np.uint8)

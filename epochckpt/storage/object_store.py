@@ -1,28 +1,27 @@
 r"""Epochs in an object store, over TensorStore's key-value stores (`gs://`, `s3://`, `memory://`, `file://`).
 
-What TensorStore 0.1.86 was found to do, on memory, file and S3:
+What TensorStore 0.1.86 does on memory, file and S3:
 
-- *Put-if-absent* is `write(..., if_equal=b"\x02")`: that is the generation which a read of a missing key
-  reports. `b""` means *no condition*. A condition that does not hold is no error: the answer has the
-  generation `b""`.
-- *Ranged reads* are `read(..., byte_range=slice(a, b))`. Reaching beyond the end is `OUT_OF_RANGE`, never a
-  short answer; an empty range asks only whether the key exists (a HEAD request on S3).
-- There is no call for the size of a value. A read far beyond the end names it in the error on these three;
-  that is checked with two more reads, and where it is not named, the end is found by bisection.
+- *Put-if-absent* is `write(..., if_equal=b"\x02")`, the generation that a read of a missing key reports. `b""` means
+  *no condition*. A failed condition is no error: the answer has the generation `b""`.
+- *Ranged reads* are `read(..., byte_range=slice(a, b))`. A range beyond the end is `OUT_OF_RANGE`, never a short
+  answer; an empty range only asks whether the key exists (a HEAD request on S3).
+- No call returns the size of a value. The error of a read far beyond the end names it; two more reads confirm it.
+  Where the error does not name it, bisection finds the end.
 
-Folders are prefixes of keys: they exist while a key does, and cannot be renamed. The context, and so what
-`memory://` holds, is one for the process. A symlink below a `file://` root is followed: use the plain path.
+Folders are prefixes of keys: they exist while a key does, and cannot be renamed. All stores of a process share one
+context, and so the content of `memory://`. Symlinks below a `file://` root are followed; a plain path refuses those
+that leave the root.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
-import io
 import os
 import re
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     import tensorstore as ts
 
 PART_BYTES = 256 << 20
-"""A `KvWriter` holds a whole file in memory, so files are kept to this size."""
+"""Largest file: a `KvWriter` holds the whole file in memory."""
 
 _ABSENT = b"\x02"
 _CONDITION_FAILED = b""
@@ -53,40 +52,39 @@ _REMOVE_ROUNDS = 16
 
 @functools.cache
 def _context() -> ts.Context:
-    """The one context of this process: `memory://` lives in it, and connections are shared through it."""
+    """The one context of this process: it holds `memory://` and shares connections."""
     import tensorstore as ts
 
     return ts.Context()
 
 
 class KvStore(Store):
-    """A directory of epochs as keys with a common prefix.
+    """A directory of epochs as keys with a common prefix, on S3 with conditional writes.
 
     Args:
-        directory: URL, or a TensorStore key-value store specification as JSON (to name an endpoint, say). The
-            final `/` may be missing. On S3 conditional writes are switched on unless it says otherwise.
+        root: its URL, with or without a final `/`.
 
     Raises:
-        InvalidArgumentError: TensorStore does not know such a store.
-        OSError: it cannot be opened.
+        InvalidArgumentError: TensorStore knows no such store.
+        OSError: the store cannot be opened.
     """
 
     renames = False
     preferred_part_bytes = PART_BYTES
 
-    def __init__(self, directory: str | Mapping[str, Any]):
+    def __init__(self, root: str):
         import tensorstore as ts
 
+        self.root = root
         try:
-            spec = dict(ts.KvStore.Spec(directory if isinstance(directory, str) else dict(directory)).to_json())
+            spec = dict(ts.KvStore.Spec(root).to_json())
         except ValueError as error:
-            raise InvalidArgumentError(f"{directory!r} names no store: {error}") from error
+            raise InvalidArgumentError(f"{root!r} names no store: {error}") from error
         if spec["driver"] == "s3":
             spec.setdefault("use_conditional_write", True)
-        path = spec.get("path", "")
-        spec["path"] = path if not path or path.endswith("/") else f"{path}/"
-        self.root = directory if isinstance(directory, str) else _url(spec)
-        with _translated(self.root):
+        if not (path := spec.get("path", "")).endswith("/"):
+            spec["path"] = f"{path}/" if path else ""
+        with _translated(root):
             self._kv = ts.KvStore.open(spec, context=_context()).result()
 
     def exists(self, path: str) -> bool:
@@ -105,14 +103,11 @@ class KvStore(Store):
         return data
 
     def open_reader(self, path: str) -> KvReader:
-        """Asks whether the key exists; there is nothing to hold open."""
+        """One request, for whether the key exists."""
         check_path(path, root_allowed=False)
         if not self._is_file(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._name(path))
         return KvReader(self._kv, path, self._name(path))
-
-    def uncache(self, path: str) -> None:
-        """Nothing: no page cache of ours."""
 
     def create(self, path: str, data: bytes) -> None:
         """One conditional write."""
@@ -120,12 +115,12 @@ class KvStore(Store):
         put_if_absent(self._kv, path, data, self._name(path))
 
     def open_writer(self, path: str, size: int) -> KvWriter:
-        """Allocates the memory for the whole file; nothing is stored before `finish`."""
+        """Allocates memory for the whole file; nothing is stored before `finish`."""
         check_path(path, root_allowed=False)
         name = self._name(path)
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
-        if self._is_file(path):  # found out early; what counts is the condition of the write
+        if self._is_file(path):  # an early error; the condition of the write decides
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
         return KvWriter(self._kv, path, name, size)
 
@@ -152,31 +147,8 @@ class KvStore(Store):
         depth = check_path(folder).count("/") + (1 if folder else 0)
         return sorted(k for key in keys if (k := key.decode("utf-8", "surrogateescape")).count("/") == depth)
 
-    def make_folder(self, path: str) -> None:
-        """Nothing to do."""
-        check_path(path)
-
-    def make_root(self) -> None:
-        """Nothing to do."""
-
-    def link(self, path: str, target: str) -> None:
-        """Refused."""
-        raise io.UnsupportedOperation(f"{self.root}: an object store has no symlinks")
-
-    def sync_folder(self, path: str) -> None:
-        """Nothing to do: a write that has returned is durable with its name."""
-        check_path(path)
-
-    def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
-        """Always refused."""
-        check_path(src, root_allowed=False)
-        check_path(dst, root_allowed=False)
-        raise io.UnsupportedOperation(
-            f"{self.root} cannot rename {src!r} to {dst!r}: an object store has no atomic rename"
-        )
-
     def replace(self, path: str, old: bytes, new: bytes) -> None:
-        """One read, and one write on condition that nobody has written since."""
+        """One read, and one write on condition that the key has not changed since."""
         check_path(path, root_allowed=False)
         name = self._name(path)
         with _translated(name):
@@ -198,7 +170,7 @@ class KvStore(Store):
             self._kv.write(path, None).result()
 
     def remove_tree(self, path: str) -> None:
-        """Deletes the key and the range below it, until a listing finds nothing."""
+        """Deletes the key and the range below it until a listing is empty."""
         with suppress(IsADirectoryError):  # file:// has folders
             self.remove(path)
         for _ in range(_REMOVE_ROUNDS):
@@ -258,13 +230,7 @@ class KvReader(Reader):
         self._closed = True
 
     def fetch(self, byte_range: slice | None) -> bytes:
-        """Some bytes, or all.
-
-        Raises:
-            EOFError: the range reaches beyond the end.
-            FileNotFoundError: the key is gone.
-            OSError: storage refused.
-        """
+        """Some bytes, or all; EOFError for a range beyond the end, FileNotFoundError for a missing key."""
         with _translated(self._name):
             found = self._kv.read(self._path, byte_range=byte_range).result()
         if found.state != "value":
@@ -284,7 +250,7 @@ class KvReader(Reader):
             self.fetch(slice(_FAR, _FAR + 1))
         except EOFError as error:
             named = _NAMED_SIZE.search(str(error))
-            # An error text is no interface, so it is only a guess.
+            # An error text is no interface: the reads that follow confirm it.
             size = int(named[1] or named[2]) if named else -1
             if size >= 0 and (not size or self.reaches(size - 1)) and not self.reaches(size):
                 return size
@@ -336,15 +302,9 @@ class KvWriter(Writer):
 
 
 def put_if_absent(kv: ts.KvStore, key: str, data: bytes | bytearray, name: str) -> None:
-    """Stores a value under a key that has none, durable on return.
-
-    Raises:
-        FileExistsError: it has one.
-        OSError: storage refused.
-    """
+    """Stores a value under a new key, durable on return; FileExistsError if the key exists."""
     with _translated(name):
-        # A bytearray is taken as it is; the stub knows only bytes, of which a copy would have to be made.
-        value: Any = data
+        value: Any = data  # TensorStore takes a bytearray without a copy, which its stub does not know
         stamp = kv.write(key, value, if_equal=_ABSENT).result()
     if stamp.generation == _CONDITION_FAILED:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
@@ -357,25 +317,19 @@ def _range(path: str) -> ts.KvStore.KeyRange:
     return ts.KvStore.KeyRange(f"{path}/", f"{path}0") if path else ts.KvStore.KeyRange()
 
 
-def _url(spec: Mapping[str, Any]) -> str:
-    """How a store that was given as a specification is shown: some have no URL of their own."""
-    place = spec.get("bucket") or spec.get("base_url")
-    return f"{spec['driver']}://{f'{place}/' if place else ''}{spec['path']}"
-
-
-def told_errno(error: BaseException) -> int | None:
-    """What the operating system said, in an error of TensorStore's; None where it does not tell."""
+def errno_in(error: BaseException) -> int | None:
+    """The operating system's errno in an error of TensorStore's; None without one."""
     code = _ERRNO.search(str(error))
     return int(code[1]) if code else None
 
 
 @contextmanager
 def _translated(name: str) -> Generator[None]:
-    """TensorStore's errors, which are ValueErrors that begin with a status, as what they mean here."""
+    """Raises TensorStore's errors, ValueErrors that begin with a status, as OSError or EOFError."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
         status, _, text = str(error).partition(":")
         if status == "OUT_OF_RANGE":
             raise EOFError(f"{name}: {text.strip()}") from error
-        raise OSError(told_errno(error) or _STATUS.get(status, errno.EIO), str(error), name) from error
+        raise OSError(errno_in(error) or _STATUS.get(status, errno.EIO), str(error), name) from error

@@ -1,12 +1,8 @@
 """Epochs in a POSIX directory: positional reads and writes, early write-back, atomic renames.
 
-Every system call here releases the interpreter lock, and there is no Python work per byte: cost is per call,
-so callers pass pieces of megabytes. Errors are the operating system's, with its errno and the full path.
-
-A file that one thread closes while another still uses it stays open until that use ends: a descriptor that is
-closed too early may already mean somebody else's file.
-
-A file descriptor that several threads use.
+Every system call releases the interpreter lock, and the cost is per call, so callers pass pieces of megabytes. Errors
+are the operating system's, with its errno and the full path. A descriptor that one thread closes while another uses it
+stays open until that use ends: a number that is closed too early may already belong to another file.
 """
 
 from __future__ import annotations
@@ -24,9 +20,22 @@ from contextlib import contextmanager, suppress
 from epochckpt.errors import StorageError
 from epochckpt.storage.store import Entry, Reader, Store, Writer, check_path, check_piece, copy_file, patiently
 
+WRITE_BACK_BYTES = 1 << 20
+"""A write of at least this size has the kernel start writing it to the disk."""
+
+_CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
+_REMOVE_ROUNDS = 16
+_SYNC_FILE_RANGE_WRITE = 2
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_WRITE_FAILED = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+_NO_LINKS_HERE = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP)  # SMB, exFAT and some FUSE file systems
+_NO_FLAGS_HERE = (errno.EINVAL, *_NO_LINKS_HERE)
+
 
 class Handle:
-    """A file descriptor shared by threads. It is closed when the last use of it has ended, not before."""
+    """A file descriptor that threads share. It is closed when its last use has ended."""
 
     def __init__(self, fd: int, name: str):
         self.name = name
@@ -37,7 +46,7 @@ class Handle:
 
     @contextmanager
     def use(self) -> Generator[int]:
-        """Holds the descriptor open; ValueError if it is closed."""
+        """Keeps the descriptor open within the block; ValueError if it is closed."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"{self.name} is closed")
@@ -52,7 +61,7 @@ class Handle:
                 os.close(self._fd)
 
     def busy(self) -> bool:
-        """Whether somebody uses the descriptor now."""
+        """Whether a thread uses the descriptor now."""
         with self._lock:
             return self._uses > 0
 
@@ -65,22 +74,8 @@ class Handle:
             os.close(self._fd)
 
 
-WRITE_BACK_BYTES = 1 << 20
-"""Writes from this size on start their own write-back."""
-
-_CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
-_REMOVE_ROUNDS = 16
-_SYNC_FILE_RANGE_WRITE = 2
-_RENAME_NOREPLACE = 1
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-_WRITE_FAILED = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
-_NO_LINKS_HERE = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP)  # SMB, exFAT and some FUSE file systems
-_NO_FLAGS_HERE = (errno.EINVAL, *_NO_LINKS_HERE)
-
-
 def _function(name: str, *arguments: type) -> Callable[..., int] | None:
-    """A function of the C library that returns 0 or -1 and sets errno; None where there is none such."""
+    """A function of the C library that returns 0 or -1 and sets errno; None if the library lacks it."""
     try:
         found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):
@@ -97,8 +92,9 @@ class PosixStore(Store):
     """A directory of a POSIX file system.
 
     Args:
-        directory: made absolute now; need not exist yet.
+        directory: made absolute now; it need not exist yet.
         early_write_back: see `open_store`.
+        folder_mode: see `open_store`.
     """
 
     renames = True
@@ -111,7 +107,7 @@ class PosixStore(Store):
         self._early_write_back, self._folder_mode = early_write_back, folder_mode
 
     def exists(self, path: str) -> bool:
-        """Whether stat(2) finds it, or a link that leads to itself."""
+        """One stat(2). A link that leads to itself exists, too."""
         try:
             target = self._target(path)
             patiently(self._name(path), lambda: os.stat(target))
@@ -123,14 +119,14 @@ class PosixStore(Store):
         return True
 
     def open_reader(self, path: str) -> PosixReader:
-        """Opens a regular file; anything else is refused."""
+        """One open(2) of a regular file; anything else is refused."""
         check_path(path, root_allowed=False)
         return patiently(self._name(path), lambda: self._open_reader(path))
 
     def _open_reader(self, path: str) -> PosixReader:
         name = self._name(path)
-        # Non-blocking, because a pipe of that name would otherwise wait for a writer. The resolved path is
-        # opened, so that a last component swapped for a symlink after the check is refused.
+        # Non-blocking: a pipe of that name would wait for a writer. The resolved path is opened, so that a last
+        # component that becomes a symlink after the check is refused.
         with _named(name):
             fd = os.open(self._target(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -151,7 +147,7 @@ class PosixStore(Store):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def create(self, path: str, data: bytes) -> None:
-        """Open (`O_EXCL`), write, flush."""
+        """One open(2) with `O_EXCL`, one write, one fsync(2)."""
         writer = self.open_writer(path, len(data))
         try:
             writer.write(0, data)
@@ -201,14 +197,14 @@ class PosixStore(Store):
             os.chmod(path, self._folder_mode)  # mkdir(2) would subtract the umask
 
     def make_root(self) -> None:
-        """Creates what is missing from the top down, and flushes each folder that got a new name."""
+        """Creates the missing folders from the top down, and flushes each folder that got a new entry."""
         missing = []
         folder = self.root
         while not is_folder(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
         for folder in reversed(missing):
-            with suppress(FileExistsError):  # another process was quicker, or it is no folder
+            with suppress(FileExistsError):  # another process made it, or it is no folder
                 if folder == self.root:
                     self._make(folder)
                 else:
@@ -222,7 +218,7 @@ class PosixStore(Store):
         return os.access(self.root, os.W_OK | os.X_OK) or not os.path.isdir(self.root)
 
     def link(self, path: str, target: str) -> None:
-        """One symlink(2), where the file system has it."""
+        """One symlink(2), if the file system has symlinks."""
         place = self._place(path)
         try:
             os.symlink(target, place)
@@ -238,7 +234,7 @@ class PosixStore(Store):
         _sync_folder(self._target(path), self._name(path))
 
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
-        """Refuses an existing name atomically, where the file system can (renameat2, or hard links for files)."""
+        """One renameat2(2), or a hard link for files, so that an existing name is refused atomically."""
         source, target = self._place(src), self._place(dst)
         try:
             if replace:
@@ -251,7 +247,7 @@ class PosixStore(Store):
             raise
 
     def copy_tree(self, src: str, dst: str) -> None:
-        """File by file, each flushed."""
+        """Copies and flushes file by file."""
         self.make_folder(dst)
         with _named(self._name(src)), os.scandir(self._target(src)) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
@@ -266,17 +262,9 @@ class PosixStore(Store):
         self.sync_folder(dst)
 
     def exchange(self, one: str, other: str) -> None:
-        """One renameat2(2), where the system and the file system have it."""
-        first, second = self._place(one), self._place(other)
-        while _renameat2 is not None:
-            if not _renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
-                return
-            code = ctypes.get_errno()
-            if code in _NO_FLAGS_HERE:
-                break
-            if code != errno.EINTR:
-                raise OSError(code, os.strerror(code), first, None, second)
-        raise io.UnsupportedOperation(f"{self.root}: this file system cannot exchange {one!r} and {other!r}")
+        """One renameat2(2), if the system and the file system have it."""
+        if not _rename_with(_RENAME_EXCHANGE, self._place(one), self._place(other)):
+            raise io.UnsupportedOperation(f"{self.root}: this file system cannot exchange {one!r} and {other!r}")
 
     def remove(self, path: str) -> None:
         """One unlink(2)."""
@@ -284,14 +272,14 @@ class PosixStore(Store):
             os.unlink(self._place(path))
 
     def remove_tree(self, path: str) -> None:
-        """Works from open folder to open folder, so that no name is followed out of the tree."""
+        """Goes from open folder to open folder, so that no symlink is followed out of the tree."""
         name = self._place(path)
         with suppress(FileNotFoundError):
             parent = os.open(os.path.dirname(name), os.O_RDONLY | os.O_DIRECTORY)
             try:
                 _remove_at(parent, os.path.basename(name), name)
             except RecursionError:
-                raise OSError(errno.ENAMETOOLONG, "folders lie too deep in each other", name) from None
+                raise OSError(errno.ENAMETOOLONG, "folders are nested too deeply", name) from None
             finally:
                 os.close(parent)
 
@@ -311,7 +299,7 @@ class PosixStore(Store):
         return target
 
     def _place(self, path: str) -> str:
-        """The full path of what to make or move: its folder must lie in the root, itself is not followed."""
+        """The full path of an entry to make or move: its folder must lie in the root; the entry is not followed."""
         check_path(path, root_allowed=False)
         self._target(path.rpartition("/")[0])
         return self._name(path)
@@ -326,7 +314,7 @@ class PosixReader(Reader):
 
     @property
     def size(self) -> int:
-        """Length when it was opened."""
+        """Length at the time of opening."""
         return self._size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -343,13 +331,13 @@ class PosixReader(Reader):
                 count = patiently(self.handle.name, functools.partial(os.preadv, fd, [rest], offset + done))
                 if not count:
                     raise EOFError(
-                        f"{self.handle.name}: bytes [{offset}, {offset + len(whole)}) asked for; "
-                        f"it ends at {os.fstat(fd).st_size}"
+                        f"{self.handle.name}: bytes [{offset}, {offset + len(whole)}) requested; "
+                        f"the file ends at {os.fstat(fd).st_size}"
                     )
                 done += count
 
     def close(self) -> None:
-        """Closes once the last read has ended."""
+        """Closes when the last read has ended."""
         self.handle.close()
 
 
@@ -364,7 +352,7 @@ class PosixWriter(Writer):
         self._lock = threading.Lock()
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        """One pwrite(2) as a rule, and from 1 MiB on the start of its write-back."""
+        """One pwrite(2) as a rule; from `WRITE_BACK_BYTES` on also the start of its write-back."""
         view = memoryview(data)
         check_piece(offset, view.nbytes, self._size, self.handle.name)
         if not view.nbytes:
@@ -393,14 +381,14 @@ class PosixWriter(Writer):
             self.handle.close()
 
     def abort(self) -> None:
-        """Closes once the last write has ended; the file stays."""
+        """Closes when the last write has ended; the file stays."""
         with suppress(OSError):
             self.handle.close()
 
 
 @contextmanager
 def _named(name: str) -> Generator[None]:
-    """Puts the full path into an error of a call that knew only a number or a part of it."""
+    """Puts the full path into the errors of calls that know only a descriptor or a part of the path."""
     try:
         yield
     except OSError as error:
@@ -409,11 +397,7 @@ def _named(name: str) -> Generator[None]:
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is a folder, or a link to one.
-
-    Raises:
-        StorageError: storage does not answer; `os.path.isdir` would say no.
-    """
+    """Whether there is a folder, or a link to one; StorageError, unlike `os.path.isdir`, if storage does not answer."""
     try:
         return stat.S_ISDIR(patiently(path, lambda: os.stat(path)).st_mode)
     except StorageError:
@@ -423,7 +407,7 @@ def is_folder(path: str) -> bool:
 
 
 def _resolved(path: str) -> str:
-    """The path with symlinks resolved, of what is missing as far as it is there; unlike realpath, with its errors."""
+    """The path with symlinks resolved, as far as it exists; other errors than a missing name are raised."""
     try:
         return os.path.realpath(path, strict=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -431,11 +415,11 @@ def _resolved(path: str) -> str:
 
 
 def _start_write_back(fd: int, offset: int, length: int) -> None:
-    """Has the kernel begin to write a range to the disk, without waiting: this is no flush."""
+    """Has the kernel start writing a range to the disk, without waiting; this is no flush."""
     if _sync_file_range is None or not _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE):
         return
     code = ctypes.get_errno()
-    if code in _WRITE_FAILED:  # anything else says only that this file system or sandbox has no such call
+    if code in _WRITE_FAILED:  # another error means that this file system or sandbox lacks the call
         raise OSError(code, os.strerror(code))
 
 
@@ -448,16 +432,23 @@ def _sync_folder(folder: str, name: str) -> None:
             os.close(fd)
 
 
-def _rename_if_absent(source: str, target: str) -> None:
-    """Renames onto a free name. rename(2) replaces files and empty folders, so it is the last resort."""
+def _rename_with(flag: int, source: str, target: str) -> bool:
+    """Renames by renameat2(2); False if the system or the file system (NFS, some FUSE) lacks it."""
     while _renameat2 is not None:
-        if not _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE):
-            return
+        if not _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag):
+            return True
         code = ctypes.get_errno()
-        if code in _NO_FLAGS_HERE:  # NFS and some FUSE file systems
+        if code in _NO_FLAGS_HERE:
             break
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), source, None, target)
+    return False
+
+
+def _rename_if_absent(source: str, target: str) -> None:
+    """Renames onto a free name. rename(2) replaces files and empty folders, so it is the last resort."""
+    if _rename_with(_RENAME_NOREPLACE, source, target):
+        return
     if not stat.S_ISDIR(os.lstat(source).st_mode):
         try:
             os.link(source, target, follow_symlinks=False)  # refuses an existing name atomically
@@ -468,7 +459,7 @@ def _rename_if_absent(source: str, target: str) -> None:
                 raise
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), source, None, target)
-    os.rename(source, target)  # of what appears just now, a folder with content is refused; see Store.rename
+    os.rename(source, target)  # refuses a folder with content that appears just now; see Store.rename
 
 
 def _remove_at(parent: int, name: str, full: str) -> None:
@@ -501,7 +492,7 @@ def _empty(fd: int, full: str) -> None:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in found:
         path = os.path.join(full, name)
-        with suppress(FileNotFoundError):  # somebody else removes it too
+        with suppress(FileNotFoundError):  # another thread or process removes it, too
             if is_folder:
                 _remove_at(fd, name, path)
             else:

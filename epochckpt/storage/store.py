@@ -1,20 +1,17 @@
-"""Where epochs lie: one small interface over POSIX folders and object stores, and the choice between them.
+"""The interface `Store`, and what every store guarantees.
 
-Guarantees that the floors above build on, the same for every store:
-
-- A file is written once. `create` and `open_writer` never replace an existing file; `create` of one name by
-  many callers has exactly one winner.
-- When `create` or `Writer.finish` returns, the content is durable. The *name* is after `sync_folder` of the
-  folder that holds it (on object stores at once).
-- A flush that failed is reported and never tried again: the second try would lie
+- A file is written once. `create` and `open_writer` never replace an existing file; of many callers that `create` one
+  name exactly one succeeds.
+- When `create` or `Writer.finish` returns, the content is durable. The *name* is durable after `sync_folder` of its
+  folder (on object stores at once).
+- A failed flush is reported and never repeated: the second one would report success although data are lost
   (https://wiki.postgresql.org/wiki/Fsync_Errors).
-- A read that storage does not answer (`errors.is_passing`) is asked again a few times, for about a second, and then
-  ends in an error that says nothing about the data. Nothing that changes something is tried again, except what a
-  signal interrupted: whoever calls decides.
+- A read that storage does not answer (`errors.is_passing`) is repeated for about a second, and then ends in an error
+  that says nothing about the data. A write is never repeated, except after a signal: the caller decides.
 - Every path is checked before it is used, and no read leaves the root through a symlink.
 
-Only stores with `renames` have folders that exist on their own: there `make_folder` and `rename` fail where a
-parent is gone, which is what fences off an older run. Elsewhere a folder exists while a file lies below it.
+Stores with `renames` have folders that exist on their own: `make_folder` and `rename` fail where a parent is missing,
+which is what fences off an older run. On other stores a folder exists while a file lies below it.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ class Entry:
     """One name in a folder.
 
     Attributes:
-        name: last component, not a path.
-        is_folder: a real folder; a symlink is none, wherever it points.
+        name: last component of the path.
+        is_folder: it is a real folder, not a symlink to one.
     """
 
     name: str
@@ -61,15 +58,15 @@ class Reader(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """Length of the file in bytes. An object store finds it out on first use, in a few requests."""
+        """Length of the file in bytes. On an object store the first use takes a few requests."""
 
     @abstractmethod
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills the whole buffer with the bytes from `offset` on. Any thread.
+        """Fills the whole buffer with the bytes from `offset` on. May be called by any thread.
 
         Args:
             offset: byte position in the file, ≥ 0.
-            buffer: writable and C-contiguous, of any format.
+            buffer: writable and C-contiguous, with items of any format.
 
         Raises:
             EOFError: the file ends before the buffer is full.
@@ -78,7 +75,7 @@ class Reader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends reading; calling it again is fine, and so is a read still running in another thread."""
+        """Ends reading. It may be called again, and while another thread still reads."""
 
     def pieces(self) -> Iterator[memoryview]:
         """The whole content in order, in pieces of a few megabytes. Raises what `read_into` raises."""
@@ -101,11 +98,11 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        """Writes all of `data` at `offset`. Any thread; pieces must not overlap.
+        """Writes all of `data` at `offset`. May be called by any thread; pieces must not overlap.
 
         Args:
             offset: byte position in the file, ≥ 0.
-            data: C-contiguous, of any format.
+            data: C-contiguous, with items of any format.
 
         Raises:
             OSError: storage refused (`ENOSPC`, `EIO`, …).
@@ -114,28 +111,29 @@ class Writer(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Makes the content durable and closes. Once, after every `write` has returned.
+        """Makes the content durable and closes. Called once, after every `write` has returned.
 
         Raises:
-            OSError: the file is not durable and must not be used. Trying again cannot help: write a new file.
+            OSError: the file is not durable and must not be used. Do not try again: write a new file.
             FileExistsError: another writer finished this file first (object stores).
             ValueError: bytes are missing, a write is still running, or the writer is closed.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Closes without finishing; never raises, at any time, from any thread. `remove_tree` cleans up."""
+        """Closes without finishing. Never raises. May be called at any time, by any thread; the file may stay."""
 
 
 class Store(ABC):
     """A directory of epochs. Paths are relative to its root, separated by `/`; `""` is the root.
 
-    Every method may be called by any thread, and raises ValueError for a malformed path.
+    Every method may be called by any thread, and raises ValueError for a malformed path. `epochckpt.testing` has the
+    tests that an implementation must pass.
 
     Attributes:
-        root: what the user sees: an absolute path or a URL.
-        renames: there is an atomic rename of folders (POSIX); otherwise only put-if-absent (object stores).
-        preferred_part_bytes: largest file that suits this store; None where there is no limit.
+        root: the directory as the user sees it: an absolute path or a URL.
+        renames: folders can be renamed atomically (POSIX). Other stores can only put a file if it is absent.
+        preferred_part_bytes: largest file that suits this store; None for any size.
     """
 
     root: str
@@ -144,7 +142,7 @@ class Store(ABC):
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder."""
+        """Whether there is a file or folder of this name."""
 
     def size(self, path: str) -> int:
         """Length of a file in bytes.
@@ -156,11 +154,11 @@ class Store(ABC):
             return reader.size
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
-        """Reads a small file whole.
+        """Reads a whole small file.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is larger than `limit_bytes`; not read.
+            ValueError: the file is larger than `limit_bytes`, and was not read.
         """
         with self.open_reader(path) as reader:
             size = reader.size
@@ -178,26 +176,25 @@ class Store(ABC):
             FileNotFoundError: there is no such file.
         """
 
-    @abstractmethod
     def uncache(self, path: str) -> None:
-        """Takes a durable file out of the page cache, where there is one; a hint, which changes nothing else.
+        """Drops a durable file from the page cache, if the store has one; changes nothing else.
 
         Raises:
             FileNotFoundError: there is no such file, and the store has a page cache.
         """
+        check_path(path, root_allowed=False)
 
     @abstractmethod
     def create(self, path: str, data: bytes) -> None:
-        """Creates a small file, durable on return, if and only if there is none of that name.
+        """Creates a small file, durable on return, if there is none of that name.
 
-        On POSIX a reader may see the file before all of its bytes are in it, and what a crash leaves may be
-        short; on an object store never.
+        On POSIX a reader may see the file while it is being written, and a crash may leave it short; `put` avoids both.
 
         Raises:
-            FileExistsError: there is one. On an object store it may be our own, when a first request arrived
-                and only its answer was lost: who must know reads the file and compares.
+            FileExistsError: there is one. On an object store it may be the caller's own, if the answer to a first
+                request was lost: compare the content where that matters.
             FileNotFoundError: the folder is missing (POSIX).
-            OSError: storage refused; POSIX then takes the unfinished file away again if it can.
+            OSError: storage refused; POSIX removes the unfinished file again if possible.
         """
 
     @abstractmethod
@@ -211,20 +208,19 @@ class Store(ABC):
 
     @abstractmethod
     def list(self, path: str) -> list[Entry]:
-        """What lies directly in a folder, sorted by name.
+        """The entries of a folder, sorted by name.
 
-        An object store answers with an empty list for a folder that does not exist, and reads every name
-        *below* the folder to find those *in* it.
+        On an object store a missing folder is empty, and every name *below* the folder is read to find those *in* it.
 
         Raises:
             FileNotFoundError: there is no such folder (POSIX).
         """
 
     def each(self, call: Callable[[T], object], values: Iterable[T]) -> None:
-        """Calls with each value, begun in order; side by side where every answer takes long and costs nothing here.
+        """Calls `call` with each value: one after the other on POSIX, in parallel where each answer takes long.
 
         Raises:
-            The first error of a call, when all that had begun have ended.
+            The first error of a call, after all calls that had begun have ended.
         """
         _threads.Pool(1 if self.renames else _THREADS).run([functools.partial(call, value) for value in values])
 
@@ -234,10 +230,9 @@ class Store(ABC):
 
         Args:
             prefix: beginning of the last component.
-            folder: where to look, not below it; None: in every folder of the root. A missing one has no files.
+            folder: the folder to look in, not below; None for every folder of the root. A missing one has no files.
         """
 
-    @abstractmethod
     def make_folder(self, path: str) -> None:
         """Creates one folder, never its parents; nothing to do on object stores.
 
@@ -245,43 +240,43 @@ class Store(ABC):
             FileExistsError: there is something of that name.
             FileNotFoundError: the parent is missing.
         """
+        check_path(path)
 
-    @abstractmethod
     def make_root(self) -> None:
-        """Creates the root and its parents durably where they are missing; nothing to do on object stores."""
+        """Creates the root and its missing parents durably; nothing to do on object stores."""
+        return
 
     def may_write(self) -> bool:
-        """Whether this user may make and remove names in the root, as far as can be said without trying."""
+        """Whether this user may create and remove names in the root, as far as is known without trying."""
         return True
 
-    @abstractmethod
     def link(self, path: str, target: str) -> None:
         """Creates a symlink; its name is durable after `sync_folder`.
 
         Args:
-            path: its own path.
-            target: what it says, relative to the folder that it lies in.
+            path: of the symlink.
+            target: what it points to, relative to its own folder.
 
         Raises:
             FileExistsError: there is something of that name.
             io.UnsupportedOperation: this store has no symlinks.
         """
+        raise io.UnsupportedOperation(f"{self.root}: an object store has no symlinks")
 
-    @abstractmethod
     def sync_folder(self, path: str) -> None:
         """Makes the names in a folder durable; nothing to do on object stores.
 
         Raises:
-            OSError: they may not be; do not try again.
+            OSError: they may not be durable; do not try again.
         """
+        check_path(path)
 
-    @abstractmethod
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
         """Renames a file or folder atomically.
 
-        Where a file system can neither refuse an existing name nor has hard links (exFAT, some FUSE and network file
-        systems), a file or an empty folder that comes to be at `dst` within the call is replaced. What must not rely
-        on one winner has a `src` that nobody else can have.
+        Some file systems (exFAT, some FUSE and network file systems) can neither refuse an existing name nor have hard
+        links. There a file or an empty folder that appears at `dst` during the call is replaced. A caller that must
+        not rely on one winner uses a `src` that no other caller can have.
 
         Args:
             src: existing name.
@@ -290,31 +285,32 @@ class Store(ABC):
 
         Raises:
             FileExistsError: there is something at `dst`.
-            OSError: with EXDEV: no rename moves it, because parts of it lie on another file system, or in a lower layer
-                of this one (overlayfs): see `copy_tree`.
-            FileNotFoundError: `src` or the folder of `dst` is gone.
+            OSError: with EXDEV, no rename can move it, because parts of it lie on another file system or in a lower
+                layer of this one (overlayfs); `copy_tree` can.
+            FileNotFoundError: `src` or the folder of `dst` is missing.
             io.UnsupportedOperation: this store cannot rename (see `renames`).
         """
+        check_path(src, root_allowed=False)
+        check_path(dst, root_allowed=False)
+        raise io.UnsupportedOperation(
+            f"{self.root} cannot rename {src!r} to {dst!r}: an object store has no atomic rename"
+        )
 
     def copy_tree(self, src: str, dst: str) -> None:
-        """Copies a folder with all below it, durably but for its own name; symlinks are copied as they are.
-
-        Args:
-            src: existing folder.
-            dst: new name.
+        """Copies a folder with everything below it, durably but for its own name; symlinks stay symlinks.
 
         Raises:
             FileExistsError: there is something at `dst`.
-            FileNotFoundError: `src` or the folder of `dst` is gone.
+            FileNotFoundError: `src` or the folder of `dst` is missing.
             io.UnsupportedOperation: this store has no folders (see `renames`).
         """
         raise io.UnsupportedOperation(f"{self.root} cannot copy {src!r} to {dst!r}")
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchanges two files or folders atomically: at any moment both names are there.
+        """Exchanges two files or folders atomically: both names exist at any moment.
 
         Raises:
-            FileNotFoundError: one of them is gone; nothing has changed.
+            FileNotFoundError: one of them is missing; nothing has changed.
             io.UnsupportedOperation: this store, or its file system, cannot.
         """
         raise io.UnsupportedOperation(f"{self.root} cannot exchange {one!r} and {other!r}")
@@ -356,24 +352,24 @@ class Store(ABC):
                 return self.replace(path, self.read(path, limit_bytes=_MAX_PUT_BYTES), data)
 
     def replace(self, path: str, old: bytes, new: bytes) -> None:
-        """Gives a small file new content, durably and at once, if it still has the old one.
+        """Replaces the content of a small file, durably and atomically, if it still has the old content.
 
         Raises:
             FileNotFoundError: there is no such file.
-            FileExistsError: it has other content by now.
-            io.UnsupportedOperation: this store cannot: files of POSIX folders are written once.
+            FileExistsError: its content is not `old`.
+            io.UnsupportedOperation: this store cannot (POSIX).
         """
         raise io.UnsupportedOperation(f"{self.root} cannot replace the content of {path!r}")
 
     @abstractmethod
     def remove(self, path: str) -> None:
-        """Removes one file or symlink; a missing one is fine."""
+        """Removes one file or symlink, if it exists."""
 
     @abstractmethod
     def remove_tree(self, path: str) -> None:
-        """Removes a folder with everything below it; a missing one is fine, so is a file.
+        """Removes a folder with everything below it, or a file, if it exists.
 
-        Symlinks are removed, not followed. Files that appear meanwhile are removed too, up to a bound.
+        Symlinks are removed, not followed. Files that appear during the call are removed too, up to a bound.
 
         Raises:
             OSError: something could not be removed, or files kept appearing (`ENOTEMPTY`).
@@ -381,15 +377,15 @@ class Store(ABC):
 
 
 def patiently(name: str, read: Callable[[], T]) -> T:
-    """Reads, and reads again after a pause where storage does not answer.
+    """Calls `read`, and again after a pause as long as storage does not answer, for about a second.
 
     Args:
         name: what is read, for messages.
-        read: does it; may be called several times.
+        read: may be called several times.
 
     Raises:
-        StorageError: it did not answer in the end either.
-        OSError: an answer that is none of the data.
+        StorageError: storage never answered.
+        OSError: storage answered with an error.
     """
     for pause in (*_PAUSES_SECS, None):
         try:
@@ -399,14 +395,14 @@ def patiently(name: str, read: Callable[[], T]) -> T:
                 raise
             if pause is None:
                 raise StorageError(name, error) from error
-            logging.warning("%s: storage does not answer (%s), asking again", name, error)
+            logging.warning("%s: storage does not answer (%s); trying again", name, error)
             threading.Event().wait(pause)
     raise AssertionError  # the last round returns or raises
 
 
 @contextmanager
 def writing(store: Store, path: str, size: int) -> Generator[Writer]:
-    """A new file of `size` bytes: finished, and so durable, at the end of the block; given up if the block raises."""
+    """Opens a new file of `size` bytes; finishes it at the end of the block, and aborts it if the block raises."""
     writer = store.open_writer(path, size)
     try:
         yield writer
@@ -417,7 +413,7 @@ def writing(store: Store, path: str, size: int) -> Generator[Writer]:
 
 
 def copy_file(source: Store, path: str, target: Store, into: str) -> None:
-    """Copies a file in pieces of bounded size, durably but for its name."""
+    """Copies a file in pieces, durably but for its name."""
     with source.open_reader(path) as reader, writing(target, into, reader.size) as writer:
         start = 0
         for piece in reader.pieces():
@@ -426,16 +422,7 @@ def copy_file(source: Store, path: str, target: Store, into: str) -> None:
 
 
 def check_path(path: str, *, root_allowed: bool = True) -> str:
-    """Returns the path if it is well formed.
-
-    Args:
-        path: relative, `/`-separated.
-        root_allowed: `""`, the root itself, will do.
-
-    Raises:
-        ValueError: it is absolute, has an empty, `.` or `..` component or a NUL, or is the root and must not
-            be.
-    """
+    """Returns a relative, `/`-separated path; ValueError if it is malformed, or the root where that is not allowed."""
     if not path:
         if root_allowed:
             return path
@@ -449,11 +436,7 @@ def check_path(path: str, *, root_allowed: bool = True) -> str:
 
 
 def check_piece(offset: int, length: int, size: int, name: str) -> None:
-    """Refuses a piece that does not lie inside a file of `size` bytes.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raises ValueError for a piece that does not lie inside a file of `size` bytes."""
     if offset < 0 or offset + length > size:
         raise ValueError(f"{name}: bytes [{offset}, {offset + length}) lie outside of its {size} bytes")
 

@@ -171,14 +171,6 @@ def test_the_size_of_a_value_is_found_without_the_error_text(monkeypatch: pytest
             assert reader.size == size
 
 
-def test_a_key_value_store_takes_a_specification(tmp_path: pathlib.Path) -> None:
-    """For what a URL cannot say; the root is still shown as one."""
-    store = KvStore({"driver": "file", "path": f"{tmp_path}/run"})
-    store.create("a", b"x")
-    assert (tmp_path / "run" / "a").read_bytes() == b"x"
-    assert store.root == f"file://{tmp_path}/run/"
-
-
 def test_a_file_in_memory_is_invisible_until_finished() -> None:
     """On an object store a writer shows nothing before `finish`, and the first to finish wins."""
     store = open_store(f"memory://{uuid.uuid4().hex}")
