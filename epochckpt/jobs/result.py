@@ -12,7 +12,6 @@ from absl import logging
 from epochckpt._units import several
 from epochckpt.errors import SaveError
 from epochckpt.jobs.preemption import PREEMPTED_EXIT_CODE
-from epochckpt.manager import SaveResult
 
 FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
 UNSAVED_EXIT_CODE = 74  # EX_IOERR of sysexits.h
@@ -85,7 +84,7 @@ class RunResult:
 
 
 class Ledger:
-    """What is known of the saves of a run, from outcomes that all nodes have been told alike."""
+    """The saves of a run, as all processes know them."""
 
     def __init__(self) -> None:
         self.last_committed: int | None = None
@@ -94,16 +93,16 @@ class Ledger:
         self.blocked_secs = 0.0
         self._node_secs: collections.Counter[str] = collections.Counter()
 
-    def add(self, outcomes: Iterable[SaveResult]) -> None:
-        """Enters outcomes, oldest first."""
-        for outcome in outcomes:
-            self._node_secs.update(dict(outcome.nodes))
-            if outcome.committed:
-                self.last_committed, self.consecutive_failures = outcome.epoch, 0
+    def add(self, results: Iterable[Mapping[str, Any]]) -> None:
+        """Enters the results of saves, oldest first; each has the fields of a `SaveResult`."""
+        for one in results:
+            self._node_secs.update(one["nodes"])
+            if one["committed"]:
+                self.last_committed, self.consecutive_failures = one["epoch"], 0
             else:
-                self.failed.append((outcome.epoch, outcome.detail))
+                self.failed.append((one["epoch"], one["detail"]))
                 self.consecutive_failures += 1
-                logging.warning("epoch %d was not saved, training goes on: %s", outcome.epoch, outcome.detail)
+                logging.warning("epoch %d was not saved, training goes on: %s", one["epoch"], one["detail"])
 
     @property
     def slowest_node(self) -> tuple[str, float] | None:
@@ -119,13 +118,3 @@ class Ledger:
                 f"{self.consecutive_failures} saves in a row have failed, more than max_consecutive_save_failures="
                 f"{limit}; the last: {reason}",
             )
-
-
-def to_json(outcome: SaveResult) -> dict[str, Any]:
-    """An outcome for another process."""
-    return {**dataclasses.asdict(outcome), "nodes": dict(outcome.nodes)}
-
-
-def from_json(data: Mapping[str, Any]) -> SaveResult:
-    """The inverse of `to_json`."""
-    return SaveResult(**data)

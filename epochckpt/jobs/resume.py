@@ -14,14 +14,14 @@ from epochckpt.jobs import containers
 from epochckpt.jobs.backends.base import CheckpointBackend, Restored
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import TaskGroup
-from epochckpt.jobs.reporting import Handler
 from epochckpt.jobs.workspace import Workspace
+from epochckpt.manager import HandlerNotifier
 
 AUTO, NEVER, MUST = "auto", "never", "must"
 
 
 def choose(
-    backend: CheckpointBackend, named: int | None, resume: str, exchange: Exchange, handler: Handler
+    backend: CheckpointBackend, named: int | None, resume: str, exchange: Exchange, handler: HandlerNotifier
 ) -> Restored | None:
     """Restores the epoch that the run goes on from; None: from scratch.
 
@@ -46,7 +46,9 @@ def choose(
         if resume == NEVER:
             return None
         chosen = backend.choose(named)  # the runner's own handler may overrule it: the manager does not know that one
-        epoch = exchange.broadcast("the epoch that was saved last", lambda: handler.last_epoch(chosen, must_say=True))
+        epoch = exchange.broadcast(
+            "the epoch that was saved last", lambda: handler.last_epoch(chosen, must_answer=True)
+        )
         if epoch is None and resume == MUST:
             raise EpochNotFoundError(None, backend.directory, [])
         return None if epoch is None else backend.restore(epoch)

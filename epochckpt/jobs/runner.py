@@ -19,13 +19,11 @@ from epochckpt.jobs.first_epoch import ERROR, IGNORE, WARN
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.progress import bar
-from epochckpt.jobs.reporting import Handler
 from epochckpt.jobs.result import RunResult
 from epochckpt.jobs.resume import AUTO, MUST, NEVER, traced_init
-from epochckpt.jobs.run import Settings, TrainingRun
-from epochckpt.jobs.saves import RunCheckpoints
+from epochckpt.jobs.run import RunSettings, TrainingRun
 from epochckpt.jobs.session import DistributedSession, Session
-from epochckpt.manager import metadata_handlers
+from epochckpt.manager import HandlerNotifier, metadata_handlers
 from epochckpt.manager.reader import epoch_number
 
 _ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")
@@ -119,7 +117,7 @@ class JobRunner:
         self._handler: Any = None
         self._told: Collection[str] = ()
         self._introduced: Any = None  # the manager of whose directory and nodes the handler has been told
-        self._settings = Settings(
+        self._settings = RunSettings(
             resume_from_epoch=None,  # `train` looks at the attribute
             resume=resume,
             include=include,
@@ -201,16 +199,15 @@ class JobRunner:
         """
         self._result = None
         backend = self._open(session)
-        exchange = Exchange(session.coordinator, session.nodes, self._timeout)
-        handler = Handler(self._handler, self._told, exchange.primary)
-        if backend is not None:
-            try:
+        exchange, handler = self._exchange(session), self._notifier(session)
+
+        def open_backend() -> None:
+            if backend is not None:
                 backend.open(session, exchange)
-                handler.set_params(backend.directory, backend.told_nodes(session))
-                self._introduced = self.checkpoint_manager
-            except Exception as error:
-                exchange.abort(error)
-                raise
+                self._introduced = None
+                self._introduce(handler, backend, session)
+
+        exchange.gather("beginning of the run", open_backend, lambda _: None)
         distributed = isinstance(session, DistributedSession)
         with (
             listening(distributed, backend is not None and backend.asks_jax) as notice,
@@ -227,6 +224,7 @@ class JobRunner:
             finally:
                 for workspace in session.workspaces().values():
                     workspace.ask_when_to_stop(None)
+                handler.drain()
         self._result = result
         logging.info("%s", result)
         if result.unsaved and self._must_save and not result.fenced_off:
@@ -247,16 +245,16 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        backend = self._open(session, "load_blobs_from_checkpoints")
-        assert backend is not None
-        backend.open(session, Exchange(session.coordinator, session.nodes, self._timeout), beside=True)
+        backend = self._require(session, "load_blobs_from_checkpoints")
+        backend.open(session, self._exchange(session), beside=True)
         names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
         began = time.monotonic()
         loaded = backend.load_blobs(names, epoch_number(epoch))
         secs = {session.hosted[0]: time.monotonic() - began}
-        handler = Handler(self._handler, self._told, session.coordinator.primary)
+        handler = self._notifier(session)
         self._introduce(handler, backend, session)
         handler.report("checkpoint_partial_load", secs)
+        handler.drain()
         return loaded
 
     def save_checkpoints(self, epoch: int, session: Session) -> None:
@@ -277,20 +275,18 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        backend = self._open(session, "save_checkpoints")
-        assert backend is not None
-        exchange = Exchange(session.coordinator, session.nodes, self._timeout)
-        handler = Handler(self._handler, self._told, exchange.primary)
+        backend: CheckpointBackend = self._require(session, "save_checkpoints")
+        exchange, handler = self._exchange(session), self._notifier(session)
         run, notes = self._run, dict[str, Any]()
 
         def look() -> list[bool]:
             self._introduce(handler, backend, session)
-            return [saves.accessible(epoch), saves.exists(epoch)]
+            return [handler.cp_accessible(epoch, backend.accessible), epoch in backend.epochs()]
 
         try:
             epoch = epoch_number(epoch)
             if run is not None:
-                notes = run.let_save(epoch, session)
+                notes = run.notes_beside(epoch, session)
             if run is not None and run.backend is not None and run.names and run.session is session:
                 backend, names = run.backend, run.names
             else:
@@ -298,7 +294,6 @@ class JobRunner:
                 kept = self.job.nodes_to_checkpoint() or session.nodes
                 names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
                 backend.agree_on_names(session, exchange, names)
-            saves = RunCheckpoints(backend, handler, exchange)
             accessible, exists = exchange.broadcast("whether storage is there", look)
             if accessible:
                 prepared = backend.prepare(epoch, names)
@@ -316,11 +311,19 @@ class JobRunner:
             handler.saved(one)
             if not one.committed:
                 logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
+        handler.drain()
 
-    def _introduce(self, handler: Handler, backend: CheckpointBackend | None, session: Session) -> None:
+    def _exchange(self, session: Session) -> Exchange:
+        return Exchange(session.coordinator, session.nodes, self._timeout)
+
+    def _notifier(self, session: Session) -> HandlerNotifier:
+        return HandlerNotifier(self._handler, session.coordinator.primary, self._told)
+
+    def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend | None, session: Session) -> None:
         """Tells the metadata handler which nodes save where, if no run has."""
         if backend is not None and self._introduced is not self.checkpoint_manager:
-            handler.set_params(backend.directory, backend.told_nodes(session))
+            handler.nodes(backend.directory, backend.told_nodes(session))
+            handler.introduce()
             self._introduced = self.checkpoint_manager
 
     def _upload(self, epoch: int) -> TaskGroup | None:
@@ -334,11 +337,20 @@ class JobRunner:
             )
         return group
 
-    def _open(self, session: Session, verb: str = "") -> CheckpointBackend | None:
-        """Brings job, session and manager together: the same nodes everywhere. Gives a backend for this session."""
-        self._check()
-        if self.checkpoint_manager is None and verb:
+    def _require(self, session: Session, verb: str) -> CheckpointBackend:
+        """A backend for a session.
+
+        Raises:
+            InvalidArgumentError: there is no checkpoint manager.
+        """
+        backend = self._open(session) if self.checkpoint_manager is not None else None
+        if backend is None:
             raise InvalidArgumentError(f"{verb} needs a checkpoint manager; give JobRunner one")
+        return backend
+
+    def _open(self, session: Session) -> CheckpointBackend | None:
+        """Gives job, session and manager the same nodes; returns a backend for this session, if there is a manager."""
+        self._check()
         if not isinstance(session, Session):
             raise InvalidArgumentError(
                 f"expected a session (LocalSession() or DistributedSession()), got {type(session).__name__}"

@@ -400,12 +400,16 @@ class _Upload:
         self._copy_nodes(self._here())  # of a session that knows nothing of the manager's nodes
         self._copy = None
         try:
-            self._exchange.gather("upload of the nodes' folders", self._error, lambda found: None)
+            self._exchange.gather("upload of the nodes' folders", self._raise_error, lambda found: None)
             self._exchange.broadcast("end of the upload", lambda: self._publish(copy))
         except Exception:
             if self._exchange.primary:
                 _threads.logged(f"{copy.target.root}: what a failed upload left", copy.give_up)
             raise
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _here(self) -> set[str]:
         """The nodes whose folders this process copies."""

@@ -6,6 +6,7 @@ Promises: `CheckpointManager` has Orbax's interface; what only reads needs no ot
 from __future__ import annotations
 
 from epochckpt.manager.manager import CheckpointManager
+from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.status import EpochStatus, NodeStatus, SaveResult, Verification
 
-__all__ = ["CheckpointManager", "EpochStatus", "NodeStatus", "SaveResult", "Verification"]
+__all__ = ["CheckpointManager", "EpochStatus", "HandlerNotifier", "NodeStatus", "SaveResult", "Verification"]

@@ -25,6 +25,7 @@ from epochckpt.errors import EpochExistsError, InvalidArgumentError, SaveErrorGr
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import metadata_handlers, outcomes
 from epochckpt.manager.epochs import Epochs
+from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import Reading, epoch_number, shown_path
 from epochckpt.manager.status import SaveResult
 from epochckpt.options import StorageOptions
@@ -110,8 +111,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         if metadata is not None and self._options.save_root_metadata:
             root_files[paths.ROOT_METADATA] = root_metadata(metadata)
         tells = coordinator.primary and not self._options.read_only
-        self._informer = outcomes.HandlerNotifier(metadata_handler, tells)
-        self._listener = outcomes.Listener(self._commits, self._options, self._history, self._informer, self._step_log)
+        self._notifier = HandlerNotifier(metadata_handler, tells)
+        self._listener = outcomes.Listener(self._commits, self._options, self._history, self._notifier, self._step_log)
         self._claim = Claim(self._commits, opened.refused, self._listener.claimed, root_files)
         self._attempts = Attempts(opened, self._claim, self._storage, self._listener)
         self._superseded: dict[int, ReplaceCondition] = {}
@@ -167,7 +168,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         Raises:
             InvalidArgumentError: the handler says that it cannot serve this directory.
         """
-        self._informer.introduce()
+        self._notifier.introduce()
 
     def _take_nodes(self, nodes: Nodes) -> None:
         self._nodes = self._attempts.nodes = nodes
@@ -175,7 +176,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._reading = Reading(self._commits, self._pool, self._storage.verify, RestoreContext(self._handlers, nodes))
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = Planner(nodes, self._storage, part_bytes)
-        self._informer.nodes(str(self._directory), nodes.names)
+        self._notifier.nodes(str(self._directory), nodes.names)
 
     def reached_preemption(self, step: int) -> bool:
         """Whether JAX's preemption notice has reached every process; all must ask for the same steps."""
@@ -326,7 +327,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             SaveError: if any failed, once: the failure itself, or all of them in an SaveErrorGroup.
         """
         self._attempts.drain_removals()
-        self._informer.drain(self._storage.save_timeout_secs)
+        self._notifier.drain(self._storage.save_timeout_secs)
         self._history.forget_failed()
         self.check_for_errors()
 
@@ -356,7 +357,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         if self._ended or self._forked:
             return
         self._attempts.drain_removals()
-        self._informer.drain(self._storage.save_timeout_secs)
+        self._notifier.drain(self._storage.save_timeout_secs)
         self._ended = True  # not before: Ctrl-C may end the waiting, and who closes again waits again
         if self._coordinator.primary:
             wait = self._storage.open_timeout_secs

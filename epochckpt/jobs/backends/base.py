@@ -223,13 +223,16 @@ class CheckpointBackend(abc.ABC):
         Raises:
             InvalidArgumentError: one cannot be checkpointed.
         """
-        kinds = check_blobs(session, names)
-        types: dict[str, Any] = {}
-        if not exchange.primary and not isinstance(kinds, Exception):
-            spaces = session.workspaces()
-            own = [(node, n) for node, blobs in names.items() for n in blobs if kinds[n] != blob_lib.GLOBAL]
-            trees = {(node, name): blob_lib.state_of(spaces[node][name]) for node, name in own}
-            types = {f"{node}/{name}": one for (node, name), one in self._recorded(trees).items() if one is not None}
+
+        def report() -> dict[str, Any]:
+            kinds, types = check_blobs(session, names), dict[str, Any]()
+            if not exchange.primary:
+                spaces = session.workspaces()
+                own = [(node, n) for node, blobs in names.items() for n in blobs if kinds[n] != blob_lib.GLOBAL]
+                trees = {(node, name): blob_lib.state_of(spaces[node][name]) for node, name in own}
+                recorded = self._recorded(trees)
+                types = {f"{node}/{name}": one for (node, name), one in recorded.items() if one is not None}
+            return {"kinds": kinds, "types": types}
 
         def decide(brought: list[Any]) -> dict[str, str]:
             found = [one["kinds"] for one in brought]
@@ -246,8 +249,7 @@ class CheckpointBackend(abc.ABC):
                         )
             return union
 
-        mine = kinds if isinstance(kinds, Exception) else {"kinds": kinds, "types": types}
-        self.take_names(exchange.gather("the blobs to checkpoint", mine, decide))
+        self.take_names(exchange.gather("the blobs to checkpoint", report, decide))
 
     def _recorded(self, trees: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
         """The containers of blobs as JSON, by node and name; None for dicts and lists alone."""
@@ -274,16 +276,17 @@ class CheckpointBackend(abc.ABC):
         del kinds
 
 
-def check_blobs(session: Session, names: Names) -> Any:
-    """The kind of each blob of this process; the error, if one cannot be checkpointed."""
-    kinds: dict[str, str] = {}
-    try:
-        for node, blobs in names.items():
-            for name in blobs:
-                kinds[name] = blob_lib.kind_of(node, name, session.workspace(node)[name])
-    except InvalidArgumentError as error:
-        return error
-    return kinds
+def check_blobs(session: Session, names: Names) -> dict[str, str]:
+    """The kind of each blob of this process.
+
+    Raises:
+        InvalidArgumentError: one cannot be checkpointed.
+    """
+    return {
+        name: blob_lib.kind_of(node, name, session.workspace(node)[name])
+        for node, blobs in names.items()
+        for name in blobs
+    }
 
 
 def present(workspace: Workspace, name: str) -> Any:

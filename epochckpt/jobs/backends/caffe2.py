@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _threads
-from epochckpt.errors import FencedError, InvalidArgumentError, UnsupportedError, say
+from epochckpt.errors import FencedError, InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored, check_blobs
 from epochckpt.jobs.caffe2_managers import CheckpointManager, MultiNodeCheckpointManager
@@ -79,7 +79,12 @@ class Caffe2Backend(CheckpointBackend):
         self._run(lambda: self._manager.load(epoch))
         self._ready = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
-        found = self._exchange.gather("stats of the load", self._refusal(names) or self._stats(), list)
+
+        def report() -> dict[str, float]:
+            self._refuse_spread(names)
+            return self._stats()
+
+        found = self._exchange.gather("stats of the load", report, list)
         self._tell("checkpoint_load", epoch, self._merged(found))
         return Restored(epoch, self._manager.read_notes(epoch) or {}, names)
 
@@ -98,18 +103,21 @@ class Caffe2Backend(CheckpointBackend):
             raise InvalidArgumentError(
                 f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {left_out}"
             )
-        kinds = check_blobs(session, names)  # each node saves by itself: what they call alike may differ
-        exchange.gather("the blobs to checkpoint", self._refusal(names) or kinds, lambda _: None)
+
+        def check() -> None:
+            self._refuse_spread(names)
+            check_blobs(session, names)  # each node saves by itself: what they call alike may differ
+
+        exchange.gather("the blobs to checkpoint", check, lambda _: None)
         self._run(lambda: self._manager.init(self._nodes))
 
-    def _refusal(self, names: Names) -> UnsupportedError | None:
-        """The error, if a blob is not one of this process's own: each node saves by itself."""
+    def _refuse_spread(self, names: Names) -> None:
+        """Raises UnsupportedError if a blob is spread over processes: each node saves by itself."""
         for node, blobs in names.items():
             workspace = self._session.workspace(node)
             refusal = blob_lib.spread_refusal(node, {name: workspace[name] for name in blobs if name in workspace})
             if refusal is not None:
-                return refusal
-        return None
+                raise refusal
 
     def _run(self, verb: Callable[[], Task | TaskGroup]) -> None:
         """Runs what a manager's verb gives; it joins no group that surrounds the call of the runner."""
@@ -135,7 +143,7 @@ class Caffe2Backend(CheckpointBackend):
             cause = caught if isinstance(caught, FencedError) else caught.__cause__
             fenced = cause.reason if isinstance(cause, FencedError) else ""
         mine = {"error": error, "fenced": fenced, "stats": {} if error else self._stats()}
-        found = self._exchange.gather(f"save of epoch {epoch}", mine, list)
+        found = self._exchange.gather(f"save of epoch {epoch}", lambda: mine, list)
         problem = next((f["error"] for f in found if f["error"]), "")
         self._fenced = next((f["fenced"] for f in found if f["fenced"]), "")
         stats = self._merged([f["stats"] for f in found])

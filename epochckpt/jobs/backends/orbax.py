@@ -187,7 +187,7 @@ class OrbaxBackend(CheckpointBackend):
 
     def _by_node(self, what: str, mine: Any) -> dict[str, Any]:
         nodes = self._session.nodes
-        return self._exchange.gather(what, mine, lambda found: dict(zip(nodes, found, strict=True)))
+        return self._exchange.gather(what, lambda: mine, lambda found: dict(zip(nodes, found, strict=True)))
 
     def outcomes(self) -> list[SaveResult]:
         """See CheckpointBackend."""

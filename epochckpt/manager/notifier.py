@@ -1,0 +1,167 @@
+"""What a metadata handler is told of saves and runs, and asked."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from absl import logging
+
+from epochckpt import _threads
+from epochckpt.errors import say
+from epochckpt.manager import metadata_handlers
+from epochckpt.manager.status import SaveResult
+
+T = TypeVar("T")
+
+_HANDLER_SECS = 60.0  # how long an answer of a metadata handler is waited for
+
+
+class HandlerNotifier:
+    """Tells a metadata handler what becomes of saves and runs, and asks it where to resume.
+
+    Guarantees:
+    - only the primary calls the handler, one call at a time, in order, in a thread of its own;
+    - what the handler is told holds up neither saves nor training; an answer is waited for, but not for ever;
+    - the handler hears of the nodes before anything else, and not before there is something to tell: a look at a
+      directory is no run;
+    - what the handler raises is logged and harms nothing; a handler that hangs is not called again.
+
+    Args:
+        handler: an `AbstractMetadataHandler`, anything with its methods, or None.
+        active: this process is the primary.
+        told_by_manager: what the checkpoint manager tells the handler itself: methods, and actions that are reported.
+    """
+
+    def __init__(self, handler: Any, active: bool, told_by_manager: Collection[str] = ()):
+        self._handler = handler if active else None
+        self._skipped = told_by_manager
+        self._lane = _threads.Lane()
+        self._nodes: tuple[str, Sequence[str]] | None = None  # that the handler has not been told of
+
+    def nodes(self, directory: str, names: Sequence[str]) -> None:
+        """Which nodes save to which directory; the handler is told before the next thing that it is told."""
+        if "set_params" not in self._skipped:
+            self._nodes = directory, names
+
+    def introduce(self) -> None:
+        """Tells the handler of the nodes now, if it has not been told.
+
+        Raises:
+            InvalidArgumentError: the handler says that it cannot serve this directory.
+        """
+        if self._handler is not None and self._nodes is not None:
+            with contextlib.suppress(TimeoutError):
+                self._ask(self._introduce)
+
+    def _introduce(self) -> None:
+        nodes, self._nodes = self._nodes, None
+        if nodes is not None and self._handler is not None:
+            metadata_handlers.introduce(self._handler, *nodes)
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    def saved(self, result: SaveResult) -> None:
+        """A save of a run has ended."""
+        if result.committed:
+            self.committed(result.epoch, result.nodes or {"save": result.secs})
+        else:
+            self._tell("save_failed", result.epoch, result.detail)
+
+    def committed(self, epoch: int, secs: Mapping[str, float]) -> None:
+        """An epoch was committed; how long each node wrote."""
+        if "write" not in self._skipped:
+            self._tell("write", epoch=epoch)
+        self.report("checkpoint_save", secs)
+
+    def report(self, action: str, secs: Mapping[str, float]) -> None:
+        """How long an action took, by node."""
+        if action not in self._skipped:
+            self._tell("report", action, dict(secs))
+
+    def run_ended(self, epoch: int, reason: str) -> None:
+        """The run is over."""
+        self._tell("run_ended", epoch, reason)
+
+    def drain(self, timeout_secs: float | None = None) -> None:
+        """Waits until the handler has been told everything; gives up a handler that takes longer (a minute)."""
+        if self._handler is not None:
+            self._wait(self._lane.submit(lambda: None), _HANDLER_SECS if timeout_secs is None else timeout_secs)
+
+    def _tell(self, method: str, *args: Any, **named: Any) -> None:
+        if getattr(self._handler, method, None) is not None:  # `save_failed` and `run_ended` are not Caffe2's
+            self._lane.submit(functools.partial(self._call, method, *args, **named))
+
+    def _call(self, method: str, *args: Any, **named: Any) -> None:
+        handler = self._handler
+        if handler is not None:
+            _threads.logged("metadata handler: set_params failed", self._introduce)
+            shown = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in named.items())])
+            call = functools.partial(getattr(handler, method), *args, **named)
+            _threads.logged(f"metadata handler: {method}({shown}) failed", call)
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def last_epoch(self, user_epoch: int | None = None, *, must_answer: bool = False) -> int | None:
+        """The epoch that the handler says was saved last; None if it cannot say.
+
+        Args:
+            user_epoch: the epoch that the user names, or that the manager's handler has answered.
+            must_answer: raise what the handler raises: a run from scratch would replace what it knows of.
+
+        Raises:
+            InvalidArgumentError: the answer is nonsense.
+        """
+        handler = self._handler
+        if handler is None or "last_epoch" in self._skipped:
+            return user_epoch
+        try:
+            answer = self._ask(lambda: handler.last_epoch(user_epoch=user_epoch))
+        except Exception as error:
+            if must_answer:
+                raise
+            logging.warning("the metadata handler does not say what was saved last: %s", say(error))
+            return None
+        return metadata_handlers.answered_epoch(answer, handler)
+
+    def cp_accessible(self, epoch: int, manager: Callable[[int], bool]) -> bool:
+        """Whether neither the handler, nor the manager in its place, says that storage cannot be reached.
+
+        As in Caffe2 an error is no yes. An OSError is the exception: what the handler itself has to reach is away,
+        which says nothing of the storage.
+
+        Args:
+            epoch: to be saved.
+            manager: asks the manager, if the manager asks its handler itself.
+        """
+        handler = self._handler
+        if handler is None:
+            return True
+        ask = manager if "cp_accessible" in self._skipped else handler.cp_accessible
+        try:
+            answer = self._ask(lambda: ask(epoch))
+            if not isinstance(answer, bool | np.bool_):
+                logging.warning("the metadata handler's cp_accessible() gave %r, expected True or False", answer)
+            return bool(answer)
+        except OSError as error:
+            logging.warning("the metadata handler does not say whether storage is there: %s", say(error))
+            return True
+        except Exception as error:
+            logging.error("the metadata handler's cp_accessible() failed, nothing is saved: %s", say(error))
+            return False
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        answer = self._lane.submit(question)
+        if not self._wait(answer, _HANDLER_SECS):
+            raise TimeoutError("the metadata handler has not answered")
+        return answer.result()
+
+    def _wait(self, future: _threads.Future[Any], timeout_secs: float) -> bool:
+        """Whether the handler has returned in time; if it has not, it is given up."""
+        if not future.wait(timeout_secs):
+            logging.warning("metadata handler: it has not returned for %g s; it is not called any more", timeout_secs)
+            self._handler = None
+        return self._handler is not None
