@@ -1,11 +1,7 @@
-"""`Job`: the phases of a training job and when it ends. Names and meaning from Caffe2.
-
-What a job is made of: tasks, groups of tasks, and the nodes that they run on. Names and meaning from Caffe2.
-"""
+"""`Job`, and what it is made of: tasks, groups of tasks, and nodes. Names and meaning from Caffe2."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +12,15 @@ from epochckpt.format import paths
 from epochckpt.jobs import stop
 from epochckpt.jobs.workspace import Workspace
 
-_node: contextvars.ContextVar[str | None] = contextvars.ContextVar("epochckpt_node", default=None)
-_surrounding: contextvars.ContextVar[TaskGroup | None] = contextvars.ContextVar("epochckpt_group", default=None)
-_cluster: contextvars.ContextVar[Cluster | None] = contextvars.ContextVar("epochckpt_cluster", default=None)
+F = TypeVar("F", bound=Callable[[Workspace], Any])
+
+_current_job: contextvars.ContextVar[Job | None] = contextvars.ContextVar("epochckpt_job", default=None)
+_current_group: contextvars.ContextVar[TaskGroup | None] = contextvars.ContextVar("epochckpt_group", default=None)
+_current_node: contextvars.ContextVar[str | None] = contextvars.ContextVar("epochckpt_node", default=None)
+_current_cluster: contextvars.ContextVar[Cluster | None] = contextvars.ContextVar("epochckpt_cluster", default=None)
 
 
-class _Within:
+class _Scope:
     """A context manager that sets a context variable; it may be entered again, also inside itself."""
 
     _variable: contextvars.ContextVar[Any]
@@ -29,58 +28,52 @@ class _Within:
     def __init__(self) -> None:
         self._tokens: list[contextvars.Token[Any]] = []
 
-    def _value(self) -> Any:
-        return self
-
     def __enter__(self) -> Any:
-        self._tokens.append(self._variable.set(self._value()))
+        self._tokens.append(self._variable.set(self))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._variable.reset(self._tokens.pop())
 
 
-class Node(_Within):
+class Node(_Scope):
     """Inside `with Node("trainer_0"):` tasks are made for that node.
 
     Args:
-        name: any text without '/'. The node's folder is called so; characters that may not stand there are escaped.
+        name: any text without '/'. The node's folder has this name; characters that a folder cannot have are escaped.
     """
 
-    _variable = _node
+    _variable = _current_node
 
     def __init__(self, name: str):
         super().__init__()
         self.name = paths.check_node_name(name)
-        cluster = _cluster.get()
+        cluster = _current_cluster.get()
         if cluster is not None:
             cluster.add(self.name)
-
-    def _value(self) -> str:
-        return self.name
 
     def __str__(self) -> str:
         return self.name
 
     @staticmethod
     def current() -> str | None:
-        """The node of the surrounding `with Node(…)`, or None."""
-        return _node.get()
+        """The name of the surrounding `with Node(…)`, or None."""
+        node = _current_node.get()
+        return None if node is None else str(node)
 
 
-class Cluster(_Within):
-    """Inside `with Cluster() as cluster:` every `Node` that is made belongs to it."""
+class Cluster(_Scope):
+    """Inside `with Cluster() as cluster:` every `Node` that is made belongs to the cluster."""
 
-    _variable = _cluster
+    _variable = _current_cluster
 
     def __init__(self) -> None:
         super().__init__()
-        self._nodes: list[str] = []
+        self._nodes: dict[str, None] = {}
 
     def add(self, node: str) -> None:
         """Adds a node, once."""
-        if node not in self._nodes:
-            self._nodes.append(node)
+        self._nodes[node] = None
 
     def nodes(self) -> list[str]:
         """The nodes' names, in the order in which they were made."""
@@ -101,7 +94,7 @@ class TaskOutput:
             node: of which node; may be left out if the task ran on one.
 
         Raises:
-            InvalidArgumentError: the task has not run here, or on several nodes and none was named.
+            InvalidArgumentError: the task has not run here, or it has run on several nodes and none is named.
         """
         if node is None and len(self._values) == 1:
             return next(iter(self._values.values()))
@@ -110,29 +103,34 @@ class TaskOutput:
             raise InvalidArgumentError(f"{self}: say which node's value; it has run on: {ran}")
         return self._values[node]
 
-    def forget(self) -> None:
-        """Forgets the values: another run begins."""
-        self._values.clear()
-
     def values(self) -> list[Any]:
         """The values of all nodes of this process on which the task has run."""
         return list(self._values.values())
 
+    def clear(self) -> None:
+        """Forgets the values: another run begins."""
+        self._values.clear()
+
+    def store(self, workspace: Workspace, returned: Any) -> None:
+        """Keeps the value of a node's task that has just run."""
+        if self.blob is not None and self.blob not in workspace:
+            raise InvalidArgumentError(f"{self.task} was to give blob {self.blob!r}, which does not exist after it")
+        self._values[workspace.node] = returned if self.blob is None else workspace[self.blob]
+
     def __repr__(self) -> str:
         return f"output {self.blob or 'value'!r} of {self.task}"
-
-    def take(self, workspace: Workspace, returned: Any) -> None:
-        """Takes the value of a run that has just ended."""
-        if self.blob is None:
-            self._values[workspace.node] = returned
-        elif self.blob in workspace:
-            self._values[workspace.node] = workspace[self.blob]
-        else:
-            raise InvalidArgumentError(f"{self.task} was to give blob {self.blob!r}, which does not exist after it")
 
 
 class Task:
     """A Python callable that runs on a workspace.
+
+    >>> import epochckpt as ec
+    >>> session = ec.LocalSession()
+    >>> task = ec.Task(lambda ws: ws.update(x=1), outputs="x")
+    >>> session.run(task)
+    {'process_0': [None]}
+    >>> task.outputs()[0].fetch()
+    1
 
     Args:
         fn: called as `fn(workspace)`.
@@ -161,7 +159,7 @@ class Task:
         blobs: Sequence[str | None] = [outputs] if isinstance(outputs, str) else (outputs or [None])
         self._outputs = [TaskOutput(self, blob) for blob in blobs]
         self.group: TaskGroup | None = None
-        group = group if group is not None else _surrounding.get()
+        group = group if group is not None else _current_group.get()
         if group is not None:
             group.add(self)
 
@@ -170,24 +168,30 @@ class Task:
         return list(self._outputs)
 
     def run(self, workspace: Workspace) -> Any:
-        """Runs it; a session does that."""
+        """Runs the task on a node's workspace; called by a session."""
         returned = self.fn(workspace)
         for output in self._outputs:
-            output.take(workspace, returned)
+            output.store(workspace, returned)
         return returned
 
     def __repr__(self) -> str:
         return f"task {self.name!r}"
 
 
-class TaskGroup(_Within):
-    """The tasks of one phase, in the order in which they were added. Inside `with group:` new tasks join it.
+class TaskGroup(_Scope):
+    """The tasks of one phase, in the order in which they were added. Inside `with group:` new tasks join the group.
+
+    >>> import epochckpt as ec
+    >>> with ec.TaskGroup("evaluation") as group:
+    ...     task = ec.Task(lambda ws: ws["x"] + 1, node="trainer_0")
+    >>> group.used_nodes(), len(group)
+    (['trainer_0'], 1)
 
     Args:
         name: for messages.
     """
 
-    _variable = _surrounding
+    _variable = _current_group
 
     def __init__(self, name: str = "group"):
         super().__init__()
@@ -198,7 +202,7 @@ class TaskGroup(_Within):
         """Adds a task at the end.
 
         Raises:
-            InvalidArgumentError: it belongs to a group already.
+            InvalidArgumentError: the task is in a group already.
         """
         if not isinstance(task, Task):
             raise InvalidArgumentError(f"{self} takes tasks, got {type(task).__name__}; wrap a function: Task(fn)")
@@ -231,38 +235,27 @@ class TaskGroup(_Within):
 
 @contextlib.contextmanager
 def joining(group: TaskGroup | None) -> Iterator[None]:
-    """Tasks that are made meanwhile join `group`; None: they join nothing, whatever surrounds it."""
-    token = _surrounding.set(group)
+    """Inside it new tasks join `group`; None: they join no group, whatever surrounds this."""
+    token = _current_group.set(group)
     try:
         yield
     finally:
-        _surrounding.reset(token)
+        _current_group.reset(token)
 
 
-F = TypeVar("F", bound=Callable[[Workspace], Any])
+class ComputedCondition(stop.Condition):
+    """A stop condition on values that the tasks of the epoch compute: true if a value is true on any node.
 
-_current: contextvars.ContextVar[Job | None] = contextvars.ContextVar("epochckpt_job", default=None)
+    A process on which there is no value has no vote. Before an epoch has been trained the condition is not true.
 
-
-class OfEpoch(stop.Condition):
-    """A stop condition on what the tasks of the epoch have computed: true if that is true on any node.
-
-    A process that hosts no node that has a value has no vote. What the value would be is not known before an epoch has
-    been trained.
-
-    Attributes:
-        unheard: what is wrong if no node of the job has a value.
+    Args:
+        name: the `repr` of the condition.
+        values: gives the values on the nodes of this process, which must be booleans, from the session's workspace.
+        missing: what is wrong if there is no value on any process.
     """
 
-    unheard = ""
-
-    @abc.abstractmethod
-    def values(self, root: Workspace) -> list[Any]:
-        """The values on the nodes of this process; must be booleans.
-
-        Args:
-            root: the workspace of the session.
-        """
+    def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str):
+        self._name, self.values, self.missing = name, values, missing
 
     def __call__(self, ctx: stop.Context) -> bool:
         """Whether one is true after this epoch."""
@@ -271,60 +264,43 @@ class OfEpoch(stop.Condition):
 
     def holds(self, ctx: stop.Context) -> bool:
         """Not known before the tasks have run."""
-        del ctx
         return False
 
-
-class OutputIsTrue(OfEpoch):
-    """A task's output, as a stop condition.
-
-    Args:
-        output: of a task of the epoch group.
-    """
-
-    unheard = "the task has run on no node; is it in the epoch group?"
-
-    def __init__(self, output: TaskOutput):
-        self.output = output
-
-    def values(self, root: Workspace) -> list[Any]:
-        """See OfEpoch."""
-        del root
-        return self.output.values()
-
     def __repr__(self) -> str:
-        return repr(self.output)
+        return self._name
 
 
-class BlobIsTrue(OfEpoch):
-    """A blob, as a stop condition.
+def _blob_condition(name: str, node: str | None) -> ComputedCondition:
+    """A stop condition on a blob of all nodes that have it, or on one node's: `node`, or a name `node/blob`."""
 
-    Args:
-        name: of a blob of all nodes that have it, or `node/blob` of one.
-        node: look at this node only.
-    """
+    def values(root: Workspace) -> list[Any]:
+        spaces = [ws for ws in root.children.values() or [root] if node in (None, ws.node)]
+        names = [(ws, name if name in ws else name.removeprefix(f"{ws.node}/")) for ws in spaces]
+        return [ws[blob] for ws, blob in names if blob in ws]
 
-    unheard = "no node has it after the epoch"
-
-    def __init__(self, name: str, node: str | None):
-        self.name, self.node = name, node
-
-    def values(self, root: Workspace) -> list[Any]:
-        """See OfEpoch."""
-        spaces = [ws for ws in root.children.values() or [root] if self.node in (None, ws.node)]
-        names = [(ws, self.name if self.name in ws else self.name.removeprefix(f"{ws.node}/")) for ws in spaces]
-        return [ws[name] for ws, name in names if name in ws]
-
-    def __repr__(self) -> str:
-        return f"blob {self.name!r}" + (f" of node {self.node}" if self.node else "")
+    of_node = f" of node {node}" if node else ""
+    return ComputedCondition(f"blob {name!r}{of_node}", values, "no node has it after the epoch")
 
 
-class Job:
+class Job(_Scope):
     """A training job: what runs once, what runs every epoch, and when it is over.
 
-    Two forms of the same thing. Caffe2's: `with Job() as job:` and tasks in `job.init_group`, `job.epoch_group`, … .
-    Or decorators, for functions of a `Workspace`: `@job.setup`, `@job.init`, `@job.epoch`, `@job.download`,
-    `@job.exit`, and `job.stop_when(condition)`.
+    There are two forms of the same thing. Decorators for functions of a `Workspace`: `@job.setup`, `@job.init`,
+    `@job.epoch`, `@job.download`, `@job.exit`, and `job.stop_when(condition)`. Or Caffe2's: `with Job() as job:` and
+    tasks in `job.init_group`, `job.epoch_group`, and so on.
+
+    >>> import epochckpt as ec
+    >>> job = ec.Job()
+    >>> @job.init
+    ... def init(ws):
+    ...     ws["total"] = 0
+    >>> @job.epoch
+    ... def train(ws):
+    ...     ws["total"] += ws.epoch
+    ...     return {"total": ws["total"]}
+    >>> _ = job.stop_when(lambda ctx: ctx.metrics["total"] >= 6)
+    >>> ec.JobRunner(job).train(ec.LocalSession())
+    3
 
     Args:
         init_group: runs once, only from scratch.
@@ -335,6 +311,8 @@ class Job:
         nodes_to_checkpoint: nodes whose workspaces are checkpointed; by default those that `init_group` uses.
     """
 
+    _variable = _current_job
+
     def __init__(
         self,
         init_group: TaskGroup | None = None,
@@ -344,6 +322,7 @@ class Job:
         stop_conditions: Sequence[Any] | None = None,
         nodes_to_checkpoint: Sequence[str] | None = None,
     ):
+        super().__init__()
         self.init_group = _group(init_group, "init")
         self.epoch_group = _group(epoch_group, "epoch")
         self.download_group = _group(download_group, "download")
@@ -353,27 +332,25 @@ class Job:
         self.session_class: type | None = None
         self._conditions: list[stop.Condition] = []
         self._nodes = [str(n) for n in nodes_to_checkpoint or ()] or None
-        self._tokens: list[contextvars.Token[Job | None]] = []
         for condition in stop_conditions or ():
             self.add_stop_condition(condition)
 
     @staticmethod
     def current() -> Job | None:
         """The job of the surrounding `with Job() as job:`, or None."""
-        return _current.get()
+        return _current_job.get()
 
     def __enter__(self) -> Job:
-        self._tokens.append(_current.set(self))
         self.epoch_group.__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
         self.epoch_group.__exit__(*exc)
-        _current.reset(self._tokens.pop())
 
     @property
     def stop_conditions(self) -> list[stop.Condition]:
-        """What ends the job; every one is evaluated after every epoch."""
+        """What ends the job; every condition is evaluated after every epoch."""
         return list(self._conditions)
 
     def nodes_to_checkpoint(self) -> list[str]:
@@ -391,12 +368,10 @@ class Job:
     def _groups(self) -> Sequence[TaskGroup]:
         return self.setup_group, self.init_group, self.epoch_group, self.download_group, self.exit_group
 
-    def start_afresh(self) -> None:
-        """Forgets what tasks gave, and conditions counted, in an earlier run of this job; a run begins with it."""
-        for group in self._groups():
-            for task in group.tasks():
-                for output in task.outputs():
-                    output.forget()
+    def reset(self) -> None:
+        """Forgets what tasks gave and conditions counted in an earlier run of this job; every run begins with it."""
+        for output in (output for group in self._groups() for task in group for output in task.outputs()):
+            output.clear()
         stop.load_states(self._conditions, None)
 
     def compile(self, session_class: type) -> None:
@@ -414,31 +389,37 @@ class Job:
                 `with Node(…)`), a condition of `epochckpt.stop`, or any callable of a `stop.Context`. The values of
                 outputs and blobs must be booleans; one node where it is true is enough.
         """
-        if isinstance(output, str):
-            output = BlobIsTrue(output, Node.current())
         if isinstance(output, Task):
             if len(output.outputs()) != 1:
                 raise InvalidArgumentError(f"{output} has {len(output.outputs())} outputs; pass the one that is meant")
-            output = output.outputs()[0]
-        condition = OutputIsTrue(output) if isinstance(output, TaskOutput) else stop.as_condition(output)
+            (output,) = output.outputs()
+        if isinstance(output, str):
+            condition = _blob_condition(output, Node.current())
+        elif isinstance(output, TaskOutput):
+            missing = "the task has run on no node; is it in the epoch group?"
+            condition = ComputedCondition(repr(output), lambda _: output.values(), missing)
+        else:
+            condition = stop.as_condition(output)
         self._conditions.append(condition)
 
     def stop_when(self, condition: Any) -> Any:
-        """The same as `add_stop_condition`; returns what it was given, so that it decorates functions, too."""
+        """The same as `add_stop_condition`; returns the condition, so that it also decorates functions."""
         self.add_stop_condition(condition)
         return condition
 
     def setup(self, fn: F) -> F:
         """Decorator: runs at every start, before `init_group` or the restore.
 
-        It makes the live objects (model, optimizer, mesh, iterator) and says with `ws.target(name, abstract)` how
-        blobs come back. A blob that the epoch lacks keeps what setup made.
+        The function makes the live objects (model, optimizer, mesh, iterator) and says with
+        `ws.target(name, abstract)` how blobs come back. A blob that the epoch lacks keeps what setup made.
         """
-        return self._add(self.setup_group, fn)
+        Task(fn, group=self.setup_group)
+        return fn
 
     def init(self, fn: F) -> F:
         """Decorator: a task of `init_group`."""
-        return self._add(self.init_group, fn)
+        Task(fn, group=self.init_group)
+        return fn
 
     def epoch(self, fn: Callable[[Workspace], Any] | None = None, *, resumable: bool = False) -> Any:
         """Decorator: a task of `epoch_group`. It may return a mapping of scalars: the epoch's metrics.
@@ -451,25 +432,29 @@ class Job:
         if fn is None:
             return lambda fn: self.epoch(fn, resumable=resumable)
         self.resumable = self.resumable or resumable
-        return self._add(self.epoch_group, fn)
+        Task(fn, group=self.epoch_group)
+        return fn
 
     def download(self, fn: F) -> F:
         """Decorator: a task of `download_group`."""
-        return self._add(self.download_group, fn)
+        Task(fn, group=self.download_group)
+        return fn
 
     def exit(self, fn: F) -> F:
         """Decorator: a task of `exit_group`."""
-        return self._add(self.exit_group, fn)
-
-    @staticmethod
-    def _add(group: TaskGroup, fn: F) -> F:
-        with joining(group):
-            Task(fn)
+        Task(fn, group=self.exit_group)
         return fn
 
 
 def epoch_limiter(job: Job, num_epochs: int) -> None:
-    """Ends a job when `num_epochs` epochs have been done in all. Caffe2's name for `stop.max_epochs`."""
+    """Ends a job when `num_epochs` epochs have been done in all. Caffe2's name for `stop.max_epochs`.
+
+    >>> import epochckpt as ec
+    >>> job = ec.Job()
+    >>> ec.epoch_limiter(job, 10)
+    >>> job.stop_conditions
+    [max_epochs(10)]
+    """
     job.add_stop_condition(stop.max_epochs(num_epochs))
 
 

@@ -1,16 +1,15 @@
-"""How a run hears that its machine is about to be taken away.
+"""How a run hears that its machine is about to be taken away, and when it leaves an epoch for that.
 
-- One process on its own: the runner has SIGTERM while it trains. The first one asks the run to stop, a second one
+- One process on its own: the runner owns SIGTERM while it trains. The first one asks the run to stop, a second one
   kills it.
 - Processes of a `jax.distributed` job: SIGTERM stays JAX's own, which tells all processes (see
   `coordination.Preemption`). Every process asks equally often and gets the same answers.
 
-What was heard is fed to the save policies of managers, so that nobody else asks.
+The save policies of managers are given the same answer: nothing else asks.
 """
 
 from __future__ import annotations
 
-import abc
 import itertools
 import os
 import signal
@@ -30,47 +29,23 @@ from epochckpt.jobs.exchange import Exchange
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
-class Notice(abc.ABC):
-    """Whether the run is to stop for preemption."""
+class Notice:
+    """Whether the run is to stop for preemption. This one is set from outside: by SIGTERM.
+
+    Attributes:
+        heard: the notice has come; it stays.
+    """
 
     heard = False
 
-    @abc.abstractmethod
     def ask(self, epoch: int) -> bool:
-        """At an epoch's end, on every node: whether the notice has reached all of them. True stays True."""
+        """At an epoch's end, on every process: whether the notice has reached all of them."""
+        del epoch
+        return self.heard
 
     def poll(self) -> bool:
         """The same, inside an epoch."""
         return self.heard
-
-
-class SignalNotice(Notice):
-    """SIGTERM of this process."""
-
-    def ask(self, epoch: int) -> bool:
-        """See Notice."""
-        del epoch
-        return self.heard
-
-    @contextmanager
-    def installed(self) -> Generator[None]:
-        """Has SIGTERM for as long as this lasts."""
-        if threading.current_thread() is not threading.main_thread():
-            logging.warning("the runner is not in the main thread: SIGTERM is not handled")
-            yield
-            return
-        before = signal.signal(signal.SIGTERM, self._on_signal)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        del frame
-        if self.heard:
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
-        self.heard = True  # no logging here: a lock may be held
 
 
 class JaxNotice(Notice):
@@ -79,18 +54,19 @@ class JaxNotice(Notice):
     def ask(self, epoch: int) -> bool:
         """See Notice."""
         del epoch
-        self.heard = coordination.Preemption.ask() or self.heard
-        return self.heard
+        return self.poll()
 
     def poll(self) -> bool:
         """See Notice."""
-        return self.ask(0)
+        self.heard = coordination.Preemption.ask() or self.heard
+        return self.heard
 
 
 class StepNotice(Notice):
-    """JAX's preemption notice, for managers that ask JAX themselves with their steps: only with these numbers.
+    """JAX's preemption notice, for managers that ask JAX themselves, with their steps: then only steps may be asked.
 
-    None is left out, also those of epochs before a resume: JAX may have set any of them as the one to stop at.
+    Every number is asked once, also those of epochs before a resume: JAX may have chosen any of them as the step at
+    which all processes stop.
     """
 
     def __init__(self) -> None:
@@ -105,14 +81,17 @@ class StepNotice(Notice):
 
 
 class Stopper:
-    """Answers `ws.should_stop()`: once the notice has been heard and the time to finish the epoch is over.
+    """Answers `ws.should_stop()` in one epoch: True once the notice has come and the time to finish the epoch is over.
 
     Args:
-        notice: what hears it.
+        notice: of the preemption.
         exchange: makes the answers common.
         resumable: the epoch may be left at once.
         deadline_secs: how long after the notice an epoch may still be worked on; None: until it is finished.
         clock: seconds.
+
+    Attributes:
+        stopped: the answer was True.
     """
 
     def __init__(
@@ -124,46 +103,37 @@ class Stopper:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._notice, self._exchange, self._resumable = notice, exchange, resumable
-        self._deadline, self._clock = deadline_secs, clock
-        self._since: float | None = None
+        self._deadline_secs, self._clock = deadline_secs, clock
+        self._noticed: float | None = None
         self._refusals = 0
         self.stopped = False
 
     def of_one_node(self) -> Callable[[], bool]:
-        """The question of one node of this process: whether to leave the epoch now; every node asks equally often.
+        """Answers the questions of one node of this process; every node asks equally often.
 
-        Nodes of one process run one after the other: what the first was answered to its n-th question, the others are
-        answered to theirs, or some would leave an epoch that others have finished.
+        Nodes of one process run one after the other. The n-th question of every node has the answer that the first
+        node got: else some nodes would leave an epoch that others have finished.
         """
         questions = itertools.count()
 
         def ask() -> bool:
             if next(questions) < self._refusals:
                 return False
-            if not self._is_to_stop():
-                self._refusals += 1
+            self.stopped = self.stopped or (self._notice.poll() and self._is_over())
+            self._refusals += not self.stopped
             return self.stopped
 
         return ask
 
-    def _is_to_stop(self) -> bool:
-        if self.stopped:
-            return True
-        if not self._notice.poll():
-            return False
-        if self._since is None:
-            self._since = self._clock()
-            logging.warning("preemption notice heard in the middle of an epoch")
-        if self._resumable:
-            self.stopped = True
-        elif self._deadline is not None:
-            self.stopped = self._exchange.broadcast("time left to finish the epoch", self._is_over)
-        return self.stopped
-
     def _is_over(self) -> bool:
-        assert self._since is not None
-        assert self._deadline is not None
-        return self._clock() - self._since >= self._deadline
+        """After the notice: whether the time to finish the epoch is over."""
+        if self._noticed is None:
+            self._noticed = self._clock()
+            logging.warning("preemption notice heard in the middle of an epoch")
+        since, deadline_secs = self._noticed, self._deadline_secs
+        if self._resumable or deadline_secs is None:
+            return self._resumable
+        return self._exchange.broadcast("time left to finish the epoch", lambda: self._clock() - since >= deadline_secs)
 
 
 @contextmanager
@@ -175,8 +145,8 @@ def listening(distributed: bool, by_step: bool) -> Generator[Notice]:
         by_step: the manager asks JAX itself, with its steps.
     """
     if not (distributed and jax.distributed.is_initialized()):
-        notice = SignalNotice()
-        with notice.installed(), coordination.Preemption.fed_by(lambda: notice.heard):
+        notice = Notice()
+        with _on_sigterm(notice), coordination.Preemption.fed_by(lambda: notice.heard):
             yield notice
     elif by_step:
         yield StepNotice()
@@ -184,3 +154,25 @@ def listening(distributed: bool, by_step: bool) -> Generator[Notice]:
         notice = JaxNotice()
         with coordination.Preemption.fed_by(lambda: notice.heard):
             yield notice
+
+
+@contextmanager
+def _on_sigterm(notice: Notice) -> Generator[None]:
+    """Owns SIGTERM for as long as this lasts."""
+    if threading.current_thread() is not threading.main_thread():
+        logging.warning("the runner is not in the main thread: SIGTERM is not handled")
+        yield
+        return
+
+    def hear(signum: int, frame: FrameType | None) -> None:
+        del frame
+        if notice.heard:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        notice.heard = True  # no logging here: a lock may be held
+
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)

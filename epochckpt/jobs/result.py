@@ -1,4 +1,4 @@
-"""What became of a run: `RunResult`, and the ledger that it is made from."""
+"""What became of a run: `RunResult`, and the ledger of its saves."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class RunResult:
     """What became of a run. Printed, it is one line.
 
     Attributes:
-        stop_reason: why it stopped: the stop conditions that were true, `preempted`, or `was finished already`.
+        stop_reason: the stop conditions that were true, `preempted`, or `was finished already`.
         epoch: the last epoch.
         partial: the last epoch was left in the middle; it is saved as it is, and will be entered again.
         last_committed_epoch: the newest epoch that is on storage; None if there is none, or no manager.
         unsaved: why the last epoch is not on storage; empty if it is, and without a manager.
         failed_saves: (epoch, reason) of the saves of this run that failed.
-        preempted: it stopped because it was preempted, or was while it ended.
-        finished: a stop condition ended it: started again it does not go on, as long as the condition holds.
+        preempted: the run stopped because it was preempted, or it was preempted while it ended.
+        finished: a stop condition ended the run: started again it does not go on, as long as the condition holds.
         fenced_off: a newer run has taken over the directory; this one ended at once, without `download` and `exit`.
-        resumed_from: the epoch that it went on from; None from scratch.
-        blocked_secs: how long saving has kept this process from training.
+        resumed_from: the epoch that the run went on from; None from scratch.
+        blocked_secs: seconds for which saving has kept this process from training.
         slowest_node: the node that took longest to write, and its seconds in all; None if nothing was written.
-        elapsed_secs: how long this run took.
-        total_secs: how long all runs of this job took until the last epoch.
+        elapsed_secs: seconds that this run took.
+        total_secs: seconds that all runs of this job took until the last epoch.
     """
 
     stop_reason: str
@@ -58,8 +58,10 @@ class RunResult:
     def exit_code(self) -> int:
         """For `sys.exit`: the first of these that is true.
 
-        76 if it was fenced off: do not start it again. 74 (EX_IOERR of sysexits.h) if the last epoch is not on storage.
-        75 (EX_TEMPFAIL) if it was preempted: start it again. 0.
+        76: the run was fenced off; do not start it again.
+        74 (EX_IOERR of sysexits.h): the last epoch is not on storage.
+        75 (EX_TEMPFAIL): the run was preempted; start it again.
+        0: otherwise.
         """
         if self.fenced_off:
             return FENCED_OFF_EXIT_CODE

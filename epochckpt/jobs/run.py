@@ -22,7 +22,7 @@ from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import first_epoch, result, stop
 from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Restored
 from epochckpt.jobs.exchange import Exchange
-from epochckpt.jobs.job import Job, OfEpoch, TaskGroup
+from epochckpt.jobs.job import ComputedCondition, Job, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.progress import Bar
 from epochckpt.jobs.resume import check_targets, choose, warn_of_types
@@ -135,7 +135,7 @@ class TrainingRun:
     def train(self) -> result.RunResult:
         """Runs the job; see `JobRunner.train`."""
         # Setup runs at every start: it makes the live objects, and says how blobs come back.
-        self._job.start_afresh()
+        self._job.reset()
         self._run_group(self._job.setup_group)
 
         # Either everything comes back from storage, or init makes it and epoch 0 is saved.
@@ -259,7 +259,7 @@ class TrainingRun:
         stopper = Stopper(self._notice, self._exchange, self._job.resumable, self._settings.deadline_secs)
         for workspace in self.session.workspaces().values():
             workspace.epoch = number
-            workspace.ask_when_to_stop(stopper.of_one_node())
+            workspace.set_stopper(stopper.of_one_node())
         epoch = _TrainedEpoch(number)
 
         def train() -> dict[str, Any]:
@@ -327,8 +327,8 @@ class TrainingRun:
             stops: dict[str, str] = {}
             voters = [r["reasons"] for r in reports if r["reasons"]]
             for condition, votes in zip(conditions, zip(*voters, strict=True), strict=False):
-                if isinstance(condition, OfEpoch) and all(vote is None for vote in votes):
-                    raise InvalidArgumentError(f"stop condition {condition!r}: {condition.unheard}")
+                if isinstance(condition, ComputedCondition) and all(vote is None for vote in votes):
+                    raise InvalidArgumentError(f"stop condition {condition!r}: {condition.missing}")
                 if any(votes):
                     stops[repr(condition)] = next(filter(None, votes))
 
@@ -515,7 +515,7 @@ class TrainingRun:
     def _run_group(self, group: TaskGroup) -> None:
         """Runs a group that runs once; an error on one process is raised on all."""
         for workspace in self.session.workspaces().values():
-            workspace.ask_when_to_stop(self._notice.poll)
+            workspace.set_stopper(self._notice.poll)
         self._together(f"group {group.name}", lambda: self.session.run(group))
 
     def _together(self, what: str, fn: Callable[[], Any]) -> Any:
@@ -544,7 +544,7 @@ class TrainingRun:
 
 def _reason(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | None:
     """Why a condition is true after an epoch; "" if it is not; None if this process has no vote on it."""
-    if isinstance(condition, OfEpoch) and not condition.values(ctx.workspace):
+    if isinstance(condition, ComputedCondition) and not condition.values(ctx.workspace):
         return None
     return stop.why(condition, ctx) if true else ""
 

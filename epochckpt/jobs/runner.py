@@ -223,7 +223,7 @@ class JobRunner:
                 raise
             finally:
                 for workspace in session.workspaces().values():
-                    workspace.ask_when_to_stop(None)
+                    workspace.set_stopper(None)
                 handler.drain()
         self._result = result
         logging.info("%s", result)
@@ -369,7 +369,7 @@ class JobRunner:
         nodes = backend.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
         for workspace in session.workspaces().values():
-            workspace.trace_init(traced_init(self.job.init_group, workspace))
+            workspace.set_init_tracer(traced_init(self.job.init_group, workspace))
         return backend
 
 

@@ -11,26 +11,23 @@ import jax
 from epochckpt.commit import Coordinator, coordination
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, TaskError, say
 from epochckpt.jobs.job import Task, TaskGroup
-from epochckpt.jobs.workspace import DEFAULT_NODE, Workspace
+from epochckpt.jobs.workspace import Workspace
 
 
 class Session(abc.ABC):
     """Runs tasks and groups of tasks.
 
     Attributes:
-        root: the workspace that knows all of this process.
+        root: the workspace of this process; with several nodes, theirs are its children.
+        coordinator: the processes of the job.
     """
 
-    def __init__(self, workspace: Workspace | None = None):
+    def __init__(self, workspace: Workspace | None, coordinator: Coordinator):
         if workspace is not None and not isinstance(workspace, Workspace):
             raise InvalidArgumentError(f"a session takes an epochckpt.Workspace, got {type(workspace).__name__}")
         self.root = workspace if workspace is not None else Workspace()
+        self.coordinator = coordinator
         self._nodes: tuple[str, ...] = ()
-
-    @property
-    @abc.abstractmethod
-    def coordinator(self) -> Coordinator:
-        """The other processes."""
 
     @abc.abstractmethod
     def open(self, nodes: Sequence[str]) -> None:
@@ -40,22 +37,18 @@ class Session(abc.ABC):
         one node for each process.
 
         Raises:
-            InvalidArgumentError: the session cannot run these.
+            InvalidArgumentError: the session cannot run these nodes.
         """
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """All nodes of the job; `process_<index>` if it names none."""
+        return self._nodes or tuple(f"process_{i}" for i in range(self.coordinator.processes))
 
     @property
     @abc.abstractmethod
     def hosted(self) -> tuple[str, ...]:
         """The nodes that run in this process."""
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """All nodes of the job."""
-        return self._nodes or self._default_nodes()
-
-    @abc.abstractmethod
-    def _default_nodes(self) -> tuple[str, ...]:
-        """The nodes of a job that names none."""
 
     def workspace(self, node: str | None = None) -> Workspace:
         """The workspace of a node of this process; without a name that of the only one.
@@ -63,22 +56,22 @@ class Session(abc.ABC):
         Raises:
             InvalidArgumentError: there are several, or no such node runs here.
         """
-        here = self.hosted
-        if node is None and len(here) != 1:
-            raise InvalidArgumentError(f"several nodes run here; say which: {', '.join(here)}")
-        if node is not None and node not in here:
-            raise InvalidArgumentError(f"no node {node!r} runs in this process; here: {', '.join(here)}")
-        return self._of(here[0] if node is None else node)
+        hosted = self.hosted
+        if node is None and len(hosted) != 1:
+            raise InvalidArgumentError(f"several nodes run here; say which: {', '.join(hosted)}")
+        if node is not None and node not in hosted:
+            raise InvalidArgumentError(f"no node {node!r} runs in this process; here: {', '.join(hosted)}")
+        return self._workspace(hosted[0] if node is None else node)
 
     def workspaces(self) -> Mapping[str, Workspace]:
         """The workspaces of this process, by node."""
-        return {node: self._of(node) for node in self.hosted}
+        return {node: self._workspace(node) for node in self.hosted}
 
-    def _of(self, node: str) -> Workspace:
-        if len(self.nodes) == 1 or not isinstance(self, LocalSession):
-            self.root.node = node
-            return self.root
-        return self.root.child(node)
+    def _workspace(self, node: str) -> Workspace:
+        if len(self.hosted) > 1:
+            return self.root.child(node)
+        self.root.node = node
+        return self.root
 
     def run(self, runnable: Task | TaskGroup) -> dict[str, list[Any]]:
         """Runs a task, or the tasks of a group in their order, on the nodes of this process.
@@ -95,12 +88,18 @@ class Session(abc.ABC):
             tasks, group = runnable.tasks(), runnable.name
         else:
             raise InvalidArgumentError(f"a session runs tasks and task groups, got {type(runnable).__name__}")
-        self._meet(tasks)
+        named = list(dict.fromkeys(task.node for task in tasks if task.node is not None))
+        self._meet(named)
+        unknown = next((task for task in tasks if task.node not in (None, *self.nodes)), None)
+        if unknown is not None:
+            raise InvalidArgumentError(
+                f"{unknown} is for node {unknown.node!r}; the nodes of this session are: {', '.join(self.nodes)}"
+            )
         returned: dict[str, list[Any]] = {}
         for task in tasks:
             for node in self.hosted:
                 if task.node in (None, node):
-                    returned.setdefault(node, []).append(self._run(task, group, self._of(node)))
+                    returned.setdefault(node, []).append(self._run(task, group, self._workspace(node)))
         return returned
 
     def _run(self, task: Task, group: str, workspace: Workspace) -> Any:
@@ -112,17 +111,20 @@ class Session(abc.ABC):
         except Exception as error:
             raise TaskError(task.name, group, workspace.node, workspace.epoch, say(error)) from error
 
-    def _meet(self, tasks: Sequence[Task]) -> None:
-        """Looks at the nodes that tasks name, before any of them runs."""
-        unknown = [t for t in tasks if t.node is not None and t.node not in self.nodes]
-        if unknown:
-            raise InvalidArgumentError(
-                f"{unknown[0]} is for node {unknown[0].node!r}; the nodes of this session are: {', '.join(self.nodes)}"
-            )
+    @abc.abstractmethod
+    def _meet(self, named: Sequence[str]) -> None:
+        """Takes the nodes that tasks name, before any of them runs, if no runner has opened the session."""
 
 
 class LocalSession(Session):
     """Runs the tasks of every node in this process, each node with its own workspace.
+
+    >>> import epochckpt as ec
+    >>> session = ec.LocalSession()
+    >>> session.run(ec.Task(lambda ws: ws.update(x=1)))
+    {'process_0': [None]}
+    >>> session.workspace()["x"]
+    1
 
     Args:
         workspace: of the only node; with several nodes theirs become its children.
@@ -132,18 +134,12 @@ class LocalSession(Session):
     """
 
     def __init__(self, workspace: Workspace | None = None):
-        super().__init__(workspace)
+        super().__init__(workspace, coordination.SingleProcess())
         if jax.process_count() > 1:
             raise InvalidArgumentError(
                 f"LocalSession runs all nodes in one process; this is one of {jax.process_count()} of a "
                 "jax.distributed job: use DistributedSession"
             )
-        self._coordinator = coordination.SingleProcess()
-
-    @property
-    def coordinator(self) -> Coordinator:
-        """Nobody else."""
-        return self._coordinator
 
     @property
     def hosted(self) -> tuple[str, ...]:
@@ -156,12 +152,8 @@ class LocalSession(Session):
             self.root.make_child_of(self._nodes[0])
         self._nodes = tuple(nodes)
 
-    def _default_nodes(self) -> tuple[str, ...]:
-        return (DEFAULT_NODE,)
-
-    def _meet(self, tasks: Sequence[Task]) -> None:
-        """A session that no runner has opened takes the nodes as they come."""
-        new = [n for n in dict.fromkeys(t.node for t in tasks) if n is not None and n not in self._nodes]
+    def _meet(self, named: Sequence[str]) -> None:
+        new = [node for node in named if node not in self._nodes]
         if len(self._nodes) == 1 and new:
             self.root.make_child_of(self._nodes[0])
         self._nodes = (*self._nodes, *new)
@@ -178,39 +170,28 @@ class DistributedSession(Session):
     """
 
     def __init__(self, workspace: Workspace | None = None):
-        super().__init__(workspace)
-        self._coordinator = coordination.connect(False)
-
-    @property
-    def coordinator(self) -> Coordinator:
-        """The other processes of the job."""
-        return self._coordinator
+        super().__init__(workspace, coordination.connect(False))
 
     @property
     def hosted(self) -> tuple[str, ...]:
         """This process's node."""
-        return (self.nodes[self._coordinator.process],)
+        return (self.nodes[self.coordinator.process],)
 
     def open(self, nodes: Sequence[str]) -> None:
         """See Session."""
-        if len(nodes) != self._coordinator.processes:
+        if len(nodes) != self.coordinator.processes:
             raise InvalidArgumentError(
                 f"the job has {len(nodes)} nodes ({', '.join(nodes)}), jax.distributed has "
-                f"{self._coordinator.processes} processes; a DistributedSession needs one process per node"
+                f"{self.coordinator.processes} processes; a DistributedSession needs one process per node"
             )
         self._nodes = tuple(nodes)
 
-    def _meet(self, tasks: Sequence[Task]) -> None:
-        """A session that no runner has opened takes the nodes of a group that names one for each process, in order."""
-        named = dict.fromkeys(task.node for task in tasks if task.node is not None)
-        if not self._nodes and not named.keys() <= set(self.nodes):
-            if len(named) != self._coordinator.processes:
-                raise InvalidArgumentError(
-                    f"these tasks name {', '.join(named)}, and the session does not know the job's nodes yet. Name all "
-                    f"{self._coordinator.processes}, in the order of the processes: session.open([…])"
-                )
-            self.open(list(named))
-        super()._meet(tasks)
-
-    def _default_nodes(self) -> tuple[str, ...]:
-        return tuple(f"process_{i}" for i in range(self._coordinator.processes))
+    def _meet(self, named: Sequence[str]) -> None:
+        if self._nodes or set(named) <= set(self.nodes):
+            return
+        if len(named) != self.coordinator.processes:
+            raise InvalidArgumentError(
+                f"these tasks name {', '.join(named)}, and the session does not know the job's nodes yet. Name all "
+                f"{self.coordinator.processes}, in the order of the processes: session.open([…])"
+            )
+        self.open(named)

@@ -20,14 +20,7 @@ _ATTRIBUTES = frozenset({"node", "live", "epoch"})
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """How one blob comes back.
-
-    Attributes:
-        abstract: a pytree of `jax.ShapeDtypeStruct`s (with shardings) or of values, as for `StandardRestore`; None: as
-            the epoch has it.
-        reshard: for blobs that differ per node: makes new states of the old ones on another number of nodes, see
-            `epochckpt.args.NodeRestore`.
-    """
+    """How one blob comes back, see `Workspace.target`."""
 
     abstract: Any = None
     reshard: Reshard | None = None
@@ -37,12 +30,18 @@ class Workspace(MutableMapping[str, Any]):
     """A node's blobs by name: pytrees of arrays and Python values, or objects with `get_state` and `set_state`.
 
     The blobs that exist when a job's `init_group` has run are checkpointed, later ones are temporary. What is not to
-    be checkpointed at all (a mesh, a compiled function) goes into `live`.
+    be checkpointed at all (a mesh, a compiled function) goes into `live`. Other attributes cannot be set: they would
+    be lost.
 
-    The workspace of a session with several nodes has theirs as children: `ws["trainer_0/total"]` is a blob of one of
-    them, `ws["total"]` works if only one has it.
+    >>> import epochckpt as ec
+    >>> ws = ec.Workspace()
+    >>> ws["total"] = 0
+    >>> ws.live.names = ["a", "b"]
+    >>> ws
+    Workspace('process_0', blobs: total)
 
-    Other attributes cannot be set: they would be lost.
+    A session with several nodes has one workspace for each, and a parent of them: there `ws["trainer_0/total"]` is a
+    blob of one node, and `ws["total"]` works if only one node has it.
 
     Attributes:
         node: the node's name.
@@ -58,7 +57,7 @@ class Workspace(MutableMapping[str, Any]):
         self._targets: dict[str, Target] = {}
         self._children: dict[str, Workspace] = {}
         self._stopper: Callable[[], bool] | None = None
-        self._traced: Callable[[], Mapping[str, Any]] | None = None
+        self._init_tracer: Callable[[], Mapping[str, Any]] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _ATTRIBUTES and not name.startswith("_"):
@@ -73,39 +72,41 @@ class Workspace(MutableMapping[str, Any]):
 
         Args:
             name: the blob.
-            abstract: what it is to become, for example `jax.eval_shape` of what makes it, with shardings.
-            reshard: see `Target`.
+            abstract: a pytree of `jax.ShapeDtypeStruct`s (with shardings) or of values, as for `StandardRestore`, for
+                example `jax.eval_shape` of what makes the blob; None: as the epoch has it.
+            reshard: for a blob that differs per node: makes new states from those of another number of nodes, see
+                `epochckpt.args.NodeRestore`.
         """
         self._targets[name] = Target(abstract, reshard)
 
     @property
     def targets(self) -> Mapping[str, Target]:
-        """What `target` was told, by blob."""
+        """The targets, by blob."""
         return types.MappingProxyType(self._targets)
 
     def should_stop(self) -> bool:
         """Whether the epoch is to be left now, because the job is being preempted and cannot finish it.
 
-        Ask before a step, equally often on all nodes; when it is True, return without doing the step. Asking is what
-        makes an epoch one that can be left: it is dropped then, or saved as it is if the job says
+        Ask before a step, equally often on all nodes; when the answer is True, return without doing the step. Only an
+        epoch that asks can be left: it is then dropped, or saved as it is if the job says
         `@job.epoch(resumable=True)`.
         """
         return self._stopper() if self._stopper is not None else False
 
-    def ask_when_to_stop(self, stopper: Callable[[], bool] | None) -> None:
-        """Gives `should_stop` somebody to ask; the runner does."""
+    def set_stopper(self, stopper: Callable[[], bool] | None) -> None:
+        """Called by the runner: what answers `should_stop`."""
         self._stopper = stopper
 
     def made_by_init(self) -> Mapping[str, Any]:
-        """The containers of the blobs that init makes here (see `containers.of`), as far as the runner has said how."""
-        return self._traced() if self._traced is not None else {}
+        """The containers (see `containers.of`) of the blobs that init makes here, as far as the runner has said how."""
+        return self._init_tracer() if self._init_tracer is not None else {}
 
-    def trace_init(self, traced: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Gives `made_by_init` somebody to ask; the runner does."""
-        self._traced = traced
+    def set_init_tracer(self, tracer: Callable[[], Mapping[str, Any]]) -> None:
+        """Called by the runner: what answers `made_by_init`."""
+        self._init_tracer = tracer
 
     def scratch(self) -> Workspace:
-        """A workspace with the same blobs and live objects, in which blobs may be set without a trace in this one."""
+        """A copy for trying something: blobs and live objects may be set there without changing this workspace."""
         out = Workspace(self.node)
         out.live, out.epoch = types.SimpleNamespace(**vars(self.live)), self.epoch
         out._blobs = {name: jax.tree.map(lambda leaf: leaf, value) for name, value in self._blobs.items()}
@@ -113,19 +114,19 @@ class Workspace(MutableMapping[str, Any]):
         return out
 
     def child(self, node: str) -> Workspace:
-        """The workspace of a node of this session, made if there is none."""
+        """The workspace of a node of this session; it is made if there is none."""
         if node not in self._children:
             self._children[node] = Workspace(node)
         return self._children[node]
 
     def make_child_of(self, node: str) -> None:
-        """Moves what this workspace holds into a child: it was that of a node, which is no longer the only one."""
+        """Moves what this workspace holds into a child: its node is no longer the only one."""
         if self._children:
             return
         child = self.child(node)
         child.live, child.epoch = self.live, self.epoch
-        child._blobs, child._targets, child._stopper = self._blobs, self._targets, self._stopper
-        child._traced = self._traced
+        child._blobs, child._targets = self._blobs, self._targets
+        child._stopper, child._init_tracer = self._stopper, self._init_tracer
         self.live, self._blobs, self._targets = types.SimpleNamespace(), {}, {}
 
     @property
@@ -172,7 +173,7 @@ class Workspace(MutableMapping[str, Any]):
         """The workspace that has a blob, and its name there.
 
         Raises:
-            KeyError: nobody has it.
+            KeyError: no node has it.
             InvalidArgumentError: several nodes have a blob of this name.
         """
         if name in self._blobs:
