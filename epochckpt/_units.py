@@ -5,12 +5,12 @@ from __future__ import annotations
 import datetime
 import math
 import re
+from collections.abc import Mapping
 
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-_SECS: dict[str, float] = {"s": 1, "ms": 0.001, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_BYTES: dict[str, float] = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_BYTES |= {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", start=1)}
-_QUANTITY = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,2})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_SECS = {"s": 1, "ms": 0.001, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_QUANTITY = re.compile(r"((?:\d{1,25}\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
 def parse_secs(text: str) -> float:
@@ -19,7 +19,7 @@ def parse_secs(text: str) -> float:
     Raises:
         ValueError: the text is no duration; says which units there are.
     """
-    return _parsed(text, _SECS)
+    return float(_parsed(text, _SECS))
 
 
 def parse_nbytes(text: str) -> int:
@@ -28,15 +28,25 @@ def parse_nbytes(text: str) -> int:
     Raises:
         ValueError: the text is no size; says which units there are.
     """
-    return int(text) if text.strip().isdecimal() else round(_parsed(text, _BYTES))
+    return round(_parsed(text, _BYTES))
 
 
-def _parsed(text: str, units: dict[str, float]) -> float:
+def exact_nbytes(n: int) -> str:
+    """A size that `parse_nbytes` reads as the same: with the largest unit that divides it."""
+    size, unit = max((size, unit) for unit, size in _BYTES.items() if n % size == 0)
+    return str(n) if size == 1 else f"{n // size}{unit}"
+
+
+def _parsed(text: str, units: Mapping[str, float]) -> float:
     found = _QUANTITY.fullmatch(text.strip())
     sizes = {unit.lower(): size for unit, size in units.items()}
     if found is None or (found[2] and found[2].lower() not in sizes):
         raise ValueError(f"expected a number and one of the units {', '.join(units)}")
-    return float(found[1]) * sizes.get(found[2].lower(), 1)
+    number = int(found[1]) if found[1].isdecimal() else float(found[1])  # integers stay exact
+    size = number * sizes.get(found[2].lower(), 1)
+    if not math.isfinite(size):
+        raise ValueError("it is too large")
+    return size
 
 
 def nbytes(n: float) -> str:

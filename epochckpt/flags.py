@@ -7,7 +7,6 @@ or what was assigned to them (`FLAGS.ckpt_max_to_keep = 3`).
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,9 +14,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import flags as absl_flags
 
-from epochckpt._settings import Settings, fields
-from epochckpt._settings import kinds as kinds
-from epochckpt._settings.fields import ABOUT
+from epochckpt._settings import RULES, SETTINGS, Kind, Rule, Settings, checked, from_config
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.jobs import Job, JobRunner
 from epochckpt.manager import CheckpointManager
@@ -27,9 +24,6 @@ __all__ = ["Flags", "Settings", "define", "from_config"]
 
 # `--help` shows a program's own flags; ours belong to whoever calls `define`
 absl_flags.disclaim_key_flags()
-
-_PREFIX = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_NEEDED = tuple(dict.fromkeys(rule.other for rule in fields.RULES if rule.needed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +44,10 @@ class Flags:
         Raises:
             InvalidArgumentError: a value that was assigned is wrong, or two contradict; by the names of the flags.
         """
-        values = {name: self.flag_values[self.flag(name)].value for name in ABOUT}
-        return Settings(**fields.checked(values, self._shown))
+        return Settings(**checked(self._values(), f"--{self.prefix}_"))
 
     def set_defaults(self, **defaults: Any) -> None:
-        """Changes what flags are that nobody has given; also after parsing, for what depends on another flag.
+        """Sets defaults that depend on other flags; also after parsing, when it changes only flags that were not given.
 
         Args:
             defaults: values by the names of settings.
@@ -62,10 +55,10 @@ class Flags:
         Raises:
             InvalidArgumentError: no such setting, or a wrong value.
         """
-        fields.check_names(defaults)
-        values = {name: fields.read(name, value, self._shown) for name, value in defaults.items()}
-        for name in sorted(values, key=lambda name: name not in _NEEDED):  # absl checks the rules after each
-            self.flag_values.set_default(self.flag(name), values[name])
+        needed = [rule.other for rule in RULES if rule.needed]
+        values = checked(self._values() | defaults, f"--{self.prefix}_")
+        for name in sorted(defaults, key=lambda name: name not in needed):  # absl validates after each
+            self.flag_values.set_default(self.name(name), values[name])
 
     def options(self) -> ocp.CheckpointManagerOptions:
         """Orbax's options."""
@@ -88,39 +81,34 @@ class Flags:
         """Yields each newly committed epoch of the directory. See `Settings.follow`."""
         return self._with_directory(overrides).follow(**overrides)
 
-    def flagfile(self, *, everything: bool = False) -> str:
-        """The values as a text that `--flagfile` reads: only what is not at its default, or everything, explained.
+    def flagfile(self) -> str:
+        """The values that are not at their defaults, as a text that `--flagfile` reads.
 
         Raises:
-            InvalidArgumentError: a value that no line can hold, such as a path with a line break.
+            InvalidArgumentError: a value that no line of a file can hold, such as a path with a line break.
         """
-        settings, lines = self.settings(), []
-        for name, about in ABOUT.items():
-            value, default = getattr(settings, name), self.flag_values[self.flag(name)].default
-            if everything:
-                lines.append(f"# {about.help} ({about.kind.expected})")
-            if everything or value != default:
-                lines.append(self._line(name, about.kind.write(value)))
-        return "".join(f"{line}\n" for line in lines)
+        lines = []
+        for name, value in dataclasses.asdict(self.settings()).items():
+            text = SETTINGS[name].kind.text(value)
+            if not text.isprintable() or text != text.strip():
+                raise InvalidArgumentError(
+                    f"--{self.prefix}_{name}: {text!r} cannot be written as a line of a flagfile"
+                )
+            if value != self.flag_values[self.name(name)].default:
+                lines.append(f"--{self.prefix}_{name}={text}\n")
+        return "".join(lines)
 
-    def flag(self, setting: str) -> str:
+    def name(self, setting: str) -> str:
         """The name of the flag of a setting, without dashes."""
         return f"{self.prefix}_{setting}"
 
-    def _shown(self, setting: str) -> str:
-        return f"--{self.flag(setting)}"
-
-    def _line(self, name: str, text: str) -> str:
-        line = f"{self._shown(name)}={text}"
-        read = [one.strip() for one in io.StringIO(f"{line}\n", newline=None)]  # as absl reads it
-        if read != [line] or (not line.isascii() and line != line.encode(errors="replace").decode()):
-            raise InvalidArgumentError(f"{self._shown(name)}: {text!r} cannot be written as a line of a flagfile")
-        return line
+    def _values(self) -> dict[str, Any]:
+        return {name: self.flag_values[self.name(name)].value for name in SETTINGS}
 
     def _with_directory(self, overrides: Mapping[str, Any]) -> Settings:
         settings = self.settings()
         if settings.directory is None and overrides.get("directory") is None:
-            raise InvalidArgumentError(f"{self._shown('directory')} is not given: where are the epochs?")
+            raise InvalidArgumentError(f"--{self.prefix}_directory is not given: where are the epochs?")
         return settings
 
 
@@ -129,6 +117,13 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
 
     A second call with the same prefix and defaults, as of a notebook's cell that runs again, defines nothing and
     returns an equal object.
+
+    >>> from absl import flags
+    >>> program = flags.FlagValues()  # a program leaves this out, and has absl.flags.FLAGS
+    >>> checkpoints = ec.flags.define("ckpt", program, max_to_keep=3)
+    >>> _ = program(["train.py", "--ckpt_directory=/runs/1", "--ckpt_save_timeout_secs=15min"])
+    >>> checkpoints.options().max_to_keep, checkpoints.storage().save_timeout_secs
+    (3, 900.0)
 
     Args:
         prefix: of the flags' names; several side by side are fine.
@@ -139,44 +134,30 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
         InvalidArgumentError: an unusable prefix, wrong defaults, or flags of these names that are defined already
             otherwise; nothing is defined.
     """
-    if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
+    if not isinstance(prefix, str) or not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", prefix):
         raise InvalidArgumentError(f"expected a prefix of letters, digits and '_', a letter first; found {prefix!r}")
-    found = Flags(prefix, flag_values)
-    fields.check_names(defaults)
-    own = fields.checked({**fields.DEFAULTS, **defaults}, str)
-    there = [name for name in ABOUT if found.flag(name) in flag_values]
+    found, own = Flags(prefix, flag_values), checked(defaults)
+    there = {name: flag_values[found.name(name)] for name in SETTINGS if found.name(name) in flag_values}
     if not there:
-        for name, default in own.items():
-            _define(found, name, default)
-        _check_together(found)
+        _define(found, own)
         return found
-    for name in there:
-        if not isinstance(flag_values[found.flag(name)].parser, _Parser) or len(there) < len(ABOUT):
-            where = flag_values.find_module_defining_flag(found.flag(name))
-            raise InvalidArgumentError(f"--{found.flag(name)} is defined already, by {where}; choose another prefix")
-    other = [name for name in defaults if own[name] != flag_values[found.flag(name)].default]
-    if other:
-        flag = flag_values[found.flag(other[0])]
-        raise InvalidArgumentError(
-            f"--{flag.name} is defined already, with the default {flag.default!r} and not {own[other[0]]!r}; "
-            "set_defaults() changes it"
-        )
+    for flag in there.values():
+        if not isinstance(flag.parser, _Parser) or len(there) < len(SETTINGS):
+            where = flag_values.find_module_defining_flag(flag.name)
+            raise InvalidArgumentError(f"--{flag.name} is defined already, by {where}; choose another prefix")
+    for name, value in own.items():
+        if value != there[name].default:
+            raise InvalidArgumentError(
+                f"--{found.name(name)} is defined already, with the default {there[name].default!r} and not {value!r}; "
+                "set_defaults() changes it"
+            )
     return found
-
-
-def from_config(config: Any) -> Settings:
-    """Settings from a part of a config file, such as `config.checkpoint` of an `ml_collections.ConfigDict`.
-
-    Raises:
-        InvalidArgumentError: see `Settings.from_mapping`.
-    """
-    return Settings.from_mapping(config)
 
 
 class _Parser(absl_flags.ArgumentParser[Any]):
     """Reads a kind of setting. absl adds the flag's name to the error."""
 
-    def __init__(self, kind: kinds.Kind[Any]):
+    def __init__(self, kind: Kind):
         self._kind, self.syntactic_help = kind, kind.expected
 
     def parse(self, argument: Any) -> Any:
@@ -187,45 +168,39 @@ class _Parser(absl_flags.ArgumentParser[Any]):
 
 
 class _Serializer(absl_flags.ArgumentSerializer[Any]):
-    def __init__(self, kind: kinds.Kind[Any]):
+    def __init__(self, kind: Kind):
         self._kind = kind
 
     def serialize(self, value: Any) -> str:
-        return self._kind.write(value)
+        return self._kind.text(value)
 
 
-def _define(flags: Flags, name: str, default: Any) -> None:
-    about = ABOUT[name]
-    flag = absl_flags.Flag(
-        _Parser(about.kind),
-        _Serializer(about.kind),
-        flags.flag(name),
-        default,
-        about.help,
-        boolean=about.kind.boolean,
-    )
-    absl_flags.DEFINE_flag(flag, flags.flag_values)
-
-
-def _check_together(flags: Flags) -> None:
-    """Has absl refuse a command line with contradictions, as it does wrong values."""
-    for rule in fields.RULES:
-        names = [flags.flag(name) for name in (rule.name, rule.other)]
+def _define(flags: Flags, defaults: Mapping[str, Any]) -> None:
+    for name, row in SETTINGS.items():
+        flag = absl_flags.Flag(
+            _Parser(row.kind),
+            _Serializer(row.kind),
+            flags.name(name),
+            defaults.get(name, row.default),
+            row.help,
+            boolean=row.kind.expected.startswith("true or false"),
+        )
+        absl_flags.DEFINE_flag(flag, flags.flag_values)
+    for rule in RULES:
+        names = [flags.name(rule.name), flags.name(rule.other)]
         absl_flags.register_multi_flags_validator(names, _validator(flags, rule), flag_values=flags.flag_values)
 
 
-def _validator(flags: Flags, rule: fields.Rule) -> Callable[[Mapping[str, Any]], bool]:
+def _validator(flags: Flags, rule: Rule) -> Callable[[Mapping[str, Any]], bool]:
+    """Has absl refuse a command line with contradictions, as it does wrong values."""
+
     def validate(values: Mapping[str, Any]) -> bool:
-        if not flags.flag_values.is_parsed():  # one after the other is assigned in a notebook: `settings` checks
-            return True
-        changed = {}
-        for name in (rule.name, rule.other):
-            value = fields.read(name, values[flags.flag(name)], lambda name: f"--{flags.flag(name)}")
-            if value != fields.DEFAULTS[name]:
-                changed[name] = ABOUT[name].kind.write(value)
-        problem = rule.problem(changed, lambda name: f"--{flags.flag(name)}")
-        if problem is not None:
-            raise absl_flags.ValidationError(problem)
+        if flags.flag_values.is_parsed():  # in a notebook one after the other is assigned: `settings` checks
+            read = {name: SETTINGS[name].kind.read(values[flags.name(name)]) for name in (rule.name, rule.other)}
+            try:
+                rule.check(read, f"--{flags.prefix}_")
+            except InvalidArgumentError as error:
+                raise absl_flags.ValidationError(str(error)) from None
         return True
 
     return validate

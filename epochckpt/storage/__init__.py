@@ -25,17 +25,34 @@ __all__ = [
     "copy_file",
     "expanded",
     "open_store",
+    "path_text",
     "patiently",
     "writing",
 ]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_COLLAPSED_URL = re.compile(r"(?:gs|s3|file|memory|https?):/[^/]")
+_COLLAPSED_URL = re.compile(r"(?:gs|s3|az|hf|file|memory|https?):/[^/]")
 
 
 def expanded(path: str) -> str:
     """The path with a leading `~` or `~user` replaced by that home directory."""
     return os.path.expanduser(path)
+
+
+def path_text(path: str | os.PathLike[str], name: str = "the path") -> str:
+    """The text of a path or URL.
+
+    Raises:
+        InvalidArgumentError: it is no path, or a URL that `pathlib.Path` has damaged (`gs:/bucket`); named as `name`.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidArgumentError(f"{name} must be a path or URL, got {path!r:.100}")
+    if isinstance(path, pathlib.PurePath) and _COLLAPSED_URL.match(text):
+        raise InvalidArgumentError(
+            f"{name} {text!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path"
+        )
+    return text
 
 
 def open_store(
@@ -53,11 +70,7 @@ def open_store(
     Raises:
         InvalidArgumentError: no such scheme, or a URL that `pathlib.Path` has damaged.
     """
-    name = os.fspath(directory)
+    name = path_text(directory, "the directory")
     if _URL.match(name):
         return KvStore(name)
-    if isinstance(directory, pathlib.PurePath) and _COLLAPSED_URL.match(name):
-        raise InvalidArgumentError(
-            f"{name!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path"
-        )
     return PosixStore(expanded(name), early_write_back=early_write_back, folder_mode=folder_mode)

@@ -1,0 +1,472 @@
+"""`Settings`: all that can be said about checkpoints without code, from flags, config files or a program.
+
+The fields of `Settings` are the table of settings: the default, the kind of value, the one option that the setting
+decides, and its help. A value is checked by its kind when it is given; `RULES` refuse contradictions; everything else
+is checked by what the settings make: `StorageOptions`, `CheckpointManager`, `JobRunner`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import orbax.checkpoint as ocp
+from absl import flags as absl_flags
+
+from epochckpt import _text, _units
+from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.jobs import Job, JobRunner
+from epochckpt.manager import CheckpointManager, metadata_handlers
+from epochckpt.manager.evaluator import follow
+from epochckpt.options import StorageOptions
+from epochckpt.storage import path_text
+
+MAX_SECS = 1e9  # 30 years; locks and timedeltas overflow somewhere above
+MAX_INT = 2**63 - 1  # what files and other languages hold
+_STORAGE = StorageOptions()
+OPTIONS, STORAGE = "CheckpointManagerOptions", "StorageOptions"
+MANAGER, RUNNER, FOLLOW = "CheckpointManager", "JobRunner", "follow"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a setting may be.
+
+    Attributes:
+        expected: for errors and help.
+        parse: makes the value of a text or an object; ValueError and TypeError mean that it is none of this kind.
+        write: makes a text that `parse` reads as this value.
+        none: the text that stands for None; None if there must be a value.
+    """
+
+    expected: str
+    parse: Callable[[Any], Any]
+    write: Callable[[Any], str] = str
+    none: str | None = None
+
+    def optional(self, none: str = "none") -> Kind:
+        """A value of this kind, or None."""
+        return dataclasses.replace(self, expected=f"{self.expected}, or {none or 'nothing'}", none=none)
+
+    def read(self, value: Any) -> Any:
+        """The value that a text, or an object of a program, stands for.
+
+        Raises:
+            InvalidArgumentError: says what was expected and what was found.
+        """
+        empty = value is None or (isinstance(value, str) and value.strip().lower() in ("", self.none))
+        if empty and self.none is not None:
+            return None
+        try:
+            return self.parse(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            why = f": {error}" if str(error) else ""
+            found = f"{_text.shown(repr(value))}{why}"
+            raise InvalidArgumentError(f"expected {self.expected}, found {found}") from None
+
+    def text(self, value: Any) -> str:
+        """What `read` reads as this value."""
+        return str(self.none) if value is None else self.write(value)
+
+
+def _number(of_text: Callable[[str], Any], of_object: Callable[[Any], Any], least: float, most: float = MAX_INT) -> Any:
+    def parse(value: Any) -> Any:
+        if isinstance(value, bool):
+            raise TypeError("a bool is no number")
+        number = of_text(value) if isinstance(value, str) else of_object(value)
+        if not least <= number <= most:
+            raise ValueError(f"it is not from {least} to {most}")
+        return number
+
+    return parse
+
+
+def _integer(least: int = 0) -> Kind:
+    return Kind(f"an integer of at least {least}", _number(int, operator.index, least))
+
+
+def _nbytes(least: int = 1, most: int = MAX_INT) -> Kind:
+    parse = _number(_units.parse_nbytes, operator.index, least, most)
+    return Kind("bytes, such as 4096, 8GB or 512MiB", parse, _units.exact_nbytes)
+
+
+def _secs(least: float = 0.001) -> Kind:
+    parse = _number(_units.parse_secs, float, least, MAX_SECS)
+    return Kind(f"seconds, such as 90, 10min or 1.5h, of at least {least}", parse, lambda v: repr(v).removesuffix(".0"))
+
+
+def _text_like(expected: str, pattern: str = r"[^\0]+") -> Kind:
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value, re.DOTALL):
+            raise ValueError
+        return value
+
+    return Kind(expected, parse)
+
+
+def _list_of(parse: Callable[[Any], Any], value: Any) -> list[Any]:
+    if isinstance(value, bytes | Mapping):
+        raise TypeError("it is no list")
+    return [parse(item) for item in (absl_flags.ListParser().parse(value) if isinstance(value, str) else value)]
+
+
+def _resume(value: Any) -> str | int:
+    return value if value in ("auto", "never", "must") else _integer().parse(value)
+
+
+_BOOL = Kind("true or false", absl_flags.BooleanParser().parse, lambda value: "true" if value else "false")
+_PATH = Kind("a path or URL", path_text).optional("")
+_TEXT = _text_like("a text").optional("")
+_PREFIX = _text_like("letters, digits, '.', '_' and '-', a letter or digit first", "[A-Za-z0-9][A-Za-z0-9._-]*")
+_ITEM = _text_like("a text without spaces around it", r"\S|\S.*\S")
+_TEXTS = Kind(
+    "texts with commas between them",
+    lambda value: tuple(_list_of(_ITEM.parse, value)),
+    absl_flags.CsvListSerializer(",").serialize,
+)
+_EPOCHS = Kind(
+    "epochs (integers of at least 0) with commas between them",
+    lambda value: tuple(sorted(set(_list_of(_integer().parse, value)))),
+    lambda value: ",".join(map(str, value)),
+)
+_RESUME = Kind("auto, never, must, or the number of an epoch", _resume)
+_HANDLER = _text_like("json, json:FILE or sqlite:FILE", r"json(:.*\S)?|sqlite:.*\S").optional()
+
+
+def _choice(*words: str) -> Kind:
+    return Kind(" or ".join(words), absl_flags.EnumParser(words).parse)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A row of the table of settings.
+
+    Attributes:
+        kind: what it may be.
+        owner: the class or function that has the option which it decides, such as `JobRunner`.
+        option: the option's name there.
+        default: its default.
+        help: what it is for, with units.
+    """
+
+    kind: Kind
+    owner: str
+    option: str = ""
+    default: Any = None
+    help: str = ""
+
+
+def _of(default: Any, kind: Kind, owner: str, option: str = "") -> Any:
+    return dataclasses.field(default=default, metadata={"setting": Setting(kind, owner, option)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of checkpoints that need no code; flags and config files end up here.
+
+    A value may be given as it is or as a text, as on a command line (`"8GB"`, `"10min"`). Each setting decides one
+    option of `orbax.checkpoint.CheckpointManagerOptions`, `StorageOptions`, `CheckpointManager`, `JobRunner` or
+    `follow`; docs/configure.md says which. Settings that contradict each other are refused.
+
+    Attributes:
+        directory: Where the epochs are: a path, or gs://… or s3://….
+        read_only: Never write, wait for no other process. For evaluators.
+        create: Create the directory if it is missing; else that is an error.
+        node: Name of this process's node, and of its folder in an epoch. Empty: process_<index>.
+        step_prefix: Epochs are folders named <prefix>_<epoch>. Empty: <epoch>.
+        step_format_fixed_length: Digits of the number in an epoch's folder name, filled up with zeros.
+        save_interval_steps: Save the epochs (Orbax's steps) that this number divides. 0: only save_on_steps. The first,
+            and the last of a run, are saved in any case.
+        save_on_steps: Save these epochs, too: numbers with commas between them.
+        enable_async_checkpointing: Save in the background, while training goes on; else save() waits, and raises what
+            went wrong.
+        max_to_keep: Keep so many epochs: the latest, or with best_metric the best. The latest is always kept. None:
+            all.
+        keep_period: Beyond max_to_keep, keep the epochs that this number divides.
+        keep_time_interval_secs: Beyond max_to_keep, keep one epoch for every so many seconds.
+        best_metric: Name of the metric that ranks epochs: the best ones are kept, instead of the latest. NaN is worst.
+        best_mode: Whether a high or a low best_metric is good.
+        keep_checkpoints_without_metrics: Keep every epoch that lacks best_metric, beyond max_to_keep; else delete all
+            of them but the latest.
+        todelete_subdir: Move deleted epochs to this folder in the directory, instead of removing them.
+        save_timeout_secs: A save fails if a node has not reported after so many seconds.
+        open_timeout_secs: How long opening, deleting and rolling back wait for other processes.
+        restore_timeout_secs: How long restoring the latest epoch waits for other processes.
+        host_memory_limit_bytes: Host memory per process for copies of what is being saved: save() waits for room. None:
+            half the machine's.
+        io_threads: Threads per process that read or write files.
+        part_bytes: Continue a data file in another one past this size. None: never on file systems, 256MiB on object
+            stores.
+        block_bytes: Unit of writing, checksums and verified reading.
+        replica_split_bytes: Replicated arrays above this size are written by several processes.
+        orbax_view: Also write the index through which stock Orbax reads epochs; file systems only.
+        verify: Check every block that is read against its checksum.
+        metadata_handler: Records what becomes of a run. json: a file in the directory; json:FILE; sqlite:FILE, of many
+            runs.
+        resume: auto: after the latest epoch, or from scratch. never: from scratch, refused if there are epochs. must:
+            refused if there are none. A number: go back to this epoch; later ones are quarantined.
+        include: Checkpoint only blobs that match one of these patterns. Empty: all.
+        exclude: Do not checkpoint blobs that match one of these patterns.
+        unsaved_blobs: What to do after the first epoch about blobs that stay from epoch to epoch and are not
+            checkpointed.
+        preemption_deadline_secs: How long after a preemption notice an epoch may go on whose tasks ask
+            ws.should_stop(); then it is dropped, or saved as it is if it is resumable. None: until its end.
+        max_consecutive_save_failures: End the run when more saves than this in a row have failed. None: never.
+        raise_if_not_saved: End with an error if the last epoch could not be saved.
+        exchange_timeout_secs: How long the processes of a run wait for each other between epochs.
+        progress: Show a progress bar. None: where output is a terminal or a notebook.
+        follow_interval_secs: How often an evaluator looks for new epochs.
+        follow_timeout_secs: An evaluator ends when there was no new epoch for so long. None: never.
+
+    Raises:
+        InvalidArgumentError: names the setting, what was expected and what was found.
+    """
+
+    # Where
+    directory: str | None = _of(None, _PATH, MANAGER)
+    read_only: bool = _of(False, _BOOL, OPTIONS)
+    create: bool = _of(True, _BOOL, OPTIONS)
+    node: str | None = _of(None, _TEXT, MANAGER)
+    step_prefix: str | None = _of(None, _PREFIX.optional(""), OPTIONS)
+    step_format_fixed_length: int | None = _of(None, _integer(1).optional(), OPTIONS)
+
+    # What is saved, and when
+    save_interval_steps: int = _of(1, _integer(), OPTIONS)
+    save_on_steps: tuple[int, ...] = _of((), _EPOCHS, OPTIONS)
+    enable_async_checkpointing: bool = _of(True, _BOOL, OPTIONS)
+
+    # What is kept
+    max_to_keep: int | None = _of(None, _integer(1).optional(), OPTIONS)
+    keep_period: int | None = _of(None, _integer(1).optional(), OPTIONS)
+    keep_time_interval_secs: float | None = _of(None, _secs(1).optional(), OPTIONS, "keep_time_interval")
+    best_metric: str | None = _of(None, _TEXT, OPTIONS, "best_fn")
+    best_mode: Literal["max", "min"] = _of("max", _choice("max", "min"), OPTIONS)
+    keep_checkpoints_without_metrics: bool = _of(True, _BOOL, OPTIONS)
+    todelete_subdir: str | None = _of(None, _TEXT, OPTIONS)
+
+    # Waiting, memory and bytes
+    save_timeout_secs: float = _of(_STORAGE.save_timeout_secs, _secs(), STORAGE)
+    open_timeout_secs: float = _of(_STORAGE.open_timeout_secs, _secs(), STORAGE)
+    restore_timeout_secs: float = _of(_STORAGE.restore_timeout_secs, _secs(), STORAGE)
+    host_memory_limit_bytes: int | None = _of(_STORAGE.host_memory_limit_bytes, _nbytes().optional(), STORAGE)
+    io_threads: int = _of(_STORAGE.io_threads, _integer(1), STORAGE)
+    part_bytes: int | None = _of(_STORAGE.part_bytes, _nbytes().optional(), STORAGE)
+    block_bytes: int = _of(_STORAGE.block_bytes, _nbytes(4096, 256 * 2**20), STORAGE)
+    replica_split_bytes: int = _of(_STORAGE.replica_split_bytes, _nbytes(), STORAGE)
+    orbax_view: bool = _of(_STORAGE.orbax_view, _BOOL, STORAGE)
+    verify: bool = _of(_STORAGE.verify, _BOOL, STORAGE)
+
+    # The run
+    metadata_handler: str | None = _of(None, _HANDLER, MANAGER)
+    resume: Literal["auto", "never", "must"] | int = _of("auto", _RESUME, RUNNER)
+    include: tuple[str, ...] = _of((), _TEXTS, RUNNER)
+    exclude: tuple[str, ...] = _of((), _TEXTS, RUNNER)
+    unsaved_blobs: Literal["warn", "error", "ignore"] = _of("warn", _choice("warn", "error", "ignore"), RUNNER)
+    preemption_deadline_secs: float | None = _of(None, _secs(0).optional(), RUNNER, "deadline_secs")
+    max_consecutive_save_failures: int | None = _of(5, _integer().optional(), RUNNER)
+    raise_if_not_saved: bool = _of(True, _BOOL, RUNNER)
+    exchange_timeout_secs: float = _of(600.0, _secs(), RUNNER)
+    progress: bool | None = _of(None, _BOOL.optional(), RUNNER)
+
+    # Following
+    follow_interval_secs: float = _of(1.0, _secs(), FOLLOW, "interval_secs")
+    follow_timeout_secs: float | None = _of(None, _secs(0).optional(), FOLLOW, "timeout_secs")
+
+    def __post_init__(self) -> None:
+        for name, value in checked({name: getattr(self, name) for name in SETTINGS}).items():
+            object.__setattr__(self, name, value)
+
+    def _options_of(self, owner: str) -> dict[str, Any]:
+        return {row.option: getattr(self, name) for name, row in SETTINGS.items() if row.owner == owner}
+
+    def options(self) -> ocp.CheckpointManagerOptions:
+        """Orbax's options: what is saved and kept, and how it is named."""
+        options = self._options_of(OPTIONS)
+        if self.keep_time_interval_secs is not None:
+            options["keep_time_interval"] = datetime.timedelta(seconds=self.keep_time_interval_secs)
+        options["best_fn"] = None if self.best_metric is None else _by_metric(self.best_metric)
+        options["save_on_steps"] = self.save_on_steps or None
+        if self.read_only:  # Orbax turns these two off by itself, with a warning each
+            options |= {"save_interval_steps": 0, "create": False}
+        return ocp.CheckpointManagerOptions(**options)
+
+    def storage(self) -> StorageOptions:
+        """How bytes get to storage, and timeouts."""
+        return StorageOptions(**self._options_of(STORAGE))
+
+    def handler(self) -> metadata_handlers.AbstractMetadataHandler | None:
+        """A new metadata handler, or None."""
+        if self.metadata_handler is None:
+            return None
+        kind, _, path = self.metadata_handler.partition(":")
+        if kind == "sqlite":
+            return metadata_handlers.SqliteMetadataHandler(path)
+        return metadata_handlers.JsonMetadataHandler(path or None)
+
+    def manager(self, **overrides: Any) -> CheckpointManager:
+        """Opens the directory; in a job of several processes all must do so.
+
+        Args:
+            overrides: arguments of `CheckpointManager`, in place of those that the settings make or beside them.
+
+        Raises:
+            InvalidArgumentError: there is no directory. To train without saving, leave this and the runner's manager
+                out: `epochckpt.JobRunner(job)`.
+        """
+        arguments = self._options_of(MANAGER) | overrides
+        _check_directory(arguments["directory"])
+        for name, make in (("options", self.options), ("storage", self.storage), ("metadata_handler", self.handler)):
+            if name not in overrides:
+                arguments[name] = make()
+        return CheckpointManager(**arguments)
+
+    def runner(self, job: Job, manager: Any = None, **overrides: Any) -> JobRunner:
+        """A runner of a job.
+
+        Args:
+            job: what to run.
+            manager: the checkpoint manager, if it is not to be `self.manager()`, which is closed when the program ends.
+            overrides: arguments of `JobRunner`, in place of those that the settings make or beside them.
+
+        Raises:
+            InvalidArgumentError: see `manager` and `JobRunner`; or everything is to be only read.
+        """
+        if self.read_only:
+            raise InvalidArgumentError("read_only: a runner saves; open the directory with manager(), or follow() it")
+        arguments = self._options_of(RUNNER)
+        arguments |= {"include": self.include or None, "exclude": self.exclude or None}
+        if isinstance(self.resume, int):
+            arguments |= {"resume": "auto", "resume_from_epoch": self.resume}
+        if manager is None:
+            manager = self.manager()
+        elif getattr(manager, "metadata_handler", None) is None and "metadata_handler" not in overrides:
+            arguments["metadata_handler"] = self.handler()
+        return JobRunner(job, manager, **(arguments | overrides))
+
+    def follow(self, **overrides: Any) -> Iterator[int]:
+        """Yields each newly committed epoch of the directory, for an evaluator.
+
+        Args:
+            overrides: arguments of `epochckpt.follow`, in place of those that the settings make or beside them.
+
+        Raises:
+            InvalidArgumentError: there is no directory.
+        """
+        arguments = self._options_of(FOLLOW) | {"directory": self.directory, "options": self.options()} | overrides
+        _check_directory(arguments["directory"])
+        return follow(**arguments)
+
+
+@functools.cache  # equal settings make equal options
+def _by_metric(name: str) -> Callable[[Any], Any]:
+    return lambda metrics: metrics[name]
+
+
+def _check_directory(directory: Any) -> None:
+    if directory is None:
+        raise InvalidArgumentError("directory is not given: where are the epochs?")
+
+
+def _table() -> dict[str, Setting]:
+    helps = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", Settings.__doc__ or "", re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in helps}
+    return {
+        field.name: dataclasses.replace(
+            row, option=row.option or field.name, default=field.default, help=texts.get(field.name, "")
+        )
+        for field in dataclasses.fields(Settings)
+        for row in [field.metadata["setting"]]
+    }
+
+
+SETTINGS: Mapping[str, Setting] = _table()
+"""All settings, by name."""
+
+_WRITES = (
+    *("save_interval_steps", "save_on_steps", "enable_async_checkpointing", "host_memory_limit_bytes"),
+    *("max_to_keep", "keep_period", "keep_time_interval_secs", "keep_checkpoints_without_metrics", "todelete_subdir"),
+    *("metadata_handler", "resume", "include", "exclude", "unsaved_blobs", "preemption_deadline_secs"),
+    *("max_consecutive_save_failures", "raise_if_not_saved"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Two settings of which the first, where it is not at its default, needs the second, or excludes it."""
+
+    name: str
+    other: str
+    needed: bool
+    why: str
+
+    def check(self, values: Mapping[str, Any], prefix: str = "") -> None:
+        """Refuses values, by setting, that break the rule; `prefix` stands before the names in the error."""
+        changed = {
+            name: f"{prefix}{name}={SETTINGS[name].kind.text(values[name])}"
+            for name in (self.name, self.other)
+            if values.get(name, SETTINGS[name].default) != SETTINGS[name].default
+        }
+        if self.name in changed and self.needed is not (self.other in changed):
+            other = f"needs {prefix}{self.other}" if self.needed else f"contradicts {changed[self.other]}"
+            raise InvalidArgumentError(f"{changed[self.name]} {other}: {self.why}")
+
+
+RULES = (
+    *(Rule(name, "read_only", False, "where everything is only read, nothing is saved or deleted") for name in _WRITES),
+    Rule("keep_period", "max_to_keep", True, "without it every epoch is kept"),
+    Rule("keep_time_interval_secs", "max_to_keep", True, "without it every epoch is kept"),
+    Rule("best_mode", "best_metric", True, "without it no epoch is ranked"),
+    Rule("keep_checkpoints_without_metrics", "best_metric", True, "without it no epoch is ranked"),
+    Rule("keep_checkpoints_without_metrics", "max_to_keep", True, "without it every epoch is kept"),
+)
+
+
+def checked(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of some settings, read and checked by themselves and together; absent ones are at their defaults.
+
+    Args:
+        values: by name.
+        prefix: stands before the names in errors: `--ckpt_` for flags.
+
+    Raises:
+        InvalidArgumentError: an unknown name (with near ones), a wrong value, or a contradiction.
+    """
+    unknown = [f"{str(name)!r} ({_text.near(str(name), SETTINGS)})" for name in values if name not in SETTINGS]
+    if unknown:
+        raise InvalidArgumentError(f"no such setting: {', '.join(unknown)}")
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = SETTINGS[name].kind.read(value)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{prefix}{name}: {error}") from None
+    for rule in RULES:
+        rule.check(found, prefix)
+    return found
+
+
+def from_config(config: Any) -> Settings:
+    """Settings from a mapping: a part of a JSON or TOML file, or of an `ml_collections.ConfigDict`.
+
+    Args:
+        config: values by name. None, as of a placeholder that nobody has filled in, means the default.
+
+    Raises:
+        InvalidArgumentError: an unknown name (with near ones), or see `Settings`.
+    """
+    if not callable(getattr(config, "keys", None)):
+        raise InvalidArgumentError(f"settings come from a mapping, got {type(config).__name__}")
+    values = {}
+    for name in list(config.keys()):
+        try:  # one by one: some values of a ConfigDict, which is no Mapping, raise
+            value = config[name]
+        except Exception as error:  # the mapping's own: a required placeholder that nobody has filled in
+            raise InvalidArgumentError(f"{name}: has no value ({say(error)})") from error
+        if value is not None:
+            values[name] = value
+    return Settings(**checked(values))
