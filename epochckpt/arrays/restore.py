@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -15,11 +15,11 @@ from jax.sharding import SingleDeviceSharding
 from epochckpt import _text, _units
 from epochckpt._text import readable, shown
 from epochckpt.arrays import plan as plan_lib
-from epochckpt.arrays.reader import EpochReader, Request
+from epochckpt.arrays.reader import Request
 from epochckpt.arrays.renaming import Sources
 from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, describe_leaf, key_dims, without_target
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
-from epochckpt.format import ArrayItem, Box, Leaf
+from epochckpt.format import ArrayItem, Box, EpochRecord, Leaf
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import whole
 
@@ -51,8 +51,27 @@ class TreeRequest:
     sources: Sources | None = None
 
 
-def restore_tree(reader: EpochReader, name: str, request: TreeRequest) -> Any:
-    """Restores one array item.
+class ArraySource(Protocol):
+    """What a restore reads from: `EpochReader` for epochs of ours."""
+
+    folder: str
+
+    @property
+    def record(self) -> EpochRecord:
+        """The epoch's record, which describes at least the item that is restored."""
+        ...
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """See `EpochReader.read`."""
+        ...
+
+    def check_files(self, item: str, leaf: int, box: Box) -> None:
+        """See `EpochReader.check_files`."""
+        ...
+
+
+def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None) -> Any:
+    """Restores one array item; `shardings` are those that it was saved with, if its record does not have them.
 
     Raises:
         MismatchError: the target does not fit; lists every leaf that does not.
@@ -60,7 +79,7 @@ def restore_tree(reader: EpochReader, name: str, request: TreeRequest) -> Any:
     """
     item = reader.record.items[name].arrays
     assert item is not None, "callers choose array items"
-    shardings = Shardings(item, request.fallback_sharding)
+    shardings = shardings or Shardings(item, request.fallback_sharding)
     treedef = None
     if request.target is None and request.restore_args is None:
         wants = without_target(item, shardings)
@@ -148,21 +167,32 @@ def matching(where: str, leaves: Sequence[Leaf], patterns: str | Sequence[str]) 
     return sorted(found)
 
 
-def read_leaves(reader: EpochReader, name: str, patterns: str | Sequence[str]) -> dict[str, Any]:
+def read_leaves(reader: ArraySource, name: str, patterns: str | Sequence[str]) -> dict[str, Any]:
     """Leaves whose names match any of the shell patterns, as NumPy arrays and Python values, by name."""
     item = reader.record.items[name].arrays
     assert item is not None, "callers choose array items"
     chosen = matching(f"epoch {reader.record.epoch}, item {name!r}", item.leaves, patterns)
-    wants = [LeafRequest(i, "python" if item.leaves[i].dtype is None else "numpy") for i in chosen]
-    wants = [w if item.leaves[w.leaf].kind not in tree_lib.EMPTY_KINDS else LeafRequest(-1, "keep") for w in wants]
-    wants = [dataclasses.replace(w, form="python") if item.leaves[w.leaf].kind[:4] == "long" else w for w in wants]
-    return dict(zip((item.public_names[i] for i in chosen), _Assembly(reader, name, item).run(wants), strict=True))
+    return dict(zip((item.public_names[i] for i in chosen), read_values(reader, name, chosen), strict=True))
+
+
+def read_values(reader: ArraySource, name: str, numbers: Sequence[int]) -> list[Any]:
+    """The leaves with these numbers, as NumPy arrays and Python values; typed keys as their data."""
+    item = reader.record.items[name].arrays
+    assert item is not None, "callers choose array items"
+
+    def request(number: int) -> LeafRequest:
+        leaf = item.leaves[number]
+        if leaf.kind in tree_lib.EMPTY_KINDS:
+            return LeafRequest(-1, "keep", value=tree_lib.empty_value(leaf.kind))
+        return LeafRequest(number, "python" if leaf.dtype is None or leaf.kind[:4] == "long" else "numpy")
+
+    return _Assembly(reader, name, item).run([request(number) for number in numbers])
 
 
 class _Assembly:
     """Reads what is wanted and puts it together."""
 
-    def __init__(self, reader: EpochReader, name: str, item: ArrayItem):
+    def __init__(self, reader: ArraySource, name: str, item: ArrayItem):
         self.reader, self.name, self.item = reader, name, item
         self.requests: list[Request] = []
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # of buffers larger than what is read into them
@@ -292,16 +322,6 @@ def cast(rows: list[Mismatch], leaf: Leaf, data: np.ndarray, dtype: Any) -> np.n
         if not only_precision(data.dtype, dtype) and not _survives(data, out):
             expected = f"{np.dtype(dtype)}: not every value survives the cast"
             rows.append(Mismatch(leaf.name, "dtype", str(data.dtype), expected))
-    return out
-
-
-def resized(data: np.ndarray, shape: tuple[int, ...] | None) -> np.ndarray:
-    """An array cut, or padded with zeros, to a shape; None: as it is."""
-    if shape is None:
-        return data
-    common = tuple(slice(0, min(a, b)) for a, b in zip(data.shape, shape, strict=True))
-    out = np.zeros(shape, data.dtype)
-    out[common] = data[common]
     return out
 
 

@@ -65,7 +65,7 @@ class Shardings:
             except Exception:  # a row that this jax cannot express: it has many errors for that, bad_cast among them
                 self._known[leaf.sharding] = None
         found = self._known[leaf.sharding]
-        shape = _logical_shape(leaf)
+        shape = logical_shape(leaf)
         return found if found is not None and divides(found, shape) else self._fallback
 
     def _device(self, platform: str, number: int) -> Any:
@@ -107,7 +107,7 @@ def _default(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
     if leaf.kind in ("numpy", "scalar"):
         return LeafRequest(number, "numpy" if leaf.kind == "numpy" else "scalar")
     if leaf.kind in EMPTY_KINDS:
-        return LeafRequest(-1, "keep", value={"dict": {}, "list": [], "tuple": ()}.get(leaf.kind))
+        return LeafRequest(-1, "keep", value=tree_lib.empty_value(leaf.kind))
     return LeafRequest(number, "python")
 
 
@@ -238,9 +238,9 @@ class Matcher:
         describes = isinstance(target, ocp.metadata.ArrayMetadata | jax.ShapeDtypeStruct)
         if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
             # item_metadata, and Orbax's utils.to_shape_dtype_struct, describe the keys' data
-            return LeafRequest(number, "jax", None, _of_keys(self._sharding(target, leaf), leaf))
+            return LeafRequest(number, "jax", None, of_keys(self._sharding(target, leaf), leaf))
         if typed or leaf.kind == "prng":
-            logical = _logical_shape(leaf)
+            logical = logical_shape(leaf)
             if not typed or leaf.kind != "prng" or f"key<{_tag(leaf)}>" != str(dtype):
                 self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
             elif shape != logical:
@@ -297,9 +297,9 @@ class Matcher:
         typed = dtype is not None and tree_lib.is_prng_dtype(dtype)
         if leaf.kind in EMPTY_KINDS or leaf.kind in _TEXT_KINDS:
             return self._text(number, leaf, "") if kind is str else _default(number, leaf, self.shardings)
-        shape = _logical_shape(leaf) if typed else leaf.shape
+        shape = logical_shape(leaf) if typed else leaf.shape
         for asked in shapes:
-            if asked is not None and tuple(asked) not in (leaf.shape, _logical_shape(leaf)):
+            if asked is not None and tuple(asked) not in (leaf.shape, logical_shape(leaf)):
                 if strict or leaf.kind == "prng" or len(asked) != len(leaf.shape):
                     self._row(leaf.name, "shape", describe_leaf(leaf), str(list(asked)))
                     return LeafRequest(number, "numpy")
@@ -341,12 +341,12 @@ def divides(sharding: Sharding, shape: Sequence[int]) -> bool:
     return True
 
 
-def _logical_shape(leaf: Leaf) -> tuple[int, ...]:
+def logical_shape(leaf: Leaf) -> tuple[int, ...]:
     """Shape of a leaf; of typed keys without the dimensions of their data."""
     return leaf.shape[: len(leaf.shape) - key_dims(leaf)] if leaf.kind == "prng" else leaf.shape
 
 
-def _of_keys(sharding: Sharding | None, leaf: Leaf) -> Sharding | None:
+def of_keys(sharding: Sharding | None, leaf: Leaf) -> Sharding | None:
     """The sharding of typed keys, given that of their data: without the dimensions that make up a key."""
     rank = len(leaf.shape) - key_dims(leaf)
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:

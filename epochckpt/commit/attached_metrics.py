@@ -29,7 +29,6 @@ from epochckpt.errors import (
 )
 from epochckpt.format import EpochRecord, checksums
 from epochckpt.format import paths as layout
-from epochckpt.orbax import OrbaxRecord
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
 
@@ -61,7 +60,7 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
     if not isinstance(metrics, Mapping):
         raise InvalidArgumentError(f"metrics are an object of names and numbers, got a {type(metrics).__name__}")
     record = commits.read_record(epoch)
-    if isinstance(record, OrbaxRecord):
+    if record.stock:
         raise UnsupportedError(
             f"{commits.store.root}: epoch {epoch} was written by stock Orbax; metrics are attached to epochs of "
             "epochckpt only"
@@ -116,7 +115,7 @@ def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, An
 
     What cannot be used is logged and left out. Nothing is attached to epochs of stock Orbax.
     """
-    if isinstance(record, OrbaxRecord):
+    if record.stock:
         return {}
     paths = commits.store.find(layout.METRICS_PREFIX, commits.folder(record.epoch))
     return read(commits, paths, record.epoch, record.attempt)

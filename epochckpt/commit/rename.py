@@ -26,7 +26,7 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.format import EpochRecord, paths
-from epochckpt.orbax import StepNames, marks, steps, view_files
+from epochckpt.orbax import StepNames, marks, view_files
 from epochckpt.orbax import view as orbax_view
 from epochckpt.storage import Entry, Store
 
@@ -67,7 +67,7 @@ class RenameCommits(Commits):
             return True
         try:
             record = self.read_record(epoch)
-            sure = not isinstance(record, steps.OrbaxRecord) or record.sure
+            sure = record.sure
         except EpochNotFoundError:  # as every other epoch
             return True
         except EpochCheckpointError:

@@ -25,7 +25,6 @@ from epochckpt.commit.attempt import Attempt, Committed
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.format import EpochRecord, paths
-from epochckpt.orbax import OrbaxRecord
 
 
 class EpochInfo:
@@ -59,7 +58,7 @@ class EpochInfo:
         if load is not None:
             try:
                 record = load(self.step)
-                for error in record.unread.values() if isinstance(record, OrbaxRecord) else ():
+                for error in record.unread.values():
                     raise error
                 self._metrics, self._time_ns, self._attempt = record.metrics, record.committed_ns, record.attempt
             except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
@@ -365,7 +364,7 @@ def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
         InvalidArgumentError: it lies in a folder that we would not write; says what to do.
     """
     record = commits.read_record(epoch)
-    if isinstance(record, OrbaxRecord) or commits.folder(epoch) != commits.names.build(epoch):
+    if record.stock or commits.folder(epoch) != commits.names.build(epoch):
         raise InvalidArgumentError(
             f"epoch {epoch} ({commits.store.root}/{commits.folder(epoch)}) was written by stock Orbax, or under "
             "another step name format, and cannot be replaced in one step; delete() makes room for it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
@@ -172,6 +172,11 @@ class EpochRecord:
     orbax_unsupported: Mapping[str, Mapping[str, str]] | None = None
     per_node: bool = False
     orbax_view: Mapping[str, tuple[int, str]] | None = None
+
+    # of a step of stock Orbax these are fields: see `OrbaxRecord`
+    stock: ClassVar[bool] = False
+    sure: ClassVar[bool] = True
+    unread: ClassVar[Mapping[str, Exception]] = {}
 
     @property
     def nbytes(self) -> int:

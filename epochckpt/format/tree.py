@@ -268,6 +268,11 @@ def leaf_kind(leaf: Any) -> str | None:
     return None
 
 
+def empty_value(kind: str) -> Any:
+    """What stands for a leaf of an empty kind without a target: an empty container, or None."""
+    return {"dict": {}, "list": [], "tuple": ()}.get(kind)
+
+
 def value_to_json(value: Any) -> Any:
     """A Python scalar, string or bytes as JSON that gives back exactly the same value (big ints, NaN, -0.0)."""
     if isinstance(value, bool):

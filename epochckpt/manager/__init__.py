@@ -7,6 +7,17 @@ from __future__ import annotations
 
 from epochckpt.manager.manager import CheckpointManager
 from epochckpt.manager.notifier import HandlerNotifier
+from epochckpt.manager.reader import CheckpointReader
+from epochckpt.manager.readers import Readers
 from epochckpt.manager.status import EpochStatus, NodeStatus, SaveResult, Verification
 
-__all__ = ["CheckpointManager", "EpochStatus", "HandlerNotifier", "NodeStatus", "SaveResult", "Verification"]
+__all__ = [
+    "CheckpointManager",
+    "CheckpointReader",
+    "EpochStatus",
+    "HandlerNotifier",
+    "NodeStatus",
+    "Readers",
+    "SaveResult",
+    "Verification",
+]

@@ -12,6 +12,7 @@ from absl import logging
 from etils import epath
 
 from epochckpt import _threads
+from epochckpt.arrays import EpochReader
 from epochckpt.commit import (
     Attempts,
     Calls,
@@ -26,7 +27,8 @@ from epochckpt.commit import (
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.errors import FencedError, InvalidArgumentError, UnfinishedError, say
 from epochckpt.manager import status
-from epochckpt.manager.reader import Browsable, epoch_number, shown_path
+from epochckpt.manager.reader import epoch_number, shown_path
+from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames, legacy
 from epochckpt.orbax.options import check_args
@@ -34,6 +36,97 @@ from epochckpt.orbax.step_log import StepLog
 from epochckpt.storage import Store, open_store
 
 T = TypeVar("T")
+
+
+class Browsable:
+    """The members of a manager that only read."""
+
+    _readers: Readers
+    _given_metadata: Mapping[str, Any] | None = None
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None."""
+        return self._readers.open(epoch_number(step)).metrics()
+
+    def save_id(self, epoch: int) -> str:
+        """The id of the attempt that an epoch was committed by: another one once it was replaced, or saved anew.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        return self._readers.commits.read_head(epoch_number(epoch)).attempt
+
+    def item_metadata(self, step: int) -> Any:
+        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes.
+
+        Reads one small file, and the files of items whose handlers, not ours, can say something about them.
+        """
+        return self._readers.open(epoch_number(step)).item_metadata()
+
+    def item_kinds(self, epoch: int) -> dict[str, str]:
+        """What kind of thing each item of an epoch is, by item name.
+
+        `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
+        (`NodeSave`). Items of stock Orbax are `arrays` or `files`, as far as their files say.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        return self._readers.open(epoch_number(epoch)).item_kinds()
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Orbax's StepMetadata of an epoch, or the directory's RootMetadata: as written there, else `metadata=`."""
+        if step is not None:
+            return self._readers.open(epoch_number(step)).step_metadata()
+        return status.root_metadata(self._readers.commits.store, self._given_metadata)
+
+    def nodes(self, epoch: int) -> list[str]:
+        """Names of the nodes that wrote an epoch; none if stock Orbax wrote it."""
+        return [n.name for n in self._readers.commits.read_record(epoch_number(epoch)).nodes]
+
+    def node_path(self, node: str, epoch: int) -> epath.Path:
+        """The folder of one node's files of a committed epoch.
+
+        Raises:
+            InvalidArgumentError: the epoch has no such node; lists those it has.
+        """
+        return self._readers.open(epoch_number(epoch)).node_path(node)
+
+    def verify(self, epoch: int) -> status.Verification:
+        """Reads every byte of a committed epoch, of all nodes, and compares it with what was written.
+
+        Damage of the Orbax view, by which stock Orbax reads the epoch, is told apart: see `view_damage`, and
+        `epochckpt.repair_view`.
+
+        Stock Orbax keeps no checksums: of its epochs it says whether they are whole and can be read; see `note`.
+        """
+        return self._readers.verify(epoch_number(epoch))
+
+    def source(self, epoch: int) -> tuple[Store, str, EpochReader | None]:
+        """Where an epoch lies, for who copies it: store, folder in it, and a reader unless stock Orbax wrote it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        reader = self._readers.open(epoch_number(epoch))
+        return reader.store, reader.folder, reader.native
+
+    def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
+        """Single leaves of an epoch, as NumPy arrays and Python values; reads only their blocks.
+
+        Args:
+            epoch: its number.
+            patterns: shell patterns of leaf names, for example `params/*/kernel`.
+            item: the item's name; may be left out if the epoch has one item.
+
+        Returns:
+            Values by leaf name.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            UnknownNameError: one of the patterns matches no leaf; names those that are near.
+        """
+        return self._readers.open(epoch_number(epoch)).restore_leaves(patterns, item)
 
 
 class Epochs(Browsable):
@@ -106,7 +199,7 @@ class Epochs(Browsable):
         for attempt in self._attempts.pending():
             if attempt.epoch == epoch:
                 return status.EpochStatus(epoch, "saving", attempt.state)
-        found = self._reading.status(epoch)
+        found = self._readers.status(epoch)
         failure = self._attempts.failure(epoch)
         if found.state == "absent" and failure is not None:
             return status.EpochStatus(epoch, *failure)
@@ -142,27 +235,28 @@ class Epochs(Browsable):
         began = time.monotonic()
         args = legacy.restore_args(self._handlers, items, restore_kwargs, args)
         multi = check_args(args, self._multi, restoring=True)
-        reading, candidates = self._reading, None
+        readers, candidates = self._readers, None
         if directory is not None and open_store(directory).root != self._store.root:
-            reading, candidates = self._reading.elsewhere(directory, StepNames.of(self._options))
+            readers = self._readers.elsewhere(directory, StepNames.of(self._options))
+            candidates = readers.commits.list_epochs()
         self._attempts.drain(step)
         read = time.monotonic()
         if step is not None:
             step = epoch_number(step)
-            value = reading.restore(step, args)
+            value = readers.open(step).restore(args)
         elif candidates is None:
-            step, value = self.restore_newest(lambda epoch: reading.restore(epoch, args))
+            step, value = self.restore_newest(lambda epoch: readers.open(epoch).restore(args))
         else:
-            commits = reading.commits
+            commits = readers.commits
             choice = self._choose(
                 candidates,
-                lambda epoch: reading.restore(epoch, args),
+                lambda epoch: readers.open(epoch).restore(args),
                 lambda rejected: (self._agree("look", commits.list_epochs), {}),
                 commits.store,
             )
             step, value = choice.epoch, choice.value
         self._multi = multi
-        self._step_log.restored(step, str(shown_path(reading.commits.store.root)), began, read)
+        self._step_log.restored(step, str(shown_path(readers.commits.store.root)), began, read)
         return value
 
     def damaged_epochs(self) -> list[int]:

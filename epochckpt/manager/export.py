@@ -25,8 +25,8 @@ from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError,
 from epochckpt.format import EpochRecord, paths
 from epochckpt.manager import export_formats
 from epochckpt.manager.export_formats import Settings
-from epochckpt.manager.orbax_reader import StepReader
-from epochckpt.manager.reader import Reading, epoch_number
+from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
 from epochckpt.storage import PosixStore, Store, Writer, expanded, open_store
@@ -104,11 +104,11 @@ def export(
     commits = commits_of(store, names)
     place = _destination(destination, _local_root(store))
     settings = Settings(separator, max_file_bytes, max_buffer_bytes, skip_unsupported)
-    reading = Reading(commits, Pool(StorageOptions().io_threads), verify=True)
+    readers = Readers(commits, Pool(StorageOptions().io_threads))
 
     def run(number: int) -> Exported:
-        reader = reading.reader(number)
-        if isinstance(reader, StepReader):
+        reader = readers.open(number).native
+        if reader is None:
             raise UnsupportedError(
                 f"epoch {number} was written by stock Orbax: copy its folder, or save it once with a manager of ours"
             )

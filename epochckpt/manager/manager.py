@@ -26,7 +26,8 @@ from epochckpt.format import Nodes, paths
 from epochckpt.manager import metadata_handlers, outcomes
 from epochckpt.manager.epochs import Epochs
 from epochckpt.manager.notifier import HandlerNotifier
-from epochckpt.manager.reader import Reading, epoch_number, shown_path
+from epochckpt.manager.reader import epoch_number, shown_path
+from epochckpt.manager.readers import Readers
 from epochckpt.manager.status import SaveResult
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import legacy, step_log
@@ -173,7 +174,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
     def _take_nodes(self, nodes: Nodes) -> None:
         self._nodes = self._attempts.nodes = nodes
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
-        self._reading = Reading(self._commits, self._pool, self._storage.verify, RestoreContext(self._handlers, nodes))
+        context = RestoreContext(self._handlers, nodes)
+        self._readers = Readers(self._commits, self._pool, self._storage.verify, context)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = Planner(nodes, self._storage, part_bytes)
         self._notifier.nodes(str(self._directory), nodes.names)

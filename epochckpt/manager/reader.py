@@ -1,147 +1,332 @@
-"""Everything that only reads: restoring, looking at records, verifying. Needs a directory, no other process."""
+"""Reads one epoch, whoever wrote it: an abstract class, and its implementation for epochs of ours.
+
+Steps of stock Orbax have the other one, in `orbax_reader`; `readers` opens either. Reading needs a directory, and no
+other process.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import abc
+import functools
 import operator
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.core import Tracer
 
 from epochckpt._threads import Pool
-from epochckpt.arrays import EpochReader, items
+from epochckpt.arrays import EpochReader, Request, Shardings, items
 from epochckpt.arrays.items import Nothing, RestoreContext
-from epochckpt.arrays.restore import read_leaves
-from epochckpt.commit import Commits, attached_metrics, commits_of
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, FormatError, InvalidArgumentError
-from epochckpt.format import EpochRecord, paths
-from epochckpt.manager import status
-from epochckpt.manager.orbax_reader import StepReader
-from epochckpt.orbax import Handlers, OrbaxRecord, StepNames
-from epochckpt.storage import Store, open_store
+from epochckpt.arrays.restore import ArraySource, read_leaves, read_values
+from epochckpt.commit import Commits, attached_metrics
+from epochckpt.errors import InvalidArgumentError, UnknownNameError
+from epochckpt.format import EpochRecord, Leaf, grid, paths
+from epochckpt.format import tree as tree_lib
+from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
+from epochckpt.orbax import TreeMetadata, view_files
+
+PIECE_ELEMENTS = 2**22
+"""How many elements a piece of an array has at most, unless told otherwise."""
 
 
-class Reading:
-    """Reads the epochs of one directory.
+def ignore(nbytes: int) -> None:
+    """The progress of nobody who asks."""
 
-    Args:
+
+class CheckpointReader(abc.ABC):
+    """Reads one epoch. Its record was read when the reader was made, and stays the one that is read.
+
+    A reader that meets a deletion raises `EpochDeletedError`, and does not call it damage.
+
+    Attributes:
         commits: the directory's epochs.
-        pool: who reads.
-        verify: check every block before its bytes are used.
-        here: who restores; by default one process without handlers of its own.
+        folder: the epoch's folder in the directory.
+        record: its record.
+        context: who restores.
+        native: reads blocks and files of an epoch of ours; None for a step of stock Orbax.
     """
 
-    def __init__(self, commits: Commits, pool: Pool, verify: bool, here: RestoreContext | None = None):
-        self.commits, self._pool, self._verify = commits, pool, verify
-        self._here = here or RestoreContext(Handlers())
+    native: EpochReader | None = None
 
-    def elsewhere(self, directory: str | os.PathLike[str], names: StepNames) -> tuple[Reading, list[int]]:
-        """The same for another directory, and its epochs."""
-        commits = commits_of(open_store(directory), names)
-        return Reading(commits, self._pool, self._verify, self._here), commits.list_epochs()
+    def __init__(self, commits: Commits, folder: str, record: EpochRecord, context: RestoreContext):
+        self.commits, self.folder, self.record, self.context = commits, folder, record, context
+        self.store = commits.store
 
-    def reader(self, epoch: int) -> EpochReader | StepReader:
-        """A reader of one epoch, ours or stock Orbax's; its record is read now."""
-        record = self.commits.read_record(epoch)
-        store, folder = self.commits.store, self.commits.folder(epoch)
-        if isinstance(record, OrbaxRecord):
-            return StepReader(store, folder, record, self._here.handlers)
-        return EpochReader(store, folder, record, self._pool, self._verify)
+    @property
+    def path(self) -> epath.Path:
+        """The epoch's folder."""
+        return shown_path(self.store.root) / self.folder
 
-    def restore(self, epoch: int, args: Any) -> Any:
-        """Restores the items that `args` names (None: all, as they were saved)."""
-        reader = self.reader(epoch)
-        if isinstance(reader, StepReader):
-            return reader.restore(args)
-        wanted, single = items.asked_for(args, reader.record.items, reader.record.default_item)
-        found = {name: items.restore_item(reader, name, arg, self._here) for name, arg in wanted.items()}
+    # -- what each implementation knows --------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def item_kinds(self) -> dict[str, str]:
+        """What each item is, by name: `arrays`, `files` or `node`."""
+
+    @abc.abstractmethod
+    def item_handlers(self) -> dict[str, str]:
+        """The handler that is recorded for an item, by name, where there is one."""
+
+    @abc.abstractmethod
+    def restore_item(self, name: str, args: Any) -> Any:
+        """One item as its argument asks; None: as it was saved."""
+
+    @abc.abstractmethod
+    def arrays(self, item: str, node: str = "") -> ArraySource:
+        """The arrays of an item, of one node where each node has its own.
+
+        Raises:
+            InvalidArgumentError: there is no such item, or it has no arrays.
+            DamagedError: its metadata cannot be used.
+        """
+
+    @abc.abstractmethod
+    def file(self, item: str, name: str, node: str = "") -> bytes:
+        """The content of a small file that a handler wrote; verified if we wrote it.
+
+        Raises:
+            InvalidArgumentError: there is no such file.
+            DamagedError: its bytes differ from what was written, or cannot be read.
+        """
+
+    @abc.abstractmethod
+    def status(self) -> EpochStatus:
+        """The status of the epoch, which is committed; raises DamagedError if it is plainly not whole."""
+
+    @abc.abstractmethod
+    def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
+        """Reads every byte; `progress` is told how many, piece by piece, from any thread."""
+
+    @abc.abstractmethod
+    def _shardings(self, source: ArraySource, item: str) -> Shardings:
+        """How the arrays of an item lay on devices."""
+
+    @abc.abstractmethod
+    def _files_metadata(self, name: str) -> Any:
+        """What the handler of an item of files says of it, or None."""
+
+    # -- what follows from that ----------------------------------------------------------------------------------
+
+    def restore(self, args: Any) -> Any:
+        """The items that `args` names, or all as they were saved: a Composite, or the item if it is unnamed.
+
+        Raises:
+            MismatchError: the target does not fit; lists every leaf that does not.
+            DamagedError: bytes differ from what was written, or cannot be read.
+        """
+        wanted, single = items.asked_for(args, self.item_kinds(), self.record.default_item)
+        found = {name: self.restore_item(name, arg) for name, arg in wanted.items()}
         values = {name: value for name, value in found.items() if not isinstance(value, Nothing)}
         return values.get(paths.DEFAULT_ITEM) if single else ocp.args.Composite(**values)
 
-    def leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
+    def restore_leaves(self, patterns: str | Sequence[str], item: str | None) -> dict[str, Any]:
         """Single leaves; see `CheckpointManager.restore_leaves`."""
-        reader = self.reader(epoch)
-        if isinstance(reader, StepReader):
-            return reader.leaves(patterns, item)
-        arrays = [name for name, r in reader.record.items.items() if r.arrays is not None]
-        item = items.chosen_arrays(epoch, arrays, item)
-        return read_leaves(reader, item, patterns)
+        arrays = [name for name, kind in self.item_kinds().items() if kind == "arrays"]
+        item = items.chosen_arrays(self.record.epoch, arrays, item)
+        return read_leaves(self.arrays(item), item, patterns)
 
-    def verify(self, epoch: int, progress: Callable[[int], None] = lambda nbytes: None) -> status.Verification:
-        """Reads every byte; `progress` is told how many, piece by piece, of epochs that are not stock Orbax's."""
-        try:
-            reader = self.reader(epoch)
-            return reader.verify() if isinstance(reader, StepReader) else status.verify(reader, progress)
-        except EpochNotFoundError:
-            raise
-        except EpochCheckpointError as error:
-            return status.Verification(epoch, 0, (error,))
+    def value(self, item: str, leaf: str, node: str = "") -> Any:
+        """A leaf as a NumPy array or Python value; typed keys as their data.
 
-    def status(self, epoch: int) -> status.EpochStatus:
-        """Committed, damaged or absent.
+        Args:
+            item: the item.
+            leaf: the leaf's name, public or as it is stored.
+            node: whose, for an item of each node's own; empty otherwise.
 
         Raises:
-            AccessError, StorageError: it cannot be told.
+            InvalidArgumentError: there is no such leaf.
+            DamagedError: its bytes differ from what was written, or cannot be read.
         """
-        try:
-            reader = self.reader(epoch)
-            return reader.status() if isinstance(reader, StepReader) else status.committed(reader.record)
-        except EpochNotFoundError:
-            return status.EpochStatus(epoch, "absent")
-        except (DamagedError, FormatError) as error:
-            return status.EpochStatus(epoch, "damaged", str(error))
+        source, number, _ = self._find(item, leaf, node)
+        return read_values(source, item, [number])[0]
 
-    def node_path(self, node: str, epoch: int) -> epath.Path:
+    def pieces(self, item: str, leaf: str, node: str = "", max_elements: int = PIECE_ELEMENTS) -> Iterator[np.ndarray]:
+        """A whole array in consecutive runs of its elements, C order; each is one-dimensional.
+
+        The cut depends on the array's shape and on `max_elements` only. Of an array without elements there are none.
+        Memory: a few pieces; of stock Orbax also the chunks that the pieces along the first axis share.
+
+        Args:
+            item: the item.
+            leaf: the leaf's name, public or as it is stored.
+            node: whose, for an item of each node's own; empty otherwise.
+            max_elements: of a piece.
+
+        Raises:
+            InvalidArgumentError: there is no such leaf, or it is no array.
+            DamagedError: its bytes differ from what was written, or cannot be read.
+        """
+        if max_elements < 1:
+            raise InvalidArgumentError(f"max_elements must be at least 1, got {max_elements}")
+        source, number, info = self._find(item, leaf, node)
+        if info.dtype is None or info.kind in ("longstr", "longbytes"):
+            raise InvalidArgumentError(f"leaf {info.name!r} is no array but a value of kind {info.kind!r}")
+        for box in grid.boxes(info.shape, max_elements):
+            source.check_files(item, number, box)
+            out = np.empty(grid.box_shape(box), info.dtype)
+            source.read([Request(item, number, box, out)])
+            yield out.reshape(-1)
+
+    def _find(self, item: str, leaf: str, node: str) -> tuple[ArraySource, int, Leaf]:
+        source = self.arrays(item, node)
+        arrays = source.record.items[item].arrays
+        assert arrays is not None, "`arrays` has looked"
+        if leaf not in arrays.by_either_name:
+            of = f" of node {node!r}" if node else ""
+            raise UnknownNameError(f"epoch {self.record.epoch}: item {item!r}{of} has no leaf {leaf!r}")
+        number = arrays.by_either_name[leaf]
+        return source, number, arrays.leaves[number]
+
+    def metrics(self) -> Any:
+        """All metrics of the epoch, as storage has them now."""
+        return attached_metrics.merge(self.record.metrics, attached_metrics.of_epoch(self.commits, self.record))
+
+    def node_path(self, node: str) -> epath.Path:
         """The folder of one node's files."""
-        record = self.commits.read_record(epoch)
-        if isinstance(record, OrbaxRecord):
-            raise InvalidArgumentError(f"epoch {epoch} was written by stock Orbax: it has no folders of nodes")
-        names = [n.name for n in record.nodes]
+        names = [n.name for n in self.record.nodes]
+        if not names:
+            raise InvalidArgumentError(
+                f"epoch {self.record.epoch} was written by stock Orbax: it has no folders of nodes"
+            )
         if node not in names:
-            raise InvalidArgumentError(f"epoch {epoch} has no node {node!r}; it has: {', '.join(names)}")
-        return self.path(record) / record.node_folder(names.index(node))
+            raise InvalidArgumentError(f"epoch {self.record.epoch} has no node {node!r}; it has: {', '.join(names)}")
+        return self.path / self.record.node_folder(names.index(node))
 
-    def metrics(self, epoch: int) -> Any:
-        """All metrics of an epoch, as storage has them now."""
-        record = self.commits.read_record(epoch)
-        return attached_metrics.merge(record.metrics, attached_metrics.of_epoch(self.commits, record))
+    def item_metadata(self) -> Any:
+        """Orbax's metadata of every item, usable as restore targets: a TreeMetadata for an item of arrays."""
+        found = {name: self._item_metadata(name, kind) for name, kind in self.item_kinds().items()}
+        return found[next(iter(found))] if self.record.default_item and len(found) == 1 else ocp.args.Composite(**found)
 
-    def item_kinds(self, epoch: int) -> dict[str, str]:
-        """Kind of every item, by name."""
-        reader = self.reader(epoch)
-        if isinstance(reader, StepReader):
-            return reader.item_kinds()
-        return {name: item.kind for name, item in reader.record.items.items()}
+    def _item_metadata(self, name: str, kind: str) -> Any:
+        if kind != "arrays":
+            return self._files_metadata(name) if kind == "files" else None
+        source, directory = self.arrays(name), self.path / name
+        item, shardings = source.record.items[name], self._shardings(source, name)
+        assert item.arrays is not None, "its kind says so"
+        pairs = [(leaf.path, _leaf_metadata(leaf, shardings, directory)) for leaf in item.arrays.leaves]
+        return TreeMetadata(tree_lib.nest(pairs, str(directory)), item.custom_metadata)
 
-    def item_metadata(self, epoch: int) -> Any:
-        """See `CheckpointManager.item_metadata`."""
-        reader = self.reader(epoch)
-        if isinstance(reader, StepReader):
-            return reader.item_metadata()
-        known = self._here.handlers
-        return status.item_metadata(
-            reader.record,
-            self.path(reader.record),
-            lambda name, recorded: items.files_metadata(reader, name, recorded, known),
+    def step_metadata(self) -> Any:
+        """Orbax's StepMetadata."""
+        return ocp.metadata.StepMetadata(
+            item_handlers=self.item_handlers(),
+            item_metadata=self.item_metadata(),
+            metrics=self.metrics() or {},
+            init_timestamp_nsecs=self.record.started_ns,
+            commit_timestamp_nsecs=self.record.committed_ns,
+            custom_metadata=dict(self.record.custom_metadata),
         )
 
-    def step_metadata(self, epoch: int) -> Any:
-        """See `CheckpointManager.metadata`."""
-        reader = self.reader(epoch)
-        if isinstance(reader, StepReader):
-            return reader.step_metadata()
-        handlers = {name: item.handler for name, item in reader.record.items.items() if item.handler}
-        found = attached_metrics.merge(reader.record.metrics, attached_metrics.of_epoch(self.commits, reader.record))
-        record = dataclasses.replace(reader.record, metrics=found)
-        return status.step_metadata(record, handlers, self.item_metadata(epoch))
 
-    def path(self, record: EpochRecord) -> epath.Path:
-        """The folder of an epoch."""
-        return shown_path(self.commits.store.root) / self.commits.folder(record.epoch)
+class NativeReader(CheckpointReader):
+    """Reads an epoch of ours; every block is verified before its bytes are used.
+
+    Args:
+        commits: see CheckpointReader, as the next three.
+        folder: the epoch's.
+        record: the epoch's.
+        context: who restores.
+        pool: reads.
+        verify: False: blocks are not verified, but by `verify`.
+    """
+
+    native: EpochReader
+
+    def __init__(
+        self,
+        commits: Commits,
+        folder: str,
+        record: EpochRecord,
+        context: RestoreContext,
+        pool: Pool,
+        verify: bool = True,
+    ):
+        super().__init__(commits, folder, record, context)
+        self.native = EpochReader(commits.store, folder, record, pool, verify)
+        self.of = functools.cache(self._of)
+
+    def item_kinds(self) -> dict[str, str]:
+        """See CheckpointReader."""
+        return {name: item.kind for name, item in self.record.items.items()}
+
+    def item_handlers(self) -> dict[str, str]:
+        """See CheckpointReader."""
+        return {name: item.handler for name, item in self.record.items.items() if item.handler}
+
+    def restore_item(self, name: str, args: Any) -> Any:
+        """See CheckpointReader."""
+        return items.restore_item(self.native, name, args, self.context)
+
+    def arrays(self, item: str, node: str = "") -> EpochReader:
+        """See CheckpointReader."""
+        source = self.of(item, node)
+        record = source.record.items.get(item)
+        if record is not None and record.kind == "node":
+            raise InvalidArgumentError(f"epoch {self.record.epoch}: item {item!r} is of each node's: name the node")
+        if record is None or record.arrays is None:
+            of = f" of node {node!r}" if node else ""
+            raise UnknownNameError(f"epoch {self.record.epoch}: item {item!r}{of} has no leaves")
+        return source
+
+    def _of(self, item: str, node: str) -> EpochReader:
+        """What reads an item; of each node's own, that node's."""
+        if not node:
+            return self.native
+        number = next((i for i, entry in enumerate(self.record.nodes) if entry.name == node), -1)
+        known = self.record.items.get(item)
+        if self.record.per_node and known is not None and known.kind != "node":
+            return self.native  # all of the epoch is the node's
+        if number < 0 or not self.native.has(number, item):
+            raise InvalidArgumentError(f"epoch {self.record.epoch}: node {node!r} has no item {item!r} of its own")
+        return self.native.of_node(number, item)
+
+    def file(self, item: str, name: str, node: str = "") -> bytes:
+        """See CheckpointReader."""
+        return self.of(item, node).read_file(item, name)
+
+    def status(self) -> EpochStatus:
+        """See CheckpointReader."""
+        nodes = tuple(NodeStatus(n.name, n.nbytes, n.secs) for n in self.record.nodes)
+        return EpochStatus(self.record.epoch, "committed", "", nodes)
+
+    def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
+        """See CheckpointReader."""
+        damage = tuple(self.native.verify_all(progress))
+        view = view_files.check(self.store, self.folder, self.record)
+        if view.absent or view.damage:
+            self.native.check_present("it was being verified")
+        note = NO_VIEW if view.absent else ""
+        return Verification(self.record.epoch, self.record.nbytes, damage, note, tuple(view.damage.values()))
+
+    def _shardings(self, source: ArraySource, item: str) -> Shardings:
+        arrays = source.record.items[item].arrays
+        assert arrays is not None, "callers choose array items"
+        return Shardings(arrays)
+
+    def _files_metadata(self, name: str) -> Any:
+        return items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)
+
+
+def _leaf_metadata(leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
+    """Orbax's metadata of a leaf, one of `ocp.metadata.ArrayMetadata` and its kin; an empty node as it is."""
+    common = {"name": leaf.name, "directory": directory}
+    if leaf.kind in tree_lib.EMPTY_KINDS:
+        return tree_lib.empty_value(leaf.kind)
+    if leaf.kind in ("str", "bytes", "longstr", "longbytes"):
+        return ocp.metadata.StringMetadata(**common)
+    if leaf.dtype is None:
+        dtype = np.dtype({"bool": np.bool_, "int": np.int64, "float": np.float64}.get(leaf.kind, np.complex128))
+        return ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=dtype)
+    sharding, described = shardings.of(leaf), None
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        described = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        described = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
+    return ocp.metadata.ArrayMetadata(**common, shape=leaf.shape, sharding=described, dtype=leaf.dtype)
 
 
 def shown_path(root: str) -> epath.Path:
@@ -150,97 +335,6 @@ def shown_path(root: str) -> epath.Path:
     if not found or scheme in ("gs", "s3"):
         return epath.Path(root)
     return epath.Path(f"/{rest.lstrip('/')}" if scheme == "file" else f"{scheme}:/{rest}")
-
-
-class Browsable:
-    """The members of a manager that only read."""
-
-    _reading: Reading
-    _given_metadata: Mapping[str, Any] | None = None
-
-    def metrics(self, step: int) -> Any:
-        """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None."""
-        return self._reading.metrics(epoch_number(step))
-
-    def save_id(self, epoch: int) -> str:
-        """The id of the attempt that an epoch was committed by: another one once it was replaced, or saved anew.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-        """
-        return self._reading.commits.read_head(epoch_number(epoch)).attempt
-
-    def item_metadata(self, step: int) -> Any:
-        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes.
-
-        Reads one small file, and the files of items whose handlers, not ours, can say something about them.
-        """
-        return self._reading.item_metadata(epoch_number(step))
-
-    def item_kinds(self, epoch: int) -> dict[str, str]:
-        """What kind of thing each item of an epoch is, by item name.
-
-        `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
-        (`NodeSave`). Items of stock Orbax are `arrays` or `files`, as far as their files say.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-        """
-        return self._reading.item_kinds(epoch_number(epoch))
-
-    def metadata(self, step: int | None = None) -> Any:
-        """Orbax's StepMetadata of an epoch, or the directory's RootMetadata: as written there, else `metadata=`."""
-        if step is not None:
-            return self._reading.step_metadata(epoch_number(step))
-        return status.root_metadata(self._reading.commits.store, self._given_metadata)
-
-    def nodes(self, epoch: int) -> list[str]:
-        """Names of the nodes that wrote an epoch; none if stock Orbax wrote it."""
-        return [n.name for n in self._reading.commits.read_record(epoch_number(epoch)).nodes]
-
-    def node_path(self, node: str, epoch: int) -> epath.Path:
-        """The folder of one node's files of a committed epoch.
-
-        Raises:
-            InvalidArgumentError: the epoch has no such node; lists those it has.
-        """
-        return self._reading.node_path(node, epoch_number(epoch))
-
-    def verify(self, epoch: int) -> status.Verification:
-        """Reads every byte of a committed epoch, of all nodes, and compares it with what was written.
-
-        Damage of the Orbax view, by which stock Orbax reads the epoch, is told apart: see `view_damage`, and
-        `epochckpt.repair_view`.
-
-        Stock Orbax keeps no checksums: of its epochs it says whether they are whole and can be read; see `note`.
-        """
-        return self._reading.verify(epoch_number(epoch))
-
-    def source(self, epoch: int) -> tuple[Store, str, EpochReader | None]:
-        """Where an epoch lies, for who copies it: store, folder in it, and a reader unless stock Orbax wrote it.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-        """
-        commits, reader = self._reading.commits, self._reading.reader(epoch_number(epoch))
-        return commits.store, commits.folder(epoch), None if isinstance(reader, StepReader) else reader
-
-    def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
-        """Single leaves of an epoch, as NumPy arrays and Python values; reads only their blocks.
-
-        Args:
-            epoch: its number.
-            patterns: shell patterns of leaf names, for example `params/*/kernel`.
-            item: the item's name; may be left out if the epoch has one item.
-
-        Returns:
-            Values by leaf name.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-            UnknownNameError: one of the patterns matches no leaf; names those that are near.
-        """
-        return self._reading.leaves(epoch_number(epoch), patterns, item)
 
 
 def epoch_number(step: Any) -> int:

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 from epochckpt.commit import Commits, commits_of
 from epochckpt.errors import UnsupportedError
 from epochckpt.manager.reader import epoch_number
-from epochckpt.orbax import OrbaxRecord, StepNames, view_files
+from epochckpt.orbax import StepNames, view_files
 from epochckpt.storage import open_store
 
 
@@ -43,7 +43,7 @@ def repair_view(
 def repair(commits: Commits, epoch: int) -> list[str]:
     """The same in an open directory."""
     record = commits.read_record(epoch)
-    if isinstance(record, OrbaxRecord):
+    if record.stock:
         raise UnsupportedError(
             f"{commits.store.root}: epoch {epoch} was written by stock Orbax: it is no view of something else, and "
             "what is damaged of it cannot be made anew"

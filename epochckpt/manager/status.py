@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
-from epochckpt.arrays import EpochReader, Shardings
 from epochckpt.errors import DamagedError, EpochCheckpointError, kept
-from epochckpt.format import ArrayItem, EpochRecord, Leaf, checksums, paths
-from epochckpt.format import tree as tree_lib
-from epochckpt.orbax import TreeMetadata, view_files
+from epochckpt.format import checksums, paths
 from epochckpt.storage import Store
 
 NO_VIEW = "the Orbax view is not there, as in a copy that left it out: stock Orbax cannot read the epoch, epochckpt can"
@@ -114,84 +109,6 @@ class Verification:
         """Raises the first damage, if there is any."""
         if self.damage:
             raise self.damage[0]
-
-
-def committed(record: EpochRecord) -> EpochStatus:
-    """The status of an epoch with a usable record."""
-    nodes = tuple(NodeStatus(n.name, n.nbytes, n.secs) for n in record.nodes)
-    return EpochStatus(record.epoch, "committed", "", nodes)
-
-
-def verify(reader: EpochReader, progress: Callable[[int], None] = lambda nbytes: None) -> Verification:
-    """Reads every byte of an epoch; `progress` is told how many, piece by piece, from any thread."""
-    damage = tuple(reader.verify_all(progress))
-    view = view_files.check(reader.store, reader.folder, reader.record)
-    if view.absent or view.damage:
-        reader.check_present("it was being verified")
-    note = NO_VIEW if view.absent else ""
-    return Verification(reader.record.epoch, reader.record.nbytes, damage, note, tuple(view.damage.values()))
-
-
-def item_metadata(record: EpochRecord, directory: Any, of_files: Callable[[str, str], Any]) -> Any:
-    """Orbax metadata of every item.
-
-    Args:
-        record: the epoch.
-        directory: its folder.
-        of_files: what the handler of an item, by item and handler name, says of what it wrote.
-
-    Returns:
-        A TreeMetadata per array item, whose leaves are `ocp.metadata.ArrayMetadata` and its kin, usable as a restore
-        target; a Composite of them unless the epoch has one unnamed item.
-    """
-    out = {}
-    for name, item in record.items.items():
-        if item.arrays is not None:
-            out[name] = _tree_metadata(item.arrays, directory / name, item.custom_metadata)
-        else:
-            out[name] = of_files(name, item.handler) if item.kind == "files" else None
-    return out[next(iter(out))] if record.default_item and len(out) == 1 else ocp.args.Composite(**out)
-
-
-def _tree_metadata(item: ArrayItem, directory: Any, custom_metadata: Any) -> Any:
-    shardings = Shardings(item)
-    pairs = [(leaf.path, _leaf_metadata(leaf, shardings, directory)) for leaf in item.leaves]
-    return TreeMetadata(tree_lib.nest(pairs, str(directory)), custom_metadata)
-
-
-def _leaf_metadata(leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
-    common = {"name": leaf.name, "directory": directory}
-    if leaf.kind in tree_lib.EMPTY_KINDS:
-        return {"dict": {}, "list": [], "tuple": ()}.get(leaf.kind)
-    if leaf.kind in ("str", "bytes", "longstr", "longbytes"):
-        return ocp.metadata.StringMetadata(**common)
-    if leaf.dtype is None:
-        return ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=_scalar_dtype(leaf.kind))
-    sharding = shardings.of(leaf)
-    row = None
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        row = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
-    elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        row = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
-    return ocp.metadata.ArrayMetadata(**common, shape=leaf.shape, sharding=row, dtype=leaf.dtype)
-
-
-def _scalar_dtype(kind: str) -> Any:
-    return {"bool": np.dtype(np.bool_), "int": np.dtype(np.int64), "float": np.dtype(np.float64)}.get(
-        kind, np.dtype(np.complex128)
-    )
-
-
-def step_metadata(record: EpochRecord, handlers: Mapping[str, str], items: Any) -> Any:
-    """Orbax's StepMetadata of an epoch, given its items' handlers and metadata."""
-    return ocp.metadata.StepMetadata(
-        item_handlers=dict(handlers),
-        item_metadata=items,
-        metrics=record.metrics or {},
-        init_timestamp_nsecs=record.started_ns,
-        commit_timestamp_nsecs=record.committed_ns,
-        custom_metadata=dict(record.custom_metadata),
-    )
 
 
 def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:

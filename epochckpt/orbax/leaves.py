@@ -1,14 +1,12 @@
-"""The trees of steps that stock Orbax wrote, read without Orbax's handlers: those start jax's backends.
+"""The array items of steps that stock Orbax wrote, read without Orbax's handlers, which start jax's backends.
 
-What Orbax keeps of a tree, all of it JSON: `_METADATA` (keys and types), `array_metadatas` (PRNG keys among the
-arrays), `_sharding`, `_strings.json`. The arrays are zarr (version 2 or 3), each below its name, in an OCDBT database
-or in plain folders (https://google.github.io/tensorstore/driver/zarr/index.html). Before there was a `_METADATA`, the
-tree lay in a msgpack file `checkpoint`, in which `PLACEHOLDER://<name>` stands for an array in a folder.
+Orbax keeps the tree of an item as JSON: `_METADATA` (keys and types), `array_metadatas` (which arrays are typed PRNG
+keys), `_sharding`, `_strings.json`. The arrays are zarr (version 2 or 3), each below its name, in an OCDBT database or
+in plain folders (https://google.github.io/tensorstore/driver/zarr/index.html). Steps that are older than `_METADATA`
+have their tree in a msgpack file `checkpoint`, in which `PLACEHOLDER://<name>` stands for an array in a folder.
 
-The tree of an item that stock Orbax wrote, in our terms: leaves, names and shardings from Orbax's metadata.
-
-Orbax writes every key as text. A key that was a number, as in the states of NNX, gets the name that it has with us;
-where there is a target, a leaf has the name that the target has for it.
+Orbax writes every key of a tree as text. A leaf's path keeps that text; its name is the one that the leaf would have
+with us, where a key that looks like a number is a number, as in the states of NNX.
 """
 
 from __future__ import annotations
@@ -21,14 +19,13 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from epochckpt import _text as naming
+from epochckpt import _text
 from epochckpt.errors import (
     AccessError,
     DamagedError,
@@ -39,101 +36,19 @@ from epochckpt.errors import (
     is_passing,
     unreadable,
 )
-from epochckpt.format import Box, KeyPath, Leaf, flax_msgpack, grid, paths
+from epochckpt.format import ArrayItem, Box, ItemRecord, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import marks, steps
 from epochckpt.storage import Store
 from epochckpt.storage.object_store import errno_in
 
-
-@dataclasses.dataclass(frozen=True)
-class StoredTree:
-    """The tree of an array item.
-
-    Attributes:
-        name: the item.
-        treedef: of Orbax's nested dicts and lists; its keys are text.
-        leaves: as our records would have them, in the order of `treedef`; `sharding` is the leaf's own number. A key
-            that is a number as text is an int in a leaf's path, not so in `treedef`: never build one from the other.
-        found: Orbax's metadata of each leaf.
-        bare: the tree is a single array.
-        values: `found` holds the values themselves: the item is older than Orbax's metadata.
-    """
-
-    name: str
-    treedef: Any
-    leaves: tuple[Leaf, ...]
-    found: list[Any]
-    bare: bool = False
-    values: bool = False
-
-    def nest(self, values: Sequence[Any]) -> Any:
-        """The tree with these leaves."""
-        return values[0] if self.bare else tree_lib.unflatten(self.treedef, values)
-
-    def named_like(self, target: Any) -> tuple[Leaf, ...]:
-        """The leaves under the names that the target has for them: Orbax writes all keys as text."""
-        pairs, _ = tree_lib.flatten(target)
-        names = {tuple(str(key) for _, key in path): tree_lib.leaf_name(path) for path, _ in pairs}
-        return tuple(
-            dataclasses.replace(leaf, name=names.get(tuple(str(key) for _, key in leaf.path), leaf.name))
-            for leaf in self.leaves
-        )
-
-
-def value_types(tree: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
-    """What each leaf was when it was saved, by its keys as text; from an item's `_METADATA`."""
-    return {
-        tuple(str(entry["key"]) for entry in row["key_metadata"]): str(row["value_metadata"]["value_type"])
-        for row in tree["tree_metadata"].values()
-    }
-
-
-def leaves_of(
-    pairs: Sequence[tuple[tree_lib.KeyPath, Any]], types: Mapping[tuple[str, ...], str], impls: Mapping[str, str]
-) -> tuple[Leaf, ...]:
-    """The leaves as our records would have them.
-
-    Args:
-        pairs: key paths, and Orbax's metadata or the values themselves.
-        types: see `value_types`.
-        impls: PRNG implementations of typed keys by Orbax's parameter name.
-    """
-    out = []
-    for number, (path, meta) in enumerate(pairs):
-        impl = impls.get(getattr(meta, "name", None) or "")
-        dtype, shape = getattr(meta, "dtype", None), tuple(getattr(meta, "shape", None) or ())
-        kind = tree_lib.leaf_kind(meta)  # of empty nodes, and of values
-        if isinstance(meta, ocp.metadata.StringMetadata):
-            kind, dtype = "str", None
-        elif isinstance(meta, ocp.metadata.ScalarMetadata):
-            kind, dtype = _scalar_kind(dtype), None
-        elif kind is None and dtype is not None:
-            numpy = types.get(tuple(str(key) for _, key in path)) == "np.ndarray"
-            kind = "prng" if impl is not None else "numpy" if numpy else "jax"
-        elif kind is None:
-            raise UnsupportedError(f"leaf {tree_lib.leaf_name(path)!r} is a {type(meta).__name__} of Orbax's")
-        path = tuple(("k", int(key)) if k == "k" and _is_int(key) else (k, key) for k, key in path)
-        dtype = None if dtype is None else np.dtype(dtype)
-        out.append(Leaf(path, tree_lib.leaf_name(path), kind, dtype, shape, sharding=number, impl=impl))
-    return tuple(out)
-
-
-def _is_int(key: Any) -> bool:
-    """Whether a key was a number, as in the states of NNX: Orbax writes all keys as text."""
-    return isinstance(key, str) and key.isdecimal() and str(int(key)) == key
-
-
-def _scalar_kind(dtype: Any) -> str:
-    return {"b": "bool", "i": "int", "u": "int", "c": "complex"}.get(np.dtype(dtype).kind, "float")
-
-
 UNKNOWN = "unknown"
-"""Kind of a leaf that cannot be looked into: damaged, or written by a type handler of somebody's own."""
+"""Kind of a leaf that cannot be looked into: it is damaged, or a type handler of somebody's own wrote it."""
 
 _EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}  # as Orbax restores them
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 _PLACEHOLDER = "PLACEHOLDER://"
-_BARE = ((("k", "checkpoint"),), "ArrayCheckpointHandler")  # what that handler calls its only leaf
+_BARE_PATH, _BARE_HANDLER = (("k", "checkpoint"),), "ArrayCheckpointHandler"  # what that handler calls its only leaf
 _CACHE_BYTES = 2**32  # bound on decoded chunks that are kept while an array is read through
 _INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database, which is read once then
 _SLACK_BYTES = 2**24  # of the cache: entries take a little more than their chunks
@@ -170,36 +85,38 @@ class OrbaxItem:
         at: the item's folder in it.
         epoch: the step.
         handler: that Orbax recorded; empty if it did not.
+        bare: the caller knows that the item is a single array, as `ArrayCheckpointHandler` writes it.
 
     Raises:
         DamagedError: its metadata is not whole.
         FormatError: its metadata is not what Orbax writes.
     """
 
-    def __init__(self, store: Store, at: str, epoch: int, handler: str = ""):
+    def __init__(self, store: Store, at: str, epoch: int, handler: str = "", bare: bool = False):
         self._store, self._at, self._epoch = store, at, epoch
         self._folder = os.path.join(store.root, at)
         self.custom_metadata: Any = None
         self._fill = self._zarr3 = False
         self._context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}})
         self._ocdbt = store.exists(paths.join(at, marks.OCDBT))
+        self._cached: tuple[str, ts.TensorStore | None] = ("", None)
         try:
             marks.check_files(store, at)
             if store.exists(paths.join(at, marks.TREE_RECORD)):
                 rows = self._recorded(steps.tree_record(store, at, epoch))
             else:
                 rows = self._aggregated()
-            if handler.endswith(_BARE[1]) and [r.leaf.path for r in rows] == [_BARE[0]]:
-                leaf = dataclasses.replace(rows[0].leaf, path=(), name=tree_lib.leaf_name(()))
-                rows = [dataclasses.replace(rows[0], leaf=leaf)]
         except OSError as error:
             raise unreadable(at, error) from error
+        if (bare or handler.endswith(_BARE_HANDLER)) and [row.leaf.path for row in rows] == [_BARE_PATH]:
+            leaf = dataclasses.replace(rows[0].leaf, path=(), name=tree_lib.leaf_name(()))
+            rows = [dataclasses.replace(rows[0], leaf=leaf)]
         self.leaves: tuple[StoredLeaf, ...] = tuple(rows)
 
     @functools.cached_property
     def by_name(self) -> dict[str, StoredLeaf]:
         """The leaves by public name, and by that of their paths."""
-        numbers = naming.either([row.leaf.name for row in self.leaves])
+        numbers = _text.either([row.leaf.name for row in self.leaves])
         return {name: self.leaves[number] for name, number in numbers.items()}
 
     @functools.cached_property
@@ -214,6 +131,28 @@ class OrbaxItem:
                     out[base64.urlsafe_b64decode(key).decode()] = row
         return out
 
+    def record(self, handler: str = "", target: Any = None) -> ItemRecord:
+        """The item as our records would have it; `Leaf.sharding` is the leaf's own number.
+
+        Args:
+            handler: that Orbax recorded.
+            target: leaves get the names that they have in this tree, where a key may be a number or text.
+        """
+        pairs = [] if target is None else tree_lib.flatten(target)[0]
+        names = {tuple(str(key) for _, key in path): tree_lib.leaf_name(path) for path, _ in pairs}
+        leaves = []
+        for row in self.leaves:
+            text = tuple(str(key) for _, key in row.leaf.path)
+            kind = row.leaf.kind if row.leaf.dtype is not None else row.leaf.kind.removeprefix("long")
+            leaves.append(dataclasses.replace(row.leaf, kind=kind, name=names.get(text, row.leaf.name)))
+        arrays = ArrayItem("", tuple(leaves), ())
+        return ItemRecord("arrays", handler, arrays, _Values(self), self.custom_metadata)
+
+    def check(self) -> None:
+        """Raises DamagedError or UnsupportedError if a leaf cannot be looked into."""
+        for row in self.leaves:
+            self._check(row)
+
     # -- metadata ------------------------------------------------------------------------------------------------
 
     def _recorded(self, tree: Mapping[str, Any]) -> list[StoredLeaf]:
@@ -224,7 +163,6 @@ class OrbaxItem:
         self._fill = not tree.get("store_array_data_equal_to_fill_value")
         try:
             entries = [_entry(row) for row in tree["tree_metadata"].values()]
-            types = value_types(tree)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             where = paths.join(self._at, marks.TREE_RECORD)
             raise FormatError(where, f"is not what Orbax writes there: {error!r}") from None
@@ -236,27 +174,24 @@ class OrbaxItem:
         impls = steps.prng_impls(self._store, self._at)
         rows = []
         for (path, value), param in zip(entries, params, strict=True):
-            kind, array = value["value_type"], found.get(param)
+            array = found.get(param)
             problem = array if isinstance(array, str) else ""
             shape, dtype = array if isinstance(array, tuple) else ((), None)
-            common: dict[str, Any] = {"name": param, "directory": None}
-            meta: Any = None
-            if kind in _EMPTY:
-                meta = _EMPTY[kind]
-            elif kind == "string":
-                meta = ocp.metadata.StringMetadata(**common)
+            written, impl = value["value_type"], impls.get(param)
+            if written in _EMPTY:
+                kind = tree_lib.leaf_kind(_EMPTY[written]) or UNKNOWN
+            elif written == "string":
+                kind = "str"
             elif dtype is None:
-                meta = UNKNOWN
-            elif kind == "scalar":
-                meta = ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=dtype)
+                kind = UNKNOWN
+            elif written == "scalar":
+                kind, dtype = {"b": "bool", "i": "int", "u": "int", "c": "complex"}.get(dtype.kind, "float"), None
             else:
-                meta = ocp.metadata.ArrayMetadata(**common, shape=shape, sharding=None, dtype=dtype)
-            if meta is UNKNOWN:
-                leaf = Leaf(path, tree_lib.leaf_name(path), UNKNOWN)
-            else:
-                (leaf,) = leaves_of([(path, meta)], types, impls)
-            written = value["write_shape"]
-            rows.append(StoredLeaf(leaf, param, written, kind if meta is UNKNOWN else None, problem=problem))
+                kind = "prng" if impl is not None else "numpy" if written == "np.ndarray" else "jax"
+            leaf = Leaf(path, _name(path), kind, dtype, () if dtype is None else shape, sharding=len(rows), impl=impl)
+            rows.append(
+                StoredLeaf(leaf, param, value["write_shape"], written if kind == UNKNOWN else None, problem=problem)
+            )
         return rows
 
     def _zarr_metadata(self, params: Sequence[str]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]] | str]:
@@ -297,18 +232,17 @@ class OrbaxItem:
         away = {p: v.removeprefix(_PLACEHOLDER) for p, v in pairs if isinstance(v, str) and v.startswith(_PLACEHOLDER)}
         found = self._zarr_metadata(list(away.values()))
         rows = []
-        for path, value in pairs:
-            if path not in away:
-                (leaf,) = leaves_of([(path, value)], {}, {})
-                rows.append(StoredLeaf(leaf, "", value=value, here=True))
-                continue
-            array = found[away[path]]
+        for number, (path, value) in enumerate(pairs):
+            param, array = away.get(path, ""), found.get(away.get(path, ""))
             if isinstance(array, str):
-                leaf = Leaf(path, tree_lib.leaf_name(path), UNKNOWN)
-                rows.append(StoredLeaf(leaf, away[path], problem=array))
+                leaf = Leaf(path, _name(path), UNKNOWN)
+            elif array is not None:
+                leaf = Leaf(path, _name(path), "jax", array[1], array[0], sharding=number)
             else:
-                leaf = Leaf(path, tree_lib.leaf_name(path), "jax", array[1], array[0])
-                rows.append(StoredLeaf(leaf, away[path]))
+                kind = tree_lib.leaf_kind(value) or UNKNOWN
+                leaf = Leaf(path, _name(path), kind, getattr(value, "dtype", None), getattr(value, "shape", ()))
+            problem = array if isinstance(array, str) else ""
+            rows.append(StoredLeaf(leaf, param, value=None if param else value, here=not param, problem=problem))
         return rows
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -325,7 +259,7 @@ class OrbaxItem:
         if row.here:
             return np.asarray(row.value) if isinstance(row.value, np.ndarray) else row.value
         if leaf.kind in tree_lib.EMPTY_KINDS:
-            return {"dict": {}, "list": [], "tuple": ()}.get(leaf.kind)
+            return tree_lib.empty_value(leaf.kind)
         if leaf.kind == "str":
             return self._text(row)
         with self._tensorstore(leaf.name):
@@ -337,7 +271,7 @@ class OrbaxItem:
             raise DamagedError(self._at, f"has the shape {list(data.shape)}; expected one number", leaf.name)
         return data.item()
 
-    def boxes(self, row: StoredLeaf, boxes: Iterator[Box]) -> Iterator[np.ndarray]:
+    def boxes(self, row: StoredLeaf, boxes: Iterable[Box]) -> Iterator[np.ndarray]:
         """Parts of an array, one after another; decoded chunks are kept as far as the next part needs them.
 
         Args:
@@ -349,23 +283,29 @@ class OrbaxItem:
         """
         self._check(row)
         if row.here:
-            whole = np.asarray(row.value)
             for box in boxes:
-                yield whole[grid.slices(box)]
+                yield np.asarray(row.value)[grid.slices(box)]
             return
-        with self._tensorstore(row.leaf.name):
-            chunks: Sequence[Any] = self._open(row).chunk_layout.read_chunk.shape or ()
-            deep = math.prod(row.leaf.shape[1:]) * (chunks[0] or 1 if chunks else 1)
-            kept = min(deep * np.dtype(row.leaf.dtype).itemsize + _SLACK_BYTES, _CACHE_BYTES)
-            array = self._open(row, kept)
         for box in boxes:
             with self._tensorstore(row.leaf.name):
+                is_whole = grid.box_shape(box) == row.leaf.shape
+                array = self._open(row) if is_whole else self._open_cached(row)
                 data = array[grid.slices(box)].read().result()
             yield np.asarray(data)
 
+    def _open_cached(self, row: StoredLeaf) -> ts.TensorStore:
+        """An array that keeps the decoded chunks of one row of them; the last one stays open for the next part."""
+        param, array = self._cached
+        if array is None or param != row.param:
+            chunks: Sequence[Any] = self._open(row).chunk_layout.read_chunk.shape or ()
+            deep = math.prod(row.leaf.shape[1:]) * (chunks[0] or 1 if chunks else 1)
+            array = self._open(row, min(deep * np.dtype(row.leaf.dtype).itemsize + _SLACK_BYTES, _CACHE_BYTES))
+            self._cached = row.param, array
+        return array
+
     def _check(self, row: StoredLeaf) -> None:
         if row.problem:
-            raise DamagedError(self._at, row.problem, row.leaf.name)
+            raise steps.half_written(self._epoch, self._at, row.problem, row.leaf.name)
         if row.leaf.kind == UNKNOWN:
             raise UnsupportedError(
                 f"leaf {row.leaf.name!r} is of the type {str(row.value)[:80]!r}: only the type handler that wrote it, "
@@ -428,10 +368,32 @@ class OrbaxItem:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
             problem = f"cannot be read: {str(error)[:500]}"
-            raise DamagedError(self._at, problem, name or None) from error
+            raise steps.half_written(self._epoch, self._at, problem, name or None) from error
 
 
-_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+class _Values(Mapping[int, Any]):
+    """The JSON forms of an item's Python leaves by leaf number, each read when it is asked for."""
+
+    def __init__(self, item: OrbaxItem):
+        self._item = item
+
+    def __getitem__(self, number: int) -> Any:
+        return tree_lib.value_to_json(self._item.value(self._item.leaves[number]))
+
+    def __iter__(self) -> Iterator[int]:
+        return (i for i, row in enumerate(self._item.leaves) if row.leaf.kind in tree_lib.VALUE_KINDS)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _name(path: KeyPath) -> str:
+    """The name of the leaf at a path, in which a key that looks like a number is one."""
+    return tree_lib.leaf_name(tuple(("k", int(key)) if k == "k" and _is_number(key) else (k, key) for k, key in path))
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, str) and key.isdecimal() and str(int(key)) == key
 
 
 def _entry(row: Mapping[str, Any]) -> tuple[KeyPath, Mapping[str, Any]]:

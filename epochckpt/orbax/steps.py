@@ -11,7 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from absl import logging
 
@@ -47,6 +47,8 @@ class OrbaxRecord(EpochRecord):
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: Mapping[str, StorageError] = dataclasses.field(default_factory=dict)
     sure: bool = False
+
+    stock: ClassVar[bool] = True
 
     @property
     def names(self) -> list[str]:
@@ -194,13 +196,14 @@ def kind(store: Store, at: str, name: str, record: OrbaxRecord) -> str:
     return "other"
 
 
-def half_written(epoch: int, path: str, problem: str) -> DamagedError:
+def half_written(epoch: int, path: str, problem: str, leaf: str | None = None) -> DamagedError:
     """The error for a step that is not whole: where, what, and what to do."""
     return DamagedError(
         path,
         f"{problem}. Stock Orbax did not finish epoch {epoch}, or files of it were lost or damaged since. Nothing was "
         "changed: restore an older epoch, or repair this one from a whole copy of it. What is left of it may still be "
         f"of use; if nobody needs it, delete({epoch}) removes it",
+        leaf,
     )
 
 

@@ -598,7 +598,7 @@ def test_an_epoch_replaced_under_its_reader_is_deleted_not_damaged(
     with ec.CheckpointManager(directory) as manager:
         assert manager.save(1, args=args(1))
         manager.wait_until_finished()
-        reader = manager._reading.reader(1)
+        reader = manager._readers.open(1).native
         if record_read:
             reader.node_record(0)
         manager.delete(1)
@@ -607,7 +607,7 @@ def test_an_epoch_replaced_under_its_reader_is_deleted_not_damaged(
         manager.wait_until_finished()
         with pytest.raises(EpochDeletedError):
             read(reader)
-        read(manager._reading.reader(1))
+        read(manager._readers.open(1).native)
 
 
 # -- odd places and records ----------------------------------------------------------------------------------------

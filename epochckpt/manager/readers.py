@@ -1,0 +1,72 @@
+"""Opens the epochs of one directory for reading, those of ours and those of stock Orbax alike."""
+
+from __future__ import annotations
+
+import os
+
+from epochckpt._threads import Pool
+from epochckpt.arrays.items import RestoreContext
+from epochckpt.commit import Commits, commits_of
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, FormatError
+from epochckpt.format import EpochRecord
+from epochckpt.manager.orbax_reader import OrbaxReader
+from epochckpt.manager.reader import CheckpointReader, NativeReader
+from epochckpt.manager.status import EpochStatus, Verification
+from epochckpt.orbax import Handlers, OrbaxRecord, StepNames
+from epochckpt.storage import open_store
+
+
+class Readers:
+    """Opens the epochs of one directory.
+
+    Args:
+        commits: the directory's epochs.
+        pool: reads.
+        verify: check every block before its bytes are used.
+        context: who restores; by default one process without handlers of its own.
+    """
+
+    def __init__(self, commits: Commits, pool: Pool, verify: bool = True, context: RestoreContext | None = None):
+        self.commits, self._pool, self._verify = commits, pool, verify
+        self._context = context or RestoreContext(Handlers())
+
+    def elsewhere(self, directory: str | os.PathLike[str], names: StepNames) -> Readers:
+        """The same for another directory."""
+        return Readers(commits_of(open_store(directory), names), self._pool, self._verify, self._context)
+
+    def open(self, epoch: int) -> CheckpointReader:
+        """A reader of one epoch, whose record is read now.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            DamagedError, FormatError: its record cannot be used.
+        """
+        return self.of_record(self.commits.folder(epoch), self.commits.read_record(epoch))
+
+    def of_record(self, folder: str, record: EpochRecord) -> CheckpointReader:
+        """A reader of the epoch that has this record, in this folder."""
+        if isinstance(record, OrbaxRecord):
+            return OrbaxReader(self.commits, folder, record, self._context, self._pool)
+        return NativeReader(self.commits, folder, record, self._context, self._pool, self._verify)
+
+    def verify(self, epoch: int) -> Verification:
+        """Reads every byte of an epoch; a record that cannot be used is damage, too."""
+        try:
+            return self.open(epoch).verify()
+        except EpochNotFoundError:
+            raise
+        except EpochCheckpointError as error:
+            return Verification(epoch, 0, (error,))
+
+    def status(self, epoch: int) -> EpochStatus:
+        """Committed, damaged or absent.
+
+        Raises:
+            AccessError, StorageError: it cannot be told.
+        """
+        try:
+            return self.open(epoch).status()
+        except EpochNotFoundError:
+            return EpochStatus(epoch, "absent")
+        except (DamagedError, FormatError) as error:
+            return EpochStatus(epoch, "damaged", str(error))
