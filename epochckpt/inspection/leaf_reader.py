@@ -17,8 +17,8 @@ from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.inspection import describe
-from epochckpt.manager import Readers, Verification
-from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, NativeReader, ignore
+from epochckpt.manager import CheckpointReader, Readers, Verification
+from epochckpt.manager.reader import PIECE_ELEMENTS, NativeReader, ignore
 
 _THREADS = 4
 
