@@ -12,7 +12,7 @@ place that reads all of them:
 | in them `moving-<id>-<where to>` | epochs on the move: the next run puts them where they belong |
 | `rolled-back-<id>/`, `damaged-<id>/`, the folder that `todelete_subdir` named | epochs that are kept out of sight |
 | `<step>.orbax-checkpoint-tmp*/` | staging of stock Orbax |
-| `upload-*`, `export-*`, `gc-*`, with that suffix | staging of an upload, an export, a removal |
+| `export-*`, `gc-*`, with that suffix | staging of an export, a removal |
 
 Looking at folders that others write to and remove meanwhile: what has vanished is no error, no symlink is followed.
 
@@ -173,7 +173,6 @@ _KEPT = {
     "damaged-": (QUARANTINED, "a damaged epoch that was replaced"),
 }
 _STAGING = {
-    "upload-": (ATTEMPT, "staging of an upload"),
     "export-": (ATTEMPT, "staging of an export"),
     GC_PREFIX: (DELETED, "being removed, or left by a removal that was interrupted"),
 }
@@ -245,12 +244,6 @@ def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: 
     elif paths.TMP_SUFFIX in name:
         for prefix, (kind, detail) in _STAGING.items():
             if name.startswith(prefix) and _TOKEN.search(name):
-                moves = list(placing.on_the_move(store, name)) if store.renames else []
-                for path, where in moves:
-                    said = f"an epoch on the move to {where}: the next upload puts it there"
-                    _add(found, store, path, QUARANTINED, now_ns, (), said)
-                if moves:
-                    return
                 _add(found, store, name, kind, now_ns, (), detail)
                 return
         step = commits.names.parse(name.partition(paths.TMP_SUFFIX)[0])
@@ -314,7 +307,7 @@ def _look_into_staging(commits: Commits, home: str, now_ns: int, found: Leftover
             continue
         tried = _ATTEMPT.match(name)
         if tried:
-            attempt = f"{token}-{tried[2] if node else name}"
+            attempt = f"{token}-{name}"
             row = _attempt(store, path, int(tried[1]), attempt, node, now_ns)
             if row is not None:
                 found.attempts.append(row)

@@ -5,35 +5,31 @@
 | only below `node-<node>-<id>.orbax-checkpoint-tmp/` | uncommitted |
 | `<epoch>/<node>/epoch.json`, with the node's files beside it | committed, for this node alone |
 
-There is no record of the epoch as a whole, and nothing here ever touches another node's folders. POSIX only.
+The commit is that of every other epoch (see `commit.rename`); only the names differ. There is no record of the epoch as
+a whole, and nothing here ever touches another node's folders. POSIX only.
 
 Guarantees:
-- `save` returns when the epoch is durable and committed: staged whole, then one rename. An epoch of this node that has
-  the number already is replaced by it, where nothing fails; otherwise it stays. At any moment one of them is there (on
-  a file system that cannot exchange two folders, such as NFS: is there again when the next job for the node has saved).
-- Two jobs for one node: the one that joined later takes over with its first save, by moving the staging folders that
-  it found when it joined. From then on every rename of the older one fails: it gets FencedError. One that only reads
-  takes nothing over.
-- The directory itself is never created. Nothing is looked at before the first use.
-
-The staging folder of a job that saves epochs of one node by itself, and the order of such jobs.
-
-The folder's name carries the node, so that nobody takes it for another's. A job that joined later takes over with its
-first save: it moves the folders that it found when it joined into its own. Every rename out of them fails from then on.
+- `NodeEpochs.save` returns when the epoch is durable and committed. It replaces an epoch of this node that has the
+  number already; at any moment one of the two is there (on a file system that cannot exchange two folders, such as NFS:
+  is there again when the next job for the node has saved).
+- Of two jobs for one node, the one that joined later takes over with its first save: it moves the staging folders that
+  it found when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that
+  only reads takes nothing over.
+- The directory itself is never created, and nothing is looked at before the first use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import functools
 import os
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads
@@ -42,7 +38,9 @@ from epochckpt.arrays import EpochReader, Planner, items
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json
 from epochckpt.commit import Attempt, placing
-from epochckpt.commit.attempt import NodeWriter, ProcessReport
+from epochckpt.commit.attempt import write_nodes
+from epochckpt.commit.protocol import ReplaceCondition
+from epochckpt.commit.rename import RenameCommits
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -51,101 +49,212 @@ from epochckpt.errors import (
     FormatError,
     NotACheckpointDirectoryError,
     SaveError,
-    UncertainError,
     UnsupportedError,
     as_save_error,
-    say,
-    unreadable,
 )
-from epochckpt.format import EpochRecord, Nodes, parsing, paths, records
+from epochckpt.format import EpochRecord, Nodes, parsing, paths
 from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
-from epochckpt.orbax import Handlers
+from epochckpt.orbax import Handlers, StepNames
 from epochckpt.orbax import options as checks
 from epochckpt.orbax.marks import STEP_RECORD
 from epochckpt.storage import Store, open_store
 
 
-class NodeStaging:
-    """One job's place in a directory, for one node.
+class _NodeNames(StepNames):
+    """`<lead><epoch>/<node>`; no folder of the directory itself is an epoch."""
 
-    Attributes:
-        home: the staging folder, relative to the directory; empty before `join`.
+    def __init__(self, node: str, lead: str):
+        super().__init__(ocp.path.step.standard_name_format())
+        self._lead, self._folder = lead, paths.folder_name(node)
+
+    def build(self, epoch: int) -> str:
+        return paths.join(f"{self._lead}{epoch_number(epoch)}", self._folder)
+
+    def parse(self, name: str) -> None:
+        del name
+
+
+class NodeCommits(RenameCommits):
+    """The epochs of one node, each committed by itself.
+
+    Args:
+        store: the directory; it need not exist yet.
+        node: the node's name.
+        lead: what the folders of epochs begin with, before the number; only for reading.
+
+    Raises:
+        UnsupportedError: the store has no rename.
     """
 
-    def __init__(self, store: Store, node: str):
-        self.store, self.node = store, node
-        self.home, self._older = "", list[str]()
+    def __init__(self, store: Store, node: str, lead: str = ""):
+        if not store.renames:
+            raise UnsupportedError(
+                f"{store.root}: epochs of single nodes need a file system with an atomic rename; expected the path of "
+                "a directory. On object stores use epochckpt.CheckpointManager"
+            )
+        self.node, self._lead = paths.check_node_name(node), lead
+        super().__init__(store, _NodeNames(node, lead))
+        self._older: list[str] = []
+        self._leave: weakref.finalize | None = None
 
     @property
-    def token(self) -> str:
-        """The id in its name."""
-        return self.home.removesuffix(paths.TMP_SUFFIX)[-16:]
+    def _home(self) -> str:
+        return paths.node_staging_folder(self.node, self.incarnation)
 
-    def join(self) -> None:
-        """Takes this job's place in the order of jobs for this node; a save does it if nobody did before.
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def is_committed(self, epoch: int) -> bool:
+        """Whether this node has committed an epoch. False where the directory is missing."""
+        with self.access():
+            return self.store.exists(paths.join(self.folder(epoch), paths.EPOCH_RECORD))
+
+    def list_epochs(self) -> list[int]:
+        """See Commits. Empty where the directory is missing."""
+        try:
+            with self.access():
+                entries = [e for e in self.store.list("") if e.is_folder and e.name.startswith(self._lead)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = [e.name.removeprefix(self._lead) for e in entries]
+        numbers = sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
+        return [n for n in numbers if self.is_committed(n)]
+
+    def read_in(
+        self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+    ) -> EpochRecord | None:
+        """See Commits."""
+        record = super().read_in(folder, epoch, parse)
+        if record is not None and not (record.per_node and record.nodes[0].name == self.node):
+            raise FormatError(
+                paths.join(folder, paths.EPOCH_RECORD),
+                f"is the record of epoch {record.epoch}, node {record.nodes[0].name!r}; expected epoch {epoch} of node "
+                f"{self.node!r} by itself",
+            )
+        return record
+
+    def hidden(self) -> frozenset[int]:
+        """See Commits. Nothing is rolled back here."""
+        return frozenset()
+
+    def _is_orbax(self, folder: str) -> bool:
+        return False
+
+    def _unknown(self, epoch: int) -> EpochNotFoundError:
+        where = f"{self.store.root}{f'/{self._lead}<epoch>' if self._lead else ''}, node {self.node}"
+        return EpochNotFoundError(epoch, where, self.list_epochs())
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def claim(self, epoch: int = 0, continues: str = "") -> None:
+        """Takes this job's place in the order of jobs for this node; `begin` then takes over from those before it.
 
         Raises:
             NotACheckpointDirectoryError: the directory is missing.
             AccessError: it may not be written.
         """
-        if self.home:
+        del epoch, continues
+        if self.incarnation:
             return
-        home = paths.node_staging_folder(self.node, paths.new_id())
+        incarnation = paths.new_id()
+        home = paths.node_staging_folder(self.node, incarnation)
         try:
-            self.store.make_folder(home)
-            # after making our own: of two that join at once, at least one sees the other
-            found = [entry.name for entry in self.store.list("") if entry.name != home]
+            with self.access():
+                self.store.make_folder(home)
+                # listed after our own was made: of two jobs that join at once, at least one sees the other
+                found = [entry.name for entry in self.store.list("") if entry.name != home]
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise self.missing() from error
-        except PermissionError as error:
-            raise self.no_access(error) from error
-        self.home, self._older = home, [name for name in found if paths.parse_node_staging(name) == self.node]
-        weakref.finalize(self, _leave, self.store, home, os.getpid())
+            raise self._missing() from error
+        self.incarnation, self._older = incarnation, [n for n in found if paths.parse_node_staging(n) == self.node]
+        self._leave = weakref.finalize(self, _leave, self.store, home, os.getpid())
 
-    def take_over(self, epoch: int) -> None:
-        """Fences off the jobs for this node that were there when this one joined, and removes what they left."""
-        swept = []
-        for name in self._older:
-            away = placing.take_over(self.store, self.home, name)
-            if not self.store.exists(self.home):
-                raise self.lost(epoch, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.home))
-            if away is not None:
-                swept.append(away)
+    def begin(self, epoch: int, attempt: str) -> None:
+        """See Commits. Fences off the jobs that were there when this one joined, and removes what they left."""
+        moved = [placing.take_over(self.store, self._home, name) for name in self._older]
+        if self._older and not self.store.exists(self._home):
+            raise self.lost(epoch)
         self._older = []
-        for away in swept:
-            _threads.logged("what an earlier job left stays", lambda path=away: self.store.remove_tree(path))
+        for path in filter(None, moved):
+            _threads.logged("what an earlier job left stays", functools.partial(self.store.remove_tree, path))
+        super().begin(epoch, attempt)
 
-    def missing(self) -> EpochCheckpointError:
-        """The error for a directory that is not there."""
+    def node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """See Commits. The node's files lie beside the commit record."""
+        return self._staging(attempt)
+
+    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
+        """See Commits."""
+        return self.make_staging(epoch, attempt)
+
+    def publish(
+        self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
+    ) -> Callable[[], None] | None:
+        """See Commits."""
+
+        def make_room() -> None:
+            with contextlib.suppress(FileExistsError):
+                self.store.make_folder(str(epoch))
+            self._check_place(epoch)
+            self.store.sync_folder("")  # also if another node's job made the folder: it may not have got that far
+            check()
+
+        return super().publish(epoch, attempt, record, make_room, replaces)
+
+    def _check_place(self, epoch: int) -> None:
+        """Refuses to write into somebody else's epoch, or over what is no epoch of this node."""
+        parent, final = str(epoch), self.folder(epoch)
+        for mark in (paths.EPOCH_RECORD, STEP_RECORD):
+            if self.store.exists(paths.join(parent, mark)):
+                raise SaveError(
+                    epoch,
+                    f"{self.store.root}/{parent} is an epoch of a CheckpointManager ({mark} lies in it); nodes that "
+                    "save by themselves need a directory of their own",
+                )
+        if self.store.exists(final) and not self.is_committed(epoch):
+            raise SaveError(
+                epoch,
+                f"{self.store.root}/{final} exists and holds no {paths.EPOCH_RECORD}: not replaced. Move it away",
+            )
+
+    def release(self) -> None:
+        """See Commits. Happens by itself when the object goes away."""
+        if self._leave is not None and self._leave.detach():
+            placing.leave(self.store, self._home)
+
+    def lost(self, epoch: int) -> Any:
+        """See Commits."""
+        if not os.path.isdir(self.store.root):
+            return self._missing()
+        if self.store.exists(self._home):
+            return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
+        return FencedError(
+            epoch,
+            f"a newer job for node {self.node} has taken over {self.store.root}, or somebody has removed the staging "
+            f"folder of this one, {self._home}; this process can no longer save there",
+        )
+
+    def _missing(self) -> EpochCheckpointError:
         found = "is a file" if os.path.lexists(self.store.root) else "does not exist"
         return NotACheckpointDirectoryError(
             f"{self.store.root} {found}; expected a directory, which is never created here: make or mount it"
         )
 
-    def no_access(self, error: OSError) -> EpochCheckpointError:
-        """The error for one that may not be read or written."""
-        return AccessError(f"{self.store.root}: {error}; this user (uid {os.getuid()}) needs read and write access")
-
-    def lost(self, epoch: int, error: OSError) -> EpochCheckpointError:
-        """Why a place to write to is not there any more."""
-        if not os.path.isdir(self.store.root):
-            return self.missing()
-        if self.store.exists(self.home):
-            return SaveError(epoch, f"files of it have disappeared from {self.store.root} ({error})")
-        return FencedError(
-            epoch,
-            f"a newer job for node {self.node} has taken over {self.store.root}, or somebody has removed the staging "
-            f"folder of this one, {self.home}; this process can no longer save there",
-        )
+    @contextlib.contextmanager
+    def access(self) -> Generator[None]:
+        """Turns a PermissionError into an AccessError that says what this user needs."""
+        try:
+            yield
+        except PermissionError as error:
+            raise AccessError(
+                f"{self.store.root}: {error}; this user (uid {os.getuid()}) needs read and write access"
+            ) from error
 
 
 def _leave(store: Store, home: str, pid: int) -> None:
     """Removes a job's staging folder at its end."""
-    if os.getpid() != pid:  # a fork of it ends
-        return
-    with suppress(OSError):
-        placing.leave(store, home)
+    if os.getpid() == pid:  # else a fork of it ends
+        with contextlib.suppress(OSError):
+            placing.leave(store, home)
 
 
 class NodeEpochs:
@@ -164,54 +273,22 @@ class NodeEpochs:
     def __init__(
         self, prefix: str | os.PathLike[str], node: str, options: StorageOptions | None = None, *, lead: str = ""
     ):
-        self.node, self._lead = paths.check_node_name(node), lead
-        self.store = open_store(prefix)
-        if not self.store.renames:
-            raise UnsupportedError(
-                f"{self.store.root}: epochs of single nodes need a file system with an atomic rename; expected the "
-                "path of a directory. On object stores use epochckpt.CheckpointManager"
-            )
-        self.options = options or StorageOptions()
-        self._pool = _threads.Pool(self.options.io_threads)
-        self._staging, self._ordinal = NodeStaging(self.store, self.node), 0
+        self.commits = NodeCommits(open_store(prefix), node, lead)
+        self._options = dataclasses.replace(options or StorageOptions(), orbax_view=False)
+        self._pool = _threads.Pool(self._options.io_threads)
+        self._tries = 0
 
     @functools.cached_property
     def _nodes(self) -> Nodes:
-        return Nodes((self.node,), ids=(jax.process_index(),))  # not before it is used: it starts jax's backend
+        return Nodes((self.commits.node,), ids=(jax.process_index(),))  # not before it is used: starts jax's backend
 
     @functools.cached_property
-    def _here(self) -> RestoreContext:
+    def _context(self) -> RestoreContext:
         return RestoreContext(Handlers(), self._nodes)
 
     @functools.cached_property
     def _planner(self) -> Planner:
-        return Planner(self._nodes, self.options, self.options.part_bytes)
-
-    # -- reading -------------------------------------------------------------------------------------------------
-
-    def folder(self, epoch: int) -> str:
-        """Where an epoch of this node lies, relative to the directory."""
-        return paths.join(f"{self._lead}{epoch_number(epoch)}", paths.folder_name(self.node))
-
-    def exists(self, epoch: int) -> bool:
-        """Whether this node has committed an epoch. False where the directory is missing."""
-        path = paths.join(self.folder(epoch), paths.EPOCH_RECORD)
-        try:
-            return self.store.exists(path)
-        except PermissionError as error:
-            raise self._staging.no_access(error) from error
-
-    def epochs(self) -> list[int]:
-        """The epochs that this node has committed, ascending."""
-        try:
-            entries = [e for e in self.store.list("") if e.is_folder and e.name.startswith(self._lead)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except PermissionError as error:
-            raise self._staging.no_access(error) from error
-        names = [e.name.removeprefix(self._lead) for e in entries]
-        numbers = sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
-        return [n for n in numbers if self.exists(n)]
+        return Planner(self._nodes, self._options, self._options.part_bytes)
 
     def reader(self, epoch: int) -> EpochReader:
         """A reader of one epoch; its record, which has the items and the custom metadata, is read now.
@@ -220,25 +297,8 @@ class NodeEpochs:
             EpochNotFoundError: this node has no such epoch; lists those that it has.
             DamagedError, FormatError: its record cannot be used.
         """
-        folder = self.folder(epoch)
-        path = paths.join(folder, paths.EPOCH_RECORD)
-        try:
-            data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
-        except (FileNotFoundError, NotADirectoryError):
-            where = f"{self.store.root}{f'/{self._lead}<epoch>' if self._lead else ''}, node {self.node}"
-            raise EpochNotFoundError(epoch, where, self.epochs()) from None
-        except ValueError as error:
-            raise FormatError(path, str(error)) from None
-        except OSError as error:
-            raise unreadable(path, error) from error
-        record = parsing.parse_epoch(path, data)
-        if not record.per_node or (record.epoch, record.nodes[0].name) != (epoch, self.node):
-            raise FormatError(
-                path,
-                f"is the record of epoch {record.epoch}, node {record.nodes[0].name!r}; expected epoch {epoch} of "
-                f"node {self.node!r} by itself",
-            )
-        return EpochReader(self.store, folder, record, self._pool, self.options.verify)
+        commits, record = self.commits, self.commits.read_record(epoch)
+        return EpochReader(commits.store, commits.folder(epoch), record, self._pool, self._options.verify)
 
     def restore(self, reader: EpochReader, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Restores chosen items; reads only their bytes, and verifies them.
@@ -247,18 +307,7 @@ class NodeEpochs:
             reader: of the epoch.
             wanted: by item, what to restore it as: an argument such as `StandardRestore`, or None for as saved.
         """
-        return {name: items.restore_item(reader, name, args, self._here) for name, args in wanted.items()}
-
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def join(self) -> None:
-        """Takes this job's place in the order of jobs for this node; a save does it if nobody did before.
-
-        Raises:
-            NotACheckpointDirectoryError: the directory is missing.
-            AccessError: it may not be written.
-        """
-        self._staging.join()
+        return {name: items.restore_item(reader, name, args, self._context) for name, args in wanted.items()}
 
     def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> EpochRecord:
         """Saves an epoch of this node; durable and committed on return.
@@ -278,99 +327,41 @@ class NodeEpochs:
             FencedError: a newer job for this node has taken over.
             SaveError: it was not committed.
         """
-        epoch = epoch_number(epoch)
-        wanted = items.to_save(args, self._here.handlers)
+        commits, epoch = self.commits, epoch_number(epoch)
+        wanted = items.to_save(args, self._context.handlers)
         items.check_names([item.name for item in wanted], (), ())
-        self._staging.join()
+        commits.claim(epoch)
+        self._tries += 1
         attempt = Attempt(
             epoch,
-            0,
-            Deadline(self.options.save_timeout_secs),
+            self._tries,
+            Deadline(self._options.save_timeout_secs),
             default_item=not checks.is_multi(args),
             custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
             snapshot=dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot(),
         )
-        self._ordinal += 1
-        staging = paths.join(self._staging.home, f"{epoch}-{self._ordinal}")
+        identity = f"{commits.incarnation}-{attempt.name}"
         try:
-            self._staging.take_over(epoch)
-            record = self._stage(attempt, staging)
-            self._publish(record, staging)
-        except EpochCheckpointError:
-            raise
-        except FileNotFoundError as error:
-            raise self._staging.lost(epoch, error) from error
-        except PermissionError as error:
-            raise self._staging.no_access(error) from error
+            with commits.access():
+                record, remove = self._commit(attempt, identity)
         except Exception as error:
-            raise as_save_error(epoch, error) from error
+            _threads.logged("the remains of a save stay", lambda: commits.discard(epoch, identity))
+            if isinstance(error, EpochCheckpointError):
+                raise
+            lost = isinstance(error, FileNotFoundError)
+            raise (commits.lost(epoch) if lost else as_save_error(epoch, error)) from error
         finally:
             attempt.snapshot.drop()
-            _threads.logged("the remains of a save stay", lambda: self.store.remove_tree(staging))
-        logging.info("%s: epoch %d of node %s committed", self.store.root, epoch, self.node)
+        if remove is not None:
+            _threads.logged("what was replaced stays", remove)
+        logging.info("%s: epoch %d of node %s committed", commits.store.root, epoch, commits.node)
         return record
 
-    def _stage(self, attempt: Attempt, staging: str) -> EpochRecord:
-        """Writes all of an epoch, durably."""
-        attempt_id = f"{self._staging.token}-{self._ordinal}"
-        self.store.make_folder(staging)
-        node = NodeWriter(self.store, staging, attempt, self._nodes, 0, self.options.block_bytes)
-        node.write_arrays(self._pool)
-        attempt.snapshot.trees = []  # their memory need not wait for handlers
-        node.write_files()
-
-        def seal(folders: list[str], data: bytes) -> None:
-            for path in folders:
-                self.store.sync_folder(paths.join(staging, path))
-            self.store.create(paths.join(staging, paths.NODE_RECORD), data)
-
-        attempt.reports[0] = ProcessReport(attempt.plan, (node.seal(attempt_id, seal),))
-        record = attempt.record(attempt_id, objects=False, per_node=True)
-        self.store.create(paths.join(staging, paths.EPOCH_RECORD), record.to_bytes())
-        self.store.sync_folder(staging)
-        return record
-
-    def _publish(self, record: EpochRecord, staging: str) -> None:
-        """Makes a staged epoch visible, durably."""
-        parent, final = str(record.epoch), self.folder(record.epoch)
-        with suppress(FileExistsError):
-            self.store.make_folder(parent)
-        self._check_place(record.epoch)
-        self.store.sync_folder("")  # also if another node's job made it: nobody knows how far that one is
-        home, replaced = self._staging.home, None
-        try:
-            replaced = placing.put(self.store, home, staging, final, replace=self.exists(record.epoch))
-        except FileNotFoundError:
-            raise
-        except OSError as error:  # over a network the rename may have happened although it reports an error
-            if not self._is_there(record, error):
-                raise SaveError(record.epoch, f"renaming it to {self.store.root}/{final} failed: {error}") from error
-        placing.settle(self.store, home, record.epoch, final, replaced)
-        if replaced is not None:
-            _threads.logged("what was replaced stays", lambda: self.store.remove_tree(replaced))
-
-    def _check_place(self, epoch: int) -> None:
-        """Refuses to write into somebody else's epoch, or over what is no epoch of this node."""
-        parent, final = str(epoch), self.folder(epoch)
-        for mark in (paths.EPOCH_RECORD, STEP_RECORD):
-            if self.store.exists(paths.join(parent, mark)):
-                raise SaveError(
-                    epoch,
-                    f"{self.store.root}/{parent} is an epoch of a CheckpointManager ({mark} lies in it); nodes that "
-                    "save by themselves need a directory of their own",
-                )
-        if self.store.exists(final) and not self.exists(epoch):
-            raise SaveError(
-                epoch,
-                f"{self.store.root}/{final} exists and holds no {paths.EPOCH_RECORD}: not replaced. Move it away",
-            )
-
-    def _is_there(self, record: EpochRecord, error: OSError) -> bool:
-        """See `Commits.is_there`."""
-        try:
-            return self.reader(record.epoch).record.attempt == record.attempt
-        except EpochNotFoundError:
-            return False
-        except (EpochCheckpointError, OSError) as problem:
-            reason = f"{say(error)}; and what is there now cannot be read ({problem})"
-            raise UncertainError(record.epoch, reason) from error
+    def _commit(self, attempt: Attempt, identity: str) -> tuple[EpochRecord, Callable[[], None] | None]:
+        """Writes and publishes; returns also what removes the epoch that was replaced."""
+        commits, epoch = self.commits, attempt.epoch
+        commits.begin(epoch, identity)
+        attempt.reports[0] = write_nodes(commits, self._nodes, attempt, identity, self._options, self._pool)
+        record = attempt.record(identity, objects=False, per_node=True)
+        replaces = ReplaceCondition(commits.read_attempt(epoch)) if commits.is_committed(epoch) else None
+        return record, commits.publish(epoch, identity, record.to_bytes(), lambda: None, replaces)

@@ -292,7 +292,7 @@ class CheckpointManager(Manager):
 
     def has_epoch(self, epoch: int) -> bool:
         """Whether this node has committed an epoch (not in Caffe2)."""
-        return self._epochs.exists(epoch)
+        return self._epochs.commits.is_committed(epoch)
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
         """The `notes` that an epoch was saved with; None if this node has no such epoch (not in Caffe2)."""
@@ -335,7 +335,7 @@ class CheckpointManager(Manager):
         else:
             self._blob_names = list(_items_by_blob(self._at(path_prefix).reader(epoch)))
         try:
-            self._epochs.join()
+            self._epochs.commits.claim()
         except OSError as error:  # a job trains to its end without its directory; every save will say it again
             logging.warning("nothing can be saved for node %s: %s", self._node_name, error)
         return list(self._blob_names)

@@ -1,13 +1,8 @@
 """`CopyUpload`: the last epoch of a run, copied to another directory.
 
-When is a copy visible? On a file system it is staged in `upload-<attempt>-<id>.orbax-checkpoint-tmp/` and renamed to
-its name when all of it is durable; where another epoch gives way, the two are exchanged. On stores without rename the
-files have the attempt in their names, and `epoch.json` is put, if absent, last. Nobody sees a copy before that, and a
-killed one leaves nothing that is taken for an epoch.
-
-What uploads have in common: the place where a copy is made, what is in its way, and what a failed one leaves.
-
-Uploads of epochs that exist per node (see `node_epochs`): every node's copy is made, and appears, by itself.
+An upload is a commit in the other directory (see `commit.protocol`): it claims that directory, stages the copy, and
+publishes it. Only the bytes are not new: they are those of the epoch, and so is the attempt. Nobody sees a copy before
+it is published, and what a killed upload leaves is swept by whoever claims the directory next.
 """
 
 from __future__ import annotations
@@ -16,27 +11,31 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
+import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt._threads import Pool
 from epochckpt.arrays import EpochReader
-from epochckpt.commit import coordination, placing
+from epochckpt.commit import Commits, commits_of, coordination
+from epochckpt.commit.protocol import ReplaceCondition
+from epochckpt.commit.rename import RenameCommits
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     EpochExistsError,
     FormatError,
     InvalidArgumentError,
+    SaveError,
+    UncertainError,
     UnsupportedError,
     UploadError,
     say,
 )
-from epochckpt.format import EpochRecord, paths
-from epochckpt.jobs.caffe2_epochs import NodeEpochs
+from epochckpt.format import paths
+from epochckpt.jobs.caffe2_epochs import NodeCommits, NodeEpochs
 from epochckpt.jobs.caffe2_managers import CheckpointManager as OneNodeManager
 from epochckpt.jobs.caffe2_managers import Manager, MultiNodeCheckpointManager
 from epochckpt.jobs.exchange import Exchange
@@ -44,271 +43,53 @@ from epochckpt.jobs.job import Task, TaskGroup, joining
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager, copy
-from epochckpt.manager import copy as copying
 from epochckpt.manager.reader import epoch_number
+from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
 
-PREFIX = "upload-"
-
-
-@contextlib.contextmanager
-def said(epoch: int, destination: str) -> Generator[None]:
-    """Says of what a store refuses that it is this upload."""
-    try:
-        yield
-    except EpochCheckpointError:
-        raise
-    except FileNotFoundError as error:
-        reason = f"{say(error)} (another upload has begun there, or not all nodes see the same folder)"
-        raise UploadError(epoch, destination, reason) from error
-    except OSError as error:
-        raise UploadError(epoch, destination, say(error)) from error
-
-
-def is_there(target: Store, folder: str, epoch: int, attempt: str, replace: bool) -> tuple[bool, EpochRecord | None]:
-    """Whether an attempt is in a folder of the destination already, whole.
-
-    Args:
-        target: the destination.
-        folder: the epoch's folder there.
-        epoch: its number.
-        attempt: the attempt.
-        replace: another attempt may give way.
-
-    Returns:
-        Whether it is there, and what is to give way.
-
-    Raises:
-        EpochExistsError: something else is there.
-    """
-    if not target.exists(folder if target.renames else paths.join(folder, paths.EPOCH_RECORD)):
-        return False, None
-    try:
-        record = copy.record_in(target, folder)
-    except (DamagedError, FormatError) as error:
-        raise in_the_way(target, folder, epoch, f"not readable: {error}") from error
-    if record is None:
-        raise in_the_way(target, folder, epoch, "no epoch")
-    if record.attempt != attempt:
-        if not replace:
-            raise in_the_way(target, folder, epoch, f"another one (attempt {record.attempt})")
-        return False, record
-    try:
-        copy.check(target, folder, record)
-    except DamagedError as error:
-        logging.warning("%s: the copy of epoch %d is made anew, it is not whole: %s", target.root, epoch, error)
-        return False, None
-    return True, None
-
-
-def in_the_way(target: Store, folder: str, epoch: int, found: str) -> EpochExistsError:
-    """The error for what lies where an epoch is to go."""
-    return EpochExistsError(
-        f"{target.root} has {folder} already, which is {found}. Nothing there was changed: delete it or move it away, "
-        f"upload epoch {epoch} to another destination, or replace epochs with CopyUpload(…, replace=True)"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """An epoch where it is: a store, the folder in it, and who reads it; nobody if stock Orbax wrote it."""
-
-    store: Store
-    folder: str
-    reader: EpochReader | None
-
-
-class Copy:
-    """One copy in the making.
-
-    Args:
-        target: where it goes.
-        staging: the folder that it is written to.
-        place: the folder that it becomes.
-    """
-
-    def __init__(self, target: Store, staging: str, place: str):
-        self.target, self.staging, self.place = target, staging, place
-        self.source: Source | None = None
-        self._done: set[str] = set()
-
-    def nodes(self, wanted: set[str]) -> None:
-        """Copies the folders of nodes that are not copied yet."""
-        assert self.source is not None, "it was found"
-        reader = self.source.reader
-        for number, entry in enumerate(reader.record.nodes if reader is not None else ()):
-            if reader is not None and entry.name in wanted - self._done:
-                copy.copy_node(reader, number, self.target, self.staging)
-                self._done.add(entry.name)
-
-    def publish(self, old: EpochRecord | None) -> None:
-        """Copies what belongs to no node, and makes the copy visible, in place of an old one if there is one."""
-        assert self.source is not None, "it was found"
-        reader = self.source.reader
-        if reader is None:
-            copy.copy_tree(self.source.store, self.source.folder, self.target, self.staging)
-            self._rename()
-            return
-        record = copy.copy_view(reader, self.target, self.staging)
-        try:
-            copy.check(self.target, self.staging, record)
-        except DamagedError as error:  # on stores without rename a manager that is opened there clears up, too
-            reason = f"the copy is not whole: {error}"
-            raise UploadError(record.epoch, self.target.root, reason) from error
-        reader.check_present("it was being uploaded")
-        path = paths.join(self.staging, paths.EPOCH_RECORD)
-        if self.target.renames:
-            self.target.create(path, record.to_bytes())
-            self.target.sync_folder(self.staging)
-            self._rename()
-            return
-        if old is not None:
-            self.target.remove(path)
-        self.target.create(path, record.to_bytes())
-        if old is not None:
-            _threads.logged(
-                f"{self.target.root}: an epoch that was replaced", lambda: remove_objects(self.target, self.place, old)
-            )
-
-    def _rename(self) -> None:
-        home = self.staging.rpartition("/")[0]
-        # a copy that is not whole, or is to give way: nothing else was let through
-        there = self.target.exists(self.place)
-        old = placing.put(self.target, home, self.staging, self.place, replace=there)
-        self.target.sync_folder("")
-        if old is not None:
-            self.target.sync_folder(home)
-        _threads.logged(f"{self.target.root}: what was replaced", lambda: sweep(self.target))
-
-    def give_up(self) -> None:
-        """Removes what there is of it, as long as nobody can see it."""
-        reader = self.source.reader if self.source is not None else None
-        if self.target.renames:
-            sweep(self.target)
-        elif reader is not None and not self.target.exists(paths.join(self.place, paths.EPOCH_RECORD)):
-            remove_objects(self.target, self.place, copy.record_for(reader.record, self.target))
-
-
-def stage(target: Store, label: str) -> str:
-    """Makes room for a copy on a store with rename: a home (see `placing`); returns the copy's folder, not yet made."""
-    home = f"{PREFIX}{label}{paths.new_id()}{paths.TMP_SUFFIX}"
-    target.make_folder(home)
-    return paths.join(home, "copy")
-
-
-def sweep(target: Store, label: str = "") -> None:
-    """Removes what killed uploads left; renamed first, so that one that is not dead after all fails.
-
-    An epoch that was on its way out when its upload was killed, and that nothing replaced, goes back to its place.
-
-    Args:
-        target: the destination.
-        label: only those that were staged with this label; empty: all.
-    """
-    if not target.renames:
-        return
-    ours = re.compile(f"{PREFIX}{re.escape(label)}{'[0-9a-f]{16}' if label else '.*'}{re.escape(paths.TMP_SUFFIX)}")
-    for entry in target.list(""):
-        if entry.is_folder and ours.fullmatch(entry.name):
-            home = f"{PREFIX}{label}{paths.new_id()}{paths.TMP_SUFFIX}"
-            target.rename(entry.name, home)
-            placing.leave(target, home)
-
-
-def remove_objects(target: Store, folder: str, record: EpochRecord) -> None:
-    """Stores without rename: removes the files of one attempt, but for its record."""
-    for number in range(len(record.nodes)):
-        target.remove_tree(paths.join(folder, record.node_folder(number)))
-
-
-def node_by_node(epoch: int, manager: Manager, destination: str, replace: bool) -> TaskGroup:
-    """The task group that copies an epoch of Caffe2's managers.
-
-    Args:
-        epoch: its number.
-        manager: who has it.
-        destination: the other directory.
-        replace: another epoch of that number gives way.
-
-    Raises:
-        UnsupportedError: the destination has no atomic rename.
-    """
-    target = open_store(destination)
-    if not target.renames:
-        raise UnsupportedError(f"{destination}: epochs of single nodes are copied only to a directory of a file system")
-    if target.root == open_store(manager.db_prefix).root:
-        raise InvalidArgumentError(f"destination {destination} is the checkpoint directory itself; choose another")
-
-    def copy(workspace: Workspace) -> None:
-        for node in _nodes(manager, workspace.node):
-            with said(epoch, destination):
-                _copy(NodeEpochs(manager.db_prefix, node), epoch, target, replace)
-
-    with joining(group := TaskGroup("upload")):
-        Task(copy, name="copy the node's folder")
-    return group
-
-
-def _nodes(manager: Manager, here: str) -> list[str]:
-    """The names that a manager has for the node whose turn it is; none if it does not checkpoint it."""
-    if isinstance(manager, MultiNodeCheckpointManager):
-        return [node for node, _ in manager.node_managers if node == here]
-    assert isinstance(manager, OneNodeManager), "there are two"
-    return [manager.node_name] if manager.runs_on in (None, here) else []
-
-
-def _copy(epochs: NodeEpochs, epoch: int, target: Store, replace: bool) -> None:
-    found = epochs.reader(epoch)
-    reader = EpochReader(found.store, found.folder, found.record, found.pool, verify=True)
-    label = f"{paths.folder_name(epochs.node)}-"
-    target.make_root()
-    sweep(target, label)
-    there, _ = is_there(target, reader.folder, epoch, reader.record.attempt, replace)
-    if there:
-        logging.info("epoch %d of node %s is in %s already", epoch, epochs.node, target.root)
-        return
-    staging = stage(target, label)
-    home = staging.rpartition("/")[0]
-    try:
-        copying.copy_node(reader, 0, target, staging)
-        reader.check_present("it was being uploaded")
-        target.create(paths.join(staging, paths.EPOCH_RECORD), reader.record.to_bytes())
-        target.sync_folder(staging)
-        with contextlib.suppress(FileExistsError):  # another node was quicker
-            target.make_folder(str(epoch))
-        target.sync_folder("")
-        # what is there is a copy that is not whole, or is to give way: nothing else was let through
-        placing.put(target, home, staging, reader.folder, replace=target.exists(reader.folder))
-        target.sync_folder(str(epoch))
-    finally:
-        _threads.logged(f"{target.root}: what is left of an upload", lambda: sweep(target, label))
-    logging.info("epoch %d of node %s was uploaded to %s", epoch, epochs.node, target.root)
-
-
 _THREADS = 2
+_NUMBERED = re.compile(r"(?:(.+)_)?(\d+)\Z")
 
 
 class CopyUpload(UploadTaskGroupBuilder):
     """Copies an epoch to another directory, which is a checkpoint directory like any other then.
 
     Every node copies its own folder; when all have, the primary adds what belongs to the epoch as a whole and makes the
-    copy visible, atomically and durably. It has the epoch's attempt, its folder has the same name as at home, and on a
-    file system stock Orbax reads it, too.
+    copy visible, atomically and durably. The copy has the epoch's attempt, its folder has the same name as at home, and
+    on a file system stock Orbax reads it, too.
 
-    Checked is every byte of the epoch on its way, with the checksums that it was saved with, and, before the copy
-    becomes visible, that it has all files in their length. What has been written is not read back: that is what
-    `verify` of a manager of the destination does. Steps of stock Orbax have no checksums.
+    Every byte of the epoch is compared on its way with the checksums that it was saved with. Before the copy becomes
+    visible, all its files are there in their length. What has been written is not read back: `verify` of a manager of
+    the destination does that. Steps of stock Orbax have no checksums.
 
     Doing it again changes nothing if the copy is there, all files in their length; one that lacks something is made
-    anew. What a killed upload left is removed by the next one: one job at a time uploads to a destination. All nodes
-    must see it under the same name.
+    anew. An upload writes to the destination as a run does: it takes over from whoever wrote there before, and removes
+    what a killed upload left. All nodes must see the destination under the same name.
 
     Memory is bounded by blocks; on stores without rename, which take a file whole, by the largest file of a node (see
     `StorageOptions.part_bytes`).
 
-    Works with `epochckpt.CheckpointManager` and, from a file system to a file system, with stock Orbax's, where the
-    primary copies the step's folder, and with those of `epochckpt.caffe2`, where each node's copy appears by itself, as
-    `<epoch>/<node>`, and the destination is a `db_prefix` then.
+    Works with `epochckpt.CheckpointManager`; with stock Orbax's manager from a file system to a file system, where the
+    primary copies the step's folder; and with the managers of `epochckpt.caffe2`, where each node's copy appears by
+    itself, as `<epoch>/<node>`, and the destination is a `db_prefix` then.
+
+    >>> import numpy as np
+    >>> import epochckpt as ec
+    >>> job = ec.Job()
+    >>> @job.init
+    ... def init(ws):
+    ...     ws["total"] = np.zeros(3)
+    >>> @job.epoch
+    ... def epoch(ws):
+    ...     ws["total"] = ws["total"] + 1
+    >>> job.stop_when(ec.stop.max_epochs(2))
+    >>> with ec.CheckpointManager("run") as manager:
+    ...     runner = ec.JobRunner(job, manager, upload_task_group_builder=ec.CopyUpload("final"))
+    ...     runner.train(ec.LocalSession())
+    2
+    >>> with ec.CheckpointManager("final") as manager:
+    ...     manager.all_steps(), manager.verify(2).ok
+    ([2], True)
 
     Args:
         destination: a path, or a URL that TensorStore knows; made if missing.
@@ -332,33 +113,205 @@ class CopyUpload(UploadTaskGroupBuilder):
         When it runs it raises on every process alike:
 
         - EpochExistsError: the destination has another epoch of this number, or something that cannot be read.
-        - UploadError: the destination refused, or is out of reach of a node.
+        - UploadError: the destination refused, is out of reach of a node, or was claimed by another run meanwhile.
         - DamagedError: bytes differ from what was saved.
         - CoordinationTimeoutError: a node did not finish in time; names it.
 
         Args:
             epoch: its number; it is committed.
-            checkpoint_manager: who has it.
+            checkpoint_manager: the manager that has it.
 
         Raises:
             InvalidArgumentError: that is no manager that can be copied from, or the destination lies in its directory.
         """
+        epoch = epoch_number(epoch)
         if isinstance(checkpoint_manager, Manager):
-            return node_by_node(epoch_number(epoch), checkpoint_manager, self.destination, self.replace)
-        upload = _Upload(epoch_number(epoch), checkpoint_manager, self)
+            tasks = {"copy the node's folder": _node_upload(epoch, checkpoint_manager, self)}
+        else:
+            upload = _Upload(epoch, checkpoint_manager, self)
+            tasks = {
+                "begin upload": upload.begin,
+                "copy the node's folder": upload.copy_node,
+                "finish upload": upload.finish,
+            }
         with joining(group := TaskGroup("upload")):
-            Task(upload.begin, name="begin upload")
-            Task(upload.copy, name="copy the node's folder")
-            Task(upload.finish, name="finish upload")
+            for name, task in tasks.items():
+                Task(task, name=name)
         return group
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """An epoch where it is: a store, the folder in it, and its reader; None if stock Orbax wrote it."""
+
+    epoch: int
+    store: Store
+    folder: str
+    reader: EpochReader | None
+
+    @classmethod
+    def of(cls, epoch: int, found: EpochReader) -> _Source:
+        """An epoch of ours, every byte of which is verified."""
+        reader = EpochReader(found.store, found.folder, found.record, _threads.Pool(_THREADS), verify=True)
+        return cls(epoch, found.store, found.folder, reader)
+
+    @property
+    def names(self) -> StepNames:
+        """The format of the folder's name."""
+        found = _NUMBERED.match(self.folder)
+        prefix, number = (found[1], found[2]) if found else (None, "")
+        length = len(number) if number.startswith("0") and len(number) > 1 else None
+        name_format = ocp.path.step.standard_name_format(step_prefix=prefix, step_format_fixed_length=length)
+        return StepNames(name_format)
+
+
+class _Copy:
+    """One copy in the making.
+
+    Args:
+        source: the epoch.
+        commits: the epochs of the destination.
+    """
+
+    def __init__(self, source: _Source, commits: Commits):
+        self._source, self.commits = source, commits
+        self._replaces: ReplaceCondition | None = None
+        self._done: set[str] = set()
+
+    @property
+    def _attempt(self) -> str:
+        reader = self._source.reader
+        return f"{self.commits.incarnation}-{self._source.epoch}-0" if reader is None else reader.record.attempt
+
+    def begin(self, replace: bool) -> bool:
+        """On the primary: claims the destination and makes room for the copy.
+
+        Args:
+            replace: another epoch of this number may give way.
+
+        Returns:
+            False if the destination has this very epoch, whole.
+
+        Raises:
+            EpochExistsError: something else is there.
+        """
+        epoch, commits, store = self._source.epoch, self.commits, self.commits.store
+        commits.claim(epoch, continues=self._attempt)
+        try:
+            commits.begin(epoch, self._attempt)
+            if self._is_there(replace):
+                logging.info("epoch %d is in %s already", epoch, paths.join(store.root, commits.folder(epoch)))
+                commits.release()
+                return False
+            if not store.renames:  # the copy's objects have the names of those that an earlier upload has left
+                if self._replaces is not None and self._replaces.attempt == self._attempt:
+                    commits.hide(epoch)()
+                    self._replaces = None
+                commits.discard(epoch, self._attempt)
+        except Exception as error:
+            self.give_up(error)
+            raise
+        return True
+
+    def _is_there(self, replace: bool) -> bool:
+        """Whether this epoch is there, whole. What is to give way is in `_replaces` then."""
+        source, store = self._source, self.commits.store
+        folder = self.commits.folder(source.epoch)
+        if not store.exists(folder if store.renames else paths.join(folder, paths.EPOCH_RECORD)):
+            return False
+        if source.reader is None:
+            if copy.same_step(source.store, store, folder):
+                return True
+            if not replace:
+                raise self._in_the_way("another step, or not whole")
+            self._replaces = ReplaceCondition(None)
+            return False
+        try:
+            record = self.commits.read_in(folder, source.epoch)
+        except (DamagedError, FormatError) as error:
+            raise self._in_the_way(f"not readable: {error}") from error
+        if record is None:
+            raise self._in_the_way("no epoch")
+        if record.attempt != self._attempt and not replace:
+            raise self._in_the_way(f"another one (attempt {record.attempt})")
+        try:
+            if record.attempt == self._attempt:
+                copy.check(store, folder, record)
+                return True
+        except DamagedError as error:
+            logging.warning(
+                "%s: the copy of epoch %d is made anew, it is not whole: %s", store.root, record.epoch, error
+            )
+        self._replaces = ReplaceCondition(record.attempt)
+        return False
+
+    def _in_the_way(self, found: str) -> EpochExistsError:
+        """The error for what lies where the epoch is to go."""
+        epoch, commits = self._source.epoch, self.commits
+        return EpochExistsError(
+            f"{commits.store.root} has {commits.folder(epoch)} already, which is {found}. Nothing there was changed: "
+            f"delete it or move it away, upload epoch {epoch} to another destination, or replace epochs with "
+            "CopyUpload(…, replace=True)"
+        )
+
+    def nodes(self, names: set[str]) -> None:
+        """Copies the folders of nodes that are not copied yet."""
+        reader = self._source.reader
+        for number, entry in enumerate(reader.record.nodes if reader is not None else ()):
+            if reader is not None and entry.name in names - self._done:
+                copy.copy_node(reader, number, self.commits)
+                self._done.add(entry.name)
+
+    def publish(self, elsewhere: Collection[str] = ()) -> None:
+        """On the primary: copies what is not copied yet, makes the copy visible, and leaves the destination.
+
+        Args:
+            elsewhere: the nodes whose folders other processes have copied.
+        """
+        source, commits = self._source, self.commits
+        if source.reader is not None:
+            self.nodes({entry.name for entry in source.reader.record.nodes} - set(elsewhere))
+            remove = copy.publish(source.reader, commits, self._replaces)
+        else:
+            assert isinstance(commits, RenameCommits), "stores without rename were refused"
+            staging = commits.make_staging(source.epoch, self._attempt)
+            copy.copy_tree(source.store, source.folder, commits.store, staging)
+            remove = commits.put_in_place(source.epoch, self._attempt, replace=self._replaces is not None)
+        root = commits.store.root
+        if remove is not None:
+            _threads.logged(f"{root}: an epoch that was replaced", remove)
+        _threads.logged(f"{root}: the staging of an upload", commits.release)
+        logging.info("epoch %d was uploaded to %s", source.epoch, paths.join(root, commits.folder(source.epoch)))
+
+    def give_up(self, error: Exception) -> None:
+        """On the primary: removes what there is of the copy, as long as nobody can see it."""
+        commits, what = self.commits, f"{self.commits.store.root}: what a failed upload left"
+        if not isinstance(error, UncertainError | EpochExistsError):
+            _threads.logged(what, lambda: commits.discard(self._source.epoch, self._attempt))
+        _threads.logged(what, commits.release)
+
+
+@contextlib.contextmanager
+def _uploading(epoch: int, destination: str) -> Generator[None]:
+    """Turns what the destination refuses into an UploadError."""
+    try:
+        yield
+    except SaveError as error:
+        raise UploadError(epoch, destination, error.reason) from error
+    except EpochCheckpointError:
+        raise
+    except FileNotFoundError as error:
+        reason = f"{say(error)} (another run has claimed it meanwhile, or not all nodes see the same folder)"
+        raise UploadError(epoch, destination, reason) from error
+    except OSError as error:
+        raise UploadError(epoch, destination, say(error)) from error
 
 
 class _Upload:
     """One upload, as one process sees it. A process that hosts several nodes begins and finishes once for all."""
 
     def __init__(self, epoch: int, manager: Any, asked: CopyUpload):
-        self._epoch, self._manager = epoch, manager
-        self._destination, self._replace = asked.destination, asked.replace
+        self._epoch, self._manager, self._asked = epoch, manager, asked
         self._ours = isinstance(manager, CheckpointManager)
         if not self._ours and not all(hasattr(manager, name) for name in ("directory", "all_steps", "restore")):
             raise InvalidArgumentError(
@@ -368,131 +321,128 @@ class _Upload:
         self._coordinator = coordination.connect(False)
         processes = self._coordinator.processes
         self._nodes = tuple(manager.node_names if self._ours else (f"process_{i}" for i in range(processes)))
+        here = self._nodes if processes == 1 else [self._nodes[self._coordinator.process]]
+        self._here = frozenset(here)  # the nodes whose folders this process copies
         self._exchange = Exchange(self._coordinator, self._nodes, asked.timeout_secs)
         self._begun = False
-        self._copy: Copy | None = None
+        self._incarnation: str | None = None  # of the upload; None if there is nothing to copy
+        self._copy: _Copy | None = None
         self._error: Exception | None = None
-        self._old: EpochRecord | None = None  # on the primary: what is to give way
 
     def begin(self, workspace: Workspace) -> None:
         """The primary looks at the destination and makes room."""
         del workspace
-        if self._begun:
-            return
-        self._copy, self._error = None, None
-        answer = self._exchange.broadcast("beginning of the upload", self._prepare)
-        if answer is not None:
-            self._copy = Copy(open_store(answer["destination"]), answer["staging"], answer["place"])
-        self._begun = True
+        if not self._begun:
+            self._copy = self._error = None
+            self._incarnation = self._exchange.broadcast("beginning of the upload", self._prepare)
+            self._begun = True
 
-    def copy(self, workspace: Workspace) -> None:
+    def copy_node(self, workspace: Workspace) -> None:
         """Every node copies its folder."""
-        if workspace.node in self._here():
+        if workspace.node in self._here:
             self._copy_nodes({workspace.node})
 
     def finish(self, workspace: Workspace) -> None:
         """When all have: the primary copies the rest and makes it visible."""
         del workspace
-        copy, self._copy, begun, self._begun = self._copy, None, self._begun, False
-        if copy is None or not begun:
+        self._copy_nodes(set(self._here))  # of a session that knows nothing of the manager's nodes
+        copy, incarnation = self._copy, self._incarnation
+        self._copy, self._incarnation, self._begun = None, None, False
+        if incarnation is None:
             return
-        self._copy = copy
-        self._copy_nodes(self._here())  # of a session that knows nothing of the manager's nodes
-        self._copy = None
         try:
             self._exchange.gather("upload of the nodes' folders", self._raise_error, lambda found: None)
             self._exchange.broadcast("end of the upload", lambda: self._publish(copy))
-        except Exception:
-            if self._exchange.primary:
-                _threads.logged(f"{copy.target.root}: what a failed upload left", copy.give_up)
+        except Exception as error:
+            if self._exchange.primary and copy is not None:
+                copy.give_up(error)
             raise
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _here(self) -> set[str]:
-        """The nodes whose folders this process copies."""
-        return set(self._nodes if self._coordinator.processes == 1 else [self._nodes[self._coordinator.process]])
-
     def _copy_nodes(self, names: set[str]) -> None:
-        if self._copy is None or self._error is not None:
+        if self._incarnation is None or self._error is not None:
             return
         try:
-            with said(self._epoch, self._destination):
-                if self._copy.source is None:
-                    self._copy.source = self._find()
+            with _uploading(self._epoch, self._asked.destination):
+                if self._copy is None:
+                    self._copy = self._open()
+                    self._copy.commits.join_incarnation(self._incarnation)
                 self._copy.nodes(names)
         except Exception as error:  # all processes hear of it in the next exchange
             self._error = error
 
-    def _find(self) -> Source:
-        if self._ours:
-            store, folder, reader = self._manager.source(self._epoch)
-        else:
-            store = open_store(str(self._manager.directory))
-            folder, reader = copying.find_step(store, self._epoch), None
-        if reader is not None:
-            reader = EpochReader(store, folder, reader.record, Pool(_THREADS), verify=True)
-        return Source(store, folder, reader)
-
-    # -- on the primary ------------------------------------------------------------------------------------------
-
-    def _prepare(self) -> dict[str, Any] | None:
-        """Looks whether there is something to do; then makes a place to stage it."""
-        with said(self._epoch, self._destination):
-            self._old = None
-            source, target = self._find(), open_store(self._destination)
-            self._check_place(source, target)
-            target.make_root()
-            sweep(target)
-            if self._is_there(source, target):
-                logging.info("epoch %d is in %s already", self._epoch, target.root)
+    def _prepare(self) -> str | None:
+        with _uploading(self._epoch, self._asked.destination):
+            copy = self._open()
+            if not copy.begin(self._asked.replace):
                 return None
-            staging = source.folder
-            if target.renames:
-                attempt = f"{source.reader.record.attempt}-" if source.reader is not None else ""
-                staging = stage(target, attempt)
-                target.make_folder(staging)
-            elif source.reader is not None:  # what a killed upload left, or a copy that is not whole
-                if self._old is None:
-                    target.remove(paths.join(staging, paths.EPOCH_RECORD))
-                remove_objects(target, staging, copying.record_for(source.reader.record, target))
-        return {"destination": target.root, "staging": staging, "place": source.folder}
+            self._copy = copy
+        return copy.commits.incarnation
 
-    def _check_place(self, source: Source, target: Store) -> None:
-        home, there = source.store.root, target.root
-        if source.reader is None and not (source.store.renames and target.renames):
-            raise UnsupportedError(
-                f"{home}/{source.folder} is a step of stock Orbax, which is copied only from one file system to "
-                f"another; the destination is {there}"
+    def _publish(self, copy: _Copy | None) -> None:
+        assert copy is not None, "the primary has begun"
+        with _uploading(self._epoch, self._asked.destination):
+            copy.publish(elsewhere=set(self._nodes) - self._here)
+
+    def _open(self) -> _Copy:
+        if not self._ours:
+            store = open_store(str(self._manager.directory))
+            source = _Source(self._epoch, store, copy.find_step(store, self._epoch), None)
+        else:
+            store, folder, reader = self._manager.source(self._epoch)
+            source = _Source(self._epoch, store, folder, None) if reader is None else _Source.of(self._epoch, reader)
+        target = open_store(self._asked.destination)
+        _check_place(source, target)
+        return _Copy(source, commits_of(target, source.names))
+
+
+def _check_place(source: _Source, target: Store) -> None:
+    home, there = source.store.root, target.root
+    if source.reader is None and not (source.store.renames and target.renames):
+        raise UnsupportedError(
+            f"{home}/{source.folder} is a step of stock Orbax, which is copied only from one file system to another; "
+            f"the destination is {there}"
+        )
+    if source.store.renames and target.renames:
+        root = os.path.realpath(home)
+        if os.path.commonpath([root, os.path.realpath(there)]) == root:
+            raise InvalidArgumentError(
+                f"destination {there} lies in the checkpoint directory {home}; upload to one outside"
             )
-        if source.store.renames and target.renames:
-            root = os.path.realpath(home)
-            if os.path.commonpath([root, os.path.realpath(there)]) == root:
-                raise InvalidArgumentError(
-                    f"destination {there} lies in the checkpoint directory {home}; upload to one outside"
-                )
-        elif home.rstrip("/") == there.rstrip("/"):
-            raise InvalidArgumentError(f"destination {there} is the checkpoint directory itself; choose another")
+    elif home.rstrip("/") == there.rstrip("/"):
+        raise InvalidArgumentError(f"destination {there} is the checkpoint directory itself; choose another")
 
-    def _is_there(self, source: Source, target: Store) -> bool:
-        """Whether the destination has this very epoch, whole; what else is to give way is in `_old`."""
-        folder = source.folder
-        if source.reader is not None:
-            attempt = source.reader.record.attempt
-            there, self._old = is_there(target, folder, self._epoch, attempt, self._replace)
-            return there
-        if not target.exists(folder) or copying.same_step(source.store, target, folder):
-            return target.exists(folder)
-        if not self._replace:
-            raise in_the_way(target, folder, self._epoch, "another step, or not whole")
-        return False
 
-    def _publish(self, copy: Copy) -> None:
-        with said(self._epoch, self._destination):
-            source = copy.source = copy.source or self._find()
-            if source.reader is not None:  # an epoch that was saved by other nodes than there are now
-                copy.nodes({entry.name for entry in source.reader.record.nodes} - set(self._nodes))
-            copy.publish(self._old)
-        logging.info("epoch %d was uploaded to %s", self._epoch, copy.target.root)
+def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[Workspace], None]:
+    """A task that copies an epoch of Caffe2's managers, each node's by itself."""
+    target = open_store(asked.destination)
+    if not target.renames:
+        raise UnsupportedError(f"{target.root}: epochs of single nodes are copied only to a directory of a file system")
+    if target.root == open_store(manager.db_prefix).root:
+        raise InvalidArgumentError(f"destination {target.root} is the checkpoint directory itself; choose another")
+
+    def upload(workspace: Workspace) -> None:
+        for node in _names_of(manager, workspace.node):
+            with _uploading(epoch, target.root):
+                source = _Source.of(epoch, NodeEpochs(manager.db_prefix, node).reader(epoch))
+                target.make_root()
+                copy = _Copy(source, NodeCommits(target, node))
+                if copy.begin(asked.replace):
+                    try:
+                        copy.publish()
+                    except Exception as error:
+                        copy.give_up(error)
+                        raise
+
+    return upload
+
+
+def _names_of(manager: Manager, here: str) -> list[str]:
+    """The names that a manager has for the node whose turn it is; none if it does not checkpoint it."""
+    if isinstance(manager, MultiNodeCheckpointManager):
+        return [node for node, _ in manager.node_managers if node == here]
+    assert isinstance(manager, OneNodeManager), "there are two"
+    return [manager.node_name] if manager.runs_on in (None, here) else []

@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from epochckpt.arrays import EpochReader
-from epochckpt.errors import DamagedError, EpochNotFoundError, unreadable
-from epochckpt.format import EpochRecord, checksums, parsing, paths, records
-from epochckpt.orbax import Views, view_files
+from epochckpt.commit import Commits
+from epochckpt.commit.protocol import ReplaceCondition
+from epochckpt.errors import DamagedError, EpochNotFoundError, UploadError, unreadable
+from epochckpt.format import EpochRecord, checksums, paths, records
 from epochckpt.storage import Store, copy_file, writing
 
 _STEP = re.compile(r"(?:\A|_)(\d+)\Z")
@@ -28,26 +29,25 @@ def record_for(record: EpochRecord, target: Store) -> EpochRecord:
     return dataclasses.replace(record, objects=not target.renames, orbax_unsupported=unsupported, orbax_view=None)
 
 
-def copy_node(reader: EpochReader, number: int, target: Store, folder: str) -> None:
-    """Copies the files of one node, durably, its record last.
+def copy_node(reader: EpochReader, number: int, commits: Commits) -> None:
+    """Copies the files of one node into another directory, durably, its record last.
 
     Args:
         reader: the epoch.
         number: the node's.
-        target: the other directory.
-        folder: the epoch's folder there; it exists.
+        commits: the other directory, in which the attempt that the copy keeps has begun.
 
     Raises:
         DamagedError: bytes differ from what was written.
         EpochDeletedError: the epoch went away.
-        OSError: the target refuses.
+        OSError, SaveError: the other directory refuses.
     """
-    record = record_for(reader.record, target)
-    base = paths.join(folder, record.node_folder(number))
+    epoch, attempt, entry = reader.record.epoch, reader.record.attempt, reader.record.nodes[number]
+    target, base = commits.store, commits.make_node_folder(epoch, attempt, entry.name)
     recorded = reader.node_record(number)
     files = [f for f in recorded.files if f.name]
     inner = sorted({name for f in files for name in paths.parents(f.path)})  # parents first
-    for name in ("", *inner):
+    for name in inner:
         target.make_folder(paths.join(base, name))
     for item in dict.fromkeys(f.item for f in recorded.files if not f.name):
         own = item in recorded.items
@@ -61,20 +61,30 @@ def copy_node(reader: EpochReader, number: int, target: Store, folder: str) -> N
             for block in reader.blocks(number, file):
                 writer.write(start, block)
                 start += len(block)
-    for name in reversed(inner):
-        target.sync_folder(paths.join(base, name))
-    if record.orbax_unsupported is not None and paths.JSON_FILE not in inner:
-        view_files.link_node(target, base)
-    target.create(paths.join(base, paths.NODE_RECORD), _read_node(reader.store, reader.folder, reader.record, number))
-    target.sync_folder(base)
+    data = _read_node(reader.store, paths.join(reader.folder, reader.record.node_folder(number)), reader.record, number)
+    view = record_for(reader.record, target).orbax_unsupported is not None
+    commits.seal_node(epoch, attempt, entry.name, inner[::-1], data, view)
 
 
-def copy_view(reader: EpochReader, target: Store, folder: str) -> EpochRecord:
-    """Writes the Orbax view of a copy, durably, if it is to have one; returns the copy's commit record."""
-    record = record_for(reader.record, target)
-    if record.orbax_unsupported is None:
-        return record
-    return view_files.write(target, folder, record, Views().build(record), _one_by_one)
+def publish(reader: EpochReader, commits: Commits, replaces: ReplaceCondition | None) -> Callable[[], None] | None:
+    """Makes a copy visible of which all nodes are there; see `Commits.publish`.
+
+    Raises:
+        UploadError: files of the copy are missing or short.
+        EpochDeletedError: the epoch went away meanwhile.
+    """
+    record = record_for(reader.record, commits.store)
+    if record.orbax_unsupported is not None:
+        record = commits.write_view(record, _one_by_one)
+    epoch, attempt = record.epoch, record.attempt
+    try:
+        for number, entry in enumerate(record.nodes):
+            check_node(commits.store, commits.node_folder(epoch, attempt, entry.name), record, number)
+    except DamagedError as error:  # on stores without rename a manager that is opened there clears up, too
+        raise UploadError(epoch, commits.store.root, f"the copy is not whole: {error}") from error
+    return commits.publish(
+        epoch, attempt, record.to_bytes(), lambda: reader.check_present("it was being uploaded"), replaces
+    )
 
 
 def _one_by_one(calls: Sequence[Callable[[], None]]) -> None:
@@ -88,22 +98,27 @@ def check(store: Store, folder: str, record: EpochRecord) -> None:
     Raises:
         DamagedError: the first one that is not; says which.
     """
-    for number, entry in enumerate(record.nodes):
-        _read_node(store, folder, record, number)
-        for file in entry.files:
-            path = paths.join(folder, record.node_folder(number), file.path)
-            try:
-                size = store.size(path)
-            except OSError as error:
-                raise unreadable(path, error) from error
-            if size != file.size:
-                raise DamagedError(path, f"has {size} bytes, {file.size} were written")
+    for number in range(len(record.nodes)):
+        check_node(store, paths.join(folder, record.node_folder(number)), record, number)
 
 
-def _read_node(store: Store, folder: str, record: EpochRecord, number: int) -> bytes:
+def check_node(store: Store, base: str, record: EpochRecord, number: int) -> None:
+    """The same for one node, whose files lie in a folder."""
+    _read_node(store, base, record, number)
+    for file in record.nodes[number].files:
+        path = paths.join(base, file.path)
+        try:
+            size = store.size(path)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if size != file.size:
+            raise DamagedError(path, f"has {size} bytes, {file.size} were written")
+
+
+def _read_node(store: Store, base: str, record: EpochRecord, number: int) -> bytes:
     """The content of a node's record, compared with the epoch's."""
     entry = record.nodes[number]
-    path = paths.join(folder, record.node_folder(number), paths.NODE_RECORD)
+    path = paths.join(base, paths.NODE_RECORD)
     try:
         data = store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
     except OSError as error:
@@ -113,15 +128,6 @@ def _read_node(store: Store, folder: str, record: EpochRecord, number: int) -> b
     if len(data) != entry.record_size or checksums.digest(data) != entry.record_digest:
         raise DamagedError(path, "is not the record that the epoch was committed with")
     return data
-
-
-def record_in(store: Store, folder: str) -> EpochRecord | None:
-    """The commit record in a folder; None if there is none.
-
-    Raises:
-        DamagedError, FormatError: it cannot be used.
-    """
-    return parsing.read_record(store, paths.join(folder, paths.EPOCH_RECORD), parsing.parse_epoch)
 
 
 # -- steps of stock Orbax --------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def leave(directory: pathlib.Path) -> dict[str, pathlib.Path]:
         "swept": home / f"incarnation-{'ef' * 8}{TMP}",
         "node": directory / f"node-n1-{'ab' * 8}{TMP}" / "4-1",
         "orbax": directory / f"7{TMP}-1234",
-        "upload": directory / f"upload-{'ab' * 8}{TMP}",
+        "export": directory / f"export-{'ab' * 8}{TMP}",
         "gc": directory / f"gc-{'ab' * 8}{TMP}",
     }
     for path in found.values():
@@ -216,10 +216,10 @@ def test_only_the_rows_that_are_given_go_as_far_as_they_still_may(run: pathlib.P
     rows = gc.find(run, clock=next_week).rows
     chosen = [row for row in rows if row.kind == "attempt"]
     assert len(chosen) == 3
-    shutil.rmtree(left["upload"])
+    shutil.rmtree(left["export"])
     epoch = dataclasses.replace(chosen[0], path="3")
     removed = gc.remove(run, [*chosen, epoch], clock=next_week)
-    assert paths(removed.rows) == [row.path for row in chosen if "upload" not in row.path]
+    assert paths(removed.rows) == [row.path for row in chosen if "export" not in row.path]
     assert left["orbax"].exists()
     assert (run / "3" / "epoch.json").exists()
     assert gc.remove(run, rows).rows == (), "by the true clock they are young"

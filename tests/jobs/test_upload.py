@@ -77,7 +77,7 @@ def assert_is(directory: Any, epoch: int = 3, by: int = 0) -> None:
 
 
 def temporary(destination: pathlib.Path) -> list[str]:
-    return [p.name for p in destination.iterdir() if p.name.startswith("upload-")]
+    return [p.name for p in destination.iterdir() if p.name.endswith(".orbax-checkpoint-tmp")]
 
 
 def test_a_run_of_one_node_uploads_its_last_epoch(tmp_path: pathlib.Path) -> None:

@@ -47,13 +47,14 @@ def killed(directory: str, destination: str, place: str) -> None:
         "data": ("open_writer", "/b/own.safetensors"),
         "record": ("create", "/c/node.json"),
         "commit": ("create", "/epoch.json"),
-        "rename": ("rename", "/copy"),
+        "rename": ("rename", "/3-0"),
         "durable": ("sync_folder", ""),
     }[place]
     real = getattr(PosixStore, call)
 
     def dying(self: PosixStore, path: str, *args: Any, **kwargs: Any) -> Any:
-        if self.root == destination and (path == ending or (ending and path.endswith(ending))):
+        here = path.endswith(ending) if ending else path == "" and self.exists("3")
+        if self.root == destination and here:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, path, *args, **kwargs)
 
