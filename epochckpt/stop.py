@@ -1,41 +1,33 @@
-"""Stop conditions, composed with `|` and `&`: `ec.stop.max_epochs(100) | ec.stop.nan`. See `epochckpt.jobs.stop`."""
+"""Stop conditions, composed with `|` and `&`; anything that can be called with a `Context` composes with them, too.
 
-from __future__ import annotations
+>>> until = ec.stop.max_epochs(100) | ec.stop.no_improvement("loss", patience=5, mode="min") | ec.stop.preempted
+>>> until | (lambda ctx: ctx.metrics["loss"] < 0.01)
+((((max_epochs(100) | no_improvement('loss', patience=5, min_delta=0.0, mode='min')) | preempted) | <lambda>)
+>>> job = ec.Job(stop_conditions=[until])
+"""
 
 from epochckpt.jobs.stop import (
     Condition,
     Context,
-    alternatives,
     as_condition,
-    checked,
     file_exists,
-    is_foreign,
-    load_states,
     max_epochs,
     max_time,
     nan,
     no_improvement,
     preempted,
-    save_states,
     target,
-    why,
 )
 
 __all__ = [
     "Condition",
     "Context",
-    "alternatives",
     "as_condition",
-    "checked",
     "file_exists",
-    "is_foreign",
-    "load_states",
     "max_epochs",
     "max_time",
     "nan",
     "no_improvement",
     "preempted",
-    "save_states",
     "target",
-    "why",
 ]

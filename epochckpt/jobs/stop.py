@@ -1,27 +1,25 @@
 """Stop conditions: small objects that look at each finished epoch and say whether the run should end.
 
-```python
-stop = ec.stop.max_epochs(100) | ec.stop.no_improvement("loss", patience=5, mode="min") | ec.stop.preempted
-stop = stop | (lambda ctx: ctx.metrics["loss"] < 0.01)  # anything callable will do
-```
-
 Guarantees:
-- `|` and `&` call *every* operand for every epoch: a condition that counts never misses one because of another;
-- an answer that is no bool is an error that names the condition and the epoch: a forgotten `return` cannot train for
-  ever, and a number cannot stop a run;
+- `|` and `&` show every epoch to every operand: a condition that counts epochs never misses one because of another;
+- an answer that is no bool is an error that names the condition and the epoch: a forgotten `return` cannot make a run
+  train for ever, and a number cannot stop it;
 - the state of a condition is a JSON value, saved under the condition's `repr`; a condition whose `repr` has changed is
-  another one and starts fresh. State that cannot be used is logged and never raises: it must not keep a run from
-  resuming.
+  another one and starts fresh. A state that cannot be used is logged: it never keeps a run from resuming.
 """
 
 from __future__ import annotations
 
+import abc
+import copy
+import dataclasses
+import json
 import math
 import operator
 import os
-import pathlib
-import re
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,43 +27,133 @@ import numpy as np
 from absl import logging
 from etils import epath
 
+from epochckpt import _text, _units
 from epochckpt.errors import InvalidArgumentError, say
-from epochckpt.jobs.conditions import (
-    Condition,
-    Context,
-    alternatives,
-    as_condition,
-    checked,
-    is_foreign,
-    load_states,
-    save_states,
-    shown,
-    warn_unusable,
-    why,
-)
-from epochckpt.storage import expanded
+from epochckpt.format import checksums
+from epochckpt.storage import expanded, path_text
 
-__all__ = [
-    "Condition",
-    "Context",
-    "alternatives",
-    "as_condition",
-    "checked",
-    "file_exists",
-    "is_foreign",
-    "load_states",
-    "max_epochs",
-    "max_time",
-    "nan",
-    "no_improvement",
-    "preempted",
-    "save_states",
-    "target",
-    "why",
-]
+Mode = Literal["max", "min"]
+_JSON = "$json"
 
-_REAL = (np.floating, np.integer, np.bool_)
-_DAMAGED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a stop condition is shown of a finished epoch.
+
+    Attributes:
+        epoch: epochs completed, by all runs of the job together.
+        metrics: what the epoch's tasks returned, by name.
+        workspace: the job's blobs.
+        elapsed_secs: seconds since this run began.
+        total_secs: seconds that all runs of the job took together, this one included.
+        preempted: whether this run has been asked to end soon.
+    """
+
+    epoch: int
+    metrics: Mapping[str, Any]
+    workspace: Any
+    elapsed_secs: float
+    total_secs: float
+    preempted: bool = False
+
+
+class Condition(abc.ABC):
+    """When a run should end.
+
+    A subclass defines `holds`; one that counts something also `__call__`, `get_state` and `set_state`. Its `repr` is
+    the key of its state: it should name the parameters, and be the same in every run.
+    """
+
+    operands: Sequence[Condition] = ()
+    """What it is composed of; nothing for most."""
+
+    def __call__(self, ctx: Context) -> bool:
+        """Looks at a finished epoch, once for each epoch; may change the condition's state. By default: `holds`."""
+        return self.holds(ctx)
+
+    @abc.abstractmethod
+    def holds(self, ctx: Context) -> bool:
+        """Whether it is true now, without changing its state: asked when a finished run is started again.
+
+        A metric that `ctx` lacks makes it false here: what cannot be known ends no run.
+        """
+
+    def get_state(self) -> Any:
+        """What it has to remember from run to run, as a JSON value; None if nothing."""
+        return None
+
+    def set_state(self, state: Any) -> None:
+        """Restores what `get_state` returned in an earlier run; None, or with a warning a wrong state, starts fresh."""
+        del state
+
+    def __or__(self, other: Condition | Callable[[Context], Any]) -> Condition:
+        return _Both("|", self, as_condition(other))
+
+    def __ror__(self, other: Callable[[Context], Any]) -> Condition:
+        return _Both("|", as_condition(other), self)
+
+    def __and__(self, other: Condition | Callable[[Context], Any]) -> Condition:
+        return _Both("&", self, as_condition(other))
+
+    def __rand__(self, other: Callable[[Context], Any]) -> Condition:
+        return _Both("&", as_condition(other), self)
+
+    def __repr__(self) -> str:
+        return type(self).__qualname__
+
+    def __bool__(self) -> bool:
+        # `a or b` is a, `a and b` is b: one condition would be dropped without a word
+        raise InvalidArgumentError(f"{self!r} is no bool; compose conditions with | and &, not with 'or' and 'and'")
+
+
+class _Both(Condition):
+    """Two conditions, joined by `|` or `&`. It has no state of its own: see `save_states`."""
+
+    def __init__(self, sign: str, *operands: Condition):
+        self.sign, self.operands = sign, operands
+
+    def __call__(self, ctx: Context) -> bool:
+        return self._joined([checked(o, o(ctx), ctx.epoch) for o in self.operands])  # a list: every operand is called
+
+    def holds(self, ctx: Context) -> bool:
+        return self._joined([checked(o, o.holds(ctx), ctx.epoch) for o in self.operands])
+
+    def _joined(self, answers: list[bool]) -> bool:
+        return any(answers) if self.sign == "|" else all(answers)
+
+    def __repr__(self) -> str:
+        return f"({f' {self.sign} '.join(map(repr, self.operands))})"
+
+
+class _Wrapped(Condition):
+    """Anything callable; see `as_condition`."""
+
+    def __init__(self, function: Callable[[Context], Any]):
+        self._function = function
+        name = getattr(function, "__qualname__", None)
+        self._name = name if isinstance(name, str) else type(function).__qualname__
+        self._stateful = all(callable(getattr(function, method, None)) for method in ("get_state", "set_state"))
+        self._fresh: list[Any] = []  # the state that it began with, once that is known
+
+    def holds(self, ctx: Context) -> bool:
+        return checked(self, self._function(ctx), ctx.epoch)
+
+    def get_state(self) -> Any:
+        return self._function.get_state() if self._stateful else None
+
+    def set_state(self, state: Any) -> None:
+        if not self._stateful:
+            return
+        if state is not None:
+            self._function.set_state(state)
+        elif self._fresh:  # a user's object need not know what None stands for
+            self._function.set_state(copy.deepcopy(self._fresh[0]))
+        else:  # it has not been used yet
+            with suppress(Exception):  # the end of the first epoch raises it
+                self._fresh.append(copy.deepcopy(self._function.get_state()))
+
+    def __repr__(self) -> str:
+        return self._name
 
 
 class max_epochs(Condition):
@@ -93,14 +181,18 @@ class max_time(Condition):
     """True after the first epoch that ends when the time is up.
 
     Args:
-        secs: seconds, more than 0.
+        secs: seconds, more than 0, or a duration such as `"15min"` or `"2h"`.
         total: count the time of all runs of the job; without it this run's only, so that every start has as much.
     """
 
-    def __init__(self, secs: float, total: bool = False):
-        self._secs, self._total = _number("max_time(secs)", secs), _flag("max_time(total)", total)
-        if self._secs <= 0:
-            raise InvalidArgumentError(f"max_time(secs) must be more than 0, got {secs!r}")
+    def __init__(self, secs: float | str, total: bool = False):
+        try:
+            number = _units.parse_secs(secs) if isinstance(secs, str) else secs
+        except ValueError as error:
+            raise InvalidArgumentError(f"max_time(secs) is {_shown(secs)}: {error}") from None
+        self._secs, self._total = _number("max_time(secs)", number), total
+        _check(self._secs > 0, "max_time(secs)", "more than 0", secs)
+        _check(isinstance(total, bool), "max_time(total)", "True or False", total)
 
     def holds(self, ctx: Context) -> bool:
         """Whether the time is up."""
@@ -110,7 +202,45 @@ class max_time(Condition):
         return f"max_time({self._secs}, total={self._total})"
 
 
-class target(Condition):
+class _OfMetric(Condition):
+    """A condition on the value of one metric."""
+
+    def __init__(self, metric: str):
+        fits = isinstance(metric, str) and metric != ""
+        _check(fits, f"{type(self).__name__}(metric)", "the name of a metric", metric)
+        self._metric = metric
+
+    def __call__(self, ctx: Context) -> bool:
+        """Looks at the metric, which must be there."""
+        if self._metric not in ctx.metrics:
+            raise InvalidArgumentError(f"{self._lacks(ctx)}; return it from an epoch task, or correct the name")
+        value = ctx.metrics[self._metric]
+        number = _as_float(value)
+        if number is None:
+            raise InvalidArgumentError(
+                f"stop condition {self!r}, epoch {ctx.epoch}: metric {self._metric!r} is {_shown(value)}; expected a "
+                "real number, or an array of one without dimensions"
+            )
+        return self._look(number)
+
+    def holds(self, ctx: Context) -> bool:
+        """Whether the metric is there and makes the condition true."""
+        if self._metric in ctx.metrics:
+            return self(ctx)
+        logging.warning("%s", self._lacks(ctx))
+        return False
+
+    @abc.abstractmethod
+    def _look(self, value: float) -> bool:
+        """Whether this value of the metric makes the condition true."""
+
+    def _lacks(self, ctx: Context) -> str:
+        names = ", ".join(map(repr, sorted(map(str, ctx.metrics)))) or "none"
+        where = f"stop condition {self!r}, epoch {ctx.epoch}"
+        return f"{where}: there is no metric {self._metric!r} among those of the epoch ({names})"
+
+
+class target(_OfMetric):
     """True after an epoch whose metric has reached a value.
 
     Args:
@@ -119,26 +249,32 @@ class target(Condition):
         mode: "max": reached by this much or more; "min": by this much or less.
     """
 
-    def __init__(self, metric: str, value: float, mode: Literal["max", "min"] = "max"):
-        self._metric, self._value = _name("target(metric)", metric), _number("target(value)", value)
-        self._mode = _one_of_two("target(mode)", mode)
+    def __init__(self, metric: str, value: float, mode: Mode = "max"):
+        super().__init__(metric)
+        self._value, self._mode = _number("target(value)", value), _checked_mode("target(mode)", mode)
 
-    def __call__(self, ctx: Context) -> bool:
-        """Looks at the metric, which must be there."""
-        return self._reached(_metric(self, self._metric, ctx))
-
-    def holds(self, ctx: Context) -> bool:
-        """Whether the metric is there and has reached the value."""
-        return _known(self, self._metric, ctx) and self(ctx)
-
-    def _reached(self, found: float) -> bool:
-        return found >= self._value if self._mode == "max" else found <= self._value
+    def _look(self, value: float) -> bool:
+        return value >= self._value if self._mode == "max" else value <= self._value
 
     def __repr__(self) -> str:
         return f"target({self._metric!r}, {self._value}, mode={self._mode!r})"
 
 
-class no_improvement(Condition):
+class nan(_OfMetric):
+    """True after an epoch whose metric is NaN (an infinity is not).
+
+    Args:
+        metric: its name.
+    """
+
+    def _look(self, value: float) -> bool:
+        return math.isnan(value)
+
+    def __repr__(self) -> str:
+        return f"nan({self._metric!r})"
+
+
+class no_improvement(_OfMetric):
     """True once so many epochs in a row have not improved a metric.
 
     The best value so far counts, of all runs. NaN never improves, nor does the worst infinity.
@@ -150,24 +286,18 @@ class no_improvement(Condition):
         mode: "max": more is better; "min": less is.
     """
 
-    def __init__(self, metric: str, patience: int, min_delta: float = 0.0, mode: Literal["max", "min"] = "max"):
-        self._metric = _name("no_improvement(metric)", metric)
+    def __init__(self, metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "max"):
+        super().__init__(metric)
         self._patience = _count("no_improvement(patience)", patience)
         self._min_delta = _number("no_improvement(min_delta)", min_delta)
-        self._mode = _one_of_two("no_improvement(mode)", mode)
-        if self._min_delta < 0:
-            raise InvalidArgumentError(f"no_improvement(min_delta) must be 0 or more, got {min_delta!r}")
-        self._start_fresh()
+        self._mode = _checked_mode("no_improvement(mode)", mode)
+        _check(self._min_delta >= 0, "no_improvement(min_delta)", "0 or more", min_delta)
+        self.set_state(None)
 
-    def _start_fresh(self) -> None:
-        self._best, self._count = (-math.inf if self._mode == "max" else math.inf), 0
-
-    def __call__(self, ctx: Context) -> bool:
-        """Compares the metric, which must be there, with the best so far."""
-        found = _metric(self, self._metric, ctx)
+    def _look(self, value: float) -> bool:
         sign = 1 if self._mode == "max" else -1
-        improved = sign * found > sign * self._best + self._min_delta
-        self._best, self._count = (found, 0) if improved else (self._best, self._count + 1)
+        improved = sign * value > sign * self._best + self._min_delta
+        self._best, self._count = (value, 0) if improved else (self._best, self._count + 1)
         return self._count >= self._patience
 
     def holds(self, ctx: Context) -> bool:
@@ -180,52 +310,24 @@ class no_improvement(Condition):
         return {"best": self._best if math.isfinite(self._best) else str(self._best), "count": self._count}
 
     def set_state(self, state: Any) -> None:
-        """Takes the state."""
-        self._start_fresh()
+        """Restores the state; see `Condition.set_state`."""
+        self._best, self._count = (-math.inf if self._mode == "max" else math.inf), 0
         if state is None:
             return
         try:
-            best, count = state["best"], state["count"]
+            best, count = state["best"], _count("count", state["count"], least=0)
             best = {"inf": math.inf, "-inf": -math.inf}[best] if isinstance(best, str) else _number("best", best)
-            self._best, self._count = best, _count("count", count, least=0)
+            self._best, self._count = best, count
         except (TypeError, LookupError, InvalidArgumentError):
-            warn_unusable(self, state, '{"best": number, "count": whole number}')
+            _warn_unusable(self, state, '{"best": number, "count": whole number}')
 
     def __repr__(self) -> str:
-        return (
-            f"no_improvement({self._metric!r}, patience={self._patience}, min_delta={self._min_delta}, "
-            f"mode={self._mode!r})"
-        )
-
-
-class nan(Condition):
-    """True after an epoch whose metric is NaN (an infinity is not).
-
-    Args:
-        metric: its name.
-    """
-
-    def __init__(self, metric: str):
-        self._metric = _name("nan(metric)", metric)
-
-    def __call__(self, ctx: Context) -> bool:
-        """Looks at the metric, which must be there."""
-        return math.isnan(_metric(self, self._metric, ctx))
-
-    def holds(self, ctx: Context) -> bool:
-        """Whether the metric is there and is NaN."""
-        return _known(self, self._metric, ctx) and self(ctx)
-
-    def __repr__(self) -> str:
-        return f"nan({self._metric!r})"
+        rest = f"patience={self._patience}, min_delta={self._min_delta}, mode={self._mode!r}"
+        return f"no_improvement({self._metric!r}, {rest})"
 
 
 class _Preempted(Condition):
-    @overload
-    def __call__(self) -> Condition: ...
-    @overload
-    def __call__(self, ctx: Context) -> bool: ...
-    def __call__(self, ctx: Context | None = None) -> bool | Condition:
+    def __call__(self, ctx: Context | None = None) -> Any:
         return self if ctx is None else self.holds(ctx)  # so that `preempted()` is a condition, too
 
     def holds(self, ctx: Context) -> bool:
@@ -249,16 +351,12 @@ class file_exists(Condition):
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-        if not isinstance(name, str) or not name or "\0" in name:
-            raise InvalidArgumentError(f"file_exists(path) must be a path, got {path!r}")
-        if isinstance(path, pathlib.PurePath) and _DAMAGED_URL.match(name):
-            raise InvalidArgumentError(f"file_exists(path) {name!r} was a URL before pathlib changed it; pass a str")
+        self._name = path_text(path, "file_exists(path)")
         try:
-            self._name, self._path = name, epath.Path(expanded(name))
-        except KeyError:  # what etils says of a scheme that it does not know
+            self._path = epath.Path(expanded(self._name))
+        except KeyError:  # etils does not know the scheme
             raise InvalidArgumentError(
-                f"file_exists(path) is {name!r}: expected a local path, gs://… or s3://…"
+                f"file_exists(path) is {self._name!r}: expected a local path, gs://… or s3://…"
             ) from None
 
     def holds(self, ctx: Context) -> bool:
@@ -275,42 +373,133 @@ class file_exists(Condition):
         return f"file_exists({self._name!r})"
 
 
-def _known(condition: Condition, metric: str, ctx: Context) -> bool:
-    if metric not in ctx.metrics:
-        logging.warning("stop condition %r, epoch %d: %s", condition, ctx.epoch, _lacks(metric, ctx))
-    return metric in ctx.metrics
+def as_condition(obj: Any) -> Condition:
+    """A condition as it is; anything else that can be called with a `Context`, as a condition.
 
+    The state of a callable is kept if it has both `get_state()` and `set_state(state)` (never called with None), under
+    its `__qualname__` or its type's. A run from scratch gives it back the state that it had before the first run.
 
-def _lacks(metric: str, ctx: Context) -> str:
-    names = ", ".join(map(repr, sorted(map(str, ctx.metrics)))) or "none"
-    return f"there is no metric {metric!r} among those of the epoch ({names})"
-
-
-def _metric(condition: Condition, metric: str, ctx: Context) -> float:
-    where = f"stop condition {condition!r}, epoch {ctx.epoch}"
-    if metric not in ctx.metrics:
-        raise InvalidArgumentError(f"{where}: {_lacks(metric, ctx)}; return it from an epoch task, or correct the name")
-    found = _as_float(ctx.metrics[metric])
-    if found is None:
+    Raises:
+        InvalidArgumentError: it cannot be called, or is a class.
+    """
+    if isinstance(obj, Condition):
+        return obj
+    if isinstance(obj, type):
+        raise InvalidArgumentError(f"the class {obj.__name__} is no stop condition; call it first: {obj.__name__}(…)")
+    if not callable(obj):
         raise InvalidArgumentError(
-            f"{where}: metric {metric!r} is {shown(ctx.metrics[metric])}; expected a real number, or an array of one "
-            "without dimensions"
+            f"{_shown(obj)} is no stop condition; expected one of ec.stop, or a function of a Context that gives a bool"
         )
-    return found
+    return _Wrapped(obj)
 
 
-def _number(what: str, value: Any) -> float:
-    """A parameter that is a finite number; a bool is none."""
-    number = math.nan if isinstance(value, bool | np.bool_) else _as_float(value)
-    if number is None or not math.isfinite(number):
-        raise InvalidArgumentError(f"{what} must be a finite number, got {shown(value)}")
-    return number
+def checked(condition: Any, answer: Any, epoch: int) -> bool:
+    """A condition's answer, which must be a bool: Python's, NumPy's, or an array of one without dimensions.
+
+    Raises:
+        InvalidArgumentError: it is not; names the condition, the epoch and the answer.
+    """
+    if isinstance(answer, bool | np.bool_):
+        return bool(answer)
+    if isinstance(answer, np.ndarray | jax.Array) and answer.dtype == np.bool_ and answer.shape == ():
+        return bool(answer)
+    raise InvalidArgumentError(
+        f"stop condition {condition!r}, epoch {epoch}: answered {_shown(answer)}; expected a bool (of Python or NumPy, "
+        "or an array of one without dimensions): return True to stop after this epoch, else False"
+    )
+
+
+def why(condition: Condition, ctx: Context) -> str:
+    """The `repr` of a condition that was true; of `a | b` only the operands that hold."""
+    parts = alternatives(condition)
+    if parts and not any(map(is_foreign, parts)):
+        return " | ".join(why(part, ctx) for part in parts if part.holds(ctx)) or repr(condition)
+    return repr(condition)
+
+
+def alternatives(condition: Condition) -> Sequence[Condition]:
+    """The operands of `a | b`; nothing for any other condition."""
+    return condition.operands if isinstance(condition, _Both) and condition.sign == "|" else ()
+
+
+def is_foreign(condition: Condition) -> bool:
+    """Whether it contains a user's callable, which may change its state whenever it is asked."""
+    return isinstance(condition, _Wrapped) or any(map(is_foreign, condition.operands))
+
+
+def save_states(conditions: Sequence[Condition]) -> dict[str, Any]:
+    """The states of the conditions that have one, as JSON, by their `repr`; of equal ones the second is `…#2`.
+
+    The parts of a composition are kept one by one, so that `max_epochs(10) | c` may become `c | max_epochs(20)`.
+
+    Raises:
+        InvalidArgumentError: a state is not JSON; names the condition.
+    """
+    saved: dict[str, Any] = {}
+    for key, condition in _keyed(conditions):
+        state = checksums.pack_json(condition.get_state(), f"the state of stop condition {key}")
+        # NaN and infinities in a user's state are not JSON, and their packed form may not be packed once more
+        text = json.dumps(state, allow_nan=False)
+        if state is not None:
+            saved[key] = {_JSON: text} if "$" in text else state
+    return saved
+
+
+def load_states(conditions: Sequence[Condition], saved: Mapping[str, Any] | None) -> None:
+    """Gives conditions the states that `save_states` returned, as far as they are still the same conditions.
+
+    One whose state is absent, or cannot be used (which is logged), starts fresh; never raises.
+    """
+    if saved is not None and not isinstance(saved, Mapping):
+        logging.warning("states of stop conditions are %s; expected a mapping: all start fresh", _shown(saved))
+        saved = None
+    states: dict[str, Any] = {str(key): state for key, state in (saved or {}).items()}
+    for key, condition in _keyed(conditions):
+        _restore(condition, states.pop(key, None))
+    for key in states:
+        logging.info("the state of stop condition %s is dropped: there is no such condition any more", key)
+
+
+def _keyed(conditions: Sequence[Condition]) -> list[tuple[str, Condition]]:
+    keyed: dict[str, Condition] = {}
+    for condition in _parts(conditions):
+        key, number = repr(condition), 1
+        while key in keyed:
+            number += 1
+            key = f"{condition!r}#{number}"
+        keyed[key] = condition
+    return list(keyed.items())
+
+
+def _parts(conditions: Sequence[Condition]) -> Iterator[Condition]:
+    for condition in conditions:
+        yield from _parts(condition.operands) if condition.operands else (condition,)
+
+
+def _restore(condition: Condition, state: Any) -> None:
+    try:
+        if isinstance(state, dict) and state.keys() == {_JSON}:
+            state = checksums.unpack_json(json.loads(state[_JSON]))
+        condition.set_state(state)
+    except Exception as error:  # a user's own code, or a state of another version of it
+        _warn_unusable(condition, state, f"what it can take ({say(error)})")
+        with suppress(Exception):  # half of the state may be set
+            condition.set_state(None)
+
+
+def _warn_unusable(condition: Condition, state: Any, expected: str) -> None:
+    logging.warning("stop condition %r starts fresh: its state is %s; expected %s", condition, _shown(state), expected)
+
+
+def _shown(value: Any) -> str:
+    return f"{_text.shown(repr(value), limit=120)} ({type(value).__name__})"
 
 
 def _as_float(value: Any) -> float | None:
     """A real number of Python, or one of NumPy or jax without dimensions, as float; None if it is something else."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        real = value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in _REAL)
+        kinds = (np.floating, np.integer, np.bool_)
+        real = value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     else:
         real = isinstance(value, int | float)
     try:
@@ -319,29 +508,26 @@ def _as_float(value: Any) -> float | None:
         return None
 
 
+def _check(fits: bool, what: str, expected: str, found: Any) -> None:
+    if not fits:
+        raise InvalidArgumentError(f"{what} must be {expected}, got {_shown(found)}")
+
+
+def _number(what: str, value: Any) -> float:
+    number = math.nan if isinstance(value, bool | np.bool_) else _as_float(value)
+    _check(number is not None and math.isfinite(number), what, "a finite number", value)
+    return number  # type: ignore[return-value]
+
+
 def _count(what: str, value: Any, least: int = 1) -> int:
     try:
         count = operator.index(value)
     except TypeError:
         count = least - 1
-    if isinstance(value, bool) or count < least:
-        raise InvalidArgumentError(f"{what} must be a whole number, at least {least}, got {shown(value)}")
+    _check(count >= least and not isinstance(value, bool), what, f"a whole number, at least {least}", value)
     return count
 
 
-def _flag(what: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{what} must be True or False, got {shown(value)}")
-    return value
-
-
-def _name(what: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidArgumentError(f"{what} must be the name of a metric, got {shown(value)}")
-    return value
-
-
-def _one_of_two(what: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in ("max", "min"):
-        raise InvalidArgumentError(f'{what} must be "max" or "min", got {shown(value)}')
+def _checked_mode(what: str, value: Any) -> str:
+    _check(isinstance(value, str) and value in ("max", "min"), what, '"max" or "min"', value)
     return value
