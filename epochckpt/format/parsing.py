@@ -1,7 +1,7 @@
-"""Reading the records back: everything in them may be damaged or hostile.
+"""Reads the records back. Everything in them may be damaged or hostile.
 
-Parsing checks types, ranges and cross references and raises FormatError naming the file; it allocates nothing that
-the record's own size does not bound.
+Parsing checks types, ranges and cross references, and raises FormatError with the path of the file. Memory is bounded
+by the size of the record.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from epochckpt.storage import Store
 
 T = TypeVar("T")
 
-_MAX_DIM = 2**48
+_MAX_DIM, _MAX_DIMS = 2**48, 32
 _MAX_BYTES = 2**62
 _MAX_CELLS = 2**24
 _MAX_BRACES = 2**16
 _OPENING = ord("{")
-_PLAIN = bytes(set(range(256)) - set(b'"{}'))  # what does not tell where strings and objects end
+_PLAIN = bytes(set(range(256)) - set(b'"{}'))  # bytes that neither begin nor end a string or an object
 _STRING = re.compile(rb'"[^"]*"')
 
 
 class _Fields:
-    """Typed access to a parsed JSON object; every failure names the file and the field."""
+    """Typed access to a parsed JSON object; errors name the file and the field."""
 
     def __init__(self, path: str, data: object, where: str = ""):
         if not isinstance(data, dict):
@@ -42,41 +42,32 @@ class _Fields:
         value = str(self.data.get(name))[:80]
         return FormatError(self.path, f"{self.where}{name}: expected {expected}, found {value!r}")
 
-    def integer(self, name: str, low: int = 0, high: int = 2**63) -> int:
+    def get(self, name: str, kind: type[T], expected: str, valid: Callable[[T], bool] = lambda value: True) -> T:
         value = self.data.get(name)
-        if type(value) is not int or not low <= value < high:
-            raise self.fail(name, f"an integer of at least {low}")
+        if type(value) is not kind or not valid(value):
+            raise self.fail(name, expected)
         return value
+
+    def integer(self, name: str, low: int = 0, high: int = 2**63) -> int:
+        return self.get(name, int, f"an integer of at least {low}", lambda value: low <= value < high)
 
     def text(self, name: str, limit: int = 1000) -> str:
-        value = self.data.get(name)
-        if not isinstance(value, str) or len(value) > limit:
-            raise self.fail(name, "a short string")
-        return value
+        return self.get(name, str, "a short string", lambda value: len(value) <= limit)
 
     def boolean(self, name: str) -> bool:
-        value = self.data.get(name)
-        if not isinstance(value, bool):
-            raise self.fail(name, "true or false")
-        return value
+        return self.get(name, bool, "true or false")
 
     def array(self, name: str) -> list[Any]:
-        value = self.data.get(name)
-        if not isinstance(value, list):
-            raise self.fail(name, "a list")
-        return value
+        return self.get(name, list, "a list")
 
     def mapping(self, name: str) -> dict[str, Any]:
-        value = self.data.get(name)
-        if not isinstance(value, dict):
-            raise self.fail(name, "an object")
-        return value
+        return self.get(name, dict, "an object")
 
     def numbers(self, name: str) -> dict[str, float]:
-        value = self.mapping(name)
-        if any(isinstance(v, bool) or not isinstance(v, int | float) or not abs(v) < 1e300 for v in value.values()):
+        found = self.mapping(name)
+        if not all(type(v) in (int, float) and abs(v) < 1e300 for v in found.values()):
             raise self.fail(name, "an object of finite numbers")
-        return value
+        return found
 
 
 def read_record(
@@ -126,21 +117,8 @@ def _open(path: str, data: bytes, kind: str, trees: bool = True) -> _Fields:
 
 
 def parse_node(path: str, data: bytes) -> NodeRecord:
-    """Parses `node.json`."""
+    """Parses `node.json`; raises like `parse_epoch`."""
     fields = _open(path, data, "node")
-    files = []
-    for i, entry in enumerate(fields.array("files")):
-        f = _Fields(path, entry, f"files[{i}].")
-        sums = tuple(f.array("xxh3"))
-        if not all(isinstance(s, str) and len(s) == 16 for s in sums):
-            raise f.fail("xxh3", "strings of 16 hex digits")
-        item = paths.check_recorded_name(path, f.data.get("item"))
-        part, size, start, cells = (f.integer(n, high=_MAX_BYTES) for n in ("part", "size", "data_start", "cells"))
-        block = f.integer("block_bytes", low=1, high=2**31)
-        name = f.text("name")
-        if name and not paths.is_file_path(name):
-            raise f.fail("name", "a relative path")
-        files.append(DataFile(item, part, size, start, cells, block, sums, name))
     items = {name: _parse_item(path, name, entry, 1) for name, entry in fields.mapping("items").items()}
     if any(item.arrays is None for item in items.values()):
         raise fields.fail("items", "pytrees")
@@ -151,10 +129,22 @@ def parse_node(path: str, data: bytes) -> NodeRecord:
         fields.integer("process"),
         fields.integer("processes"),
         fields.text("plan"),
-        tuple(files),
+        tuple(_parse_file(_Fields(path, f, f"files[{i}].")) for i, f in enumerate(fields.array("files"))),
         fields.numbers("timings"),
         items,
     )
+
+
+def _parse_file(fields: _Fields) -> DataFile:
+    sums = tuple(fields.array("xxh3"))
+    if not all(isinstance(s, str) and len(s) == 16 for s in sums):
+        raise fields.fail("xxh3", "strings of 16 hex digits")
+    item = paths.check_recorded_name(fields.path, fields.data.get("item"))
+    part, size, start, cells = (fields.integer(n, high=_MAX_BYTES) for n in ("part", "size", "data_start", "cells"))
+    name = fields.text("name")
+    if name and not paths.is_file_path(name):
+        raise fields.fail("name", "a relative path")
+    return DataFile(item, part, size, start, cells, fields.integer("block_bytes", low=1, high=2**31), sums, name)
 
 
 def parse_epoch(path: str, data: bytes) -> EpochRecord:
@@ -174,24 +164,23 @@ def parse_epoch(path: str, data: bytes) -> EpochRecord:
 
 
 def parse_head(path: str, data: bytes) -> EpochRecord:
-    """Parses `epoch.json` without its trees: the record that `parse_epoch` gives, with no items.
+    """Parses `epoch.json` without its items, in a small part of the time that `parse_epoch` takes.
 
-    For looking at many epochs: takes a small part of the time. Raises what `parse_epoch` raises, but that what is
-    wrong with the items alone is not noticed.
+    Raises what `parse_epoch` raises, but does not notice faults in the items.
     """
     fields = _open(path, data, "epoch", trees=False)
     return _epoch_record(fields, _parse_nodes(fields), {})
 
 
 def _without_items(data: bytes) -> bytes:
-    """The text of a record without its items; all of it where they cannot be cut out without parsing.
+    """The text of a record without its items; the whole text if they cannot be cut out without parsing.
 
-    A raw quote stands in JSON only at the ends of strings, so `,"items":{` is a key wherever it occurs, and braces
-    outside of strings tell how deep it lies, and where its value ends.
+    JSON has raw quotes only at the ends of strings. So `,"items":{` is always a key, and the braces outside of strings
+    say how deep it lies and where its value ends.
     """
     start, end = data.find(b',"items":{'), data.find(b',"default_item":')
     if not 0 <= start < end or data.count(b"{", 0, start) != 1 or b"}" in data[:start]:
-        return data  # it does not lie in the outermost object, or a name has a brace
+        return data  # the key is not in the outermost object, or a name has a brace
     items = data[start:end]
     if b"\\" in items:
         items = items.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -226,14 +215,14 @@ def _epoch_record(fields: _Fields, nodes: tuple[NodeEntry, ...], items: dict[str
         nodes,
         items,
         fields.boolean("default_item"),
-        _user_data(fields, "metrics", fields.data.get("metrics")),
-        _user_data(fields, "custom_metadata", fields.mapping("custom_metadata")),
+        _user_data(fields, "metrics"),
+        _user_data(fields, "custom_metadata", dict),
         fields.integer("started_ns"),
         fields.integer("committed_ns"),
         fields.numbers("timings"),
         _unsupported(fields),
-        per_node,
         _view(fields),
+        per_node,
     )
 
 
@@ -242,13 +231,11 @@ def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
     fields = _Fields(path, entry, f"items.{name}.")
     kind, handler = fields.text("kind"), fields.text("handler")
     if kind in ("files", "node"):
-        same = kind == "node" and "same" in fields.data and fields.boolean("same")  # older epochs lack it
-        return ItemRecord(kind, handler, same=same)
+        return ItemRecord(kind, handler, same=kind == "node" and fields.boolean("same"))
     if kind != "arrays":
         raise fields.fail("kind", "'arrays', 'files' or 'node'")
     arrays = _parse_arrays(fields, name, nodes)
-    attached = _user_data(fields, "an item's custom_metadata", fields.data.get("custom_metadata"))
-    return ItemRecord(kind, handler, arrays, _parse_values(fields, arrays), attached)
+    return ItemRecord(kind, handler, arrays, _parse_values(fields, arrays), _user_data(fields, "custom_metadata"))
 
 
 def _unsupported(fields: _Fields) -> dict[str, dict[str, str]] | None:
@@ -276,12 +263,12 @@ def _view(fields: _Fields) -> dict[str, tuple[int, str]] | None:
     return found
 
 
-def _user_data(fields: _Fields, name: str, value: Any) -> Any:
+def _user_data(fields: _Fields, name: str, kind: type = object) -> Any:
     try:
-        found = checksums.unpack_json(value)
+        found = checksums.unpack_json(fields.data.get(name))
     except RecursionError:
-        raise FormatError(fields.path, f"{name} is nested too deeply") from None
-    if isinstance(value, dict) and not isinstance(found, dict) and name == "custom_metadata":
+        raise FormatError(fields.path, f"{fields.where}{name} is nested too deeply") from None
+    if not isinstance(found, kind):
         raise fields.fail(name, "an object")
     return found
 
@@ -294,12 +281,7 @@ def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
     paths.check_recorded_node(path, name)
     if type(process) is not int or type(size) is not int or not 0 < size <= MAX_RECORD_BYTES:
         raise problem
-    if (
-        not isinstance(digest, str)
-        or isinstance(secs, bool)
-        or not isinstance(secs, int | float)
-        or not 0 <= secs < 1e12
-    ):
+    if not isinstance(digest, str) or type(secs) not in (int, float) or not 0 <= secs < 1e12:
         raise problem
     parsed = []
     for f in files:
@@ -313,21 +295,7 @@ def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
 
 
 def _parse_arrays(fields: _Fields, name: str, nodes: int) -> ArrayItem:
-    path = fields.path
-    grids = []
-    for i, row in enumerate(fields.array("grids")):
-        problem = FormatError(path, f"{fields.where}grids[{i}] is not [counts, holders of every cell]")
-        if not isinstance(row, list) or len(row) != 2 or not all(isinstance(x, list) for x in row):
-            raise problem
-        counts, holders = row
-        if len(counts) > 32 or not all(type(c) is int and 0 < c <= _MAX_CELLS for c in counts):
-            raise problem
-        if math.prod(counts) > _MAX_CELLS or len(holders) != math.prod(counts):
-            raise problem
-        for held in holders:
-            if not isinstance(held, list) or not held or not all(type(n) is int and 0 <= n < nodes for n in held):
-                raise problem
-        grids.append(Grid(tuple(counts), tuple(map(tuple, holders))))
+    grids = [_parse_grid(fields, i, row, nodes) for i, row in enumerate(fields.array("grids"))]
     leaves = [_parse_leaf(fields, i, row, grids) for i, row in enumerate(fields.array("leaves"))]
     if sum(len(grids[leaf.grid].holders) for leaf in leaves if leaf.grid >= 0) > _MAX_CELLS:
         raise fields.fail("leaves", f"at most {_MAX_CELLS} cells in all")
@@ -339,6 +307,21 @@ def _parse_arrays(fields: _Fields, name: str, nodes: int) -> ArrayItem:
     return ArrayItem(name, tuple(leaves), tuple(grids), tuple(shardings), tuple(meshes))
 
 
+def _parse_grid(fields: _Fields, number: int, row: object, nodes: int) -> Grid:
+    problem = FormatError(fields.path, f"{fields.where}grids[{number}] is not [counts, holders of every cell]")
+    if not isinstance(row, list) or len(row) != 2 or not all(isinstance(x, list) for x in row):
+        raise problem
+    counts, holders = row
+    if len(counts) > _MAX_DIMS or not all(type(c) is int and 0 < c <= _MAX_CELLS for c in counts):
+        raise problem
+    if math.prod(counts) > _MAX_CELLS or len(holders) != math.prod(counts):
+        raise problem
+    for held in holders:
+        if not isinstance(held, list) or not held or not all(type(n) is int and 0 <= n < nodes for n in held):
+            raise problem
+    return Grid(tuple(counts), tuple(map(tuple, holders)))
+
+
 def _parse_leaf(fields: _Fields, number: int, row: object, grids: list[Grid]) -> Leaf:
     where = f"{fields.where}leaves[{number}]"
     problem = FormatError(fields.path, f"{where} is not [path, kind, dtype, shape, grid, rotation, sharding]")
@@ -348,30 +331,16 @@ def _parse_leaf(fields: _Fields, number: int, row: object, grids: list[Grid]) ->
     name, kind = tree_lib.leaf_name(path), row[1]
     if kind in tree_lib.VALUE_KINDS | tree_lib.EMPTY_KINDS and len(row) == 2:
         return Leaf(path, name, kind)
-    if (
-        kind not in tree_lib.ARRAY_KINDS
-        or len(row) < 7
-        or not isinstance(row[3], list)
-        or (len(row) == 8) != (kind == "prng")
-    ):
+    if kind not in tree_lib.ARRAY_KINDS or len(row) != (8 if kind == "prng" else 7) or not isinstance(row[3], list):
         raise problem
     dtype = tree_lib.parse_dtype(fields.path, row[2])
     shape, (grid, rotation, sharding) = row[3], row[4:7]
     impl = row[7] if kind == "prng" else None
-    ints = all(type(v) is int for v in (*shape, grid, rotation, sharding))
-    if (
-        not ints
-        or len(shape) > 32
-        or not all(0 <= d < _MAX_DIM for d in shape)
-        or (impl is not None and not isinstance(impl, str))
-    ):
+    if not all(type(v) is int for v in (*shape, grid, rotation, sharding)) or len(shape) > _MAX_DIMS:
         raise problem
-    if (
-        not 0 <= grid < len(grids)
-        or not 0 <= rotation < _MAX_DIM
-        or sharding < -1
-        or math.prod(shape) * dtype.itemsize >= _MAX_BYTES
-    ):
+    if not all(0 <= d < _MAX_DIM for d in (*shape, rotation)) or not 0 <= grid < len(grids) or sharding < -1:
+        raise problem
+    if math.prod(shape) * dtype.itemsize >= _MAX_BYTES or not isinstance(impl, str | None):
         raise problem
     counts = grids[grid].counts
     if len(counts) > len(shape) or any(d % c for d, c in zip(shape, counts, strict=False)):

@@ -1,4 +1,7 @@
-"""The two records of the format, `epoch.json` and `node.json`: what they hold, and how they are written."""
+"""The two records of the format, `epoch.json` and `node.json`: their fields, and how they are written.
+
+`parsing` reads them back. The order of the fields in the classes is their order in the files.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ MAX_RECORD_BYTES = 256 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """One file of a node, as recorded in `node.json` (and, without checksums, in `epoch.json`).
+    """One file of a node, as recorded in `node.json` and, without checksums, in `epoch.json`.
 
     Attributes:
-        item: the item it belongs to.
-        part: number of the part, for data files; 0 otherwise.
+        item: name of its item.
+        part: number of the part, for data files; else 0.
         size: bytes.
-        data_start: where the tensors begin; 0 for files that are not data files.
-        cells: how many cells it holds.
-        block_bytes: unit of the checksums.
+        data_start: offset of the tensors in bytes, for data files; else 0.
+        cells: number of cells, for data files; else 0.
+        block_bytes: size of the blocks that have a checksum each.
         xxh3: one checksum per block as 16 hex digits; empty in `epoch.json`.
-        name: path inside the item's folder, for what a handler wrote; empty for data files.
+        name: path inside the item's folder, for files that a handler wrote; empty for data files.
     """
 
     item: str
@@ -59,7 +62,9 @@ class NodeRecord:
     """`node.json`: what one node wrote for one attempt.
 
     Attributes:
-        items: the trees of items that differ per node, by item name.
+        plan: digest of the plan; equal on all nodes.
+        timings: seconds by name.
+        items: the node's own items, by item name.
     """
 
     epoch: int
@@ -74,35 +79,21 @@ class NodeRecord:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return checksums.seal(
-            {
-                "format": paths.FORMAT,
-                "version": paths.VERSION,
-                "record": "node",
-                "epoch": self.epoch,
-                "attempt": self.attempt,
-                "node": self.node,
-                "process": self.process,
-                "processes": self.processes,
-                "plan": self.plan,
-                "files": [dataclasses.asdict(f) for f in self.files],
-                "timings": dict(self.timings),
-                "items": {name: _item_json(item) for name, item in self.items.items()},
-            }
-        )
+        files = [dataclasses.asdict(f) for f in self.files]
+        return _seal("node", {**vars(self), "files": files, "items": _items_json(self.items)})
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeEntry:
-    """What `epoch.json` says of one node.
+    """One node in `epoch.json`.
 
     Attributes:
-        name: the node's name.
-        process: JAX process index that wrote it.
+        name: name of the node.
+        process: JAX process index of its process.
         record_size: bytes of its `node.json`.
         record_digest: xxh3-128 of its `node.json`.
         files: its files, without checksums.
-        secs: how long it wrote.
+        secs: how long the node took to write them.
     """
 
     name: str
@@ -122,19 +113,24 @@ class NodeEntry:
         """Bytes of all its files."""
         return sum(f.size for f in self.files)
 
+    def row(self) -> list[Any]:
+        """Its form in `epoch.json`."""
+        files = [f.row() for f in self.files]
+        return [self.name, self.process, self.record_size, self.record_digest, round(self.secs, 6), files]
+
 
 @dataclasses.dataclass(frozen=True)
 class ItemRecord:
     """One item of an epoch.
 
     Attributes:
-        kind: `arrays` (a pytree in data files), `files` (what a handler wrote), or `node` (a pytree of each node's own,
-            described in its `node.json`).
-        handler: the Orbax handler that stands for it, by the name that Orbax records.
+        kind: `arrays` (a pytree in data files), `files` (written by a handler), or `node` (a pytree that differs per
+            node; each node's `node.json` describes its own).
+        handler: type name of the Orbax handler, as Orbax records it.
         arrays: the tree and its grids, for `arrays`.
-        values: JSON forms of Python leaves by leaf number, for `arrays`.
-        custom_metadata: what the caller attached to the item, for `arrays`.
-        same: for `node`: every node of the epoch has it, and all have the same.
+        values: Python leaves as JSON, by leaf number, for `arrays`.
+        custom_metadata: the caller's metadata of the item, for `arrays`.
+        same: every node of the epoch has the item, with the same content; for `node`.
     """
 
     kind: str
@@ -150,11 +146,16 @@ class EpochRecord:
     """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist.
 
     Attributes:
-        orbax_unsupported: what the Orbax view lacks: reasons by leaf name, by item; None where none was asked for. The
-            item `*` stands for the whole view: none could be made.
-        alone: the epoch of one node by itself: its files lie beside the record, see `node_epochs`.
-        orbax_view: length and xxh3-128 of the Orbax view's files, by path in the epoch's folder; None where there is no
-            view. Its links are not listed: they follow from the rest.
+        objects: it lies in an object store, where the folders of nodes are named by attempt.
+        plan: digest of the plan, equal on all nodes.
+        default_item: its one item has no name in the caller's arguments.
+        started_ns: when the save began, wall clock; `committed_ns` likewise.
+        timings: seconds by name.
+        orbax_unsupported: what the Orbax view lacks: reasons by leaf name, by item; None where no view was asked for.
+            The item `*` stands for the whole view, if none could be made.
+        orbax_view: (length, xxh3-128) of the Orbax view's files, by path in the epoch's folder; None without a view.
+            Its links follow from the rest.
+        per_node: an epoch of one node only, whose files lie beside the record, see `jobs.caffe2_epochs`.
     """
 
     epoch: int
@@ -170,8 +171,8 @@ class EpochRecord:
     committed_ns: int
     timings: Mapping[str, float]
     orbax_unsupported: Mapping[str, Mapping[str, str]] | None = None
-    per_node: bool = False
     orbax_view: Mapping[str, tuple[int, str]] | None = None
+    per_node: bool = False
 
     # of a step of stock Orbax these are fields: see `OrbaxRecord`
     stock: ClassVar[bool] = False
@@ -184,7 +185,7 @@ class EpochRecord:
         return sum(n.nbytes for n in self.nodes)
 
     def node_folder(self, node: int) -> str:
-        """Folder of a node's files, relative to the epoch's folder (object stores: named by attempt)."""
+        """Folder of a node's files, relative to the epoch's folder."""
         if self.per_node:
             return ""
         folder = self.nodes[node].folder
@@ -192,59 +193,41 @@ class EpochRecord:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return checksums.seal(
-            {
-                "format": paths.FORMAT,
-                "version": paths.VERSION,
-                "record": "epoch",
-                "epoch": self.epoch,
-                "attempt": self.attempt,
-                "objects": self.objects,
-                "plan": self.plan,
-                "nodes": [
-                    [
-                        n.name,
-                        n.process,
-                        n.record_size,
-                        n.record_digest,
-                        round(n.secs, 6),
-                        [f.row() for f in n.files],
-                    ]
-                    for n in self.nodes
-                ],
-                "items": {name: _item_json(item) for name, item in self.items.items()},
-                "default_item": self.default_item,
-                "metrics": checksums.pack_json(self.metrics, "metrics"),
-                "custom_metadata": checksums.pack_json(dict(self.custom_metadata), "custom_metadata"),
-                "started_ns": self.started_ns,
-                "committed_ns": self.committed_ns,
-                "timings": dict(self.timings),
-                "orbax_unsupported": self.orbax_unsupported,
-                "orbax_view": None if self.orbax_view is None else {p: list(f) for p, f in self.orbax_view.items()},
-                **({"per_node": True} if self.per_node else {}),
-            }
-        )
+        fields: dict[str, Any] = {
+            **vars(self),
+            "nodes": [n.row() for n in self.nodes],
+            "items": _items_json(self.items),
+            "metrics": checksums.pack_json(self.metrics, "metrics"),
+            "custom_metadata": checksums.pack_json(dict(self.custom_metadata), "custom_metadata"),
+        }
+        if not self.per_node:
+            del fields["per_node"]
+        return _seal("epoch", fields)
+
+
+def _seal(kind: str, fields: Mapping[str, Any]) -> bytes:
+    return checksums.seal({"format": paths.FORMAT, "version": paths.VERSION, "record": kind, **fields})
 
 
 def array_item_json(item: ArrayItem) -> dict[str, Any]:
-    """The recorded form of an array item; its digest is what nodes compare."""
+    """The recorded form of an array item; nodes compare its digest."""
     rows: list[Any] = []
     for leaf in item.leaves:
         row: list[Any] = [tree_lib.path_to_json(leaf.path), leaf.kind]
         if leaf.dtype is not None:
             name = tree_lib.dtype_name(leaf.dtype, leaf.name)
-            row += [name, list(leaf.shape), leaf.grid, leaf.rotation, leaf.sharding]
+            row += [name, leaf.shape, leaf.grid, leaf.rotation, leaf.sharding]
             row += [leaf.impl] if leaf.impl is not None else []
         rows.append(row)
-    grids = [[list(g.counts), [list(h) for h in g.holders]] for g in item.grids]
-    return {"leaves": rows, "grids": grids, "shardings": list(item.shardings), "meshes": list(item.meshes)}
+    grids = [(g.counts, g.holders) for g in item.grids]
+    return {"leaves": rows, "grids": grids, "shardings": item.shardings, "meshes": item.meshes}
 
 
 def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
-    """Digest of one node's own tree; equal on two nodes if and only if what they wrote is, to the last bit.
+    """Digest of one node's own tree; equal on two nodes if and only if they wrote the same, to the last bit.
 
-    What says where arrays lay is left out: devices have other numbers on every process. (Equal arrays that lay in
-    pieces on several devices of a process, and were cut otherwise on another one, count as different.)
+    Shardings are left out, because devices have different numbers on every process. Equal arrays that different
+    shardings cut differently count as different.
 
     Args:
         item: the tree, as its node records it.
@@ -252,11 +235,17 @@ def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
     """
     assert item.arrays is not None, "a node's own items are trees"
     described = array_item_json(item.arrays)
-    leaves = [row[:6] + row[7:] for row in described["leaves"]]
-    blocks = [[f.part, f.size, f.data_start, f.block_bytes, list(f.xxh3)] for f in files]
-    values = {str(k): v for k, v in sorted(item.values.items())}
-    what = {"leaves": leaves, "grids": described["grids"], "values": values, "files": blocks}
-    return checksums.digest(json.dumps(what, separators=(",", ":")).encode())
+    content = {
+        "leaves": [row[:6] + row[7:] for row in described["leaves"]],
+        "grids": described["grids"],
+        "values": {str(k): v for k, v in sorted(item.values.items())},
+        "files": [[f.part, f.size, f.data_start, f.block_bytes, f.xxh3] for f in files],
+    }
+    return checksums.digest(json.dumps(content, separators=(",", ":")).encode())
+
+
+def _items_json(items: Mapping[str, ItemRecord]) -> dict[str, Any]:
+    return {name: _item_json(item) for name, item in items.items()}
 
 
 def _item_json(item: ItemRecord) -> dict[str, Any]:
