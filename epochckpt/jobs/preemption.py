@@ -88,22 +88,14 @@ class Stopper:
         exchange: makes the answers common.
         resumable: the epoch may be left at once.
         deadline_secs: how long after the notice an epoch may still be worked on; None: until it is finished.
-        clock: seconds.
 
     Attributes:
         stopped: the answer was True.
     """
 
-    def __init__(
-        self,
-        notice: Notice,
-        exchange: Exchange,
-        resumable: bool,
-        deadline_secs: float | None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._notice, self._exchange, self._resumable = notice, exchange, resumable
-        self._deadline_secs, self._clock = deadline_secs, clock
+    def __init__(self, notice: Notice, exchange: Exchange, resumable: bool, deadline_secs: float | None):
+        self._notice, self._exchange = notice, exchange
+        self._resumable, self._deadline_secs = resumable, deadline_secs
         self._noticed: float | None = None
         self._refusals = 0
         self.stopped = False
@@ -128,12 +120,12 @@ class Stopper:
     def _is_over(self) -> bool:
         """After the notice: whether the time to finish the epoch is over."""
         if self._noticed is None:
-            self._noticed = self._clock()
+            self._noticed = time.monotonic()
             logging.warning("preemption notice heard in the middle of an epoch")
-        since, deadline_secs = self._noticed, self._deadline_secs
-        if self._resumable or deadline_secs is None:
+        if self._resumable or self._deadline_secs is None:
             return self._resumable
-        return self._exchange.broadcast("time left to finish the epoch", lambda: self._clock() - since >= deadline_secs)
+        end = self._noticed + self._deadline_secs
+        return self._exchange.broadcast("time left to finish the epoch", lambda: time.monotonic() >= end)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 from absl import logging
@@ -26,13 +26,13 @@ def choose(
     """Restores the epoch that the run goes on from; None: from scratch.
 
     A named epoch is a rollback, durable before anything is trained. Otherwise it is the newest that every node can
-    read, also where the metadata handler says less: it may have died before it was told.
+    read, also where the metadata handler says less: the run may have died before the handler was told.
 
     Args:
         backend: the manager.
         named: the epoch that the user named, if any.
         resume: `auto`, `never` or `must`.
-        exchange: the other processes.
+        exchange: between the processes.
         handler: may know what was saved last.
 
     Raises:
@@ -46,9 +46,7 @@ def choose(
         if resume == NEVER:
             return None
         chosen = backend.choose(named)  # the runner's own handler may overrule it: the manager does not know that one
-        epoch = exchange.broadcast(
-            "the epoch that was saved last", lambda: handler.last_epoch(chosen, must_answer=True)
-        )
+        epoch = exchange.broadcast("the last epoch", lambda: handler.last_epoch(chosen, must_answer=True))
         if epoch is None and resume == MUST:
             raise EpochNotFoundError(None, backend.directory, [])
         return None if epoch is None else backend.restore(epoch)
@@ -56,92 +54,83 @@ def choose(
         backend.roll_back(named)
         return backend.restore(named)
 
-    def look() -> dict[str, Any]:
-        epochs = backend.epochs()
-        return {
-            "epochs": epochs[-20:],
-            "damaged": backend.damaged()[-20:],
-            "foreign": list(backend.foreign().values())[-1:],
-            "known": handler.last_epoch() if resume != NEVER else None,
-        }
-
-    found = exchange.broadcast("the epochs on storage", look)
-    epochs, known, damaged = found["epochs"], found["known"], found["damaged"]
-    if damaged and not epochs:
-        raise DamagedError(
-            backend.directory,
-            f"it has the epochs {', '.join(map(str, damaged))}, and none of them can be used (the log says why). "
-            "Nothing is started over there: move them away, or take another directory",
-        )
-    if found["foreign"] and not epochs:
-        raise FormatError(
-            backend.directory,
-            f"it has no epoch, but something under the name of one: {found['foreign'][0]}. Nothing is started over "
-            "there",
-        )
-    if resume == NEVER:
-        if epochs:
-            raise InvalidArgumentError(
-                f"resume='never', but {backend.directory} has epochs up to {epochs[-1]}; take another directory, "
-                "delete them, or resume='auto'"
+    def is_resumable() -> bool:
+        directory, epochs = backend.directory, backend.epochs()
+        # A directory that is not empty, but has no epoch to go on from, is not one to start over in.
+        if not epochs and (damaged := backend.damaged()):
+            raise DamagedError(
+                directory,
+                f"it has the epochs {', '.join(map(str, damaged[-20:]))}, and none of them can be used (the log says "
+                "why). Nothing is started over there: move them away, or take another directory",
             )
-        return None
-    if not epochs:
-        if resume == MUST:
-            raise EpochNotFoundError(None, backend.directory, [])
-        if known is not None:
-            raise EpochNotFoundError(known, f"{backend.directory} (the metadata handler says it was saved there)", [])
-        return None
-    if known is not None and known not in epochs:
-        logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, epochs)
-    return backend.restore(None)
+        if not epochs and (foreign := list(backend.foreign().values())):
+            raise FormatError(
+                directory,
+                f"it has no epoch, but something under the name of one: {foreign[-1]}. Nothing is started over there",
+            )
+        if resume == NEVER:
+            if epochs:
+                raise InvalidArgumentError(
+                    f"resume='never', but {directory} has epochs up to {epochs[-1]}; take another directory, delete "
+                    "them, or resume='auto'"
+                )
+            return False
+        # The handler knows of an epoch that is gone: a mistake in the path would train from scratch for days.
+        known = handler.last_epoch()
+        if not epochs and resume == MUST:
+            raise EpochNotFoundError(None, directory, [])
+        if not epochs and known is not None:
+            raise EpochNotFoundError(known, f"{directory} (the metadata handler says it was saved there)", [])
+        if known is not None and known not in epochs:
+            shown = ", ".join(map(str, epochs[-20:]))
+            logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, shown)
+        return bool(epochs)
+
+    return backend.restore(None) if exchange.broadcast("the epochs on storage", is_resumable) else None
 
 
 def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:
-    """A function that says what `init_group` makes, without making it: for blobs whose types no epoch holds.
+    """A function that says what `init_group` makes, without computing it: for blobs whose types no epoch holds.
 
-    It runs the tasks once, at the first call, under `jax.eval_shape` and on a copy of the workspace.
+    The function runs the tasks at its first call, under `jax.eval_shape` and on a copy of the workspace.
 
     Raises (when called):
         InvalidArgumentError: init cannot be traced; says why.
     """
-    done: list[Mapping[str, containers.Container | None] | InvalidArgumentError] = []
+    found: dict[str, containers.Container | None] = {}
 
-    def trace() -> Mapping[str, containers.Container | None]:
-        found: dict[str, containers.Container | None] = {}
+    def run() -> None:
+        scratch = workspace.scratch()
+        for task in group.tasks():
+            if task.node in (None, workspace.node):
+                task.fn(scratch)
+        found.update({name: containers.of(blob_lib.state_of(value)) for name, value in scratch.items()})
 
-        def run() -> None:
-            scratch = workspace.scratch()
-            for task in group.tasks():
-                if task.node in (None, workspace.node):
-                    task.fn(scratch)
-            found.update({name: containers.of(blob_lib.state_of(value)) for name, value in scratch.items()})
-
+    @functools.cache
+    def trace() -> InvalidArgumentError | None:
         logging.info("node %s: init is run abstractly (jax.eval_shape), for the types of its blobs", workspace.node)
-        jax.eval_shape(run)
+        try:
+            jax.eval_shape(run)
+        except Exception as error:  # init may do anything, and was written to run on real values
+            reason = say(error).splitlines()[0]
+            return InvalidArgumentError(f"init cannot be run abstractly (jax.eval_shape) to find out: {reason}")
+        return None
+
+    def made_by_init() -> Mapping[str, containers.Container | None]:
+        if (error := trace()) is not None:
+            raise error
         return found
 
-    def once() -> Mapping[str, containers.Container | None]:
-        if not done:
-            try:
-                done.append(trace())
-            except Exception as error:  # it may do anything, and was written to run on real values
-                text = f"init cannot be run abstractly (jax.eval_shape) to find out: {say(error).splitlines()[0]}"
-                done.append(InvalidArgumentError(text))
-        if isinstance(done[0], InvalidArgumentError):
-            raise done[0]
-        return done[0]
-
-    return once
+    return made_by_init
 
 
 def warn_of_types(workspace: Workspace, names: Sequence[str], declared: Collection[str]) -> None:
-    """Says, when init has run, which blobs a resume may not be able to give back as they are.
+    """Names, after init, the blobs that a resume may not be able to give back as they are.
 
     Args:
         workspace: of a node.
         names: the blobs to be checkpointed.
-        declared: those of which setup said how they come back.
+        declared: the blobs for which setup said how they come back.
     """
     for name in names:
         found = None if name in declared else containers.of(blob_lib.state_of(workspace[name]))
@@ -159,18 +148,18 @@ def warn_of_types(workspace: Workspace, names: Sequence[str], declared: Collecti
 
 
 def check_targets(restored: Restored, spaces: Mapping[str, Workspace], checkpointed: Sequence[str], where: str) -> None:
-    """Refuses an epoch that cannot be this job's: no blob came back that setup declared a target for.
+    """Refuses an epoch of another job: one that has no blob for which setup declared a target.
 
-    If some came back and some did not, the job may have grown since it was saved: that is logged.
+    An epoch that has some of these blobs may be older than the rest of the job: that is logged.
 
     Args:
         restored: what came back.
         spaces: the workspaces of this process, by node.
-        checkpointed: names of blobs with targets, as far as they are checkpointed at all.
+        checkpointed: names of the blobs with targets that are checkpointed.
         where: the directory, for messages.
 
     Raises:
-        InvalidArgumentError: it cannot; says what the epoch holds.
+        InvalidArgumentError: the epoch is another job's; says what it holds.
     """
     for node, workspace in spaces.items():
         wanted = [name for name in checkpointed if name in workspace.targets]

@@ -24,7 +24,7 @@ from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Resto
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import ComputedCondition, Job, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
-from epochckpt.jobs.progress import Bar
+from epochckpt.jobs.progress import ShowEpoch
 from epochckpt.jobs.resume import check_targets, choose, warn_of_types
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
@@ -96,7 +96,7 @@ class TrainingRun:
         backend: the checkpoint manager, or None: nothing is saved.
         handler: tells the metadata handler.
         notice: hears of preemption.
-        bar: shows progress.
+        show_epoch: shows progress.
         upload: gives the group that uploads an epoch, if there is one.
 
     Attributes:
@@ -114,12 +114,12 @@ class TrainingRun:
         backend: CheckpointBackend | None,
         handler: HandlerNotifier,
         notice: Notice,
-        bar: Bar,
+        show_epoch: ShowEpoch,
         upload: Callable[[int], TaskGroup | None],
     ):
         self._job, self._settings, self.session, self._exchange = job, settings, session, exchange
-        self.backend, self._handler, self._notice, self._bar = backend, handler, notice, bar
-        self._upload = upload
+        self.backend, self._handler, self._notice = backend, handler, notice
+        self._show_epoch, self._upload = show_epoch, upload
         self.names: Names = {}
         self._ledger = result.Ledger()
         self._ended: list[SaveResult] = []  # saves that have ended and were not reported to the other processes yet
@@ -298,7 +298,7 @@ class TrainingRun:
             return
 
         self._epoch, self._partial = number, verdict.interrupted
-        self._bar.at(number, epoch.metrics)
+        self._show_epoch(number, epoch.metrics)
         self._save(epoch, dataclasses.replace(verdict, stop=stops), force=bool(self._reason))
 
     def _report(self, epoch: _TrainedEpoch, reasons: Sequence[str | None], interrupted: bool) -> dict[str, Any]:

@@ -45,15 +45,30 @@ class UploadTaskGroupBuilder(abc.ABC):
 class JobRunner:
     """Runs a job: from scratch or from the latest epoch, epoch by epoch, until a stop condition is true.
 
-    1. `setup`. The epoch to resume from: the named one, else the newest that every node can read.
-    2. From scratch: `init_group`, and epoch 0 is saved. Resuming: the blobs are restored, `init_group` does not run.
-    3. `epoch_group`; every stop condition is evaluated; the epoch is saved; over if any was true.
-    4. The last save is waited for; then the upload, `download_group`, `exit_group`.
+    1. `setup` runs. The epoch to resume from is the named one, else the newest that every node can read.
+    2. From scratch: `init_group` runs, and epoch 0 is saved. Resuming: the blobs are restored instead.
+    3. `epoch_group` runs, every stop condition is evaluated, and the epoch is saved; again, until one was true.
+    4. The last save is waited for; then the upload, `download_group` and `exit_group` run.
 
     A save that fails does not stop training, unless many fail in a row; it shows in `result`. SIGTERM, or JAX's
-    preemption notice, ends the run after the epoch that it came in (see `deadline_secs`), with that epoch committed.
+    preemption notice, ends the run after the epoch in which it came (see `deadline_secs`), with that epoch committed.
 
-    As in Caffe2, `job`, `checkpoint_manager`, `resume_from_epoch` and `upload_task_group_builder` are attributes, too;
+    >>> import epochckpt as ec
+    >>> def train(epochs):
+    ...     job = ec.Job()
+    ...     job.init(lambda ws: ws.update(total=0))
+    ...     job.epoch(lambda ws: ws.update(total=ws["total"] + ws.epoch))
+    ...     job.stop_when(ec.stop.max_epochs(epochs))
+    ...     with ec.CheckpointManager("runs/one") as manager:
+    ...         runner = ec.JobRunner(job, manager)
+    ...         runner.train(session := ec.LocalSession())
+    ...     return runner.result.resumed_from, session.workspace()["total"]
+    >>> train(epochs=2)
+    (None, 3)
+    >>> train(epochs=4)
+    (2, 10)
+
+    As in Caffe2, `job`, `checkpoint_manager`, `resume_from_epoch` and `upload_task_group_builder` are also attributes;
     what is assigned to them counts from the next call on. Nothing else can be assigned.
 
     Args:
@@ -62,19 +77,20 @@ class JobRunner:
             `orbax.checkpoint.AbstractCheckpointManager`, or None: nothing is saved.
         resume_from_epoch: go back to this epoch. Later ones are quarantined, before anything else happens.
         upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
-        resume: `auto`; `never`: from scratch, refused if there are epochs; `must`: refused if there are none.
-        metadata_handler: told of what is saved; may also be given to the manager.
+        resume: `auto`: from the newest epoch, if there is one; `never`: from scratch, refused if there are epochs;
+            `must`: refused if there are none.
+        metadata_handler: is told of what is saved; may be given to the manager instead.
         include: shell patterns of the blobs to checkpoint; None: all.
         exclude: shell patterns of blobs not to checkpoint.
         deadline_secs: how long after a preemption notice an epoch may still be worked on by tasks that ask
             `ws.should_stop()`; what is not finished then is dropped, or saved if the epoch is resumable. None: until
             the epoch is finished.
         max_consecutive_save_failures: raise SaveError when more saves in a row have failed; None: never.
-        unsaved_blobs: what to do about blobs that are not checkpointed and stay from epoch to epoch, once, after the
-            first epoch: `warn`, `error` (raise InvalidArgumentError) or `ignore`. Those that `include` and `exclude`
-            leave out are not meant.
-        raise_if_not_saved: raise SaveError if the last epoch could not be saved, when everything else is done; `result`
-            is there then, too. False: only say so.
+        unsaved_blobs: what to do, once, after the first epoch, about blobs that stay from epoch to epoch and are not
+            checkpointed: `warn`, `error` (raise InvalidArgumentError) or `ignore`. Blobs that `include` and `exclude`
+            leave out do not count.
+        raise_if_not_saved: when everything else is done, raise SaveError if the last epoch could not be saved; `result`
+            is set then, too. False: only log it.
         exchange_timeout_secs: how long the nodes wait for each other between epochs.
         progress: show a progress bar; None: where output is a terminal or a notebook.
     """
@@ -115,7 +131,7 @@ class JobRunner:
         self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
         self._given_handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._handler: Any = None
-        self._told: Collection[str] = ()
+        self._told_by_manager: Collection[str] = ()
         self._introduced: Any = None  # the manager of whose directory and nodes the handler has been told
         self._settings = RunSettings(
             resume_from_epoch=None,  # `train` looks at the attribute
@@ -140,10 +156,10 @@ class JobRunner:
         super().__setattr__(name, value)
 
     def _check(self) -> None:
-        """Looks whether the attributes fit together, which may have been set since the construction.
+        """Checks the attributes, which may have been set since the construction.
 
         Raises:
-            InvalidArgumentError: they do not.
+            InvalidArgumentError: they do not fit together.
         """
         manager, builder = self.checkpoint_manager, self.upload_task_group_builder
         if not isinstance(self.job, Job):
@@ -154,9 +170,8 @@ class JobRunner:
                 what = "resume='never'" if self._settings.resume == NEVER else "no checkpoint_manager"
                 raise InvalidArgumentError(f"resume_from_epoch={self.resume_from_epoch} contradicts {what}")
         if builder is not None and not callable(getattr(builder, "build", None)):
-            kind = type(builder).__name__
             raise InvalidArgumentError(
-                f"upload_task_group_builder needs a method build(epoch, manager); {kind} has none"
+                f"upload_task_group_builder needs a method build(epoch, manager); {type(builder).__name__} has none"
             )
         if builder is not None and manager is None:
             raise InvalidArgumentError(
@@ -167,7 +182,7 @@ class JobRunner:
         if self._given_handler is not None and own is not None and own is not self._given_handler:
             raise InvalidArgumentError("the manager and the runner were given different metadata handlers")
         self._handler = self._given_handler if own is None else own
-        self._told = backend.tells if backend is not None and own is not None else ()
+        self._told_by_manager = backend.tells if backend is not None and own is not None else ()
 
     @property
     def result(self) -> RunResult:
@@ -211,11 +226,12 @@ class JobRunner:
         distributed = isinstance(session, DistributedSession)
         with (
             listening(distributed, backend is not None and backend.asks_jax) as notice,
-            bar(self._progress, exchange.primary, self.job.stop_conditions) as shown,
+            bar(self._progress, exchange.primary, self.job.stop_conditions) as show_epoch,
         ):
             settings = dataclasses.replace(self._settings, resume_from_epoch=self.resume_from_epoch)
-            run = TrainingRun(self.job, settings, session, exchange, backend, handler, notice, shown, self._upload)
-            self._run = run
+            self._run = run = TrainingRun(
+                self.job, settings, session, exchange, backend, handler, notice, show_epoch, self._upload
+            )
             try:
                 result = run.train()
             except BaseException:
@@ -237,10 +253,10 @@ class JobRunner:
         Args:
             blob_names: names of blobs, of all nodes or (`node/blob`) of one; those that the epoch lacks are left out.
             epoch: its number.
-            session: where they go.
+            session: whose workspaces.
 
         Returns:
-            Whether they were loaded; False if the epoch, of any node, is not there.
+            Whether they were loaded; False if the epoch is not there, or not of all nodes.
 
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
@@ -258,15 +274,14 @@ class JobRunner:
         return loaded
 
     def save_checkpoints(self, epoch: int, session: Session) -> None:
-        """Saves the workspaces as they are now, and waits for it. A failure is logged, not raised.
+        """Saves the workspaces as they are now, and waits for the save. A failure is logged, not raised.
 
-        After, or in, a run of this runner in this session: the blobs that the run checkpoints; otherwise all (with
-        Caffe2's managers those that `init` has found, as in Caffe2). An epoch of this number is replaced.
+        Saved are the blobs that this runner's run in this session checkpoints, if there is or was one; else all blobs
+        (with Caffe2's managers those that `init` has found, as in Caffe2). An epoch of this number is replaced.
 
-        In a run nothing else changes for it: it saves its own epochs under their numbers, which replace what was saved
-        here under one of them. If it dies before that, what was saved here as the current epoch counts as that epoch
-        (of a resumable job: as a part of it); later numbers, and other sessions, are not gone on from unless they are
-        named.
+        In the middle of a run, the run goes on with its own numbers and replaces what was saved here under one of them.
+        If it dies before that, what was saved here as the current epoch counts as that epoch (of a resumable job: as a
+        part of it). A later number, or an epoch of another session, is resumed from only if it is named.
 
         Args:
             epoch: its number.
@@ -284,6 +299,7 @@ class JobRunner:
             return [handler.cp_accessible(epoch, backend.accessible), epoch in backend.epochs()]
 
         try:
+            # A run that goes on in this session has its backend and its blobs; any other save has its own.
             epoch = epoch_number(epoch)
             if run is not None:
                 notes = run.notes_beside(epoch, session)
@@ -294,6 +310,7 @@ class JobRunner:
                 kept = self.job.nodes_to_checkpoint() or session.nodes
                 names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
                 backend.agree_on_names(session, exchange, names)
+
             accessible, exists = exchange.broadcast("whether storage is there", look)
             if accessible:
                 prepared = backend.prepare(epoch, names)
@@ -317,7 +334,7 @@ class JobRunner:
         return Exchange(session.coordinator, session.nodes, self._timeout)
 
     def _notifier(self, session: Session) -> HandlerNotifier:
-        return HandlerNotifier(self._handler, session.coordinator.primary, self._told)
+        return HandlerNotifier(self._handler, session.coordinator.primary, self._told_by_manager)
 
     def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend | None, session: Session) -> None:
         """Tells the metadata handler which nodes save where, if no run has."""
@@ -363,7 +380,7 @@ class JobRunner:
         if backend is None:
             session.open(everywhere or session.nodes)
             return None
-        # in a distributed job every process has its part in a save, if only to say that it has nothing
+        # In a distributed job every process has its part in a save, if only to say that it has nothing.
         distributed = isinstance(session, DistributedSession) and not backend.per_node
         wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
         nodes = backend.nodes(wanted or everywhere, session)
