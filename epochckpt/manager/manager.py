@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -14,29 +14,38 @@ from etils import epath
 
 from epochckpt import _threads, _units
 from epochckpt._threads import Deadline
-from epochckpt.arrays import Planner, items
+from epochckpt.arrays import EpochReader, Planner
+from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.items import RestoreContext
-from epochckpt.arrays.snapshot import SavePlan, checked_json, root_metadata
+from epochckpt.arrays.snapshot import checked_json, root_metadata
 from epochckpt.commit import Attempt, Attempts, Calls, Claim, History, coordination, opening, retention
 from epochckpt.commit.calls import forget_opening
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.saver import LONG_SECS
-from epochckpt.errors import EpochExistsError, InvalidArgumentError, SaveErrorGroup, copied, say
+from epochckpt.errors import (
+    EpochExistsError,
+    FencedError,
+    InvalidArgumentError,
+    SaveErrorGroup,
+    UnfinishedError,
+    copied,
+    say,
+)
 from epochckpt.format import Nodes, paths
-from epochckpt.manager import metadata_handlers, outcomes
-from epochckpt.manager.epochs import Epochs
+from epochckpt.manager import at_exit, metadata_handlers, outcomes, status
+from epochckpt.manager.newest import Newest
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import epoch_number, shown_path
 from epochckpt.manager.readers import Readers
-from epochckpt.manager.status import SaveResult
 from epochckpt.options import StorageOptions
-from epochckpt.orbax import legacy, step_log
+from epochckpt.orbax import StepNames, legacy, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
+from epochckpt.storage import Store, open_store
 
-_QUIET_SECS = 10.0  # how long an exit may take without a word
+T = TypeVar("T")
 
 
-class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
+class CheckpointManager(ocp.AbstractCheckpointManager):
     """Saves and restores epochs as `directory/<epoch>/<node>/`; a drop-in for `orbax.checkpoint.CheckpointManager`.
 
     Construct it, and call `save` and `restore`, on every process. Saves are asynchronous: `save` returns when all it
@@ -45,6 +54,18 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
 
     A failed save never harms an earlier epoch and never stops training: it is logged, and raised by
     `wait_until_finished`, `check_for_errors` or `close`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import orbax.checkpoint as ocp
+        >>> import epochckpt as ec
+        >>> state = {"params": {"w": jnp.arange(3.0)}, "step": 7}
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     saved = manager.save(0, args=ocp.args.StandardSave(state))
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     restored = manager.restore(None, args=ocp.args.StandardRestore(state))
+        ...     print(manager.latest_step(), restored["params"]["w"], restored["step"])
+        0 [0. 1. 2.] 7
     """
 
     def __init__(
@@ -97,8 +118,8 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._async = self._options.enable_async_checkpointing and legacy.is_asynchronous(checkpointers)
         self._item_names = tuple(item_names or self._handlers.names)
         self._multi: bool | None = True if self._item_names else (False if self._handlers.single else None)
-        asked = self._options.multiprocessing_options
-        coordinator = coordination.connect(self._options.read_only, asked.primary_host, asked.active_processes)
+        group = self._options.multiprocessing_options
+        coordinator = coordination.connect(self._options.read_only, group.primary_host, group.active_processes)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self._prefix = opened.prefix
@@ -111,17 +132,18 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         root_files: dict[tuple[str, str], bytes] = {}
         if metadata is not None and self._options.save_root_metadata:
             root_files[paths.ROOT_METADATA] = root_metadata(metadata)
-        tells = coordinator.primary and not self._options.read_only
-        self._notifier = HandlerNotifier(metadata_handler, tells)
+        self._notifier = HandlerNotifier(metadata_handler, coordinator.primary and not self._options.read_only)
         self._listener = outcomes.Listener(self._commits, self._options, self._history, self._notifier, self._step_log)
         self._claim = Claim(self._commits, opened.refused, self._listener.claimed, root_files)
         self._attempts = Attempts(opened, self._claim, self._storage, self._listener)
-        self._superseded: dict[int, ReplaceCondition] = {}
+        self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
         self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
+        wait = self._storage.restore_timeout_secs
+        self._newest = Newest(self._commits, self._history, self._calls, coordinator, wait)
         self._closed = self._ended = self._forked = False
-        if metadata is not None and (self._options.read_only or self._options.save_root_metadata):
-            self._given_metadata = checked_json(dict(metadata), "metadata")
+        keeps_metadata = self._options.read_only or self._options.save_root_metadata
+        self._metadata = None if metadata is None or not keeps_metadata else checked_json(dict(metadata), "metadata")
         self._directory = shown_path(self._store.root)
         self._take_nodes(opened.nodes)
         if not self._options.read_only:
@@ -160,7 +182,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 f"{self._directory}: nodes are named before the first save; this manager has saved as "
                 f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"
             )
-        items.check_names(self._item_names, nodes.folders, ())
+        items_lib.check_names(self._item_names, nodes.folders, ())
         self._take_nodes(nodes)
 
     def introduce_handler(self) -> None:
@@ -180,6 +202,83 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         self._planner = Planner(nodes, self._storage, part_bytes)
         self._notifier.nodes(str(self._directory), nodes.names)
 
+    def claim(self) -> None:
+        """Makes this manager the writer of the directory now, instead of at its first write.
+
+        An older run that is still alive can save and delete nothing from here on, so that the epochs that are listed
+        now stay the newest until this manager saves. For whoever is about to train: `JobRunner` calls it. In a job of
+        several processes all must call it.
+
+        Raises:
+            FencedError: a newer run has claimed the directory since this manager did.
+            AccessError: this user may not write to the directory.
+            InvalidArgumentError: this manager is read only.
+        """
+        if self._options.read_only:
+            raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be claimed")
+        self._write("claim", None, lambda: None)
+
+    @property
+    def fenced_off(self) -> str:
+        """How this manager learned that a newer run has taken over the directory; empty as long as it has not."""
+        return "" if self._claim.fenced is None else self._claim.fenced.reason
+
+    # -- which epochs there are ----------------------------------------------------------------------------------------
+
+    def all_steps(self, read: bool = False) -> Sequence[int]:
+        """The committed epochs, ascending.
+
+        Args:
+            read: look at storage first (see `reload`).
+        """
+        if read:
+            self.reload()
+        return [info.step for info in self._history.committed()]
+
+    def latest_step(self) -> int | None:
+        """The greatest committed epoch, or None. Saves in flight are not in it."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The epoch with the best metrics by `options.best_fn` (NaN counts as worst); without it the latest."""
+        return retention.best(self._options, self._history.committed())
+
+    def reload(self) -> None:
+        """Waits for saves in flight, and looks at storage again. In a job of several processes all must call it.
+
+        A process that calls it alone harms nothing: the primary looks; another one raises in the end, and knows what it
+        knew. `status` and `verify` look at storage from one process alone.
+
+        Raises:
+            CoordinationTimeoutError: the primary's answer did not come in time.
+            StorageError: storage does not answer; this manager knows what it knew before.
+        """
+        self._attempts.drain()
+        self._look()
+
+    def _look(self) -> None:
+        """Takes storage's word, as the primary hears it, for what is committed and what is damaged."""
+
+        def look() -> dict[str, Any]:
+            return opening.survey(self._commits, self._options, self._history.damaged).to_wire()
+
+        survey = opening.Survey.from_wire(self._agree("reload()", look))
+        self._foreign = survey.foreign
+        self._history.reset(survey.epochs, survey.attached, survey.damaged)
+
+    def damaged_epochs(self) -> list[int]:
+        """Epochs that are on storage, and that this manager has found to be damaged: they are not in `all_steps`."""
+        return sorted(self._history.damaged)
+
+    def foreign_folders(self) -> dict[int, str]:
+        """What lies under the number of an epoch and is none, in words, by number; nothing there is ever touched.
+
+        As it was when the directory was opened or last reloaded.
+        """
+        return dict(self._foreign)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
     def reached_preemption(self, step: int) -> bool:
         """Whether JAX's preemption notice has reached every process; all must ask for the same steps."""
         return self._preemption.reached(step)
@@ -195,7 +294,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory)
             return False
         asked = self._history.requested(self._attempts.in_flight())
-        if ignore_later or step in self._superseded:
+        if ignore_later or step in self._overwrites:
             asked = [info for info in asked if info.step < step]
         if asked and asked[-1].step >= step:
             logging.info(
@@ -245,15 +344,15 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         step = epoch_number(step)
         if self._closed:
             raise InvalidArgumentError(f"this manager of {self._directory} is closed")
-        self._check_own("save")
+        self._check_not_forked("save")
         args = legacy.save_args(self._handlers, items, save_kwargs, args)
         multi = check_args(args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
-        superseded = self._superseded.pop(step, None)  # this save's alone, on every process, whatever comes of it
+        overwrite = self._overwrites.pop(step, None)  # this save's alone, on every process, whatever comes of it
         number = self._attempts.next_try(step)
         asked = step in [attempt.epoch for attempt in self._attempts.in_flight()] or self._history.is_known(step)
-        if asked and superseded is None:
+        if asked and overwrite is None:
             if not force:
                 return False
             raise EpochExistsError(
@@ -261,7 +360,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 f"allow_overwrite() lets the next save take its place (in Orbax's words: Checkpoint for step {step} "
                 "already exists)"
             )
-        if step in self._foreign and superseded is None:
+        if step in self._foreign and overwrite is None:
             raise EpochExistsError(
                 f"epoch {step} cannot be saved: {self._foreign[step]}; then call reload(), or save under another number"
             )
@@ -269,7 +368,9 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
         attempt: Attempt | None = None
         try:
             self._claim.check(step)
-            plan = self._plan(args)
+            to_save = items_lib.to_save(args, self._handlers)
+            items_lib.check_names([item.name for item in to_save], self._nodes.folders, self._item_names)
+            plan = self._planner.plan(to_save)
             ready = time.monotonic()
             self._attempts.make_room(step, plan.copied_bytes, plan.runs_handlers)
             room = time.monotonic()
@@ -280,7 +381,7 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 default_item=not multi,
                 metrics=checked_json(None if self._options.prevent_write_metrics else metrics, "metrics"),
                 custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
-                replaces=self._history.damaged.get(step) or superseded,
+                replaces=self._history.damaged.get(step) or overwrite,
                 snapshot=plan.snapshot(),  # last: handlers begin to write here, and nothing after it may be refused
             )
             if time.monotonic() - room > LONG_SECS:
@@ -313,10 +414,24 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             self.wait_until_finished()
         return True
 
-    def _plan(self, args: Any) -> SavePlan:
-        wanted = items.to_save(args, self._handlers)
-        items.check_names([i.name for i in wanted], self._nodes.folders, self._item_names)
-        return self._planner.plan(wanted)
+    def allow_overwrite(self, epoch: int) -> None:
+        """Lets the next save of a committed epoch's number replace it; all processes call it alike.
+
+        Until that save is committed the epoch stays as it is, and at any moment, also after a crash, either the old
+        one or the new one is there (on a file system that cannot exchange two folders, such as NFS: is there again
+        when the directory is next opened for writing). If somebody else changes the epoch meanwhile, that save fails.
+        A save that fails, or that raises, has used the permission up: call this again.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            InvalidArgumentError: it cannot be replaced: by stock Orbax, or this manager is read only.
+        """
+        epoch = epoch_number(epoch)
+        if self._options.read_only:
+            raise InvalidArgumentError(f"{self._directory} is open read only: epoch {epoch} cannot be replaced")
+        self._check_not_forked("allow_overwrite")
+        self._attempts.drain(epoch)
+        self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save has not ended yet on this process."""
@@ -342,12 +457,269 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
                 error.add_note(f"Raised while another error was on its way: {type(other).__name__}: {other}")
             raise error
 
-    def pop_save_results(self) -> list[SaveResult]:
+    def pop_save_results(self) -> list[status.SaveResult]:
         """How the saves ended that have ended since the last call, in order; does not wait.
 
         Known in this process only, and at most the last thousand. What `save` itself raised is not among them.
         """
         return self._listener.results.take()
+
+    # -- restoring -----------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: str | os.PathLike[str] | None = None,
+        args: Any = None,
+    ) -> Any:
+        """Restores an epoch, on any number of processes and any sharding; every byte is verified first.
+
+        Args:
+            step: its number, or None for the newest that every process can read (agreed by vote).
+            items: Orbax's legacy form of args, for managers that were given handlers.
+            restore_kwargs: goes with items.
+            directory: restore from another directory.
+            args: what to restore as what: `args.StandardRestore(target)`, `args.Composite(name=…)`; None for all
+                items as they were saved.
+
+        Returns:
+            The item, or a Composite of items.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch; says which there are.
+            MismatchError: the target does not fit; lists every leaf.
+            DamagedError: bytes differ from what was written; without a number: those of every epoch.
+            StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
+        """
+        began = time.monotonic()
+        args = legacy.restore_args(self._handlers, items, restore_kwargs, args)
+        multi = check_args(args, self._multi, restoring=True)
+        readers = self._readers
+        if directory is not None and open_store(directory).root != self._store.root:
+            readers = self._readers.elsewhere(directory, StepNames.of(self._options))
+        self._attempts.drain(step)
+        read = time.monotonic()
+        if step is not None:
+            step = epoch_number(step)
+            value = readers.open(step).restore(args)
+        elif readers is self._readers:
+            step, value = self.restore_newest(lambda epoch: readers.open(epoch).restore(args))
+        else:
+            step, value = self._newest.restore_elsewhere(
+                readers.commits, lambda epoch: readers.open(epoch).restore(args), self._answer_secs
+            )
+        self._multi = multi
+        self._step_log.restored(step, str(shown_path(readers.commits.store.root)), began, read)
+        return value
+
+    def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
+        """Like `restore(None)`, with a function of the caller's own that restores an epoch.
+
+        In a job of several processes all must call it: they vote on each epoch, and take the next older one if one of
+        them cannot read it.
+
+        Args:
+            restore: is given an epoch's number, and raises DamagedError or FormatError if the epoch is damaged,
+                EpochNotFoundError if it is not there any more, as this manager's members do; another error ends the
+                search on every process.
+            among: the epochs that may be taken, ascending; None: all.
+
+        Returns:
+            The epoch, and what `restore` returned for it.
+
+        Raises:
+            EpochNotFoundError: there is no epoch at all.
+            DamagedError: there are, but none of them can be read.
+            StorageError: storage does not answer; no older epoch is taken instead.
+        """
+        self._attempts.drain()
+        return self._newest.restore(restore, among, self._look)
+
+    def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
+        """Single leaves of an epoch, as NumPy arrays and Python values; reads only their blocks.
+
+        Args:
+            epoch: its number.
+            patterns: shell patterns of leaf names, for example `params/*/kernel`.
+            item: the item's name; may be left out if the epoch has one item.
+
+        Returns:
+            Values by leaf name.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            UnknownNameError: one of the patterns matches no leaf; names those that are near.
+        """
+        return self._readers.open(epoch_number(epoch)).restore_leaves(patterns, item)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def status(self, epoch: int) -> status.EpochStatus:
+        """What is known of an epoch: committed, saving (and what it waits for), failed or uncertain (and why), ….
+
+        See `EpochStatus`.
+        """
+        epoch = epoch_number(epoch)
+        for attempt in self._attempts.pending():
+            if attempt.epoch == epoch:
+                return status.EpochStatus(epoch, "saving", attempt.state)
+        found = self._readers.status(epoch)
+        failure = self._attempts.failure(epoch)
+        if found.state == "absent" and failure is not None:
+            return status.EpochStatus(epoch, *failure)
+        return found
+
+    def verify(self, epoch: int) -> status.Verification:
+        """Reads every byte of a committed epoch, of all nodes, and compares it with what was written.
+
+        Damage of the Orbax view, by which stock Orbax reads the epoch, is told apart: see `view_damage`, and
+        `epochckpt.repair_view`.
+
+        Stock Orbax keeps no checksums: of its epochs it says whether they are whole and can be read; see `note`.
+        """
+        return self._readers.verify(epoch_number(epoch))
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that an epoch was saved with and those attached to it (`attach_metrics`), or None."""
+        return self._readers.open(epoch_number(step)).metrics()
+
+    def save_id(self, epoch: int) -> str:
+        """The id of the attempt that an epoch was committed by: another one once it was replaced, or saved anew.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        return self._readers.commits.read_head(epoch_number(epoch)).attempt
+
+    def item_metadata(self, step: int) -> Any:
+        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes.
+
+        Reads one small file, and the files of items whose handlers, not ours, can say something about them.
+        """
+        return self._readers.open(epoch_number(step)).item_metadata()
+
+    def item_kinds(self, epoch: int) -> dict[str, str]:
+        """What kind of thing each item of an epoch is, by item name.
+
+        `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
+        (`NodeSave`). Items of stock Orbax are `arrays` or `files`, as far as their files say.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        return self._readers.open(epoch_number(epoch)).item_kinds()
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Orbax's StepMetadata of an epoch, or the directory's RootMetadata: as written there, else `metadata=`."""
+        if step is not None:
+            return self._readers.open(epoch_number(step)).step_metadata()
+        return status.root_metadata(self._readers.commits.store, self._metadata)
+
+    def nodes(self, epoch: int) -> list[str]:
+        """Names of the nodes that wrote an epoch; none if stock Orbax wrote it."""
+        return [n.name for n in self._readers.commits.read_record(epoch_number(epoch)).nodes]
+
+    def node_path(self, node: str, epoch: int) -> epath.Path:
+        """The folder of one node's files of a committed epoch.
+
+        Raises:
+            InvalidArgumentError: the epoch has no such node; lists those it has.
+        """
+        return self._readers.open(epoch_number(epoch)).node_path(node)
+
+    def source(self, epoch: int) -> tuple[Store, str, EpochReader | None]:
+        """Where an epoch lies, for who copies it: store, folder in it, and a reader unless stock Orbax wrote it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        reader = self._readers.open(epoch_number(epoch))
+        return reader.store, reader.folder, reader.native
+
+    # -- taking epochs away --------------------------------------------------------------------------------------------
+
+    def delete(self, step: int) -> None:
+        """Deletes an epoch, also the newest. In a job of several processes all must call it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            UnfinishedError: nobody sees it any more, but its bytes could not be moved or removed.
+        """
+        step = epoch_number(step)
+        if self._options.read_only:
+            logging.warning("%s is read only: epoch %d is not deleted", self._directory, step)
+            return
+        self._attempts.drain()
+
+        def decide() -> None:
+            self._commits.require(step)
+            self._attempts.remove(retention.hide(self._commits, [step], self._options.todelete_subdir))
+
+        self._write("delete", step, decide)
+        self._history.drop([step])
+
+    def rollback_to(self, epoch: int) -> None:
+        """Sets all later epochs aside, durably, so that the next save continues from this one.
+
+        They are kept under `rolled-back-<id>/`, which nothing cleans up. In a job of several processes all must
+        call it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            UnfinishedError: nobody sees them any more, but they could not be moved, and cannot be saved anew so far.
+        """
+        epoch = epoch_number(epoch)
+        if self._options.read_only:
+            raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
+        self._attempts.drain()
+        self._write("rollback_to", epoch, lambda: retention.roll_back(self._commits, epoch))
+        self._history.drop([e for e in self.all_steps() if e > epoch])
+        self._history.forget_failed()
+        self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
+
+    def _write(self, verb: str, epoch: int | None, decide: Callable[[], Any]) -> None:
+        """The primary claims the directory, unless this manager has, and writes; everybody learns of it.
+
+        Epochs that nobody sees any more are not listed here either, also where they could not be moved away.
+        """
+        self._check_not_forked(verb)
+
+        def claimed() -> dict[str, Any]:  # in another thread: one that a signal handler interrupts may not hold a lock
+            self._claim.check(epoch or 0)
+            told = _threads.start(lambda: self._claim.take(epoch or 0)).result()
+            decide()
+            return told
+
+        try:
+            told = self._agree(f"{verb}({'' if epoch is None else epoch})", claimed)
+            _threads.start(lambda: self._claim.learn(told)).result()
+        except FencedError as error:
+            self._claim.note(error)
+            raise
+        except UnfinishedError as error:
+            self._history.drop(error.epochs)
+            raise
+
+    def _check_not_forked(self, verb: str) -> None:
+        """A process that was forked off may only read."""
+        if self._forked:
+            raise InvalidArgumentError(
+                f"{verb}: this process (pid {os.getpid()}) was forked off the one that opened {self._directory}, and "
+                "can only read with its manager. Save and delete there; or start this process with the method 'spawn', "
+                "and open another directory in it"
+            )
+
+    def _agree(self, call: str, decide: Callable[[], Any]) -> Any:
+        """What `decide` returns on the primary, on every process that makes this call; see `commit.calls`."""
+        return self._calls.answer(call, decide, self._answer_secs)
+
+    @property
+    def _answer_secs(self) -> float:
+        return 2 * self._storage.open_timeout_secs
+
+    # -- closing -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Waits for everything, and ends this incarnation.
@@ -383,29 +755,11 @@ class CheckpointManager(Epochs, ocp.AbstractCheckpointManager):
             error.add_note(f"Closing the checkpoint manager of {self._directory} failed, too: {say(failure)}")
 
     def _drain_at_exit(self) -> Callable[[], None]:
-        deadline = Deadline(self._attempts.longest_secs)
         epochs = [attempt.epoch for attempt in self._attempts.pending()]
-        closing = _threads.start(self.close)  # where it can be abandoned: a file system that is gone may never answer
-        return lambda: self._await_close(closing, deadline, epochs)
-
-    def _await_close(self, closing: _threads.Future[None], deadline: Deadline, epochs: list[int]) -> None:
-        def left_to_do() -> str:
-            unsaved = ", ".join(str(epoch) for epoch in epochs if epoch not in self.all_steps())
-            return f"the save of epoch {unsaved}" if unsaved else "its clean-up"
-
-        if not closing.wait(min(_QUIET_SECS, deadline.left())):
-            what, secs = left_to_do(), deadline.left()
-            logging.warning("%s: before it exits, the program waits up to %.0f s for %s", self._directory, secs, what)
-        if closing.wait(deadline.left()):
-            _threads.logged(f"{self._directory}: at exit", closing.result)
-        else:
-            logging.error(
-                "%s: the file system has not answered for %g s; the program exits without the end of %s. What was "
-                "committed before is untouched, and the next run removes what is left",
-                self._directory,
-                deadline.secs,
-                left_to_do(),
-            )
+        longest_secs = self._attempts.longest_secs
+        return at_exit.begin_close(
+            self.close, str(self._directory), longest_secs, lambda: [e for e in epochs if e not in self.all_steps()]
+        )
 
     def _after_fork(self) -> None:
         """In a forked child: this process can read, by itself; what is being saved, its parent saves."""

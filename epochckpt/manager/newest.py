@@ -1,0 +1,81 @@
+"""Restores the newest epoch that every process of a job can read: `restore(None)`.
+
+The processes vote, see `commit.restore_vote`. An epoch that one of them cannot read is damaged for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from epochckpt.commit import Calls, Commits, Coordinator, History, restore_vote
+from epochckpt.commit.protocol import ReplaceCondition
+from epochckpt.errors import say
+
+T = TypeVar("T")
+
+
+class Newest:
+    """Finds the newest readable epoch of a manager's directory.
+
+    Args:
+        commits: the directory's epochs.
+        history: what the manager knows of them; learns which are damaged.
+        calls: the common calls of the manager's processes.
+        coordinator: those processes.
+        timeout_secs: how long a process may take to restore.
+    """
+
+    def __init__(self, commits: Commits, history: History, calls: Calls, coordinator: Coordinator, timeout_secs: float):
+        self._commits, self._history, self._calls = commits, history, calls
+        self._coordinator, self._timeout_secs = coordinator, timeout_secs
+
+    def restore(
+        self, restore: Callable[[int], T], among: Sequence[int] | None, look: Callable[[], None]
+    ) -> tuple[int, T]:
+        """See `CheckpointManager.restore_newest`; `look` makes the history agree with storage."""
+        attempts: dict[int, str | None] = {}
+
+        def allowed() -> list[int]:
+            return [i.step for i in self._history.committed() if among is None or i.step in among]
+
+        def restore_one(epoch: int) -> T:
+            if self._coordinator.primary:  # what the verdict will be about: another attempt is another epoch
+                attempts[epoch] = self._commits.read_attempt(epoch)
+            return restore(epoch)
+
+        def reject(rejected: Mapping[int, Exception]) -> None:
+            self._history.damaged |= {e: ReplaceCondition(attempts.get(e), say(why)) for e, why in rejected.items()}
+            self._history.drop(rejected)
+
+        def look_again(rejected: Mapping[int, Exception]) -> restore_vote.Look:
+            reject(rejected)
+            look()
+            damaged = {e: found.damage for e, found in self._history.damaged.items() if among is None or e in among}
+            return allowed(), damaged
+
+        choice = self._vote(self._commits, allowed() if among is None else among, restore_one, look_again)
+        reject(choice.rejected)
+        return choice.epoch, choice.value
+
+    def restore_elsewhere(self, commits: Commits, restore: Callable[[int], T], timeout_secs: float) -> tuple[int, T]:
+        """The same for another directory, of which nothing is remembered; a new look may take `timeout_secs`."""
+
+        def look_again(rejected: Mapping[int, Exception]) -> restore_vote.Look:
+            return self._calls.answer("look", commits.list_epochs, timeout_secs), {}
+
+        choice = self._vote(commits, commits.list_epochs(), restore, look_again)
+        return choice.epoch, choice.value
+
+    def _vote(
+        self,
+        commits: Commits,
+        candidates: Sequence[int],
+        restore: Callable[[int], T],
+        look_again: Callable[[Mapping[int, Exception]], restore_vote.Look],
+    ) -> restore_vote.Choice[T]:
+        wait = self._timeout_secs
+        with self._calls.vote(candidates, restore_vote.patience(wait)) as (found, prefix):
+            return restore_vote.newest_readable(
+                found, restore, look_again, self._coordinator, prefix, wait, commits.store.root
+            )
