@@ -38,10 +38,17 @@ class NodeSave(ocp.args.CheckpointArgs):
 
     Every node saves its own pytree; the trees need not be alike. Arrays must be addressable by the process.
 
+    >>> with ec.CheckpointManager("run") as manager:
+    ...     params, position = ocp.args.StandardSave({"w": jnp.ones(3)}), ec.args.NodeSave({"batches_read": 128})
+    ...     _ = manager.save(0, args=ocp.args.Composite(params=params, data=position))
+    ...     manager.wait_until_finished()
+    ...     manager.restore(0, args=ocp.args.Composite(data=ec.args.NodeRestore())).data
+    {'batches_read': 128}
+
     Attributes:
-        item: this node's pytree of arrays and Python values; by_node: such pytrees by node name.
-        by_node: `item` is a dict `{node name: pytree}` for the nodes that this process hosts. A node that is not in it
-            has no such item.
+        item: this node's pytree of arrays and Python values; with `by_node`, such pytrees by node name.
+        by_node: `item` is a dict `{node name: pytree}` for the nodes that this process hosts. A node that is absent
+            from it has no such item.
     """
 
     item: Any
@@ -50,16 +57,18 @@ class NodeSave(ocp.args.CheckpointArgs):
 
 @dataclasses.dataclass
 class NodeRestore(ocp.args.CheckpointArgs):
-    """Restores what this node saved with `NodeSave`: of as many nodes, the one of its name, else one that has no heir.
+    """Restores what nodes saved with `NodeSave`.
+
+    If as many nodes saved the epoch, each node gets the state of the node of its name; nodes with new names get the
+    states that are left. If another number of nodes saved it, every node gets the one state if all had saved the same;
+    otherwise `reshard` is needed.
 
     Attributes:
-        item: target pytree as for `StandardRestore`; None for what was saved, as dicts and lists. by_node: None, or
-            such targets by node name, for the nodes that this process hosts.
-        reshard: called when the epoch was saved by another number of nodes, which is refused without it unless all of
-            them had saved the same, which every node then gets:
-            `reshard(old_states, old_count, new_count)` is given every node's pytree in node order (dicts and lists,
-            whatever `item` says; None of a node that saved none) and returns `new_count` of them; every process must
-            compute the same.
+        item: target pytree as for `StandardRestore`; None for what was saved, as dicts and lists. With `by_node`: None,
+            or such targets by node name, for the nodes that this process hosts.
+        reshard: `reshard(old_states, old_count, new_count)` is called when the epoch was saved by another number of
+            nodes. It is given every node's pytree in node order (dicts and lists, whatever `item` says; None for a node
+            that saved none) and returns `new_count` of them; every process must compute the same.
         by_node: the result is a dict `{node name: pytree}` for the nodes that this process hosts; a node that gets
             nothing is not in it.
     """

@@ -2,7 +2,7 @@
 
 >>> until = ec.stop.max_epochs(100) | ec.stop.no_improvement("loss", patience=5, mode="min") | ec.stop.preempted
 >>> until | (lambda ctx: ctx.metrics["loss"] < 0.01)
-((((max_epochs(100) | no_improvement('loss', patience=5, min_delta=0.0, mode='min')) | preempted) | <lambda>)
+(((max_epochs(100) | no_improvement('loss', patience=5, min_delta=0.0, mode='min')) | preempted) | <lambda>)
 >>> job = ec.Job(stop_conditions=[until])
 """
 

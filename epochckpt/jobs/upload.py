@@ -82,7 +82,7 @@ class CopyUpload(UploadTaskGroupBuilder):
     >>> @job.epoch
     ... def epoch(ws):
     ...     ws["total"] = ws["total"] + 1
-    >>> job.stop_when(ec.stop.max_epochs(2))
+    >>> _ = job.stop_when(ec.stop.max_epochs(2))
     >>> with ec.CheckpointManager("run") as manager:
     ...     runner = ec.JobRunner(job, manager, upload_task_group_builder=ec.CopyUpload("final"))
     ...     runner.train(ec.LocalSession())
