@@ -15,16 +15,15 @@ from epochckpt import _units
 from epochckpt.cli.output import FOUND, OK, UNREACHABLE, VIEW, Output
 from epochckpt.cli.resolve import epoch_of, opened, options_of
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError
-from epochckpt.inspection import gc
-from epochckpt.inspection import text as text_views
+from epochckpt.inspection import gc, leaf_views, views
+from epochckpt.inspection.blocks import Block, Facts, Span, Tone
 from epochckpt.inspection.directory import Inspection
 from epochckpt.inspection.gc import Garbage
 from epochckpt.inspection.rows import DAMAGED, UNCHANGED, EpochDetail, LeftoverRow
 from epochckpt.inspection.select import narrowed
-from epochckpt.inspection.text import leaves
-from epochckpt.inspection.text import tree as text_tree
-from epochckpt.inspection.text.overview import leftovers
+from epochckpt.inspection.text import render
 from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, WARN, Fact, text
+from epochckpt.inspection.tree import ALL, Folding
 from epochckpt.manager import Verification, repair, status
 from epochckpt.manager import export as exporting
 from epochckpt.options import StorageOptions
@@ -33,14 +32,14 @@ from epochckpt.options import StorageOptions
 def ls(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt ls`."""
     seen = opened(args).overview(args.limit or None, check=not args.no_check)
-    output.rows(seen, lambda: text_views.overview(seen, hint="; --limit 0 shows all"))
+    output.rows(seen, lambda: render(views.overview(seen, hint="; --limit 0 shows all")))
     return FOUND if any(row.state == DAMAGED for row in seen.epochs) else OK
 
 
 def show(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt show`."""
     detail = epoch_of(opened(args), args.epoch, output).detail()
-    output.rows(detail, lambda: text_views.epoch(detail, folding=_folding(args), owners=args.owners))
+    output.rows(detail, lambda: render(views.epoch(detail), folding=_folding(args), owners=args.owners))
     return _code(detail)
 
 
@@ -48,17 +47,10 @@ def tree(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt tree`."""
     detail = epoch_of(opened(args), args.epoch, output).detail()
     (less,) = narrowed([detail], args.patterns or "*", args.item, args.node)
-    folding = _folding(args) or text_tree.Folding(rows=max(text_tree.SCREEN // max(len(less.items), 1), 8))
-
-    def view() -> Group:
-        total = detail.row.nbytes
-        items = [text_views.item(item, total, folding=folding, owners=args.owners) for item in less.items]
-        between = [part for item in items for part in (Text(), item)][1:]
-        said = text(detail.row.detail, BAD, limit=2000)
-        wrong = [Fact(Text("wrong", BAD), said, 5)] if detail.row.state == DAMAGED else []
-        return Group(*wrong, *between)
-
-    output.rows(less, view)
+    view: list[Block] = [block for item in less.items for block in views.item(item, detail.row.nbytes)]
+    if detail.row.state == DAMAGED:
+        view.insert(0, Facts((("wrong", Span(detail.row.detail, Tone.BAD, 2000)),)))
+    output.rows(less, lambda: render(view, folding=_folding(args), owners=args.owners))
     return _code(detail)
 
 
@@ -69,7 +61,7 @@ def stat(args: argparse.Namespace, output: Output) -> int:
     (less,) = narrowed([epoch.detail()], *asked)
     with output.progress(f"epoch {epoch.epoch}", sum(item.nbytes for item in less.items)) as bar:
         found = epoch.stats(*asked, progress=bar.more).rows
-    output.rows(found, lambda: text_views.stats(found))
+    output.rows(found, lambda: render(leaf_views.stats(found)))
     for item in less.items:
         if item.problem:
             output.note(f"item {item.name}: {item.problem}")
@@ -93,15 +85,17 @@ def diff(args: argparse.Namespace, output: Output) -> int:
         ).diff
     output.rows(
         found,
-        lambda: leaves.diff(found, listed=args.limit or None, unchanged=args.unchanged, hint="; --limit 0 lists all"),
+        lambda: render(
+            leaf_views.diff(found, listed=args.limit or None, unchanged=args.unchanged, hint="; --limit 0 lists all")
+        ),
     )
     return FOUND if found.problems or any(row.change != UNCHANGED for row in found.rows) else OK
 
 
-def _folding(args: argparse.Namespace) -> text_tree.Folding | None:
+def _folding(args: argparse.Namespace) -> Folding | None:
     if args.all:
-        return text_tree.ALL
-    return None if args.depth is None else text_tree.Folding.to_depth(args.depth)
+        return ALL
+    return None if args.depth is None else Folding.to_depth(args.depth)
 
 
 def _code(detail: EpochDetail) -> int:
@@ -225,7 +219,7 @@ def _view(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
         things = _units.several(len(found.rows), "thing", "things")
         said = f"removed: {things}" if deleted else f"can be removed: {things}"
         yield Text(f"{said}, {_units.nbytes(found.nbytes)}", HEAD)
-        yield leftovers(found.rows)
+        yield render([views.leftovers(found.rows)])
     else:
         yield Text("nothing was removed" if deleted else "nothing can be removed", HEAD)
     if found.kept:

@@ -15,11 +15,11 @@ from epochckpt import _units
 from epochckpt.cli.output import FOUND, MISSING, OK, Output
 from epochckpt.cli.resolve import options_of
 from epochckpt.commit import Commits, commits_of
-from epochckpt.inspection import rows, scan
+from epochckpt.inspection import rows, scan, views
 from epochckpt.inspection import watch as watching
+from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Tone
 from epochckpt.inspection.rows import EpochRow
-from epochckpt.inspection.text.overview import BEST, metric, node_strip, strip_title
-from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Column, Fitted, Parts, Table, text
+from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Line, TextTable, text
 from epochckpt.inspection.watch import DELETED, FAILED, PRESENT, SAVED, SAVING, Event
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -80,7 +80,7 @@ def _best_of(args: argparse.Namespace) -> Callable[[Event], bool]:
     return best
 
 
-def line(event: Event, best: bool = False) -> Parts:
+def line(event: Event, best: bool = False) -> Line:
     """An event as one line."""
     row = event.row
     at = time.strftime("%H:%M:%S", time.localtime(event.time_ns / 1e9))
@@ -91,10 +91,10 @@ def line(event: Event, best: bool = False) -> Parts:
         said.append((1, _progress(event)))
     elif event.kind != DELETED and not damaged:
         said += _facts(row)
-    said.append((2, Text(f"{BEST} best" if best else "", GOOD)))
+    said.append((2, Text(f"{views.BEST} best" if best else "", GOOD)))
     detail = row.detail if damaged else event.detail
     said.append((9 if event.kind == SAVING else 2, text(detail, FAINT if event.kind == SAVING else WARN, limit=300)))
-    return Parts(said)
+    return Line(said)
 
 
 def _progress(event: Event) -> Text:
@@ -109,7 +109,7 @@ def _facts(row: EpochRow) -> Iterator[tuple[int, Text]]:
     yield 7, Text(f"blocked {_units.secs(row.blocked_secs)}" if row.blocked_secs is not None else "", FAINT)
     yield 8, text(f"slowest {row.slowest_node}" if row.slowest_node is not None else "", FAINT, limit=60)
     for rank, (name, value) in enumerate(list(rows.flat(row.metrics).items())[:3]):
-        yield 4 + rank, text(f"{name} ", FAINT, limit=30).append_text(metric(value))
+        yield 4 + rank, text(f"{name} ", FAINT, limit=30).append_text(text(views.figure(value), limit=12))
 
 
 class _Lines:
@@ -162,20 +162,14 @@ def under_way(event: Event) -> RenderableType:
     had = {node.name: node.nbytes for node in before.nodes} if before is not None else {}
     head = Text.assemble("epoch ", (str(row.epoch), HEAD), " ", ("saving", LIVE))
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
-    bars = node_strip(row, names, had)
-    share = event.done or 0.0
-
-    def whole(width: int) -> Text:
-        done = round(share * width)
-        return Text.assemble(("━" * done, LIVE), ("━" * (width - done), FAINT))
-
-    table = Table(
-        [Column(Text("all"), least=10), Column(strip_title(len(names)), least=8)],
-        [[Fitted(40, whole), bars if len(names) > 1 else Text()]],
+    strip = views.node_strip(row, names, had) if len(names) > 1 else None
+    table = TextTable(
+        [Column("all", least=10), views.strip_column(len(names))],
+        [Row((Cell(drawing=Bar(event.done or 0.0, 40, Tone.LIVE)), Cell(drawing=strip)))],
         indent=2,
-        heads=len(names) > 1,
+        heads=strip is not None,
     )
-    return Group(Parts([(0, head), (1, _progress(event)), (2, text(event.detail, FAINT))]), table)
+    return Group(Line([(0, head), (1, _progress(event)), (2, text(event.detail, FAINT))]), table)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orbax.checkpoint as ocp
 
@@ -215,6 +215,3 @@ class Inspection(Shown):
 
     def _rows(self) -> Overview:
         return self.overview()
-
-    def _view(self, views: Any, rows: Overview) -> Any:
-        return views.overview(rows)

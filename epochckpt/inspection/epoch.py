@@ -40,19 +40,15 @@ class Shown:
     def _rows(self) -> Any:
         raise NotImplementedError
 
-    def _view(self, views: Any, rows: Any) -> Any:
-        """The rows drawn by `views`: the package `html` or the package `text`, whose functions have the same names."""
-        raise NotImplementedError
-
     def to_json(self) -> plain.Json:
         """The rows as what `json.dumps` takes; see `plain`."""
         return plain.to_json(self._rows())
 
     def to_html(self) -> str:
         """What a notebook shows."""
-        from epochckpt.inspection import html
+        from epochckpt.inspection import html, views
 
-        return self._view(html, self._rows())
+        return html.page(views.of(self._rows()))
 
     def to_text(self, width: int | None = None, colour: bool = False) -> str:
         """What a terminal shows.
@@ -61,9 +57,9 @@ class Shown:
             width: columns; None: those of the terminal.
             colour: with escape sequences for colours.
         """
-        from epochckpt.inspection import text
+        from epochckpt.inspection import text, views
 
-        return text.to_text(self._view(text, self._rows()), width, colour)
+        return text.to_text(text.render(views.of(self._rows())), width, colour)
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -95,9 +91,6 @@ class StatsView(_Table[LeafStats]):
     def _rows(self) -> tuple[LeafStats, ...]:
         return self.rows
 
-    def _view(self, views: Any, rows: tuple[LeafStats, ...]) -> Any:
-        return views.stats(rows)
-
 
 class DiffView(_Table[DiffRow]):
     """The difference of two epochs, leaf by leaf.
@@ -113,9 +106,6 @@ class DiffView(_Table[DiffRow]):
 
     def _rows(self) -> Diff:
         return self.diff
-
-    def _view(self, views: Any, rows: Diff) -> Any:
-        return views.diff(rows)
 
 
 class EpochInspection(Shown):
@@ -246,9 +236,6 @@ class EpochInspection(Shown):
     def _rows(self) -> EpochDetail:
         return self.detail()
 
-    def _view(self, views: Any, rows: EpochDetail) -> Any:
-        return views.epoch(rows)
-
 
 class ItemInspection(Shown):
     """One item of one epoch. Iterates over the names of its leaves, of its files, or of its nodes.
@@ -348,9 +335,6 @@ class ItemInspection(Shown):
 
     def _rows(self) -> ItemRow:
         return self.row
-
-    def _view(self, views: Any, rows: ItemRow) -> Any:
-        return views.item(rows, rows.nbytes)
 
 
 def _unusable(row: EpochRow) -> DamagedError:

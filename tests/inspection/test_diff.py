@@ -22,7 +22,7 @@ from orbax.checkpoint.args import Composite, JsonSave, StandardSave
 import epochckpt as ec
 from epochckpt.args import NodeSave
 from epochckpt.errors import EpochDeletedError, InvalidArgumentError
-from epochckpt.inspection import describe, scan, select
+from epochckpt.inspection import describe, leaf_views, scan, select
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import html as html_views
 from epochckpt.inspection import text as text_views
@@ -407,7 +407,10 @@ def test_the_same_values_in_another_dtype(other: Any) -> None:
 def test_both_views_tell_what_could_not_be_compared() -> None:
     """A leaf that cannot be read is named in text and HTML, escaped, and nobody says that nothing changed."""
     found = Diff("/run", 1, 2, (), problems={"state:w\x1b<b>": "bytes 0-8 differ"} | {f"p{i}": "x" for i in range(200)})
-    text, html = text_views.to_text(text_views.diff(found), 100), html_views.diff(found)
+    text, html = (
+        text_views.to_text(text_views.render(leaf_views.diff(found)), 100),
+        html_views.page(leaf_views.diff(found)),
+    )
     for view in (text, html):
         assert "bytes 0-8 differ" in view
         assert "\x1b" not in view

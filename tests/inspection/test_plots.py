@@ -166,7 +166,7 @@ def test_that_older_epochs_are_left_out_is_said() -> None:
 
 def test_matplotlib_is_imported_only_to_draw() -> None:
     """Importing the module imports no matplotlib."""
-    code = "import sys, epochckpt.plots; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, epochckpt.inspection.plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.console import RenderableType
 
 from epochckpt.inspection import html as html_views
+from epochckpt.inspection import leaf_views, tree, views
 from epochckpt.inspection import text as text_views
+from epochckpt.inspection.blocks import Block
 from epochckpt.inspection.rows import (
     ABANDONED,
     ADDED,
@@ -39,7 +40,6 @@ from epochckpt.inspection.rows import (
     Overview,
     ShardingRow,
 )
-from epochckpt.inspection.text import tree
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\nline\r\u202ebidi\x9b2J[bold]not markup[/bold] :smile: \ud800" + "x" * 10_000
 WIDTHS = (20, 40, 80, 200)
@@ -79,7 +79,11 @@ def stats(one: LeafRow, **given: Any) -> LeafStats:
     return LeafStats("default", "", one, **(known | given))
 
 
-def everything(text: str) -> dict[str, RenderableType]:
+def text_of(view: Sequence[Block], width: int, colour: bool = False, **options: Any) -> str:
+    return text_views.to_text(text_views.render(view, **options), width, colour)
+
+
+def everything(text: str) -> dict[str, Sequence[Block]]:
     """Each view of rows that have a text wherever rows have text."""
     one = LeafRow(text, (text, text), text, text, (2,), 8, text, ShardingRow((2,), (text, f"{text}2"), 2, text))
     value = LeafRow(text, (text,), text, value=text)
@@ -96,11 +100,11 @@ def everything(text: str) -> dict[str, RenderableType]:
     )
     rows = [DiffRow(text, text, text, change, one, value, 1.0, 1.0, 1.0, 1, text) for change in (ADDED, CHANGED)]
     return {
-        "overview": text_views.overview(seen),
-        "epoch": text_views.epoch(EpochDetail(row, (own, files, arrays), {text: {text: text}}), owners=True),
-        "item": text_views.item(arrays, 8, owners=True),
-        "stats": text_views.stats([dataclasses.replace(stats(one), item=text, node=text)]),
-        "diff": text_views.diff(Diff(text, 1, 2, tuple(rows), text)),
+        "overview": views.overview(seen),
+        "epoch": views.epoch(EpochDetail(row, (own, files, arrays), {text: {text: text}})),
+        "item": views.item(arrays, 8),
+        "stats": leaf_views.stats([dataclasses.replace(stats(one), item=text, node=text)]),
+        "diff": leaf_views.diff(Diff(text, 1, 2, tuple(rows), text)),
     }
 
 
@@ -108,7 +112,7 @@ def everything(text: str) -> dict[str, RenderableType]:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_nothing_in_a_row_does_anything_to_a_terminal(view: str, width: int) -> None:
     """Control and format characters come out as text, markup and emoji codes are not read, whatever is 10 kB long."""
-    shown = text_views.to_text(everything(HOSTILE)[view], width, colour=True)
+    shown = text_of(everything(HOSTILE)[view], width, colour=True, owners=True)
     assert SEQUENCES.search(shown)
     plain = SEQUENCES.sub("", shown)
     assert all(char.isprintable() or char == "\n" for char in plain)
@@ -120,7 +124,7 @@ def test_nothing_in_a_row_does_anything_to_a_terminal(view: str, width: int) -> 
 
 def test_markup_and_emoji_codes_are_shown_as_they_are() -> None:
     """Square brackets in a name are brackets."""
-    shown = text_views.to_text(text_views.item(item([leaf("[bold]w[/bold]:smile:")]), 1), 100)
+    shown = text_of(views.item(item([leaf("[bold]w[/bold]:smile:")]), 1), 100)
     assert "[bold]w[" in shown
     assert ":smile:" in shown
 
@@ -130,18 +134,18 @@ def test_markup_and_emoji_codes_are_shown_as_they_are() -> None:
 def test_no_line_is_wider_than_the_terminal(view: str, width: int) -> None:
     """Also of names with characters that are two columns wide."""
     for name in ("a" * 300, "漢字" * 100):
-        lines = text_views.to_text(everything(name)[view], width).splitlines()
+        lines = lines_of(everything(name)[view], width, owners=True)
         assert max(map(cell_len, lines)) <= width
 
 
 @pytest.mark.parametrize("view", ["overview", "epoch", "item", "stats", "diff"])
 def test_without_colour_there_are_no_escape_sequences(view: str) -> None:
     """Plain text is plain."""
-    assert "\x1b" not in text_views.to_text(everything("name")[view], 80)
+    assert "\x1b" not in text_of(everything("name")[view], 80)
 
 
-def lines_of(renderable: RenderableType, width: int = 80) -> list[str]:
-    return text_views.to_text(renderable, width).splitlines()
+def lines_of(view: Sequence[Block], width: int = 80, **options: Any) -> list[str]:
+    return text_of(view, width, **options).splitlines()
 
 
 def line_with(lines: Sequence[str], start: str) -> str:
@@ -161,16 +165,24 @@ def test_the_overview_says_what_there_is() -> None:
         LeftoverRow("rolled-back-0123456789abcdef", "rolled back", 1_000_000, 90_000.0, (12,), "by rollback_to"),
     )
     seen = Overview("/data/run", tuple(rows), 400, 10**12, remains, "loss", "min", {"13": "Permission denied"})
-    lines = lines_of(text_views.overview(seen, hint="; --limit 0 shows all"))
+    lines = lines_of(views.overview(seen, hint="; --limit 0 shows all"))
     assert lines[0] == "/data/run"
-    assert lines[1] == "403 epochs, 1.0 TB · 1 damaged · ▸ latest 9 · ★ best 7 by min loss"
-    assert "… 400 older epochs (1.0 TB) are not shown; --limit 0 shows all" in lines
+    said = "403 epochs, 1.0 TB · 1 damaged · 1 in progress · 1 abandoned · ▸ latest 9 · ★ best 7 by min loss: 0.125"
+    assert " ".join(" ".join(lines[1:3]).split()).startswith(said)
+    assert "… 400 older epochs (1.0 TB) not shown; --limit 0 shows all" in lines
     assert line_with(lines, "7").split() == ["7", "★", "committed", "10.0", "MB", "2", "s", "12", "ms", "0.125", "0.5"]
     assert "damaged" in next(line for line in lines if line.lstrip().startswith("8 "))
     assert line_with(lines, "9").split()[1] == "▸"
     assert line_with(lines, "10").split()[1:5] == ["in", "progress", "5.0", "MB"]
     text = "\n".join(lines)
-    for said in ("8 damaged", "is missing", "11 leftover", "its job was killed", "rolled back", "Permission denied"):
+    for said in (
+        "1 damaged",
+        "is missing",
+        "1 thing, 1.0 MB",
+        "its job was killed",
+        "rolled back",
+        "Permission denied",
+    ):
         assert said in text
 
 
@@ -180,7 +192,7 @@ def test_64_nodes_are_a_bar_each_and_the_slowest_stands_out(width: int) -> None:
     sound, bad = epoch_row(1, 64, slow=17), epoch_row(2, 64, slow=17, state=DAMAGED)
     nodes = [dataclasses.replace(n, state=DAMAGED) if n.name == "process_40" else n for n in bad.nodes]
     rows = (sound, dataclasses.replace(bad, nodes=tuple(nodes)), epoch_row(3, 32))
-    lines = lines_of(text_views.overview(Overview("/data/run", rows)), width)
+    lines = lines_of(views.overview(Overview("/data/run", rows)), width)
     strips = [re.search(r"[▁▂▃▄▅▆▇█×·■]{8,}", line) for line in lines]
     first, second, third = (found[0] for found in strips if found)
     share = -(-64 // len(first))
@@ -196,7 +208,7 @@ def test_64_nodes_are_a_bar_each_and_the_slowest_stands_out(width: int) -> None:
 def test_columns_that_do_not_fit_are_left_out_and_the_rest_is_whole() -> None:
     """The narrower, the fewer: number and state stay, nothing is wrapped."""
     seen = Overview("/data/run", tuple(epoch_row(i, 4) for i in range(3)))
-    tables = [[line.strip() for line in lines_of(text_views.overview(seen), width)][3:7] for width in WIDTHS]
+    tables = [[line.strip() for line in lines_of(views.overview(seen), width)][-4:] for width in WIDTHS]
     heads = [len(re.split(r"\s{2,}", table[0])) for table in tables]
     assert [table[0].split()[:2] for table in tables] == [["epoch", "state"]] * len(WIDTHS)
     assert [[line.split()[0] for line in table[1:]] for table in tables] == [["0", "1", "2"]] * len(WIDTHS)
@@ -208,8 +220,8 @@ def test_an_attempt_is_measured_against_the_epoch_before() -> None:
     """Its bars are what each node has written of what it wrote last time."""
     begun = tuple(NodeRow(f"process_{i}", 10_000_000 if i < 2 else 1_000_000) for i in range(3))
     rows = (epoch_row(1, 4, latest=True), EpochRow(2, IN_PROGRESS, nodes=begun, nbytes=21_000_000))
-    lines = lines_of(text_views.overview(Overview("/data/run", rows)))
-    assert "██▁·" in next(line for line in lines if "in progress" in line)
+    lines = lines_of(views.overview(Overview("/data/run", rows)))
+    assert "██▁·" in lines[-1]
 
 
 def test_an_epoch_says_all_that_is_known_of_it() -> None:
@@ -220,7 +232,7 @@ def test_an_epoch_says_all_that_is_known_of_it() -> None:
     files = ItemRow("config", "files", "JsonCheckpointHandler", 33, files=(FileRow("metadata", "process_0", 33),))
     own = ItemRow("rng", "node", nbytes=8, nodes={"process_1": item([leaf("key")])})
     detail = EpochDetail(row, (files, item([leaf("a/b"), leaf("a/c")]), own), {"default": {"a/c": "too long"}})
-    text = text_views.to_text(text_views.epoch(detail), 80)
+    text = text_of(views.epoch(detail), 80)
     for said in (
         "epoch 4  committed  ▸ latest",
         "640.0 MB on 64 nodes in 2 s, training blocked 12 ms",
@@ -244,12 +256,12 @@ def layers(count: int, inner: int = 2) -> list[LeafRow]:
 def test_a_tree_has_a_line_per_leaf_and_group() -> None:
     """Type, shape, bytes and share; groups that hold one group only are one line."""
     leaves = [*layers(2), LeafRow("step", ("step",), "int", value="12")]
-    lines = lines_of(text_views.item(item(leaves), sum(one.nbytes for one in leaves)), 100)
+    lines = lines_of(views.item(item(leaves), sum(one.nbytes for one in leaves)), 100)
     assert [line.split()[:2] for line in lines[2:]] == [
         ["├─", "params/"], ["│", "├─"], ["│", "│"], ["│", "│"], ["│", "└─"], ["│", "├─"], ["│", "└─"], ["└─", "step"]
     ]  # fmt: skip
-    assert re.search(r"w +float32 +1×8 +32 B +16\.7%", lines[4])
-    assert re.search(r"params/ +4 leaves +192 B +100\.0%", lines[2])
+    assert re.search(r"w +float32 +1×8 +32 B +17%", lines[4])
+    assert re.search(r"params/ +4 leaves +48 elements +192 B +100%", lines[2])
     assert re.search(r"step +int +12$", lines[-1])
 
 
@@ -259,7 +271,7 @@ def test_20000_leaves_are_folded_to_a_screen_with_counts() -> None:
     assert len(leaves) == 20_000
     total = sum(one.nbytes for one in leaves)
     start = time.process_time()
-    lines = lines_of(text_views.item(item(leaves), total))
+    lines = lines_of(views.item(item(leaves), total))
     assert time.process_time() - start < 5  # of this process alone; on an idle machine it takes 0.2 s
     assert len(lines) <= tree.SCREEN + 3
     assert "item default  20,000 leaves" in lines[0]
@@ -269,7 +281,7 @@ def test_20000_leaves_are_folded_to_a_screen_with_counts() -> None:
 def test_all_of_a_tree_is_shown_if_asked_for() -> None:
     """Every leaf has its line, however many there are and however alike they are."""
     leaves = [leaf(f"params/layer_{i}/w") for i in range(500)]
-    shown = text_views.to_text(text_views.item(item(leaves), 1, folding=tree.ALL), 80)
+    shown = text_of(views.item(item(leaves), 1), 80, folding=tree.ALL)
     assert [shown.count(f"layer_{i}/") for i in range(500)] == [1] * 500
 
 
@@ -277,7 +289,7 @@ def test_all_of_a_tree_is_shown_if_asked_for() -> None:
 def test_depth_unfolds_so_many_levels(depth: int, expected: int) -> None:
     """One level is the outermost groups; groups that are folded say so."""
     folding = tree.Folding.to_depth(depth)
-    lines = lines_of(text_views.item(item(layers(3)), 1, folding=folding))[2:]
+    lines = lines_of(views.item(item(layers(3)), 1), folding=folding)[2:]
     assert len(lines) == expected
     assert sum("/ …" in line for line in lines) == {1: 1, 2: 3, 3: 0}[depth]
 
@@ -286,7 +298,7 @@ def test_groups_that_are_alike_are_shown_once() -> None:
     """Layers of the same leaves, types and shapes: the first, and how many are like it; another one is not."""
     leaves = [leaf(f"layer_{i}/{name}") for i in range(6) for name in ("w", "b")]
     leaves += [leaf("layer_6/w", (9,)), leaf("layer_6/b")]
-    lines = lines_of(text_views.item(item(leaves), 1))[2:]
+    lines = lines_of(views.item(item(leaves), 1))[2:]
     assert [line.split()[1] for line in lines if line.startswith("  ├─ layer") or line.startswith("  └─ layer")] == [
         "layer_0/",
         "layer_6/",
@@ -294,20 +306,21 @@ def test_groups_that_are_alike_are_shown_once() -> None:
     assert any("… 5 more like layer_0" in line and "10 leaves" in line for line in lines)
 
 
-def test_owners_are_drawn_as_letters() -> None:
-    """A letter per part, as the parts lie; names that are numbered are not listed one by one."""
+def test_owners_are_drawn_as_numbers() -> None:
+    """The number of its node for each part, as the parts lie: that in its name, if each has one of its own."""
     lies = ShardingRow((2, 3), tuple(f"process_{i}" for i in (3, 4, 5, 3, 10, 11)), 1, "")
-    lines = lines_of(text_views.item(item([leaf("w", sharding=lies)]), 1, owners=True))
-    assert [line.strip() for line in lines[-3:]] == ["A B C", "A D E", "A process_3 … E process_11"]
+    lines = lines_of(views.item(item([leaf("w", sharding=lies)]), 1), owners=True)
+    assert [line.strip() for line in lines[-4:-2]] == ["3  4  5", "3 10 11"]
+    assert "10 process_10  11 process_11" in lines[-1]
     named = dataclasses.replace(lies, counts=(2,), owners=("east", "west"))
-    lines = lines_of(text_views.item(item([leaf("w", sharding=named)]), 1, owners=True))
-    assert [line.strip() for line in lines[-2:]] == ["A B", "A east  B west"]
+    lines = lines_of(views.item(item([leaf("w", sharding=named)]), 1), owners=True)
+    assert [line.strip() for line in lines[-2:]] == ["0 1", "0 east  1 west"]
 
 
 def test_many_parts_are_drawn_up_to_a_bound() -> None:
     """A grid of 10,000 parts is cut, and says so."""
     lies = ShardingRow((100, 100), tuple(f"n{i % 7}" for i in range(10_000)))
-    lines = lines_of(text_views.item(item([leaf("w", sharding=lies)]), 1, owners=True), 200)
+    lines = lines_of(views.item(item([leaf("w", sharding=lies)]), 1), 200, owners=True)
     assert len(lines) < 40
     assert any("76 more rows" in line for line in lines)
 
@@ -315,7 +328,7 @@ def test_many_parts_are_drawn_up_to_a_bound() -> None:
 def test_names_that_are_too_long_keep_both_ends() -> None:
     """The middle is left out, and the tree's lines stay where they are."""
     long = "begin" + "x" * 300 + "end"
-    lines = lines_of(text_views.item(item([leaf(f"group/{long}"), leaf("group/b")]), 1))
+    lines = lines_of(views.item(item([leaf(f"group/{long}"), leaf("group/b")]), 1))
     (line,) = [line for line in lines if "begin" in line]
     assert line.startswith("     ├─ begin") or line.startswith("  │  ├─ begin") or line.startswith("  ├─ begin")
     assert re.search(r"begin.*…x*end +float32", line)
@@ -323,19 +336,22 @@ def test_names_that_are_too_long_keep_both_ends() -> None:
 
 def test_statistics_show_range_and_histogram() -> None:
     """An empty bin is empty, a full one full; NaN and inf are counted only where there are any."""
-    lines = lines_of(text_views.stats([stats(leaf("a/w")), stats(leaf("a/b"), nans=3, min=None)]))
-    assert lines[0].split()[:4] == ["leaf", "type", "shape", "min"]
-    assert "inf" not in lines[0]
-    assert lines[1].endswith("▁ █") or lines[1].endswith("▂ █")
-    assert re.search(r"a/b .* – +2 +0\.5", lines[2])
-    assert " 3 " in lines[2]
+    lines = lines_of(leaf_views.stats([stats(leaf("a/w")), stats(leaf("a/b"), nans=3, min=None)]))
+    assert lines[0] == "2 arrays, 64 elements · NaN or Inf in 1: a/b"
+    head, sound, wrong = lines[2:]
+    assert head.split()[:4] == ["leaf", "type", "shape", "min"]
+    assert "inf" not in head
+    assert sound.endswith("▁ █") or sound.endswith("▂ █")
+    assert re.search(r"a/b .* – +2 +0\.5", wrong)
+    assert " 3 " in wrong
 
 
 def test_a_histogram_that_is_too_wide_adds_neighbours_up() -> None:
     """No element is lost."""
     counts = tuple([0] * 30 + [4] * 30)
-    lines = lines_of(text_views.stats([stats(leaf("w"), histogram=counts)]), 200)
-    drawn = lines[1][lines[0].index("histogram") :]
+    edges = tuple(map(float, range(61)))
+    lines = lines_of(leaf_views.stats([stats(leaf("w"), histogram=counts, edges=edges)]), 200)
+    drawn = lines[-1][lines[-2].index("histogram") :]
     assert drawn.strip() == "█" * (len(drawn.strip()))
     assert drawn.startswith("  ")
 
@@ -353,7 +369,7 @@ def test_a_difference_counts_and_lists() -> None:
         *(DiffRow("default", "", f"same{i}", UNCHANGED, one, one) for i in range(3)),
     )
     found = Diff("/data/run", 3, 4, rows)
-    lines = lines_of(text_views.diff(found), 120)
+    lines = lines_of(leaf_views.diff(found), 120)
     assert lines[0] == "/data/run epoch 3 → 4"
     assert lines[1] == "1 added · 1 removed · 1 reshaped · 1 retyped · 2 changed · 3 unchanged"
     assert line_with(lines, "+").split() == ["+", "a", "added", "float32", "4×8"]
@@ -363,24 +379,24 @@ def test_a_difference_counts_and_lists() -> None:
     assert changed == [["~", "c", "changed", "0.25", "█", "0.5", "0.125", "7"]]
     assert "12 → 13" in "\n".join(lines)
     assert "same1" not in "\n".join(lines)
-    assert "same1" in text_views.to_text(text_views.diff(found, unchanged=True), 120)
-    cut = lines_of(text_views.diff(found, listed=2, hint="; --limit 0"), 120)
+    assert "same1" in text_of(leaf_views.diff(found, unchanged=True), 120)
+    cut = lines_of(leaf_views.diff(found, listed=2, hint="; --limit 0"), 120)
     assert cut[-1] == "… 4 more leaves; --limit 0"
 
 
 def test_500_epochs_are_a_line_each() -> None:
     """A long run is a long list, and quickly made."""
     seen = Overview("/data/run", tuple(epoch_row(i, 64) for i in range(500)), metric="loss", mode="min")
-    lines = lines_of(text_views.overview(seen))
+    lines = lines_of(views.overview(seen))
     assert sum("committed" in line for line in lines) == 500
 
 
 def test_what_is_faint_is_not_what_matters() -> None:
     """Styles end where they are meant to: names of leaves, and words about damage, are as bright as the rest."""
     rows = (epoch_row(1), epoch_row(2, state=DAMAGED))
-    shown = text_views.to_text(text_views.overview(Overview("/data/run", rows)), 80, colour=True)
+    shown = text_of(views.overview(Overview("/data/run", rows)), 80, colour=True)
     assert "\x1b[2m · \x1b[0m\x1b[1;38;5;160m1 damaged" in shown
-    shown = text_views.to_text(text_views.item(item([leaf("a"), leaf("b")]), 1), 80, colour=True)
+    shown = text_of(views.item(item([leaf("a"), leaf("b")]), 1), 80, colour=True)
     assert "\x1b[2m├─ \x1b[0ma" in shown
 
 
@@ -392,8 +408,8 @@ def test_the_runners_notes_are_what_a_person_wants_to_know() -> None:
         "beside": True,
     }  # fmt: skip
     detail = EpochDetail(dataclasses.replace(epoch_row(6), notes=notes), ())
-    views = text_views.to_text(text_views.epoch(detail), 100), html.unescape(html_views.epoch(detail))
-    for view in views:
+    page = html.unescape(html_views.page(views.epoch(detail)))
+    for view in (text_of(views.epoch(detail), 100), page):
         for said in ("max_epochs(6)", "in the middle", "2 h in all", "no_improvement('loss', 5): best 0.3333, count 2"):
             assert said in view, said
         assert "saved by save_checkpoints()" in view

@@ -1,47 +1,152 @@
-"""What notebooks show: each view is one string of HTML that needs nothing else, no script and no other file.
+"""Blocks as what notebooks show: a view is one string of HTML that needs nothing else, no script and no other file.
 
-Pure functions of rows. Views are bounded in size whatever the rows are, and several of them on one page do not disturb
-one another: no element has an id, and the style says the same in each.
+A page is bounded in size whatever its rows are. Several views on one page do not disturb one another: no element has an
+id, and their style sheets are the same. `elements.el` makes every element: it escapes texts and closes tags, so that
+nothing in a row becomes markup.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from epochckpt.inspection.html import compare
-from epochckpt.inspection.html import epoch as html_epoch
-from epochckpt.inspection.html import overview as html_overview
-from epochckpt.inspection.html.parts import page
-from epochckpt.inspection.html.sharding import Nodes, Thumbs
-from epochckpt.inspection.rows import Diff, EpochDetail, ItemRow, LeafStats, Overview
+from epochckpt import _units
+from epochckpt.inspection import blocks as kinds
+from epochckpt.inspection import leaf_views, tree
+from epochckpt.inspection.blocks import Block, Cell, Column, Row
+from epochckpt.inspection.html import drawings
+from epochckpt.inspection.html.elements import Html, el, joined, worded
+from epochckpt.inspection.html.style import PREFIX, css
 
-
-def overview(found: Overview) -> str:
-    """A directory: its epochs and attempts, newest first, and what else lies there."""
-    return page(html_overview.overview(found))
-
-
-def epoch(found: EpochDetail) -> str:
-    """One epoch: nodes, metadata, and the tree of each item with the cut of its arrays drawn."""
-    nodes = html_epoch.nodes_of(found)
-    thumbs = Thumbs(nodes)
-    body = html_epoch.epoch(found, thumbs, nodes)
-    return page(body, style=thumbs.style)
+_TREE_CHARS = 600_000  # of all trees of a page
+_TABLE_CHARS = 700_000  # of all tables of a page
+_BRANCH_CHARS = 500  # about, of one row of a tree
+_CARDS = 12  # ways of cutting arrays that are drawn
+_OPEN = 40  # rows of a tree that are seen at first
+_TREE_COLUMNS = leaf_views.TREE_COLUMNS[:-1]  # the last one is the tip of the one before
+_CHILDREN = 100  # shown of one group at most
 
 
-def item(found: ItemRow, total_nbytes: int) -> str:
-    """One item. Shares are of `total_nbytes`: the bytes of its epoch."""
-    nodes = Nodes(html_epoch.item_nodes(found))
-    thumbs = Thumbs(nodes)
-    body = html_epoch.item(found, total_nbytes, thumbs, nodes, html_epoch.chars_per_leaf([found]))
-    return page(body, style=thumbs.style)
+def page(view: Sequence[Block]) -> Html:
+    """A view as HTML."""
+    return Html(f'<div class="{PREFIX}"><style>{css()}</style>{joined(_Renderer(view).blocks(view))}</div>')
 
 
-def stats(found: Sequence[LeafStats]) -> str:
-    """Statistics of arrays, with histograms; what is not finite stands out."""
-    return page(compare.stats(found))
+class _Renderer:
+    """Draws the blocks of one page, which share the room that there is.
+
+    Args:
+        view: all blocks of the page.
+    """
+
+    def __init__(self, view: Sequence[Block]):
+        self._table_chars = _TABLE_CHARS
+        self._drawings = drawings.Drawings()
+        self._chars_per_leaf = _TREE_CHARS / max(sum(block.root.count for block in kinds.trees(view)), 1)
+
+    def blocks(self, view: Iterable[Block]) -> Iterator[Html]:
+        return map(self._block, view)
+
+    def _block(self, block: Block) -> Html:
+        if isinstance(block, kinds.Line):
+            return el("div", "title" if block.title else "", worded(block.words))
+        if isinstance(block, kinds.Summary):
+            return el("div", "summary", *(el("span", "", worded(words)) for words in block.statements))
+        if isinstance(block, kinds.Facts):
+            facts = ((el("dt", "", name), el("dd", "", worded(words))) for name, words in block.facts)
+            return el("dl", "", *(part for pair in facts for part in pair))
+        if isinstance(block, kinds.Problem):
+            return el("div", "problem", worded(block.words))
+        if isinstance(block, kinds.Table):
+            return self._table(block)
+        if isinstance(block, kinds.Tree):
+            return self._tree(block)
+        if isinstance(block, kinds.Cuts):
+            return self._cuts(block)
+        return _fold(worded(block.heading), *self.blocks(block.blocks), open=block.open, classes="section")
+
+    def _table(self, block: kinds.Table) -> Html:
+        used = [n for n in range(len(block.columns)) if not all(row.cells[n].empty for row in block.rows)]
+        columns = [block.columns[n] for n in used]
+        lines: list[Html] = []
+        for row in reversed(block.rows) if block.recent else block.rows:
+            if self._table_chars <= 0:
+                break
+            lines.append(self._row(columns, [row.cells[n] for n in used], row))
+            self._table_chars -= len(lines[-1])
+        more = len(block.rows) - len(lines)
+        rest = el("div", "faint", f"… {_units.count(more)} more") if more else ""
+        head = el("thead", "", el("tr", "", *_heads(columns, "th")))
+
+        def table(rows: Sequence[Html]) -> Html:
+            return el("div", "scroll", el("table", "", head, el("tbody", "", *rows)))
+
+        if not block.recent or len(lines) <= block.recent:
+            return joined([table(lines), rest])
+        return joined([table(lines[: block.recent]), _fold(block.older, table(lines[block.recent :]), rest)])
+
+    def _row(self, columns: Sequence[Column], cells: Sequence[Cell], row: Row) -> Html:
+        line = el("tr", "row", *self._cells(columns, cells, "td"))
+        if not (below := worded(row.below)):
+            return line
+        return joined([line, el("tr", "below", el("td", "", el("div", "", below), colspan=len(cells)))])
+
+    def _cells(self, columns: Sequence[Column], cells: Sequence[Cell], tag: str) -> Iterator[Html]:
+        for column, cell in zip(columns, cells, strict=True):
+            drawn = worded(cell.words), self._drawings.of(cell.drawing)
+            yield el(tag, "right" if column.right else "", *drawn, title=cell.tip or None)
+
+    def _tree(self, block: kinds.Tree) -> Html:
+        """A tree of at most so many characters; each group shows one child at least, and counts what it leaves out."""
+        room = int(self._chars_per_leaf * block.root.count)
+        most = _CHILDREN
+        while most > 1 and tree.size(block.root, _folding(most)) > room // _BRANCH_CHARS:
+            most = most * 9 // 10
+        # Names may be long: rows, which are cheap to count, come first; then characters decide.
+        body = self._branches(block, most)
+        while len(body) > room and most > 1:
+            most = max(most * 2 // 3, 1)
+            body = self._branches(block, most)
+        return el("div", "scroll", el("div", "tree", el("div", "heads", *_heads(_TREE_COLUMNS, "span")), body))
+
+    def _branches(self, block: kinds.Tree, most: int) -> Html:
+        folding = _folding(most)
+        opened = tree.opened(block.root, folding)
+
+        def branches(branch: tree.Branch) -> Html:
+            return joined(map(drawn, branch.listed(folding)))
+
+        def drawn(branch: tree.Branch) -> Html:
+            cells = leaf_views.branch_cells(branch, block.total_nbytes)[: len(_TREE_COLUMNS)]
+            line = joined(self._cells(_TREE_COLUMNS, cells, "span"))
+            if branch.leaf is not None or branch.hidden:
+                return el("div", "leaf", line)
+            return _fold(line, el("div", "within", branches(branch)), open=branch in opened)
+
+        return branches(block.root)
+
+    def _cuts(self, block: kinds.Cuts) -> Html:
+        cards = [
+            el(
+                "div",
+                "card",
+                *(el("div", "", worded(words)) for words in leaf_views.cut_lines(cut)),
+                self._drawings.cut(cut.sharding, block.labels),
+            )
+            for cut in block.cuts[:_CARDS]
+        ]
+        more = len(block.cuts) - _CARDS
+        cards += [el("div", "faint", f"… {_units.count(more)} more ways of cutting")] if more > 0 else []
+        return joined([el("div", "strong", "How its arrays are cut over nodes"), el("div", "cards", *cards)])
 
 
-def diff(found: Diff) -> str:
-    """What changed between two epochs: counts, then what changed most."""
-    return page(compare.diff(found))
+def _heads(columns: Sequence[Column], tag: str) -> Iterator[Html]:
+    return (el(tag, "right" if column.right else "", column.title, title=column.tip or None) for column in columns)
+
+
+def _folding(most: int) -> tree.Folding:
+    return tree.Folding(None, most, _OPEN, False)
+
+
+def _fold(summary: str, *children: str, open: bool = False, classes: str = "") -> Html:
+    """What opens with a click, without a script."""
+    return el("details", classes, el("summary", "", summary), *children, open="" if open else None)

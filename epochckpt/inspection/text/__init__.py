@@ -1,12 +1,10 @@
-"""Rows as text for a terminal: rich renderables that fit any width, and plain text made of them.
+"""Blocks as text for a terminal: rich renderables that fit any width, and plain text made of them.
 
-The same views as `html_views`, under the same names. No text of others reaches a terminal but through `escaping`, and
-none is read as markup.
+Every text of a block passes through `table.styled`, which escapes it; none is read as markup.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Iterator, Sequence
 
@@ -14,21 +12,28 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from epochckpt import _units
-from epochckpt._text import readable
-from epochckpt.inspection import rows, run_notes
-from epochckpt.inspection.rows import EpochDetail, EpochRow, ItemRow, NodeRow
-from epochckpt.inspection.text import tree
-from epochckpt.inspection.text.leaves import diff, stats
-from epochckpt.inspection.text.overview import BEST, LATEST, STYLES, metric, node_strip, overview, strip_title
-from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Cell, Column, Fact, Line, Table, text
+from epochckpt.inspection import blocks as kinds
+from epochckpt.inspection import leaf_views, sharding, tree
+from epochckpt.inspection.blocks import Block
+from epochckpt.inspection.text.table import (
+    BAD,
+    FAINT,
+    GOOD,
+    Fact,
+    Fitted,
+    Line,
+    TextTable,
+    drawn,
+    shortened,
+    styled,
+    text,
+)
 
-__all__ = ["diff", "epoch", "item", "overview", "stats", "to_text"]
-
-_NODES = 12  # of an epoch that are listed; of more than that only some
-_SLOWEST = 5
-_FILES = 12
-_FACT = 12
-_NOTES = 20  # of the runner
+_FACT = 12  # columns for the name of a fact
+_INDENT = 2
+_CUTS = 12  # ways of cutting arrays that are drawn
+_PARTS = (24, 60)  # of a grid that are drawn, down and across
+_NODES = 24  # named below it
 
 
 def to_text(renderable: RenderableType, width: int | None = None, colour: bool = False) -> str:
@@ -48,140 +53,96 @@ def to_text(renderable: RenderableType, width: int | None = None, colour: bool =
     return captured.get()
 
 
-def epoch(detail: EpochDetail, *, folding: tree.Folding | None = None, owners: bool = False) -> RenderableType:
-    """One epoch: what is known of it, its nodes, its items and their trees.
+def render(view: Sequence[Block], *, folding: tree.Folding | None = None, owners: bool = False) -> RenderableType:
+    """A view as a renderable of rich.
 
     Args:
-        detail: the epoch.
-        folding: how far trees are unfolded; None: all items together about a screen.
+        view: its blocks.
+        folding: how far trees are unfolded; None: all of them together to about a screen.
         owners: draw which node wrote which part of an array.
     """
-    row = detail.row
-    head = Text.assemble(("epoch ", HEAD), (str(row.epoch), HEAD), "  ", (row.state, STYLES.get(row.state, "") or GOOD))
-    for said, style, shown in ((f"{LATEST} latest", LIVE, row.latest), (f"{BEST} best", GOOD, row.best)):
-        head.append(f"  {said}" if shown else "", style)
-    parts: list[RenderableType] = [Line(head)]
-    parts += [Fact(Text(name, FAINT), value, _FACT, 2) for name, value in _facts(detail)]
-    if len(row.nodes) > 1:
-        parts += [Text(), *_node_table(row)]
-    share = max(tree.SCREEN // max(len(detail.items), 1), 8)
-    for found in detail.items:
-        parts += [Text(), item(found, row.nbytes, folding=folding or tree.Folding(rows=share), owners=owners)]
-    return Group(*parts)
+    rows = max(tree.SCREEN // max(len(kinds.trees(view)), 1), 8)
+    return Group(*_Renderer(folding or tree.Folding(rows=rows), owners).blocks(view))
 
 
-def _facts(detail: EpochDetail) -> Iterator[tuple[str, Text]]:
-    row = detail.row
-    if row.detail:
-        yield (
-            "wrong" if row.state == rows.DAMAGED else "state",
-            text(row.detail, STYLES.get(row.state, ""), limit=2000),
-        )
-    if row.committed_ns is not None:
-        yield "committed", Text(_units.when(row.committed_ns))
-    took = f" in {_units.secs(row.secs)}" if row.secs is not None else ""
-    held = f", training blocked {_units.secs(row.blocked_secs)}" if row.blocked_secs is not None else ""
-    on = f" on {len(row.nodes)} nodes" if len(row.nodes) > 1 else f" on {row.nodes[0].name}" if row.nodes else ""
-    if row.nbytes or row.nodes:
-        yield "size", text(f"{_units.nbytes(row.nbytes)}{on}{took}{held}")
-    yield "written by", text("stock Orbax" if row.writer == "orbax" else f"{row.writer}, attempt {row.attempt or '?'}")
-    if row.folder not in ("", str(row.epoch)):
-        yield "folder", text(row.folder)
-    for name, value in rows.flat(row.metrics).items():
-        source = f"  (attached by {row.sources[name]})" if name in row.sources else ""
-        yield "metric", text(f"{name} ").append_text(metric(value, HEAD)).append_text(text(source, FAINT))
-    for name, value in row.custom_metadata.items():
-        yield "metadata", text(f"{name}: {value}", limit=400)
-    for title, said in run_notes.told(row.notes)[:_NOTES]:
-        yield title, text(said, limit=400)
-    for name, left in (detail.unsupported or {}).items():
-        if name == "*":  # there is no view
-            yield "Orbax lacks", text(f"all of it: {'; '.join(left.values())}", WARN, limit=1000)
-            continue
-        why = "; ".join(f"{readable(leaf)}: {reason}" for leaf, reason in list(left.items())[:5])
-        more = f"; … {len(left) - 5} more" if len(left) > 5 else ""
-        yield "Orbax lacks", text(f"item {name}: {why}{more}", WARN, limit=1000)
+class _Renderer:
+    def __init__(self, folding: tree.Folding, owners: bool):
+        self._folding, self._owners = folding, owners
+
+    def blocks(self, view: Sequence[Block], indent: int = 0) -> Iterator[RenderableType]:
+        for number, block in enumerate(view):
+            # An empty line sets apart a section, and the table below a summary.
+            after = view[number - 1] if number else None
+            if number and (isinstance(block, kinds.Section) or isinstance(after, kinds.Summary | kinds.Facts)):
+                yield Text()
+            yield from self._block(block, indent)
+
+    def _block(self, block: Block, indent: int) -> Iterator[RenderableType]:
+        if isinstance(block, kinds.Line):
+            yield Line([(0, Text(" " * indent).append_text(styled(block.words)))])
+        elif isinstance(block, kinds.Summary):
+            yield Text.assemble((" · ", FAINT)).join(map(styled, block.statements))
+        elif isinstance(block, kinds.Facts):
+            yield from (Fact(text(name, FAINT), styled(words), _FACT, _INDENT) for name, words in block.facts)
+        elif isinstance(block, kinds.Problem):
+            yield Fact(Text("!", BAD), styled(block.words), 1, indent)
+        elif isinstance(block, kinds.Table):
+            yield TextTable(block.columns, block.rows, indent=indent)
+        elif isinstance(block, kinds.Tree):
+            yield self._tree(block)
+        elif isinstance(block, kinds.Cuts):
+            yield from _cuts(block) if self._owners else ()
+        else:
+            yield Line([(0, styled(block.heading))])
+            yield from self.blocks(block.blocks, _INDENT)
+
+    def _tree(self, block: kinds.Tree) -> TextTable:
+        opened = tree.opened(block.root, self._folding)
+
+        def lines(branch: tree.Branch, prefix: str) -> Iterator[list[Fitted]]:
+            listed = branch.listed(self._folding)
+            for child in listed:
+                last = child is listed[-1]
+                name, *cells = map(drawn, leaf_views.branch_cells(child, block.total_nbytes))
+                suffix = "" if child.leaf or child.hidden else "/" if child in opened else "/ …"
+                yield [_kept(f"{prefix}{'└─ ' if last else '├─ '}", name, suffix), *cells]
+                if child in opened:
+                    yield from lines(child, f"{prefix}{'   ' if last else '│  '}")
+
+        return TextTable(leaf_views.TREE_COLUMNS, lines(block.root, ""), indent=_INDENT)
 
 
-def _node_table(row: EpochRow) -> Iterator[RenderableType]:
-    longest = max((node.secs or 0.0 for node in row.nodes), default=0.0)
-    listed, damaged = list(row.nodes), list[NodeRow]()
-    if len(row.nodes) > _NODES:
-        damaged = [node for node in row.nodes if node.state == rows.DAMAGED][:_NODES]
-        listed = damaged + sorted(set(row.nodes) - set(damaged), key=lambda node: -(node.secs or 0.0))[:_SLOWEST]
-    if len(listed) < len(row.nodes):
-        names = [node.name for node in row.nodes]
-        marks = node_strip(row, names, {})
-        yield Table([Column(strip_title(len(names)), least=8)], [[marks]], indent=2)
-        yield Text(
-            f"  the {len(listed)} slowest" + (", damaged ones first" if row.state == rows.DAMAGED else ""), FAINT
-        )
-    columns = [
-        Column(Text("node"), 0, least=20),
-        Column(Text("state"), 2),
-        Column(Text("bytes"), 1, right=True),
-        Column(Text("wrote for"), 1, right=True),
-        Column(Text(""), 3),
-        Column(Text("detail"), 4, least=20),
-    ]
-    lines: list[Sequence[Cell]] = []
-    for node in listed:
-        slowest = WARN if node.name == row.slowest_node else ""
-        length = round(20 * (node.secs or 0.0) / longest) if longest else 0
-        state = Text() if node.state == rows.COMMITTED else Text(node.state, STYLES.get(node.state, LIVE))
-        took = Text() if node.secs is None else Text(_units.secs(node.secs), slowest)
-        size = Text(_units.nbytes(node.nbytes))
-        lines.append([text(node.name), state, size, took, Text("█" * length, slowest or FAINT), text(node.detail, BAD)])
-    yield Table(columns, lines, indent=2)
+def _kept(prefix: str, name: Fitted, suffix: str) -> Fitted:
+    """A name in a tree: it keeps its place when it is shortened."""
+    whole = Text.assemble((prefix, FAINT)).append_text(name.draw(name.want)).append(suffix, FAINT)
+    return Fitted(whole.cell_len, lambda width: shortened(whole, width, len(prefix)))
 
 
-def item(
-    found: ItemRow, total_nbytes: int, *, folding: tree.Folding | None = None, owners: bool = False
-) -> RenderableType:
-    """An item: its tree, its files, or what each node has of its own.
-
-    Args:
-        found: the item.
-        total_nbytes: bytes of the epoch, of which shares are shown.
-        folding: how far the tree is unfolded; None: to about a screen.
-        owners: draw which node wrote which part of an array.
-    """
-    folding = folding or tree.Folding()
-    what = {
-        "arrays": _units.several(len(found.leaves), "leaf", "leaves"),
-        "files": _units.several(len(found.files), "file", "files"),
-    }
-    said = what.get(found.kind, _units.several(len(found.nodes), "node", "nodes") + " with their own")
-    head = Text.assemble("item ", text(found.name, HEAD), f"  {said}, {_units.nbytes(found.nbytes)}")
-    head.append_text(text(f"  {found.handler}" if found.handler else "", FAINT))
-    parts: list[RenderableType] = [Line(head)]
-    if found.problem:
-        parts.append(Fact(Text("wrong", BAD), text(found.problem, BAD, limit=2000), 6, 2))
-    if found.custom_metadata:
-        parts.append(Fact(Text("metadata", FAINT), text(str(found.custom_metadata), limit=400), _FACT, 2))
-    if found.leaves:
-        parts.append(tree.tree(found.leaves, total_nbytes, folding, owners=owners))
-    if found.files:
-        parts += _files(found)
-    if found.nodes:  # a tree whose outermost groups are the nodes: they are much alike
-        below = [(node, leaf) for node, own in found.nodes.items() for leaf in own.leaves]
-        leaves = [dataclasses.replace(leaf, path=(node, *(leaf.path or (leaf.name,)))) for node, leaf in below]
-        parts.append(tree.tree(leaves, total_nbytes, folding, owners=owners))
-        parts += [
-            Fact(text(node, BAD, limit=60), text(own.problem, BAD, limit=600), 12, 2)
-            for node, own in found.nodes.items()
-            if own.problem
-        ]
-    return Group(*parts)
+def _cuts(block: kinds.Cuts) -> Iterator[RenderableType]:
+    """Each way of cutting arrays: how, which arrays, and the label of the node that wrote each part."""
+    for cut in block.cuts[:_CUTS]:
+        yield Text()
+        yield from (Line([(0, Text("  ").append_text(styled(words)))]) for words in leaf_views.cut_lines(cut))
+        yield from (Text("    ").append_text(line) for line in _grid(sharding.grid(cut.sharding), block.labels))
+    if len(block.cuts) > _CUTS:
+        yield Text(f"  … {_units.count(len(block.cuts) - _CUTS)} more ways of cutting", FAINT)
 
 
-def _files(found: ItemRow) -> Iterator[RenderableType]:
-    columns = [
-        Column(Text("file"), 0, least=30),
-        Column(Text("bytes"), 1, right=True),
-        Column(Text("node"), 2, least=16),
-    ]
-    lines = [[text(f.name), Text(_units.nbytes(f.nbytes)), text(f.node, FAINT)] for f in found.files[:_FILES]]
-    yield Table(columns, lines, indent=2)
-    if len(found.files) > _FILES:
-        yield Text(f"  … {_units.count(len(found.files) - _FILES)} more files", FAINT)
+def _grid(found: sharding.Grid, labels: sharding.NodeLabels) -> Iterator[Text]:
+    if not found.owners:
+        return
+    down, across = _PARTS
+    wrote = set(found.owners)
+    names = [name for name in labels.names if name in wrote]
+    width = max((len(labels.label(name)) for name in found.owners), default=1)
+    for first in range(0, min(found.down, down) * found.across, found.across):
+        row = found.owners[first : first + found.across]
+        more = " …" if found.across > across else ""
+        yield Text(" ".join(labels.label(name).rjust(width) for name in row[:across]) + more, GOOD)
+    if found.down > down:
+        yield Text(f"… {_units.count(found.down - down)} more rows", FAINT)
+    for first in range(0, min(len(names), _NODES), 3):
+        three = names[first : min(first + 3, _NODES)]
+        yield Text("  ").join(Text(f"{labels.label(name)} ").append_text(text(name, FAINT, 40)) for name in three)
+    if len(names) > _NODES:
+        yield Text(f"… {_units.count(len(names) - _NODES)} more nodes", FAINT)

@@ -1,0 +1,260 @@
+"""What a view consists of: lines, facts, tables, trees and drawings as data, which `html` and `text` draw.
+
+Texts in blocks are as they were found, hostile ones included: a renderer escapes every `Span` in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from epochckpt import _units
+from epochckpt.inspection.sharding import Cut, NodeLabels
+from epochckpt.inspection.tree import Branch
+
+_PROBLEMS = 20  # that a view lists
+
+
+class Tone(enum.Enum):
+    """How a text or a mark looks; each renderer has a style of its own for it."""
+
+    PLAIN = enum.auto()
+    STRONG = enum.auto()
+    FAINT = enum.auto()
+    GOOD = enum.auto()
+    BAD = enum.auto()
+    WARN = enum.auto()
+    LIVE = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A piece of text; one that is longer than `limit` characters is shown without its middle."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+    limit: int = 200
+
+
+Words = str | Span | tuple[str | Span, ...]
+"""Text of one or more tones; a plain `str` is a `Span` of tone PLAIN."""
+
+
+def spans(words: Words) -> list[Span]:
+    """The pieces of a text; empty ones are left out."""
+    pieces = words if isinstance(words, tuple) else (words,)
+    return [found for piece in pieces if (found := Span(piece) if isinstance(piece, str) else piece).text]
+
+
+# What a cell of a table may hold beside its text.
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A bar, `share` of 1 long. In a terminal it takes at most `width` columns."""
+
+    share: float
+    width: int = 1
+    tone: Tone = Tone.GOOD
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """One bar of a `Strip`: a node.
+
+    Attributes:
+        level: how high, from 0 to 1.
+        tone: BAD: damaged; FAINT: the epoch does not have this node.
+        weight: where several marks share a bar, the one of the greatest weight is drawn.
+        tip: the node and what is known of it.
+    """
+
+    level: float
+    tone: Tone
+    weight: float
+    tip: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """Marks side by side."""
+
+    marks: tuple[Mark, ...]
+
+    def fitted(self, width: int) -> list[tuple[Mark, Sequence[Mark]]]:
+        """At most `width` bars: the mark that each one shows, and all those that it stands for."""
+        share = max(1, -(-len(self.marks) // max(width, 1)))
+        groups = [self.marks[first : first + share] for first in range(0, len(self.marks), share)]
+        return [(max(group, key=lambda mark: mark.weight), group) for group in groups]
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """Elements per bin, and what the drawing says in words."""
+
+    counts: tuple[int, ...]
+    words: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A cell of a table: a text, a drawing, or both; `tip` is shown where a mouse can point at it."""
+
+    words: Words = ""
+    drawing: Bar | Strip | Histogram | None = None
+    tip: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is in it."""
+        return self.drawing is None and not spans(self.words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a table. One whose cells are all empty is not shown.
+
+    Attributes:
+        title: its head.
+        rank: 0: always shown; the greater, the sooner a narrow terminal leaves it out.
+        right: aligned to the right.
+        least: a narrow terminal may shorten cells to so many characters; None: never.
+        tip: what the column means.
+    """
+
+    title: str
+    rank: int = 0
+    right: bool = False
+    least: int | None = None
+    tip: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a table, and a remark that is shown below it."""
+
+    cells: tuple[Cell, ...]
+    below: Words = ""
+
+
+# Blocks.
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows below heads.
+
+    Attributes:
+        columns: from left to right.
+        rows: as many cells each as there are columns.
+        recent: if it is not 0, rows ascend in time, and the last so many matter most: a page, which is read from the
+            top, shows these first, newest first, and folds the others.
+        older: what the others are, in words.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    recent: int = 0
+    older: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of text; a view's first one is its title."""
+
+    words: Words
+    title: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Short statements side by side."""
+
+    statements: tuple[Words, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Names and what is known, one a line."""
+
+    facts: tuple[tuple[str, Words], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something that is wrong: where, and why."""
+
+    words: Words
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """Leaves as a tree, which the renderer folds; shares are of `total_nbytes`."""
+
+    root: Branch
+    total_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuts:
+    """The ways in which arrays are cut over nodes, to be drawn."""
+
+    cuts: tuple[Cut, ...]
+    labels: NodeLabels
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Blocks below a heading; a page may fold them."""
+
+    heading: Words
+    blocks: tuple[Block, ...]
+    open: bool = True
+
+
+Block = Line | Summary | Facts | Problem | Table | Tree | Cuts | Section
+
+
+def trees(blocks: Iterable[Block]) -> list[Tree]:
+    """All trees of a view."""
+    found = []
+    for block in blocks:
+        found += [block] if isinstance(block, Tree) else trees(block.blocks) if isinstance(block, Section) else []
+    return found
+
+
+# Cells and blocks that several views have.
+
+
+def percent(of_one: float) -> str:
+    """A share of 1: `<0.1%`, `0.66%`, `5.3%`, `31%`."""
+    return "<0.1%" if 0 < of_one < 0.001 else f"{of_one * 100:.2g}%" if of_one < 0.0995 else f"{of_one:.0%}"
+
+
+def ratio(part: float, whole: float) -> float:
+    """A part as a share of 1; 0 where that makes no sense."""
+    found = part / whole if whole > 0 else 0.0
+    return min(max(found, 0.0), 1.0) if math.isfinite(found) else 0.0
+
+
+def share(part: float, whole: float) -> Cell:
+    """A share as a figure with a bar; nothing if there is none."""
+    found = ratio(part, whole)
+    return Cell(percent(found), Bar(found)) if found else Cell()
+
+
+def leaf_count(count: int) -> str:
+    """`1 leaf`, `20,000 leaves`."""
+    return _units.several(count, "leaf", "leaves")
+
+
+def problems(found: Mapping[str, str]) -> list[Block]:
+    """What could not be looked at, and why, by path; a problem of the directory as a whole has no path."""
+    blocks: list[Block] = [
+        Problem((Span(f"{where}: " if where else "", Tone.STRONG, 100), Span(why, limit=600)))
+        for where, why in list(found.items())[:_PROBLEMS]
+    ]
+    more = len(found) - _PROBLEMS
+    return [*blocks, *([Problem(f"{_units.count(more)} more")] if more > 0 else [])]

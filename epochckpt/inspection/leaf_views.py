@@ -1,0 +1,266 @@
+"""What people see of leaves: their lines in a tree, the cut of arrays over nodes, statistics, and differences."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+
+from epochckpt import _text, _units
+from epochckpt.inspection import rows, sharding, tree
+from epochckpt.inspection.blocks import (
+    Bar,
+    Block,
+    Cell,
+    Column,
+    Histogram,
+    Line,
+    Row,
+    Span,
+    Summary,
+    Table,
+    Tone,
+    Words,
+    leaf_count,
+    percent,
+    problems,
+    ratio,
+    share,
+)
+from epochckpt.inspection.rows import (
+    Diff,
+    DiffRow,
+    LeafRow,
+    LeafStats,
+    ShardingRow,
+)
+
+LISTED = 200  # leaves of a difference
+_CHANGES = {
+    rows.ADDED: ("+", Tone.GOOD),
+    rows.REMOVED: ("−", Tone.BAD),
+    rows.RESHAPED: ("≠", Tone.WARN),
+    rows.RETYPED: ("≠", Tone.WARN),
+    rows.CHANGED: ("~", Tone.LIVE),
+    rows.UNCHANGED: ("=", Tone.FAINT),
+}
+
+_LEAF_COLUMNS = (Column("item", 0, least=8), Column("node", 0, least=8), Column("leaf", 0, least=36))
+TREE_COLUMNS = (
+    Column("leaf", 0, least=30),
+    Column("type", 1),
+    Column("shape", 2, least=16, tip="or value"),
+    Column("bytes", 3, right=True),
+    Column("share", 4, right=True, tip="of the bytes of the epoch"),
+    Column("parts", 5, least=18, tip="into how many parts each dimension is cut, and on how many nodes these lie"),
+    Column("on devices", 6, least=30),
+)
+
+
+def branch_cells(branch: tree.Branch, total_nbytes: int) -> tuple[Cell, ...]:
+    """A branch of a tree as cells for `TREE_COLUMNS`."""
+    size = Span(_units.nbytes(branch.nbytes) if branch.nbytes else "", Tone.PLAIN if branch.leaf else Tone.FAINT)
+    sizes = Cell(size), share(branch.nbytes, total_nbytes)
+    leaf = branch.leaf
+    if leaf is None:
+        name = Span(branch.label, Tone.FAINT if branch.hidden else Tone.STRONG)
+        elements = f"{_magnitude(branch.elements)} elements" if branch.elements else ""
+        count = Cell(Span(leaf_count(branch.count), Tone.FAINT))
+        return Cell(name), count, Cell(Span(elements, Tone.FAINT)), *sizes, Cell(), Cell()
+    lies = leaf.sharding or ShardingRow(())
+    parts = Span(sharding.in_words(lies) if leaf.sharding else "", Tone.FAINT)
+    shape = Cell(_shape(leaf), tip="" if leaf.dtype else leaf.value)
+    return (
+        Cell(branch.label, tip=leaf.name),
+        Cell(_type(leaf, Tone.GOOD)),
+        shape,
+        *sizes,
+        Cell(parts, tip=lies.spec),
+        Cell(Span(lies.spec, Tone.FAINT)),
+    )
+
+
+def cut_lines(cut: sharding.Cut) -> Iterator[Words]:
+    """A way in which arrays are cut, in words that go with its drawing."""
+    leaves = f" · {leaf_count(cut.leaves)}, such as " if cut.leaves > 1 else " · "
+    yield Span(sharding.in_words(cut.sharding), Tone.STRONG), leaves, Span(cut.example, limit=50)
+    if cut.sharding.spec:
+        yield cut.sharding.spec
+    if cut.turns:
+        yield Span("which node wrote which part differs from leaf to leaf; drawn: the first", Tone.FAINT)
+    if axes := sharding.grid(cut.sharding).axes:
+        yield Span(axes, Tone.FAINT)
+
+
+def stats(found: Sequence[LeafStats]) -> list[Block]:
+    """Statistics of arrays with their histograms; of many arrays, those with NaN or Inf come first."""
+    wrong = [each for each in found if each.nans or each.infs]
+    elements = _units.count(sum(each.count for each in found))
+    summary: list[Words] = [
+        f"{_units.several(len(found), 'array', 'arrays')}, {elements} elements" if found else "no arrays"
+    ]
+    if wrong:
+        some = ", ".join(_text.shown(each.leaf.name, 40) for each in wrong[:3])
+        more = f" and {_units.count(len(wrong) - 3)} more" if len(wrong) > 3 else ""
+        summary.append(Span(f"NaN or Inf in {_units.count(len(wrong))}: {some}{more}", Tone.BAD))
+    elif found:
+        summary.append(Span("no NaN, no Inf", Tone.GOOD))
+    columns = (
+        *_LEAF_COLUMNS,
+        Column("type", 6),
+        Column("shape", 7, least=12),
+        Column("min", 1, right=True),
+        Column("max", 1, right=True),
+        Column("mean", 2, right=True),
+        Column("std", 4, right=True),
+        Column("norm", 5, right=True),
+        Column("NaN", 0, right=True),
+        Column("inf", 0, right=True),
+        Column("zero", 8, right=True),
+        Column("histogram", 3, least=10),
+    )
+    first = sorted(found, key=lambda each: not (each.nans or each.infs)) if len(found) > LISTED else found
+    lines = []
+    for each, names in zip(first, _names(first), strict=True):
+        figures = [each.min, each.max, each.mean, each.std, each.norm]
+        cells = (
+            *names,
+            Cell(_type(each.leaf, Tone.GOOD)),
+            Cell(_shape(each.leaf)),
+            *(Cell(Span("–", Tone.FAINT) if value is None else _units.number(value)) for value in figures),
+            *(Cell(Span(_units.count(n) if n else "", Tone.BAD)) for n in (each.nans, each.infs)),
+            Cell(percent(each.zeros / each.count) if each.zeros and each.count else ""),
+            _histogram(each),
+        )
+        lines.append(Row(cells))
+    return [Summary(tuple(summary)), *([Table(columns, tuple(lines))] if lines else [])]
+
+
+def _histogram(found: LeafStats) -> Cell:
+    if not found.histogram or len(found.edges) != len(found.histogram) + 1:
+        return Cell()
+    if found.min is not None and found.min == found.max:
+        return Cell(Span(f"all are {_units.number(found.min)}", Tone.FAINT))
+    words = f"{_units.number(found.edges[0])} to {_units.number(found.edges[-1])}"
+    return Cell(drawing=Histogram(found.histogram, words))
+
+
+def diff(found: Diff, *, listed: int | None = LISTED, unchanged: bool = False, hint: str = "") -> list[Block]:
+    """What changed between two epochs: how much, then leaf by leaf, those that changed most before the others.
+
+    Args:
+        found: the difference.
+        listed: so many leaves; None: all.
+        unchanged: list also leaves that did not change.
+        hint: how to see more leaves.
+    """
+    there: Words = (Span(found.other_directory, Tone.STRONG, 1000), " epoch ") if found.other_directory else ()
+    title: Words = (Span(found.directory, Tone.STRONG, 1000), f" epoch {found.before} → ", *there, str(found.after))
+    counts = collections.Counter(row.change for row in found.rows)
+    said = [Span(f"{_units.count(counts[each])} {each}", _CHANGES[each][1]) for each in _CHANGES if counts[each]]
+    if found.rows and counts[rows.UNCHANGED] == len(found.rows) and not found.problems:
+        said.append(Span("nothing changed", Tone.GOOD))
+    blocks: list[Block] = [Line(title, title=True), Summary(tuple(said or [Span("no leaves", Tone.FAINT)]))]
+    shown = sorted((row for row in found.rows if unchanged or row.change != rows.UNCHANGED), key=_importance)
+    if shown[:listed]:
+        blocks.append(_changes(shown[:listed], found.rows))
+    more = len(shown) - len(shown[:listed])
+    if more:
+        words = f"… {_units.several(more, 'more leaf', 'more leaves')}{hint}"
+        blocks.append(Line(Span(words, Tone.FAINT)))
+    return [*blocks, *problems(found.problems)]
+
+
+def _importance(row: DiffRow) -> tuple[int, float]:
+    """Sorts differences: kinds in the order of `_CHANGES`, and what changed more before what changed less."""
+    if row.relative is None or math.isnan(row.relative):
+        # What was zero has no relative norm, and changed as much as anything can; what is NaN changed no less.
+        weight = math.inf if row.relative is not None or row.norm or row.elements else -1.0
+    else:
+        weight = row.relative
+    return list(_CHANGES).index(row.change), -weight
+
+
+def _changes(found: Sequence[DiffRow], all_rows: Sequence[DiffRow]) -> Table:
+    columns = (
+        Column("", 0),
+        *_LEAF_COLUMNS,
+        Column("change", 6),
+        Column("relative", 1, right=True, tip="norm of the change, divided by the norm before"),
+        Column("", 4),
+        Column("norm", 2, right=True, tip="of the change"),
+        Column("largest", 3, right=True, tip="greatest change of an element"),
+        Column("elements", 5, right=True, tip="how many elements changed"),
+        Column("what", 1, least=16),
+    )
+    most = max((row.relative for row in found if row.relative and math.isfinite(row.relative)), default=0.0)
+    lines = []
+    for row, names in zip(found, _names(found, all_rows), strict=True):
+        sign, tone = _CHANGES[row.change]
+        relative, norm, largest = (
+            Cell("" if value is None else _units.number(value)) for value in (row.relative, row.norm, row.largest)
+        )
+        bar = Bar(ratio(row.relative, most), tone=tone) if row.relative else None
+        from_zero = row.relative is None and bool(row.norm)
+        count = math.prod(row.after.shape) if row.after is not None else 0
+        cells = (
+            Cell(Span(sign, tone)),
+            *names,
+            Cell(Span(row.change, tone)),
+            Cell("from 0") if from_zero else relative,
+            Cell(drawing=bar),
+            norm,
+            largest,
+            Cell() if row.elements is None else Cell(_units.count(row.elements), tip=f"of {_units.count(count)}"),
+            Cell(_what(row)),
+        )
+        lines.append(Row(cells))
+    return Table(columns, tuple(lines))
+
+
+def _what(row: DiffRow) -> Words:
+    """The type and shape of a leaf that came or went; both of each where they differ; else the detail."""
+    before, after = row.before, row.after
+    if before is not None and after is not None:
+        if row.change == rows.RESHAPED:
+            return _shape(before), " → ", _shape(after)
+        if row.change == rows.RETYPED:
+            return _type(before), " → ", _type(after)
+    only = before or after
+    if row.change in (rows.ADDED, rows.REMOVED) and only is not None:
+        return _type(only), " ", _shape(only)
+    return row.detail
+
+
+def _names(found: Sequence[LeafStats | DiffRow], of: Sequence[LeafStats | DiffRow] = ()) -> Iterator[list[Cell]]:
+    """Item, node and name of each leaf; the item only where all of `of` have several, or where one is a bare leaf."""
+
+    def bare(one: LeafStats | DiffRow) -> bool:
+        leaf = one.leaf if isinstance(one, LeafStats) else one.before or one.after
+        return leaf is not None and not leaf.path  # all there is of its item: then its name says nothing
+
+    several = len({one.item for one in of or found}) > 1 or any(map(bare, found))
+    for one in found:
+        name = one.leaf.name if isinstance(one, LeafStats) else one.name
+        yield [Cell(one.item if several else ""), Cell(one.node), Cell(name, tip=name)]
+
+
+def _type(leaf: LeafRow, tone: Tone = Tone.PLAIN) -> Span:
+    return Span(leaf.dtype or leaf.kind, tone, 30)
+
+
+def _shape(leaf: LeafRow) -> Span:
+    """The shape of an array, or the value of a leaf that is none."""
+    return Span("×".join(map(str, leaf.shape)) or "scalar" if leaf.dtype else leaf.value, limit=60)
+
+
+def _magnitude(n: int) -> str:
+    """A count of elements with three digits: `1.24 billion`."""
+    size, units = n / 1000, ("thousand", "million", "billion")
+    if n < 100_000:
+        return _units.count(n)
+    for unit in units:
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} trillion"

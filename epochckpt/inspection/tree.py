@@ -1,0 +1,157 @@
+"""Leaves as a tree of groups, folded to what a view has room for; leaves that are not shown are counted."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from epochckpt import _units
+from epochckpt._text import shown
+from epochckpt.inspection.rows import LeafRow
+
+SCREEN = 60  # rows of a tree that nobody asked to unfold
+_CHILDREN = 40  # shown of one group that somebody asked to unfold
+_MAX_DEPTH = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Folding:
+    """How far a tree is unfolded.
+
+    Attributes:
+        depth: so many levels; None: as many as fit into `rows`.
+        children: shown of one group; None: all.
+        rows: so many rows, if `depth` is None; None: all.
+        alike: show only the first of several groups in a row that hold the same leaves, types and shapes.
+    """
+
+    depth: int | None = None
+    children: int | None = 12
+    rows: int | None = SCREEN
+    alike: bool = True
+
+    @classmethod
+    def to_depth(cls, depth: int) -> Folding:
+        """So many levels, whatever room they take."""
+        return cls(depth, _CHILDREN, None, False)
+
+
+ALL = Folding(None, None, None, False)
+
+
+@dataclasses.dataclass(eq=False)
+class Branch:
+    """A group of leaves, a single leaf, or what stands for branches that are not shown.
+
+    Attributes:
+        label: its keys, joined by `/`: several where each group holds nothing but the next.
+        leaf: the leaf, if it is a single one.
+        children: of a group, in order of the tree.
+        count: leaves in it.
+        nbytes: of these leaves.
+        elements: of the arrays among them.
+        hidden: how many branches it stands for; 0 if it is one itself.
+        key: the first of its keys.
+    """
+
+    label: str
+    leaf: LeafRow | None = None
+    children: list[Branch] = dataclasses.field(default_factory=list)
+    count: int = 0
+    nbytes: int = 0
+    elements: int = 0
+    hidden: int = 0
+    key: str = ""
+    _groups: dict[str, Branch] = dataclasses.field(default_factory=dict)
+    _form: object = None
+
+    @classmethod
+    def grown(cls, leaves: Iterable[LeafRow]) -> Branch:
+        """The tree of some leaves, which are in its order; keys deeper than the 24th are one."""
+        root = cls("")
+        for leaf in leaves:
+            path = leaf.path or (leaf.name,)
+            if len(path) > _MAX_DEPTH:
+                path = (*path[: _MAX_DEPTH - 1], "/".join(path[_MAX_DEPTH - 1 :]))
+            at = root
+            at._count(leaf)
+            for key in path[:-1]:
+                at = at._group(key)
+                at._count(leaf)
+            at.children.append(cls(path[-1], leaf, key=path[-1]))
+            at.children[-1]._count(leaf)
+        for child in root.children:
+            child._join()
+        return root
+
+    def _count(self, leaf: LeafRow) -> None:
+        self.count += 1
+        self.nbytes += leaf.nbytes
+        self.elements += math.prod(leaf.shape) if leaf.dtype else 0
+
+    def _group(self, key: str) -> Branch:
+        if key not in self._groups:
+            self._groups[key] = Branch(key, key=key)
+            self.children.append(self._groups[key])
+        return self._groups[key]
+
+    def _join(self) -> None:
+        """Joins each group below with its child where it has only one."""
+        while len(self.children) == 1 and self.leaf is None:
+            (only,) = self.children
+            self.label, self.leaf, self.children = f"{self.label}/{only.label}", only.leaf, only.children
+        for child in self.children:
+            child._join()
+        keys = self.label[len(self.key) :]
+        if self.leaf is not None:
+            self._form = (keys, self.leaf.kind, self.leaf.dtype, self.leaf.shape)
+        else:
+            self._form = (keys, *((child.label, hash(child._form)) for child in self.children))
+
+    def listed(self, folding: Folding) -> list[Branch]:
+        """The children that are shown, and what stands for the others."""
+        found = self.children
+        if folding.alike:
+            found = []
+            # A leaf that lies in this group itself is like no other.
+            for _, run in itertools.groupby(self.children, lambda c: id(c) if c.leaf and c.label == c.key else c._form):
+                first, *others = run
+                found += [first, _hidden(others, first.key)] if len(others) > 1 else [first, *others]
+        most = folding.children
+        if most is None or len(found) <= most + 1:  # one line in place of one line saves nothing
+            return found
+        rest = itertools.chain.from_iterable(c.children if c.hidden else [c] for c in found[most:])
+        return [*found[:most], _hidden(list(rest))]
+
+
+def _hidden(branches: Sequence[Branch], like: str = "") -> Branch:
+    label = f"… {_units.count(len(branches))} more{' like ' + shown(like, 40) if like else ''}"
+    sums = (sum(getattr(b, name) for b in branches) for name in ("count", "nbytes", "elements"))
+    return Branch(label, None, list(branches), *sums, hidden=len(branches))
+
+
+def opened(root: Branch, folding: Folding) -> set[Branch]:
+    """The branches whose children are seen: upper levels first, until there is no room."""
+    children = root.listed(folding)
+    found, used = {root}, len(children)
+    waiting = collections.deque((child, 1) for child in children)
+    while waiting:
+        branch, level = waiting.popleft()
+        if branch.hidden or branch.leaf is not None or (folding.depth is not None and level >= folding.depth):
+            continue
+        children = branch.listed(folding)
+        if folding.depth is None and folding.rows is not None and used + len(children) > folding.rows:
+            continue
+        used += len(children)
+        found.add(branch)
+        waiting.extend((child, level + 1) for child in children)
+    return found
+
+
+def size(branch: Branch, folding: Folding) -> int:
+    """How many rows a tree has if every group is open."""
+    listed = branch.listed(folding)
+    return len(listed) + sum(size(child, folding) for child in listed if child.children and not child.hidden)
