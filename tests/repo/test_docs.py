@@ -1,12 +1,15 @@
 """The code in the documentation runs as it stands there."""
 
+import importlib
 import pathlib
 import re
 
 import pytest
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent.parent / "docs"
-PAGES = ("jobs.md", "jobs-reference.md", "caffe2.md")
+PACKAGES = "storage|format|orbax|arrays|commit|manager|jobs|inspection|cli|_threads"
+NAME = re.compile(rf"`((?:{PACKAGES})\b[\w.]*)`")
+PAGES = ("manager.md", "jobs.md", "jobs-reference.md", "caffe2.md")
 BLOCK = re.compile(r"^(<!-- not run -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -40,3 +43,23 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
         heads = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
         assert not anchor or anchor in anchors, (page, target, anchor)
+
+
+def test_every_name_in_the_page_on_the_architecture_exists() -> None:
+    """`commit.saver.Attempts.submit` is a module, and what is in it."""
+    names = sorted(set(NAME.findall((DOCS / "architecture.md").read_text(encoding="utf-8"))))
+    assert len(names) > 30
+    missing = []
+    for name in names:
+        parts, thing = name.split("."), importlib.import_module("epochckpt")
+        try:
+            while parts and hasattr(thing, "__path__"):
+                thing = importlib.import_module(f"{thing.__name__}.{parts[0]}")
+                parts = parts[1:]
+        except ModuleNotFoundError:
+            pass
+        for part in parts:
+            thing = getattr(thing, part, None)
+        if thing is None:
+            missing.append(name)
+    assert missing == []
