@@ -551,6 +551,7 @@ def job(directory: str, manager: str, until: int, preempt_at: int | None = None)
         return {"started": started, "seen": seen, "stopped": stopped, "latest": m.latest_step(), "kernel": kernel}
 
 
+@pytest.mark.slow
 def test_every_process_has_an_iterator_and_a_preempted_run_goes_on(
     manager_class: ManagerClass, tmp_path: pathlib.Path
 ) -> None:

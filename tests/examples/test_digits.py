@@ -23,6 +23,8 @@ import epochckpt as ec
 from tests.support.digits import EPOCHS, EXAMPLE, start
 from tests.support.processes import Process
 
+pytestmark = pytest.mark.slow
+
 FOREVER = 5000  # more epochs than any test waits for
 TIMEOUT = 110.0
 

@@ -19,6 +19,8 @@ import pytest
 import epochckpt as ec
 from tests.support.processes import ROOT, Processes, start_processes
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = ROOT / "examples" / "train_lm.py"
 TINY = ["--width=32", "--context=32", "--batch_size=16", "--layers=1", "--say_every=10", "--epochs=4"]
 TWO, ONE = ((2, 1), 60), ((1, 2), 150)  # (processes, devices of each), steps per epoch

@@ -533,6 +533,7 @@ def check_flips(directory: pathlib.Path, count: int, seed: int) -> None:
         assert refused[kind] > count // 30, refused
 
 
+@pytest.mark.slow
 def test_300_bit_flips_never_restore_silently_wrong(saved: pathlib.Path) -> None:
     """Every flip is found by verify, refused by an explicit restore (or harmless to it), and stepped over by
     restore(None); errors name the file and the leaf."""

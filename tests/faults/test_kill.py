@@ -81,6 +81,7 @@ def check_places(places: collections.Counter[str], kills: int) -> None:
     assert all(places[place] for place in AIMED)
 
 
+@pytest.mark.slow
 def test_a_killed_job_loses_nothing_it_saw_committed(tmp_path: pathlib.Path) -> None:
     """12 kills of real jobs of one and two processes, most of them within a write or a delete."""
     kills = 12

@@ -176,6 +176,7 @@ def newest(directory: pathlib.Path, **options: Any) -> list[int]:
         return list(manager.all_steps())
 
 
+@pytest.mark.slow
 def test_the_digits_take_a_flagfile(tmp_path: pathlib.Path) -> None:
     """Through the launcher to its processes, over the example's own defaults; and a directory elsewhere."""
     given = ["--epochs=4", f"--flagfile={FOLDER}/one_host.flags", f"--ckpt_directory={tmp_path}/elsewhere"]
@@ -188,6 +189,7 @@ def test_the_digits_take_a_flagfile(tmp_path: pathlib.Path) -> None:
     assert [row.epoch for row in rows if row.outcome == "written"] == list(range(5))
 
 
+@pytest.mark.slow
 def test_the_language_model_takes_a_flagfile(tmp_path: pathlib.Path) -> None:
     """A wrong flag is refused before any process is started."""
     tiny = ["--width=32", "--context=32", "--batch_size=16", "--layers=1", "--epochs=1", "--steps=2"]

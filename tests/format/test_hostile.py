@@ -106,6 +106,7 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["stock", "ours"])
 def test_any_record_that_is_another_document_or_a_circle_is_borne(
     pristine: pathlib.Path, tmp_path: pathlib.Path, writer: str

@@ -89,7 +89,7 @@ PLACES = {
 @pytest.mark.parametrize(
     "moments",
     [
-        pytest.param(4, marks=pytest.mark.timeout(300)),
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
         pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(860)]),
     ],
 )
@@ -119,7 +119,7 @@ def test_sigterm_to_one_of_four_processes_at_random_moments(
     print(hit)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_epoch_that_can_be_resumed_is_left_in_the_middle(
     undisturbed: Any, tmp_path: pathlib.Path, processes: int
 ) -> None:
@@ -155,7 +155,7 @@ def test_a_second_preemption_in_the_same_epoch_keeps_the_further_part(undisturbe
     assert finals(finish(tmp_path / "c", 1, resumable=True, polls=True, step_secs=0.0)) == undisturbed(1)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_epoch_that_cannot_be_resumed_is_dropped_at_the_deadline(
     undisturbed: Any, tmp_path: pathlib.Path, processes: int
 ) -> None:

@@ -80,6 +80,7 @@ def arrays_of(tree: Any) -> dict[str, bytes]:
     return {name: whole_bytes(leaf) for name, leaf in named.items() if isinstance(leaf, jax.Array | np.ndarray)}
 
 
+@pytest.mark.slow
 def test_stock_orbax_restores_it_with_and_without_arguments(tmp_path: pathlib.Path) -> None:
     """NNX, Linen + optax and everything else, bit for bit, in other shardings, too; no link, nothing of ours beside."""
     for state, make in stock_states.STATES.items():
@@ -571,6 +572,7 @@ def write_large(folder: pathlib.Path) -> None:
             array(file, [half // 2], "uint8", count // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 def test_memory_stays_bounded(tmp_path: pathlib.Path) -> None:
     """256 MiB there and back, from both kinds of files to both kinds of exports, in less than 64 MiB each."""

@@ -101,6 +101,7 @@ def test_every_type_of_flax_comes_back_bit_for_bit(tmp_path: pathlib.Path) -> No
         assert manager.metadata(3).custom_metadata == {"b": 2}
 
 
+@pytest.mark.slow
 def test_stock_orbax_restores_imported_states_of_flax(tmp_path: pathlib.Path) -> None:
     """Linen with its optimizer: `to_bytes`, `import_`, stock Orbax, `from_state_dict`."""
     (tmp_path / "x.msgpack").write_bytes(flax.serialization.to_bytes(stock_states.linen()))

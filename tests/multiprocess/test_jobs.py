@@ -92,7 +92,7 @@ def test_a_blob_that_one_process_would_lose_is_an_error_on_all(on_two: list[dict
     assert ["'momentum' of node process_1" in ends["unsaved_on_one"] for ends in on_two] == [True, True]
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_node_that_does_not_arrive_makes_the_others_raise_and_is_named(tmp_path: pathlib.Path, who: int) -> None:
     """Within the timeout; what was committed is there."""
     found = run("one_stays_away", 3, directory=str(tmp_path), who=who)
@@ -117,7 +117,9 @@ def test_a_task_that_raises_on_one_node_is_raised_on_all(tmp_path: pathlib.Path,
         assert manager.latest_step() in ((0, 1) if phase == "epoch" else (None,))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, 4), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(2, 1), (1, 2)])]
+)
 def test_a_resume_on_another_number_of_processes(tmp_path: pathlib.Path, before: int, after: int) -> None:
     """Arrays come back on the new devices; what differs per node is refused by name without `reshard`."""
     directory = str(tmp_path / "run")

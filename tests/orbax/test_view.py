@@ -73,7 +73,9 @@ def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.P
     assert {k: v for k, v in found.items() if v} == {}
 
 
-@pytest.mark.parametrize(("saved", "restored"), [(2, 1), (4, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("saved", "restored"), [(2, 1), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(4, 2), (1, 2)])]
+)
 def test_any_number_of_processes_reads_what_any_number_wrote(tmp_path: pathlib.Path, saved: int, restored: int) -> None:
     """Sharded and replicated arrays of several nodes, data files in several parts."""
     directory = tmp_path / "run"

@@ -9,7 +9,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import storage
 from epochckpt.cli import main
-from epochckpt.jobs import conditions
+from epochckpt.jobs import stop
 from epochckpt.manager import metadata_handlers
 
 
@@ -38,7 +38,7 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_taken(
     assert ec.CopyUpload("~/copy").destination == str(home / "copy")
     (home / "stop").touch()
     assert ec.stop.file_exists("~/stop").holds(
-        conditions.Context(epoch=1, metrics={}, workspace={}, elapsed_secs=0.0, total_secs=0.0)
+        stop.Context(epoch=1, metrics={}, workspace={}, elapsed_secs=0.0, total_secs=0.0)
     )
     assert metadata_handlers.check_path("JsonMetadataHandler(path)", "~/a.json") == str(home / "a.json")
     assert ec.caffe2.CheckpointManager("~/blobs", "trainer", "epochckpt").db_prefix == str(home / "blobs")
