@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -188,27 +189,12 @@ def collect(args: argparse.Namespace, output: Output) -> int:
     if args.todelete_subdir is not None:
         options = dataclasses.replace(options, todelete_subdir=args.todelete_subdir)
 
-    def find() -> Garbage:
-        return gc.find(
-            args.directory,
-            older_than_secs=args.older_than,
-            epochs_too=args.rolled_back,
-            options=options,
-            storage=storage,
-        )
-
-    found = find()
+    asked: dict[str, Any] = {"older_than_secs": args.older_than, "epochs_too": args.rolled_back}
+    search = functools.partial(gc.collect, args.directory, options=options, storage=storage, **asked)
+    found = search()
     if args.delete and found.rows:
         with output.progress("removing", found.nbytes) as bar:
-            found = gc.remove(
-                args.directory,
-                found.rows,
-                older_than_secs=args.older_than,
-                epochs_too=args.rolled_back,
-                options=options,
-                storage=storage,
-                progress=lambda row: bar.more(row.nbytes),
-            )
+            found = search(delete=True, progress=lambda row: bar.more(row.nbytes))
     answer = {"deleted": bool(args.delete), **dataclasses.asdict(found), "nbytes": found.nbytes}
     output.rows(answer, lambda: Group(*_view(found, args.delete)))
     return UNREACHABLE if any(why.startswith(_FAILED) for why in found.kept.values()) else OK

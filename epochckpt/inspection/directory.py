@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from epochckpt import _text
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspection import diff as diffing
-from epochckpt.inspection import epoch_rows, scan
+from epochckpt.inspection import scan
 from epochckpt.inspection.epoch import DiffView, EpochInspection, Shown
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
 from epochckpt.inspection.select import narrowed
@@ -147,7 +147,7 @@ class Inspection(Shown):
         if isinstance(epoch, int) and not isinstance(epoch, bool) and epoch < 0:
             raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
         number = epoch_number(epoch)
-        if epoch_rows.find(self.commits, number) is None:
+        if scan.find(self.commits, number) is None:
             raise self._no_epoch(number)
         return self._epoch(number)
 

@@ -12,7 +12,7 @@ from epochckpt._text import readable
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochDeletedError, EpochNotFoundError, InvalidArgumentError, UnknownNameError
 from epochckpt.format import paths
-from epochckpt.inspection import describe, epoch_rows, plain, stats
+from epochckpt.inspection import describe, plain, scan, stats
 from epochckpt.inspection.leaf_reader import Leaves
 from epochckpt.inspection.rows import (
     COMMITTED,
@@ -127,7 +127,7 @@ class EpochInspection(Shown):
         Raises:
             EpochDeletedError: the epoch is not there any more.
         """
-        row = epoch_rows.checked(self._commits, self.plain_row())
+        row = scan.checked(self._commits, self.plain_row())
         latest, best = self._marks()
         return dataclasses.replace(row, latest=row.state == COMMITTED and row.epoch == latest, best=row.epoch == best)
 
@@ -137,7 +137,7 @@ class EpochInspection(Shown):
         Raises:
             EpochDeletedError: the epoch is not there any more.
         """
-        row = epoch_rows.find(self._commits, self.epoch)
+        row = scan.find(self._commits, self.epoch)
         if row is None:
             raise self._gone()
         return row

@@ -1,7 +1,6 @@
 """What lies in a directory beside its epochs: attempts under way or left over, and what was taken out of sight.
 
-The names are those that `commit_rename`, `commit_put`, `node_epochs`, uploads and exports give; this table is the one
-place that reads all of them:
+This is the one place that reads the names which commits, Caffe2's managers and exports give:
 
 | name | what it is |
 | --- | --- |
@@ -14,9 +13,8 @@ place that reads all of them:
 | `<step>.orbax-checkpoint-tmp*/` | staging of stock Orbax |
 | `export-*`, `gc-*`, with that suffix | staging of an export, a removal |
 
-Looking at folders that others write to and remove meanwhile: what has vanished is no error, no symlink is followed.
-
-Ages are differences of the wall clock and of what the file system noted; nobody decides alone by them what to remove.
+Others write to these folders and remove them meanwhile: what has vanished is no error, and no symlink is followed.
+Ages are differences between the wall clock and the times of the file system; no removal is decided by them alone.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ MAX_ENTRIES = 100_000
 
 @dataclasses.dataclass
 class DiskUsage:
-    """How much lies in a folder, and how old it is.
+    """How much lies in a folder, and how old it is. Times are nanoseconds since 1970; None: the store does not tell.
 
     Attributes:
         nbytes: bytes of its files.
         entries: files and folders in it.
-        newest_ns: when something in it was last written, made, or moved; None: the store does not tell.
-        moved_ns: the same of the folder itself, which changes when it is moved, too.
-        oldest_ns: when the oldest thing in it was last written to; None: the store does not tell.
+        newest_ns: when something in it was last written, made, or moved.
+        moved_ns: the same of the folder itself, which changes also when it is moved.
+        oldest_ns: when the oldest thing in it was last written to.
         problem: why it could not be looked at as a whole; empty otherwise.
     """
 
@@ -60,14 +58,13 @@ class DiskUsage:
     oldest_ns: int | None = None
     problem: str = ""
 
-    def add(self, other: DiskUsage) -> None:
-        """Takes another folder in."""
-        self.nbytes, self.entries = self.nbytes + other.nbytes, self.entries + other.entries
-        times = [t for t in (self.newest_ns, other.newest_ns) if t is not None]
-        self.newest_ns = max(times, default=None)
-        times = [t for t in (self.oldest_ns, other.oldest_ns) if t is not None]
-        self.oldest_ns = min(times, default=None)
-        self.problem = self.problem or other.problem
+    def count(self, found: os.stat_result) -> None:
+        """Adds a file or a folder."""
+        self.entries += 1
+        self.nbytes += found.st_size if stat.S_ISREG(found.st_mode) else 0
+        # The last change of the inode counts, too: a folder that is renamed keeps the time of its last write.
+        self.newest_ns = max(self.newest_ns or 0, found.st_mtime_ns, found.st_ctime_ns)
+        self.oldest_ns = min(self.oldest_ns or found.st_mtime_ns, found.st_mtime_ns)
 
     def age_secs(self, now_ns: int) -> float | None:
         """How long ago something was last written to it; None: the store does not tell."""
@@ -107,7 +104,7 @@ def _on_disk(place: str) -> DiskUsage | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     total = DiskUsage()
-    _count(total, own)
+    total.count(own)
     total.moved_ns, total.newest_ns = total.newest_ns, None
     waiting = [place] if stat.S_ISDIR(own.st_mode) else []
     while waiting and total.entries < MAX_ENTRIES:
@@ -119,7 +116,7 @@ def _on_disk(place: str) -> DiskUsage | None:
                         found = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue
-                    _count(total, found)
+                    total.count(found)
                     if stat.S_ISDIR(found.st_mode):
                         waiting.append(entry.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -131,19 +128,12 @@ def _on_disk(place: str) -> DiskUsage | None:
     return total
 
 
-def _count(total: DiskUsage, found: os.stat_result) -> None:
-    # also the time of the last change of the inode: a folder that is renamed keeps the time of its last write
-    times = found.st_mtime_ns, max(found.st_mtime_ns, found.st_ctime_ns)
-    size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-    total.add(DiskUsage(size, 1, newest_ns=times[1], oldest_ns=times[0]))
-
-
 def _objects(store: Store, path: str) -> DiskUsage | None:
     total = DiskUsage()
     for below, is_folder in walk(store, path):
         if not is_folder:
             try:
-                total.add(DiskUsage(store.size(below), 1))
+                total.nbytes, total.entries = total.nbytes + store.size(below), total.entries + 1
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -176,6 +166,7 @@ _STAGING = {
     "export-": (ATTEMPT, "staging of an export"),
     GC_PREFIX: (DELETED, "being removed, or left by a removal that was interrupted"),
 }
+_Found = tuple[str, str, tuple[int, ...], str]  # path, kind, epochs, detail
 _NO_NODES = frozenset({"metrics", "descriptor"})  # folders of the Orbax view; no node may be called so
 _VIEW = frozenset({"manifest.ocdbt", "_METADATA", "array_metadatas"})
 
@@ -195,23 +186,31 @@ class Leftovers:
     problems: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def find(commits: Commits, now_ns: int, kept: str | None = None) -> Leftovers:
+def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
     """Looks for everything in the table above; for attempts on object stores see `orphans`.
 
     Args:
         commits: the directory.
         now_ns: the time, nanoseconds since 1970.
-        kept: the folder that `todelete_subdir` names.
+        todelete_subdir: the folder that this option of the manager names.
 
     Raises:
         OSError: the directory cannot be looked at.
     """
     found = Leftovers()
-    for name, is_folder in names(commits.store, ""):
+    store = commits.store
+    for name, is_folder in names(store, ""):
         if not is_folder or commits.names.parse(name) is not None:
             continue
         try:
-            _look_at(commits, name, now_ns, kept, found)
+            if paths.parse_incarnation(name) is not None or paths.parse_node_staging(name) is not None:
+                seen = _in_staging(commits, name, now_ns, found.attempts) if store.renames else ()
+            else:
+                seen = _in_directory(commits, name, todelete_subdir)
+            for path, kind, epochs, detail in seen:
+                row = row_of(store, path, kind, now_ns, epochs, detail)
+                if row is not None:
+                    found.others.append(row)
         except OSError as error:
             found.problems[name] = str(error)
     return found
@@ -228,27 +227,22 @@ def is_sign(commits: Commits, name: str) -> bool:
     return name == paths.ROOT_METADATA[0] and commits.store.exists(paths.join(*paths.ROOT_METADATA))
 
 
-def _look_at(commits: Commits, name: str, now_ns: int, kept: str | None, found: Leftovers) -> None:
-    store = commits.store
-    if paths.parse_incarnation(name) is not None or paths.parse_node_staging(name) is not None:
-        if store.renames:
-            _look_into_staging(commits, name, now_ns, found)
-        return
+def _in_directory(commits: Commits, name: str, todelete_subdir: str | None) -> Iterator[_Found]:
+    """What a folder of the directory is, if it is none of a run's staging folders."""
     for prefix, (kind, detail) in _KEPT.items():
         if name.startswith(prefix) and _ID.match(name.removeprefix(prefix)):  # else somebody else's
-            _add(found, store, name, kind, now_ns, _epochs_in(commits, name), detail)
+            yield name, kind, _epochs_in(commits, name), detail
             return
-    if name == kept:
-        detail = "deleted epochs, kept because of todelete_subdir"
-        _add(found, store, name, QUARANTINED, now_ns, _epochs_in(commits, name), detail)
-    elif paths.TMP_SUFFIX in name:
-        for prefix, (kind, detail) in _STAGING.items():
-            if name.startswith(prefix) and _TOKEN.search(name):
-                _add(found, store, name, kind, now_ns, (), detail)
-                return
-        step = commits.names.parse(name.partition(paths.TMP_SUFFIX)[0])
-        if step is not None:
-            _add(found, store, name, ORBAX, now_ns, (step,), "a save of stock Orbax, under way or left over")
+    if name == todelete_subdir:
+        yield name, QUARANTINED, _epochs_in(commits, name), "deleted epochs, kept because of todelete_subdir"
+        return
+    for prefix, (kind, detail) in _STAGING.items():
+        if name.startswith(prefix) and _TOKEN.search(name):
+            yield name, kind, (), detail
+            return
+    step = commits.names.parse(name.partition(paths.TMP_SUFFIX)[0]) if paths.TMP_SUFFIX in name else None
+    if step is not None:
+        yield name, ORBAX, (step,), "a save of stock Orbax, under way or left over"
 
 
 def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list[EpochRow]:
@@ -297,38 +291,31 @@ def is_fenced_off(attempt: str, newest: str) -> bool:
     return len(run) == len(newest) and run.isdigit() and int(run) < int(newest)
 
 
-def _look_into_staging(commits: Commits, home: str, now_ns: int, found: Leftovers) -> None:
+def _in_staging(commits: Commits, home: str, now_ns: int, attempts: list[EpochRow]) -> Iterator[_Found]:
+    """What lies in a run's staging folder; its attempts go to `attempts`."""
     store = commits.store
     token = home.removesuffix(paths.TMP_SUFFIX).rpartition("-")[2]
     node = paths.parse_node_staging(home)
     for name, is_folder in names(store, home):
         path = paths.join(home, name)
+        tried, where, gone = _ATTEMPT.match(name), placing.parse_moving(name), placing.parse_removed(name)
         if not is_folder:
             continue
-        tried = _ATTEMPT.match(name)
         if tried:
-            attempt = f"{token}-{name}"
-            row = _attempt(store, path, int(tried[1]), attempt, node, now_ns)
-            if row is not None:
-                found.attempts.append(row)
-            continue
-        gone = placing.parse_removed(name)
-        if (where := placing.parse_moving(name)) is not None:
-            detail = f"an epoch on the move to {where}: the next run puts it there"
-            _add(found, store, path, QUARANTINED, now_ns, (), detail)
+            row = _attempt(store, path, int(tried[1]), f"{token}-{name}", node, now_ns)
+            attempts += [row] if row is not None else []
+        elif where is not None:
+            yield path, QUARANTINED, (), f"an epoch on the move to {where}: the next run puts it there"
         elif name.endswith(paths.TMP_SUFFIX) and any(placing.on_the_move(store, path)):
-            _add(
-                found, store, path, QUARANTINED, now_ns, (), "what an earlier run left, with an epoch on the move in it"
-            )
+            yield path, QUARANTINED, (), "what an earlier run left, with an epoch on the move in it"
         elif name.endswith(paths.TMP_SUFFIX):
-            _add(found, store, path, DELETED, now_ns, (), "what an earlier run left, out of sight")
+            yield path, DELETED, (), "what an earlier run left, out of sight"
         elif gone is not None:
             epoch = commits.names.parse(gone)
-            epochs = () if epoch is None else (epoch,)
             detail = "a deleted or replaced epoch, out of sight" if gone else "a failed save, or a draft, out of sight"
-            _add(found, store, path, DELETED, now_ns, epochs, detail)
+            yield path, DELETED, () if epoch is None else (epoch,), detail
         else:
-            _add(found, store, path, FOREIGN, now_ns, (), "not known")
+            yield path, FOREIGN, (), "not known"
 
 
 def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | None, now_ns: int) -> EpochRow | None:
@@ -400,16 +387,11 @@ def _epochs_in(commits: Commits, folder: str) -> tuple[int, ...]:
     return tuple(sorted(n for n in numbers if n is not None))
 
 
-def _add(
-    found: Leftovers, store: Store, path: str, kind: str, now_ns: int, epochs: tuple[int, ...], detail: str
-) -> None:
+def row_of(store: Store, path: str, kind: str, now_ns: int, epochs: tuple[int, ...], detail: str) -> LeftoverRow | None:
+    """The row of a folder, after measuring it; None if it is gone."""
     size = extent(store, path)
-    if size is not None:
-        found.others.append(row_of(path, kind, size, now_ns, epochs, detail))
-
-
-def row_of(path: str, kind: str, size: DiskUsage, now_ns: int, epochs: tuple[int, ...], detail: str) -> LeftoverRow:
-    """The row of something that was measured."""
+    if size is None:
+        return None
     if size.problem:
         detail = f"{detail} ({size.problem})" if detail else size.problem
     return LeftoverRow(path, kind, size.nbytes, size.age_secs(now_ns), epochs, detail)

@@ -1,4 +1,4 @@
-"""A directory of checkpoints as rows: epochs and attempts at them, and what else lies there. Only looks."""
+"""A directory of checkpoints as rows: its epochs, the attempts at saving one, and what else lies there. Only reads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
+from absl import logging
 
 from epochckpt import _text
 from epochckpt.commit import Commits, attached_metrics, commits_of
@@ -21,17 +22,33 @@ from epochckpt.errors import (
     InvalidArgumentError,
     NotACheckpointDirectoryError,
     StorageError,
+    say,
 )
-from epochckpt.format import paths as layout
-from epochckpt.inspection import epoch_rows, leftovers, suggest
-from epochckpt.inspection.rows import ABANDONED, COMMITTED, IN_PROGRESS, EpochRow, LeftoverRow, Overview
-from epochckpt.orbax import StepNames, step_names
+from epochckpt.format import EpochRecord, paths
+from epochckpt.inspection import leftovers, suggest
+from epochckpt.inspection.rows import (
+    ABANDONED,
+    COMMITTED,
+    DAMAGED,
+    IN_PROGRESS,
+    EpochRow,
+    LeftoverRow,
+    NodeRow,
+    Overview,
+)
+from epochckpt.jobs.backends import base
+from epochckpt.orbax import StepNames, marks, step_names, steps
 from epochckpt.storage import Store, open_store
 
 CHECKED_FILES = 2000
-"""About so many files are looked at; the newest epochs come first."""
+"""About how many files a look checks; the newest epochs come first."""
 
-_LOOKED_INTO = 3  # committed epochs on an object store, for attempts beside them
+_NEWEST = 3  # committed epochs on an object store, beside which attempts are looked for
+_TRIES = 5  # to look at an epoch that others keep replacing
+_CAFFE2_NOTES, _CAFFE2_BLOBS = "notes", "blobs"  # where the managers of `ec.caffe2` keep the runner's notes, and items
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
 
 
 class _OneName(StepNames):
@@ -72,14 +89,12 @@ def open_commits(
         if store.renames:
             with contextlib.suppress(FileNotFoundError):  # `isdir` says no where this user may not look
                 os.lstat(store.root)
-        if store.renames and not os.path.isdir(store.root):
-            problem = suggest.file if os.path.exists(store.root) else suggest.missing
-            raise NotACheckpointDirectoryError(f"{store.root} {problem(store.root)}")
-        found = [(entry.name, entry.is_folder) for entry in store.list("")]
-        names = {name for name, _ in found}
-        if single and step_names.is_single(names) and not step_names.is_item(store, names):
+            if not os.path.isdir(store.root):
+                raise NotACheckpointDirectoryError(f"{store.root} {suggest.no_folder(store.root)}")
+        found = {entry.name: entry.is_folder for entry in store.list("")}
+        if single and step_names.is_single(set(found)) and not step_names.is_item(store, set(found)):
             return _single(store)
-        if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found)):
+        if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found.items())):
             raise NotACheckpointDirectoryError(f"{store.root} {suggest.folder(store, found)}")
     except PermissionError as error:
         raise no_access(commits, error) from error
@@ -96,22 +111,262 @@ def _single(store: Store) -> Commits:
 def place(commits: Commits) -> str:
     """Where the epochs lie, for people: the directory, or the folder of the one epoch."""
     only = commits.names.only
-    return layout.join(commits.store.root.rstrip("/"), only) if only else commits.store.root
+    return paths.join(commits.store.root.rstrip("/"), only) if only else commits.store.root
 
 
 def no_access(commits: Commits, error: OSError) -> AccessError:
-    """The error for a directory that may not be looked at."""
+    """The error for a directory that may not be read."""
     return AccessError(f"{commits.store.root}: {error}; this user (uid {os.getuid()}) needs read access")
 
 
 def _is_sign(commits: Commits, name: str, is_folder: bool) -> bool:
-    """Whether a name in a directory shows that it is one of checkpoints."""
+    """Whether an entry shows that the directory is one of checkpoints."""
     if not is_folder:
-        return name == layout.ROLLBACK_RECORD
+        return name == paths.ROLLBACK_RECORD
     epoch = commits.names.parse(name)
-    if epoch is not None:
-        return isinstance(epoch_rows.read(commits, name, epoch, brief=True), EpochRow)
-    return leftovers.is_sign(commits, name)
+    return leftovers.is_sign(commits, name) if epoch is None else isinstance(read(commits, name, epoch), EpochRow)
+
+
+def folders_of(commits: Commits, entries: Mapping[str, bool], hidden: Collection[int]) -> dict[int, str]:
+    """The folder of each epoch, as far as names say.
+
+    Args:
+        commits: the directory.
+        entries: the names in it, with whether each is a folder.
+        hidden: the epochs that a rollback is setting aside.
+    """
+    found: dict[int, str] = {}
+    for name, is_folder in entries.items():
+        epoch = commits.names.parse(name) if is_folder else None
+        if epoch is not None and epoch not in hidden and (epoch not in found or name == commits.names.build(epoch)):
+            found[epoch] = name
+    return found
+
+
+# -- one epoch ---------------------------------------------------------------------------------------------------------
+
+
+def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> EpochRow | LeftoverRow | None:
+    """What a folder is that is named like an epoch. The row of a step of stock Orbax has no size, see `with_size`.
+
+    Args:
+        commits: the directory.
+        folder: the folder.
+        epoch: the number that its name stands for.
+        sure: raise that storage does not answer, instead of showing it as damage: somebody acts on the answer.
+
+    Returns:
+        The epoch's row, damaged if its record cannot be used; a LeftoverRow if it is no epoch; None if it is gone.
+
+    Raises:
+        StorageError: only if `sure`.
+    """
+    try:
+        record = commits.read_in(folder, epoch)
+        if record is not None:
+            return _of_record(record, folder)
+        if not commits.store.exists(folder):
+            return None
+        return _of_orbax(commits, folder, epoch) or _of_nodes(commits, folder, epoch) or _of_none(commits, folder)
+    except (EpochCheckpointError, OSError) as error:
+        if sure and isinstance(error, StorageError):
+            raise
+        with contextlib.suppress(OSError):
+            if not commits.store.exists(folder):
+                return None
+        return EpochRow(epoch, DAMAGED, detail=say(error), folder=folder)
+
+
+def find(commits: Commits, epoch: int) -> EpochRow | None:
+    """The row of an epoch, as its record and attached metrics say; None if there is none of this number."""
+    row = None if epoch in commits.hidden() else read(commits, commits.folder(epoch), epoch)
+    if not isinstance(row, EpochRow):
+        return None
+    try:
+        row = with_attached(commits, row, commits.store.find(paths.METRICS_PREFIX, row.folder))
+    except StorageError as error:
+        logging.warning("attached metrics are left out: %s", error)
+    return with_size(commits, row)
+
+
+def with_size(commits: Commits, row: EpochRow) -> EpochRow:
+    """The row with the bytes of a step of stock Orbax, whose files must be looked at for that."""
+    if row.writer != "orbax" or row.nbytes:
+        return row
+    with contextlib.suppress(OSError):
+        return dataclasses.replace(row, nbytes=steps.nbytes(commits.store, row.folder))
+    return row
+
+
+def with_attached(commits: Commits, row: EpochRow, files: Sequence[str]) -> EpochRow:
+    """The row with the metrics that were attached to the epoch.
+
+    Args:
+        commits: the directory.
+        row: the epoch.
+        files: the files of attached metrics beside it.
+
+    Raises:
+        StorageError: storage does not give one of them.
+    """
+    if row.state != COMMITTED or not row.attempt or not files:
+        return row
+    sources = attached_metrics.read(commits, files, row.epoch, row.attempt)
+    metrics = attached_metrics.merge(row.metrics, sources)
+    by = {name: source for source in sorted(sources, reverse=True) for name in sources[source]}
+    return dataclasses.replace(row, metrics=metrics, sources={n: s for n, s in by.items() if n not in row.metrics})
+
+
+def _of_record(record: EpochRecord, folder: str) -> EpochRow:
+    """The row of an epoch with a usable record."""
+    metrics = record.metrics
+    notes = record.custom_metadata.get(base.NOTES)
+    custom = dict(record.custom_metadata)
+    if isinstance(notes, Mapping):
+        del custom[base.NOTES]
+    return EpochRow(
+        record.epoch,
+        COMMITTED,
+        folder=folder,
+        attempt=record.attempt,
+        nodes=tuple(NodeRow(n.name, n.nbytes, n.secs) for n in record.nodes),
+        nbytes=record.nbytes,
+        started_ns=record.started_ns,
+        committed_ns=record.committed_ns,
+        blocked_secs=record.timings.get("blocked_secs"),
+        metrics=metrics if isinstance(metrics, Mapping) else {} if metrics is None else {"metrics": metrics},
+        custom_metadata=custom,
+        notes=notes if isinstance(notes, Mapping) else {},
+    )
+
+
+def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
+    """The row of a step of stock Orbax; None if the folder is none."""
+    store = commits.store
+    if not store.renames or not marks.is_step(store, folder, lambda name: commits.names.parse(name) is not None):
+        return None
+    record = steps.read(store, folder, epoch)
+    problems = "; ".join(f"{path} {problem}" for path, problem in record.problems.items())
+    return dataclasses.replace(_of_record(record, folder), writer="orbax", detail=problems)
+
+
+def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
+    """The row of an epoch that each node saved by itself; None if there is no such."""
+    nodes: list[NodeRow] = []
+    rows: list[EpochRow] = []
+    for name, is_folder in leftovers.names(commits.store, folder):
+        if not is_folder or not paths.is_name(name):
+            continue
+        try:
+            record = commits.read_in(paths.join(folder, name), epoch)
+        except (EpochCheckpointError, OSError) as error:
+            nodes.append(NodeRow(paths.shown_name(name), 0, None, DAMAGED, say(error)))
+            continue
+        if record is None:
+            continue
+        if not record.per_node or record.nodes[0].folder != name:
+            return None  # a checkpoint directory whose name is a number, for example
+        rows.append(_of_record(record, folder))
+        nodes += rows[-1].nodes
+    if not rows:
+        return None
+    custom = dict(rows[0].custom_metadata)
+    notes = next((n for r in rows if isinstance(n := r.custom_metadata.get(_CAFFE2_NOTES), Mapping)), {})
+    custom.pop(_CAFFE2_NOTES, None)
+    blobs = custom.get(_CAFFE2_BLOBS)
+    if isinstance(blobs, Mapping) and all(item == blob for item, blob in blobs.items()):
+        del custom[_CAFFE2_BLOBS]  # every item is called like its blob
+    row = EpochRow(
+        epoch,
+        COMMITTED,
+        folder=folder,
+        attempt=rows[0].attempt if len(rows) == 1 else "",
+        nbytes=sum(r.nbytes for r in rows),
+        started_ns=min(r.started_ns or 0 for r in rows),
+        committed_ns=max(r.committed_ns or 0 for r in rows),
+        custom_metadata=custom,
+        notes=notes,
+    )
+    return dataclasses.replace(_with_nodes(row, nodes), checked=False)
+
+
+def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
+    """What else a folder with an epoch's name may be: an epoch that lost its record, or somebody else's folder."""
+    if commits.lost_records(folder):
+        detail = f"its commit record, {paths.EPOCH_RECORD}, is missing: nothing of it can be verified, it is not read"
+        size = leftovers.extent(commits.store, folder)
+        nbytes = size.nbytes if size is not None else 0
+        return EpochRow(commits.names.parse(folder) or 0, DAMAGED, detail=detail, folder=folder, nbytes=nbytes)
+    if not commits.store.renames and not commits.store.exists(paths.join(folder, marks.STEP_RECORD)):
+        return None  # attempts, see `leftovers.orphans`
+    detail = "named like an epoch, and none: neither ours nor stock Orbax's on a file system"
+    return leftovers.row_of(commits.store, folder, leftovers.FOREIGN, time.time_ns(), (), detail)
+
+
+# -- the files of one epoch --------------------------------------------------------------------------------------------
+
+
+def checked(commits: Commits, row: EpochRow) -> EpochRow:
+    """The row of an epoch after a look at its files: are they there, with the sizes recorded?
+
+    An epoch that is replaced meanwhile is looked at again; one that is deleted keeps the row that it had.
+    """
+    for _ in range(_TRIES):
+        if row.state == DAMAGED and not row.nodes:
+            return row
+        found = _checked(commits, row)
+        if found.state == COMMITTED:
+            return found
+        fresh = read(commits, row.folder, row.epoch)
+        if not isinstance(fresh, EpochRow):
+            return row
+        if _identity(fresh) == _identity(row):
+            return found
+        row = fresh
+    return row
+
+
+def _identity(row: EpochRow) -> tuple[Any, ...]:
+    return row.state, row.attempt, row.committed_ns, row.nodes
+
+
+def _checked(commits: Commits, row: EpochRow) -> EpochRow:
+    try:
+        if row.writer == "orbax":
+            steps.check(commits.store, row.folder, steps.read(commits.store, row.folder, row.epoch))
+            return dataclasses.replace(row, checked=True)
+        record = commits.read_in(row.folder, row.epoch)
+        if record is not None:
+            return _with_nodes(row, [_checked_node(commits, row.folder, record, i) for i in range(len(record.nodes))])
+        nodes = []
+        for node in row.nodes:  # each saved by itself
+            at = paths.join(row.folder, paths.folder_name(node.name))
+            own = commits.read_in(at, row.epoch) if node.state == COMMITTED else None
+            nodes.append(node if own is None else _checked_node(commits, at, own, 0))
+        return _with_nodes(row, nodes)
+    except (EpochCheckpointError, OSError) as error:
+        return dataclasses.replace(row, state=DAMAGED, detail=say(error), checked=True)
+
+
+def _checked_node(commits: Commits, folder: str, record: EpochRecord, number: int) -> NodeRow:
+    entry = record.nodes[number]
+    row = NodeRow(entry.name, entry.nbytes, entry.secs)
+    try:
+        commits.check_node(folder, record, number)
+    except (EpochCheckpointError, OSError) as error:
+        return dataclasses.replace(row, state=DAMAGED, detail=say(error))
+    return row
+
+
+def _with_nodes(row: EpochRow, nodes: list[NodeRow]) -> EpochRow:
+    bad = [node for node in nodes if node.state == DAMAGED]
+    if not bad:
+        return dataclasses.replace(row, nodes=tuple(nodes), checked=True)
+    more = f" (and {len(bad) - 1} more nodes are damaged)" if len(bad) > 1 else ""
+    return dataclasses.replace(row, state=DAMAGED, detail=f"{bad[0].detail}{more}", nodes=tuple(nodes), checked=True)
+
+
+# -- all epochs --------------------------------------------------------------------------------------------------------
 
 
 def look(
@@ -127,18 +382,18 @@ def look(
 
     Args:
         directory: a path or a URL.
-        metric: by which the best epoch is to be found; `a/b` finds `{"a": {"b": …}}`, too.
-        mode: `max` or `min`: which value of it is best. NaN is worst.
-        limit: how many epochs are to be rows, the newest; None: all. The best is one in any case, and so are attempts
-            and, unless it is 0, the latest that can be read.
+        metric: the metric by which the best epoch is found; `a/b` finds `{"a": {"b": …}}`, too.
+        mode: which value of the metric is best: `max` or `min`. NaN is worst.
+        limit: how many epochs become rows, the newest; None: all. The best epoch and attempts always do, and so does
+            the latest that can be read, unless the limit is 0.
         options: the step name format and `todelete_subdir`, if they are not the defaults.
-        check: see whether the files of the newest epochs are there, with the sizes that were recorded. At most about
+        check: see whether the files of the newest epochs are there, with the sizes that were recorded. About
             `CHECKED_FILES` files are looked at; `checked` of a row says whether its were.
 
     Raises:
         NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
         AccessError: it may not be read.
-        InvalidArgumentError: a mode, or a limit, that makes no sense.
+        InvalidArgumentError: an unknown mode, or a limit that is no number of epochs.
         OSError: it cannot be reached.
     """
     if mode not in ("max", "min"):
@@ -147,169 +402,136 @@ def look(
         raise InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
     commits = open_commits(directory, options, single=True)
     try:
-        return _Look(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
+        return _Scan(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
     except PermissionError as error:
         if isinstance(error, EpochCheckpointError):
             raise
         raise no_access(commits, error) from error
 
 
-class _Look:
-    """One look."""
+class _Scan:
+    """One look at a directory."""
 
     def __init__(self, commits: Commits, metric: str | None, mode: str):
         self._commits, self._metric, self._mode = commits, metric, mode
-        self._said: dict[str, str] = {}
+        self._problems: dict[str, str] = {}
+        self._rows: dict[int, EpochRow] = {}
+        self._attached: Mapping[str, list[str]] = {}
 
-    def overview(self, limit: int | None, check: bool, kept: str | None) -> Overview:
-        now_ns = time.time_ns()
-        # attempts first: one that is committed meanwhile is then seen in its new place
-        found = leftovers.Leftovers() if self._commits.names.only else leftovers.find(self._commits, now_ns, kept)
+    def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
+        commits, only = self._commits, self._commits.names.only
+        # Attempts first: one that is committed meanwhile is then seen in its new place.
+        found = leftovers.Leftovers() if only else leftovers.find(commits, time.time_ns(), todelete_subdir)
         folders = self._folders()
-        order = sorted(folders, reverse=True)
-        shown = set(order if limit is None else order[:limit])
-        rows: dict[int, EpochRow] = {}
-        others: list[LeftoverRow] = []
-        hidden: list[EpochRow] = []
-        for epoch, row in zip(order, self._read(folders, order, shown), strict=True):
-            if isinstance(row, LeftoverRow):
-                others.append(row)
-            elif row is not None and epoch in shown:
-                rows[epoch] = row
-            elif row is not None:
-                hidden.append(row)
-        self._attach(rows, hidden)
+        others = self._read(folders)
+
+        # Which rows are shown: the newest, and those that are marked. A check may find that a marked epoch is damaged;
+        # then another one is.
+        newest = sorted(self._rows, reverse=True)
+        shown = set(newest if limit is None else newest[:limit])
+        if not commits.store.renames:
+            self._attached = attached_metrics.by_folder(commits)  # one listing instead of one for each epoch
+        self._attach(shown if self._metric is None else self._rows)
         if check:
-            self._check(rows)
-        while (best := self._best([*rows.values(), *hidden])) is not None and best not in rows:
-            self._show(best, rows, hidden, check)
-        while (latest := _latest([*rows.values(), *hidden])) is not None and latest not in rows and limit != 0:
-            self._show(latest, rows, hidden, check)  # what is newer is damaged
-        marked = [dataclasses.replace(row, latest=epoch == latest, best=epoch == best) for epoch, row in rows.items()]
-        committed = {row.attempt for row in marked}
+            self._check(_first(self._rows, shown))
+        while True:
+            latest, best = self._latest(), self._best()
+            marked = best, latest if limit != 0 else None
+            missing = {epoch for epoch in marked if epoch is not None and epoch not in shown}
+            if not missing:
+                break
+            shown |= missing
+            if self._metric is None:
+                self._attach(missing)
+            if check:
+                self._check(missing)
+        rows = [
+            dataclasses.replace(with_size(commits, self._rows[epoch]), latest=epoch == latest, best=epoch == best)
+            for epoch in shown
+        ]
+
+        committed = {row.attempt for row in rows}
         attempts = [row for row in found.attempts if row.attempt not in committed]
-        if isinstance(self._commits, PutCommits) and not self._commits.names.only:
-            unread = [folders[epoch] for epoch in order if epoch not in rows]
-            newest = [folders[epoch] for epoch in order[:_LOOKED_INTO]]
-            attempts += leftovers.orphans(self._commits, {*newest, *unread} - {row.folder for row in hidden})
+        if isinstance(commits, PutCommits) and not only:
+            beside = [
+                folder for epoch, folder in folders.items() if epoch not in self._rows or epoch in newest[:_NEWEST]
+            ]
+            attempts += leftovers.orphans(commits, beside)
+        hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
         return Overview(
-            directory=place(self._commits),
-            epochs=tuple(sorted([*marked, *attempts], key=_order)),
+            directory=place(commits),
+            epochs=tuple(sorted([*rows, *attempts], key=_order)),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
             leftovers=tuple(sorted([*found.others, *others], key=lambda row: row.path)),
             metric=self._metric or "",
             mode=self._mode,
-            problems={**found.problems, **self._said, **self._problems([*marked, *hidden])},
+            problems={**found.problems, **self._problems, **self._no_metric()},
         )
 
-    def _show(self, epoch: int, rows: dict[int, EpochRow], hidden: list[EpochRow], check: bool) -> None:
-        """Makes a whole row of one that was not to be shown: the best or the latest, unless a check says otherwise."""
-        (brief,) = [row for row in hidden if row.epoch == epoch]
-        hidden.remove(brief)
-        whole = epoch_rows.read(self._commits, brief.folder, epoch)
-        if isinstance(whole, EpochRow):  # else it was deleted meanwhile
-            one = {epoch: whole}
-            self._attach(one, [])
-            rows[epoch] = epoch_rows.checked(self._commits, one[epoch]) if check else one[epoch]
-
     def _folders(self) -> dict[int, str]:
-        """The folder of each epoch, as far as names say."""
-        names, folders = self._commits.names, dict[int, str]()
-        entries = self._commits.store.list("")
-        hidden = self._hidden() if any(e.name == layout.ROLLBACK_RECORD for e in entries) else frozenset()
-        if not any(entry.is_folder and names.parse(entry.name) is not None for entry in entries):
-            said = step_names.named_otherwise(self._commits.store, [(e.name, e.is_folder) for e in entries])
-            if said:
-                self._said[""] = said
-        for entry in entries:
-            epoch = names.parse(entry.name) if entry.is_folder else None
-            if epoch is None or epoch in hidden:
-                continue
-            if epoch not in folders or entry.name == names.build(epoch):
-                folders[epoch] = entry.name
-        return folders
-
-    def _hidden(self) -> frozenset[int]:
-        """The epochs that a rollback is setting aside."""
-        try:
-            hidden = self._commits.hidden()
-        except (EpochCheckpointError, ValueError, OSError) as error:
-            self._said[layout.ROLLBACK_RECORD] = f"{error}; no manager can open the directory as long as it is there"
-            return frozenset()
-        if hidden:
-            what = ", ".join(map(str, sorted(hidden)))
-            self._said[layout.ROLLBACK_RECORD] = f"a rollback is setting aside {what}; the next open finishes it"
-        return hidden
-
-    def _read(self, folders: Mapping[int, str], order: Sequence[int], shown: set[int]) -> list[Any]:
-        found: list[Any] = [None] * len(order)
-
-        def read(place: int) -> None:
-            epoch = order[place]
-            found[place] = epoch_rows.read(self._commits, folders[epoch], epoch, brief=epoch not in shown)
-
-        self._commits.store.each(read, range(len(order)))
+        entries = {entry.name: entry.is_folder for entry in self._commits.store.list("")}
+        hidden: frozenset[int] = frozenset()
+        if paths.ROLLBACK_RECORD in entries:
+            try:
+                hidden = self._commits.hidden()
+                numbers = ", ".join(map(str, sorted(hidden)))
+                problem = f"a rollback is setting aside {numbers}; the next open finishes it" if hidden else ""
+            except (EpochCheckpointError, ValueError, OSError) as error:
+                problem = f"{error}; no manager can open the directory as long as it is there"
+            if problem:
+                self._problems[paths.ROLLBACK_RECORD] = problem
+        found = folders_of(self._commits, entries, hidden)
+        if (
+            not found
+            and not hidden
+            and (hint := step_names.named_otherwise(self._commits.store, list(entries.items())))
+        ):
+            self._problems[""] = hint
         return found
 
-    def _attach(self, rows: dict[int, EpochRow], hidden: list[EpochRow]) -> None:
-        """Completes the rows with metrics that were attached to their epochs."""
-        wanted = [*rows.values(), *(hidden if self._metric is not None else ())]
-        files = self._attached_files([row.folder for row in wanted if row.state == COMMITTED])
+    def _read(self, folders: Mapping[int, str]) -> list[LeftoverRow]:
+        """Reads the rows of all epochs; returns what is only named like one."""
+        found: dict[int, EpochRow | LeftoverRow | None] = {}
+        self._commits.store.each(lambda e: found.__setitem__(e, read(self._commits, folders[e], e)), list(folders))
+        self._rows = {epoch: row for epoch, row in found.items() if isinstance(row, EpochRow)}
+        return [row for row in found.values() if isinstance(row, LeftoverRow)]
 
-        places = [place for place, row in enumerate(wanted) if row.state == COMMITTED and files.get(row.folder)]
+    def _attach(self, epochs: Collection[int]) -> None:
+        """Completes rows with the metrics that were attached to their epochs."""
+        store, metrics = self._commits.store, paths.METRICS_PREFIX
 
-        def complete(place: int) -> None:
-            row = wanted[place]
+        def attach(epoch: int) -> None:
+            row = self._rows[epoch]
             try:
-                found = attached_metrics.read(self._commits, files[row.folder], row.epoch, row.attempt)
-            except StorageError as error:
-                self._said[row.folder] = str(error)
-                return
-            wanted[place] = epoch_rows.with_attached(row, found)
+                files = store.find(metrics, row.folder) if store.renames else self._attached.get(row.folder, ())
+                self._rows[epoch] = with_attached(self._commits, row, files)
+            except (StorageError, OSError) as error:
+                self._problems[row.folder] = str(error)
 
-        self._commits.store.each(complete, places)
-        shown = len(rows)
-        rows.update({row.epoch: row for row in wanted[:shown]})
-        if len(wanted) > shown:
-            hidden[:] = wanted[shown:]
+        store.each(attach, [epoch for epoch in epochs if self._rows[epoch].state == COMMITTED])
 
-    def _attached_files(self, folders: Sequence[str]) -> Mapping[str, list[str]]:
-        store = self._commits.store
-        if not store.renames:
-            return attached_metrics.by_folder(self._commits)  # one listing; here it is one for each folder
-        found: dict[str, list[str]] = {}
-        for folder in folders:
-            try:
-                if paths := store.find(layout.METRICS_PREFIX, folder):
-                    found[folder] = paths
-            except OSError as error:
-                self._said[folder] = str(error)
-        return found
-
-    def _check(self, rows: dict[int, EpochRow]) -> None:
-        """Looks at the files of the newest epochs, at least of one."""
-        files, chosen = 0, list[int]()
-        for epoch in sorted(rows, reverse=True):
-            files += epoch_rows.files_of(rows[epoch])
-            if files > CHECKED_FILES and chosen:
-                break
-            chosen.append(epoch)
+    def _check(self, epochs: Collection[int]) -> None:
+        """Looks at the files of epochs."""
 
         def check(epoch: int) -> None:
-            rows[epoch] = epoch_rows.checked(self._commits, rows[epoch])
+            self._rows[epoch] = checked(self._commits, self._rows[epoch])
 
-        self._commits.store.each(check, chosen)
+        self._commits.store.each(check, list(epochs))
 
-    def _best(self, rows: Sequence[EpochRow]) -> int | None:
+    def _latest(self) -> int | None:
+        return max((row.epoch for row in self._rows.values() if row.state == COMMITTED), default=None)
+
+    def _best(self) -> int | None:
         """The best epoch, the later of equals."""
         if self._metric is None:
             return None
-        values = {row.epoch: _value(row.metrics, self._metric) for row in rows if row.state == COMMITTED}
+        values = {e: _value(row.metrics, self._metric) for e, row in self._rows.items() if row.state == COMMITTED}
         return best_of({epoch: None if value is None else rank(value, self._mode) for epoch, value in values.items()})
 
-    def _problems(self, rows: Sequence[EpochRow]) -> dict[str, str]:
-        """What is to be said beside the rows."""
+    def _no_metric(self) -> dict[str, str]:
+        """Why no epoch is best."""
+        rows = self._rows.values()
         if self._metric is None or any(_value(row.metrics, self._metric) is not None for row in rows):
             return {}
         known = sorted({name for row in rows for name in row.metrics})
@@ -318,8 +540,15 @@ class _Look:
         return {"": f"no epoch has the metric {self._metric!r}; {_text.near(self._metric, known)}"}
 
 
-def _latest(rows: Sequence[EpochRow]) -> int | None:
-    return max((row.epoch for row in rows if row.state == COMMITTED), default=None)
+def _first(rows: Mapping[int, EpochRow], epochs: Collection[int]) -> list[int]:
+    """The newest of some epochs, at least one, that together have about `CHECKED_FILES` files."""
+    files, chosen = 0, list[int]()
+    for epoch in sorted(epochs, reverse=True):
+        files += max(2 * len(rows[epoch].nodes), 10 if rows[epoch].writer == "orbax" else 1)
+        if files > CHECKED_FILES and chosen:
+            break
+        chosen.append(epoch)
+    return chosen
 
 
 def _order(row: EpochRow) -> tuple[int, bool, str]:

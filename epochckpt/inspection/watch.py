@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from epochckpt._threads import Deadline
 from epochckpt.commit import Commits
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.inspection import epoch_rows, leftovers
+from epochckpt.inspection import leftovers, scan
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow
 
 PRESENT, SAVED, SAVING, FAILED, DELETED = "present", "committed", "saving", "failed", "deleted"
@@ -92,7 +92,7 @@ class Watcher:
             known = self._epochs.get(epoch)
             if known is not None and known.state == COMMITTED and epoch not in again:
                 continue
-            row = epoch_rows.read(self._commits, folder, epoch, sure=True)
+            row = scan.read(self._commits, folder, epoch, sure=True)
             if isinstance(row, EpochRow) and (known is None or (row.attempt and known.attempt != row.attempt)):
                 self._epochs[epoch] = row
                 events.append(Event(SAVED, now, row, before))

@@ -390,7 +390,7 @@ def test_metrics_of_an_epoch_that_is_gone_are_no_attempt() -> None:
     store = open_store(directory)
     store.create("2/_metrics-evaluator.json", data)
     assert [row.epoch for row in scan.look(directory).epochs] == [1]
-    assert gc.find(directory).rows == ()
+    assert gc.collect(directory).rows == ()
     with ec.CheckpointManager(directory) as manager:
         save(manager, 2)
         ec.attach_metrics(directory, 2, {"accuracy": 0.75}, "evaluator")

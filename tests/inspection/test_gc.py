@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -85,7 +84,7 @@ def test_what_is_dead_goes_and_nothing_else(run: pathlib.Path) -> None:
     """Attempts and what is out of sight; epochs stay, quarantined ones too, and so does a run's own folder."""
     before = below(run)
     left = leave(run)
-    found = gc.find(run, clock=next_week)
+    found = gc.collect(run, clock=next_week)
     assert paths(found.rows) == sorted(path.relative_to(run).as_posix() for path in left.values())
     assert (found.nbytes, found.directory) == (8000, str(run))
     assert {row.kind for row in found.rows} == {"attempt", "deleted", "orbax attempt"}
@@ -94,7 +93,7 @@ def test_what_is_dead_goes_and_nothing_else(run: pathlib.Path) -> None:
     assert all("only when asked for" in found.kept[row.path] for row in found.others)
     assert all(path.exists() for path in left.values()), "finding removes nothing"
     seen: list[LeftoverRow] = []
-    removed = gc.remove(run, clock=next_week, progress=seen.append)
+    removed = gc.collect(run, delete=True, clock=next_week, progress=seen.append)
     assert paths(removed.rows) == paths(seen) == paths(found.rows)
     homes = {f"incarnation-{'ab' * 8}{TMP}", f"node-n1-{'ab' * 8}{TMP}"}
     assert below(run) == before | homes, "a run may be alive, and idle: its folder stays"
@@ -106,7 +105,7 @@ def test_what_was_written_to_lately_stays(run: pathlib.Path) -> None:
     """By the time of the last write, or of the last move: an old epoch that is being deleted was moved just now."""
     left = leave(run)
     before = below(run)
-    found = gc.remove(run)
+    found = gc.collect(run, delete=True)
     assert found.rows == ()
     assert found.kept.keys() >= {path.relative_to(run).as_posix() for path in left.values()}
     assert all("was written to it" in found.kept[path.relative_to(run).as_posix()] for path in left.values())
@@ -114,16 +113,16 @@ def test_what_was_written_to_lately_stays(run: pathlib.Path) -> None:
     for path in (*old.rglob("*"), old):
         os.utime(path, (1.0, 1.0))
     os.rename(old, old.with_name(f"removed-{'12' * 8}-9"))
-    assert gc.find(run).rows == ()
+    assert gc.collect(run).rows == ()
     assert len(below(run)) == len(before)
 
 
 def test_epochs_that_were_set_aside_go_when_asked_for(run: pathlib.Path) -> None:
     """Rolled back, damaged and replaced, and those in the folder that todelete_subdir names, if it is named."""
-    found = gc.find(run, epochs_too=True, clock=next_week)
+    found = gc.collect(run, epochs_too=True, clock=next_week)
     assert [(row.kind, row.epochs) for row in found.rows] == [("quarantined", (3,)), ("rolled back", (4,))]
     options = ocp.CheckpointManagerOptions(todelete_subdir="trash")
-    removed = gc.remove(run, epochs_too=True, clock=next_week, options=options)
+    removed = gc.collect(run, delete=True, epochs_too=True, clock=next_week, options=options)
     assert sorted(row.epochs for row in removed.rows) == [(1,), (3,), (4,)]
     assert {path.name for path in run.iterdir()} == {"2", "3"}
 
@@ -133,7 +132,7 @@ def test_folders_that_are_only_called_alike_are_somebody_elses(run: pathlib.Path
     for name in ("damaged-plots", "rolled-back-notes", "damaged-2024", f"damaged-{'AB' * 8}"):
         (run / name).mkdir()
         (run / name / "file").write_text("mine")
-    found = gc.remove(run, epochs_too=True, clock=next_week)
+    found = gc.collect(run, delete=True, epochs_too=True, clock=next_week)
     assert [row.epochs for row in found.rows] == [(3,), (4,)]
     assert all((run / name / "file").exists() for name in ("damaged-plots", "rolled-back-notes", "damaged-2024"))
 
@@ -147,7 +146,7 @@ def test_a_rollback_under_way_keeps_what_it_moved(run: pathlib.Path) -> None:
             (run / "rollback.json").mkdir()
         else:
             (run / "rollback.json").write_bytes(record)
-        found = gc.remove(run, epochs_too=True, clock=next_week)
+        found = gc.collect(run, delete=True, epochs_too=True, clock=next_week)
         assert found.kept[folder.name] == "a rollback is under way"
         assert (folder / "4" / "epoch.json").exists()
         found_dirs = {path.name for path in run.iterdir()}
@@ -162,7 +161,7 @@ def test_an_epoch_on_the_move_stays(run: pathlib.Path) -> None:
     for away in (home / older / f"{moving}-trash%2F9", home / oldest / older / f"{moving}-damaged-{'34' * 8}%2F8"):
         away.mkdir(parents=True)
     os.rename(run / "3", home / f"{moving}-3")
-    found = gc.remove(run, epochs_too=True, clock=next_week)
+    found = gc.collect(run, delete=True, epochs_too=True, clock=next_week)
     assert not any(path.startswith(home.name) for path in paths(found.rows))
     assert sum(path.startswith(home.name) for path in found.kept) == 3
     with ec.CheckpointManager(run) as manager:
@@ -183,7 +182,7 @@ def test_links_are_not_followed(run: pathlib.Path, tmp_path: pathlib.Path) -> No
     (attempt.parent / "my-notes").mkdir()
     (run / "17").mkdir()
     (run / "17" / "file").write_text("mine")
-    removed = gc.remove(run, epochs_too=True, clock=next_week)
+    removed = gc.collect(run, delete=True, epochs_too=True, clock=next_week)
     assert attempt.relative_to(run).as_posix() in paths(removed.rows)
     assert not attempt.exists()
     assert (precious / "9-1" / "file").read_text() == "mine"
@@ -202,7 +201,7 @@ def test_what_is_written_to_while_it_is_removed_goes_back(run: pathlib.Path, mon
         rename(self, src, dst, **kwargs)
 
     monkeypatch.setattr(PosixStore, "rename", race)
-    found = gc.remove(run, clock=next_week)
+    found = gc.collect(run, delete=True, clock=next_week)
     path = left["attempt"].relative_to(run).as_posix()
     assert found.kept[path] == "something was written to it just now"
     assert below(left["attempt"]) == {"process_0", "process_0/default.safetensors", "process_0/node.json"}
@@ -210,29 +209,13 @@ def test_what_is_written_to_while_it_is_removed_goes_back(run: pathlib.Path, mon
     assert not list(run.glob("gc-*"))
 
 
-def test_only_the_rows_that_are_given_go_as_far_as_they_still_may(run: pathlib.Path) -> None:
-    """Rows of an earlier look: what was removed since is no error, what may not go any more stays."""
-    left = leave(run)
-    rows = gc.find(run, clock=next_week).rows
-    chosen = [row for row in rows if row.kind == "attempt"]
-    assert len(chosen) == 3
-    shutil.rmtree(left["export"])
-    epoch = dataclasses.replace(chosen[0], path="3")
-    removed = gc.remove(run, [*chosen, epoch], clock=next_week)
-    assert paths(removed.rows) == [row.path for row in chosen if "export" not in row.path]
-    assert left["orbax"].exists()
-    assert (run / "3" / "epoch.json").exists()
-    assert gc.remove(run, rows).rows == (), "by the true clock they are young"
-
-
 @pytest.mark.parametrize("secs", [0, -1, 600.0, float("nan"), float("inf"), True, "86400"])
 def test_an_age_that_a_save_may_reach_is_refused(run: pathlib.Path, secs: Any) -> None:
     """A job that is saving may be silent for its save timeout."""
-    for call in (gc.find, gc.remove):
-        with pytest.raises(InvalidArgumentError, match="save_timeout_secs"):
-            call(run, older_than_secs=secs)
+    with pytest.raises(InvalidArgumentError, match="save_timeout_secs"):
+        gc.collect(run, older_than_secs=secs)
     with pytest.raises(InvalidArgumentError, match="7200"):
-        gc.find(run, older_than_secs=3600.0, storage=ec.StorageOptions(save_timeout_secs=7200.0))
+        gc.collect(run, older_than_secs=3600.0, storage=ec.StorageOptions(save_timeout_secs=7200.0))
 
 
 def test_a_clock_that_is_ahead_of_the_storage_makes_nothing_old(
@@ -242,12 +225,12 @@ def test_a_clock_that_is_ahead_of_the_storage_makes_nothing_old(
     leave(run)
     now = time.time
     monkeypatch.setattr(gc.time, "time", lambda: now() + 7 * gc.DAY_SECS)
-    assert gc.remove(run, clock=gc.time.time).rows == ()
+    assert gc.collect(run, delete=True, clock=gc.time.time).rows == ()
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(NotACheckpointDirectoryError, match="is empty"):
-        gc.remove(tmp_path)
+        gc.collect(tmp_path, delete=True)
 
 
 # -- real jobs -------------------------------------------------------------------------------------------------------
@@ -261,8 +244,8 @@ def test_what_a_killed_job_left_is_removed(tmp_path: pathlib.Path, kind: str, co
     (home,) = job.directory.glob("incarnation-*")
     assert list(home.iterdir()), "it was killed in the middle"
     committed = [row for row in scan.look(job.directory).epochs if row.state == "committed"]
-    assert gc.remove(job.directory).rows == (), "it was alive just now"
-    removed = gc.remove(job.directory, clock=next_week)
+    assert gc.collect(job.directory, delete=True).rows == (), "it was alive just now"
+    removed = gc.collect(job.directory, delete=True, clock=next_week)
     assert removed.rows
     assert [path.name for path in home.iterdir()] == ["owner.json"]
     assert [row for row in scan.look(job.directory).epochs if row.state == "committed"] == committed
@@ -295,7 +278,7 @@ def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch:
     def collect() -> None:
         try:
             while not done.is_set():
-                removed.extend(paths(gc.remove(directory, epochs_too=True).rows))
+                removed.extend(paths(gc.collect(directory, delete=True, epochs_too=True).rows))
         except BaseException as error:
             failures.append(error)
 
@@ -327,7 +310,7 @@ def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch:
             np.testing.assert_array_equal(manager.restore(epoch)["x"], np.arange(2000) + epoch)
     assert removed
     assert all(dead.search(path) for path in removed)
-    gc.remove(directory)
+    gc.collect(directory, delete=True)
     assert not any(dead.search(path) for path in below(directory))
 
 
@@ -365,15 +348,15 @@ def test_on_an_object_store_what_earlier_runs_left_is_removed(monkeypatch: pytes
     monkeypatch.undo()
     store = open_store(directory)
     store.create("2/a/00ab00ab00ab00ab-1/node.json", b"{}")  # an upload has begun: its ids are another run's
-    found = gc.find(directory)
+    found = gc.collect(directory)
     assert {row.path.rpartition("/")[0] for row in found.rows} == {"5/a", "5/b"}
     assert all(row.age_secs is None for row in found.rows)
     assert {path.rpartition("/")[0] for path in found.kept} == {"6/a", "6/b", "2/a", ""}
-    removed = gc.remove(directory)
+    removed = gc.collect(directory, delete=True)
     assert paths(removed.rows) == paths(found.rows)
     assert not store.exists("5")
     assert all(store.exists(path) for path in ("3/a", "6/a", "2/a/00ab00ab00ab00ab-1"))
-    removed = gc.remove(directory, epochs_too=True)
+    removed = gc.collect(directory, delete=True, epochs_too=True)
     assert [row.epochs for row in removed.rows] == [(3,)]
     assert not store.exists("3")
     with ec.CheckpointManager(directory, node=["a", "b"]) as manager:
@@ -394,12 +377,12 @@ def test_epochs_in_a_todelete_folder_of_an_object_store_keep_their_data() -> Non
                 manager.save(2, args=Save({"x": np.arange(4)}))
                 manager.wait_until_finished()
                 manager.delete(1)
-    gc.remove(directory)
+    gc.collect(directory, delete=True)
     store = open_store(directory)
     assert store.exists("trash/1/epoch.json")
     (attempt,) = [entry.name for entry in store.list("1/process_0")]
     assert store.exists(f"1/process_0/{attempt}/default.safetensors")
-    removed = gc.remove(directory, options=options, epochs_too=True)
+    removed = gc.collect(directory, delete=True, options=options, epochs_too=True)
     assert paths(removed.rows) == ["trash"]
     assert not store.exists("1")
     assert not store.exists("trash")
@@ -425,10 +408,10 @@ def test_the_names_are_those_that_commits_give(tmp_path: pathlib.Path, monkeypat
     with pytest.raises(ec.errors.SaveError):
         manager.wait_until_finished()
     monkeypatch.undo()
-    details = {row.detail.partition(",")[0]: row for row in gc.find(tmp_path / "run", clock=next_week).rows}
+    details = {row.detail.partition(",")[0]: row for row in gc.collect(tmp_path / "run", clock=next_week).rows}
     assert details.keys() == {"a deleted or replaced epoch", "a failed save"}
     assert details["a deleted or replaced epoch"].epochs == (1,)
-    assert len(gc.remove(tmp_path / "run", clock=next_week).rows) == 2
+    assert len(gc.collect(tmp_path / "run", delete=True, clock=next_week).rows) == 2
     manager.save(4, args=Save({"x": np.zeros(1)}))
     manager.close()
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"2", "4"}
@@ -462,7 +445,7 @@ def test_on_an_object_store_data_stays_whose_record_cannot_be_read(kind: str, mo
     with ec.CheckpointManager(directory) as manager:
         assert manager.all_steps() == [1]
     assert not [path for path in swept if path.startswith("2/")]
-    assert gc.find(directory).rows == ()
+    assert gc.collect(directory).rows == ()
 
 
 def test_on_an_object_store_the_record_that_moves_meanwhile_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +483,7 @@ def test_names_that_no_path_can_have_are_passed_over() -> None:
     with ec.CheckpointManager(directory) as manager:
         assert manager.all_steps() == [1]
     assert [row.epoch for row in scan.look(directory).epochs] == [1]
-    assert gc.find(directory).rows == ()
+    assert gc.collect(directory).rows == ()
 
 
 def test_an_epoch_is_not_deleted_where_its_place_in_the_todelete_folder_is_taken() -> None:

@@ -648,13 +648,13 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rum", "near it: run"),
         ("run/1/a", "one node of an epoch; pass the directory above the epoch, {tmp}/run"),
         ("run/1/epoch.json", "a record of an epoch"),
-        ("run/1/a/default.safetensors", "a safetensors file"),
+        ("run/1/a/default.safetensors", "is a file; expected a directory of epochs"),
         ("run/1/default", "one item of a step of stock Orbax"),
         ("", "pass one of them (run/, stock/)"),
         ("numbers", "pass one of them (0/, 1/)"),
         ("empty", "is empty"),
-        ("git", "a Git repository; it holds .git/, README"),
-        ("other", "nothing that is known here; it holds notes.txt"),
+        ("git", "holds no epochs but .git/, README"),
+        ("other", "holds no epochs but notes.txt"),
         ("link", "is a broken link"),
     ],
 )
@@ -686,15 +686,16 @@ def odd_places(saved: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) ->
 AS_NOBODY = """
 import os, sys
 import epochckpt
-from epochckpt import errors, overview
+from epochckpt import errors
+from epochckpt.inspection import scan
 from jax._src import xla_bridge
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 run, closed = sys.argv[1:]
-for row in overview.look(run, limit=None).epochs:
+for row in scan.look(run, limit=None).epochs:
     print(f"{row.epoch}|{row.state}|{row.detail}")
 for place in (closed, f"{closed}/1"):
     try:
-        overview.look(place)
+        scan.look(place)
     except errors.AccessError as error:
         print(f"AccessError|{error}")
 print("backends", xla_bridge.backends_are_initialized())

@@ -268,7 +268,7 @@ def test_a_look_costs_no_record_that_was_read_before(tmp_path: pathlib.Path, mon
         watcher = Watcher(commits(tmp_path))
         watcher.look()
         read: list[int] = []
-        original = watching.epoch_rows.read
+        original = watching.scan.read
         monkeypatch.setattr(
             watching.epoch_rows, "read", lambda *args, **kw: read.append(args[2]) or original(*args, **kw)
         )
