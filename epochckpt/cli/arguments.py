@@ -16,12 +16,12 @@ exit codes:
   0    fine
   1    damage was found; diff: there are differences
   2    wrong usage
-  3    no such directory, epoch or leaf, or no checkpoint directory
+  3    no such directory, epoch or leaf, or not a checkpoint directory
   4    no permission, or storage cannot be reached
   5    verify: only the Orbax view is damaged; epochckpt reads the epochs, stock Orbax may not (--repair-view)
-  70   a fault of epochckpt itself
+  70   an internal error of epochckpt
   130  interrupted (Ctrl-C)
-  141  whoever read the output went away (| head)
+  141  the reader of the output has closed it (| head)
 """
 
 _DIRECTORY = "checkpoint directory: a path, or a URL such as gs://bucket/run or s3://bucket/run"

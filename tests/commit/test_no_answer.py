@@ -17,7 +17,8 @@ import epochckpt as ec
 from epochckpt import errors
 from epochckpt.commit import commits_of
 from epochckpt.errors import StorageError
-from epochckpt.inspection import leftovers, watch
+from epochckpt.format import paths
+from epochckpt.inspection import watch
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store, store
 from tests.support.silence import PASSING, Silence
@@ -76,7 +77,7 @@ def reads_of(run: pathlib.Path, call: Callable[[], Any]) -> int:
 
 def assert_untouched(run: pathlib.Path) -> None:
     """Both epochs are there and whole, nothing was quarantined, and a job goes on from the newest."""
-    assert sorted(p.name for p in run.iterdir() if leftovers.paths.TMP_SUFFIX not in p.name) == ["1", "2"]
+    assert sorted(p.name for p in run.iterdir() if paths.TMP_SUFFIX not in p.name) == ["1", "2"]
     assert resume(run) == ([1, 2], 2)
 
 
