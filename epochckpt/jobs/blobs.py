@@ -176,15 +176,14 @@ def _is_spread(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
-def spread_refusal(node: str, values: Mapping[str, Any]) -> UnsupportedError | None:
-    """The error of Caffe2's managers, if one of a node's blobs is not its own."""
+def refuse_global(node: str, values: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError if a blob holds arrays that are spread over processes: for Caffe2's managers."""
     for name, value in values.items():
         if holds_spread(value):
-            return UnsupportedError(
+            raise UnsupportedError(
                 f"node {node}, blob {name!r} has arrays that are spread over processes; Caffe2's managers save each "
                 "node by itself: use epochckpt.CheckpointManager"
             )
-    return None
 
 
 def split(tree: Any) -> tuple[Any, dict[str, Any]]:

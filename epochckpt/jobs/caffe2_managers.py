@@ -1,9 +1,4 @@
-"""Caffe2's `MultiNodeCheckpointManager`; see `epochckpt.caffe2`.
-
-What `ec.caffe2` calls a db: a node's epoch; its path, and checks of names and kinds.
-
-Caffe2's `CheckpointManager`, of one node, and what it shares with the one of many nodes; see `epochckpt.caffe2`.
-"""
+"""Caffe2's checkpoint managers, of one node and of many, and the names of what they save; see `epochckpt.caffe2`."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import abc
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,15 +28,15 @@ from epochckpt.storage import expanded
 DB_TYPE = "epochckpt"
 """The only `db_type` there is."""
 
+PathLike = str | os.PathLike[str]
+
 
 def get_ckpt_filename(node_name: str, epoch: int) -> str:
     """Where a node's epoch lies below the prefix: `<epoch>/<node>`, with the name of the node's folder."""
     return paths.join(str(epoch_number(epoch)), paths.folder_name(paths.check_node_name(str(node_name))))
 
 
-def db_name(
-    epoch: int, node_name: str, db_prefix: str | os.PathLike[str], path_prefix: str | os.PathLike[str] | None = None
-) -> str:
+def db_name(epoch: int, node_name: str, db_prefix: PathLike, path_prefix: PathLike | None = None) -> str:
     """The full path of a node's epoch.
 
     Args:
@@ -54,20 +49,20 @@ def db_name(
     return expanded(f"{os.fspath(path_prefix)}{name}" if path_prefix else os.path.join(os.fspath(db_prefix), name))
 
 
-def check_type(name: str, value: str | None) -> None:
-    """Refuses a kind of storage that is not ours; None will do for `path_type`: the same as `db_type`."""
+def _check_type(name: str, value: str | None) -> None:
+    """Refuses an unknown kind of storage; None will do for `path_type`: the same as `db_type`."""
     if value != DB_TYPE and (value is not None or name == "db_type"):
         raise InvalidArgumentError(f"{name} {value!r} is not known; expected {DB_TYPE!r}, the only kind of storage")
 
 
-def name_list(names: Iterable[str]) -> list[str]:
+def _blob_names(names: Iterable[str]) -> list[str]:
     """Names of blobs as a list; one string is refused, as it would be taken for its letters."""
     if isinstance(names, str):
         raise InvalidArgumentError(f"blob_names is a list of names, got the string {names!r}")
     return [str(name) for name in names]
 
 
-def node_names(nodes: Iterable[Any]) -> list[str]:
+def _node_names(nodes: Iterable[Any]) -> list[str]:
     """Names of nodes, each given as its name or as a `Node`, no name twice."""
     given = [nodes] if isinstance(nodes, str | Node) else nodes
     names = [paths.check_node_name(str(node)) for node in given]
@@ -78,53 +73,47 @@ def node_names(nodes: Iterable[Any]) -> list[str]:
 
 
 class Manager(abc.ABC):
-    """What both managers share: the handler, and the notes.
+    """What both managers share: the metadata handler, and the notes.
 
     Attributes:
+        several: whether it saves many nodes (not in Caffe2).
+        db_prefix: the directory.
+        metadata_handler: the handler that it was given, or None.
         notes: JSON that is written with each save (not in Caffe2); `read_notes` gives it back.
         introduced: whether `set_params` was called (not in Caffe2).
     """
 
-    def __init__(
-        self, db_prefix: str | os.PathLike[str], db_type: str, metadata_handler: AbstractMetadataHandler | None
-    ):
-        check_type("db_type", db_type)
-        self._db_prefix, self._db_type = expanded(os.fspath(db_prefix)), db_type
-        self._handler = None if metadata_handler is None else check_handler(metadata_handler)
+    several = False
+
+    def __init__(self, db_prefix: PathLike, db_type: str, metadata_handler: AbstractMetadataHandler | None):
+        _check_type("db_type", db_type)
+        self.db_prefix, self._db_type = expanded(os.fspath(db_prefix)), db_type
+        self.metadata_handler = None if metadata_handler is None else check_handler(metadata_handler)
         self.notes: dict[str, Any] = {}
         self.introduced = False
 
-    @property
-    def db_prefix(self) -> str:
-        """The directory."""
-        return self._db_prefix
-
-    @property
-    def metadata_handler(self) -> Any:
-        """The handler that it was given, or None."""
-        return self._handler
-
     @abc.abstractmethod
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
-        """The names of the nodes that a caller gave, once they are known to suit this manager."""
+        """The names of the nodes that a caller gave, once they are known to suit this manager (not in Caffe2)."""
+
+    @abc.abstractmethod
+    def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
+        """The managers of those nodes that are checkpointed, by node (not in Caffe2)."""
 
     @abc.abstractmethod
     def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
         """Adds the seconds that the last save or load took on each node of this process, by db name."""
 
     def set_params(
-        self,
-        nodes: Iterable[Any] | None,
-        path_prefix: str | os.PathLike[str] | None = None,
-        path_type: str | None = None,
+        self, nodes: Iterable[Any] | None, path_prefix: PathLike | None = None, path_type: str | None = None
     ) -> None:
         """Tells the metadata handler, if there is one, of the nodes; the first call of a job."""
         names = self.take_nodes(nodes)
-        check_type("path_type", path_type)
-        if self._asks_handler:
+        _check_type("path_type", path_type)
+        if self._handler is not None:
             prefix = None if path_prefix is None else os.fspath(path_prefix)
-            self._told.set_params(
-                db_prefix=self._db_prefix,
+            self._handler.set_params(
+                db_prefix=self.db_prefix,
                 db_type=self._db_type,
                 node_names=names,
                 path_prefix=prefix,
@@ -138,18 +127,18 @@ class Manager(abc.ABC):
         Args:
             user_epoch: the one that the user names; the metadata handler, if there is one, may override it.
         """
-        if self._asks_handler:
-            return answered_epoch(self._told.last_epoch(user_epoch=user_epoch), self._handler)
+        if self._handler is not None:
+            return answered_epoch(self._handler.last_epoch(user_epoch=user_epoch), self._handler)
         return None if user_epoch is None else epoch_number(user_epoch)
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Whether the metadata handler says that storage can be reached; True without one."""
-        return self._told.cp_accessible(epoch) if self._asks_handler else True
+        return self._handler is None or self._handler.cp_accessible(epoch)
 
     def write_checkpoint_metadata(self, epoch: int) -> None:
         """Tells the metadata handler that an epoch was saved."""
-        if self._asks_handler:
-            self._told.write(epoch=epoch)
+        if self._handler is not None:
+            self._handler.write(epoch=epoch)
 
     def report_checkpoint_stats(self, action_name: str) -> None:
         """Reports the stats of the last operation to the metadata handler, all nodes together.
@@ -166,18 +155,13 @@ class Manager(abc.ABC):
         if stats:
             slowest = max(stats, key=lambda name: stats[name])
             logging.info("%s: %d nodes, slowest %s with %.2f s", action_name, len(stats), slowest, stats[slowest])
-        if self._asks_handler:
-            self._told.report(action_name, stats)
+        if self._handler is not None:
+            self._handler.report(action_name, stats)
 
     @property
-    def _asks_handler(self) -> bool:
-        """Only the primary does: it speaks for all."""
-        return self._handler is not None and jax.process_index() == 0
-
-    @property
-    def _told(self) -> AbstractMetadataHandler:
-        assert self._handler is not None, "callers look first"
-        return self._handler
+    def _handler(self) -> AbstractMetadataHandler | None:
+        """The metadata handler on the primary, which speaks for all processes."""
+        return self.metadata_handler if jax.process_index() == 0 else None
 
 
 class CheckpointManager(Manager):
@@ -189,42 +173,31 @@ class CheckpointManager(Manager):
         db_type: `"epochckpt"`.
         metadata_handler: see `epochckpt.metadata`.
 
+    Attributes:
+        node_name: the name of the node's folder (not in Caffe2).
+
     Raises:
         InvalidArgumentError: a `db_type` that is not ours, or a name that cannot be one of a folder.
     """
 
     def __init__(
-        self,
-        db_prefix: str | os.PathLike[str],
-        node_name: str,
-        db_type: str,
-        metadata_handler: AbstractMetadataHandler | None = None,
+        self, db_prefix: PathLike, node_name: str, db_type: str, metadata_handler: AbstractMetadataHandler | None = None
     ):
         super().__init__(db_prefix, db_type, metadata_handler)
-        self._node_name = paths.check_node_name(str(node_name))
-        self._epochs = NodeEpochs(self._db_prefix, self._node_name)
-        self._runs_on: str | None = None
-        self._where: str | None = None
+        self.node_name = paths.check_node_name(str(node_name))
+        self._epochs = NodeEpochs(self.db_prefix, self.node_name)
+        self._node: str | None = None  # whose workspace it is, where a caller has said so
+        self._ran_on: str | None = None
         self._initialised = False
         self._blob_names: list[str] | None = None
         self._last: tuple[str, float] | None = None
         self._recorder = containers.Recorder()
 
-    @property
-    def node_name(self) -> str:
-        """The name of the node's folder."""
-        return self._node_name
-
-    @property
-    def runs_on(self) -> str | None:
-        """The node whose workspace it is, where it was told."""
-        return self._runs_on
-
     def init(
         self,
         nodes: Iterable[Any] | None = None,
         retrieve_from_epoch: int | None = None,
-        path_prefix: str | os.PathLike[str] | None = None,
+        path_prefix: PathLike | None = None,
         path_type: str | None = None,
     ) -> Task:
         """A task that determines which blobs are checkpointed: those that exist when it runs; later ones are not.
@@ -236,7 +209,7 @@ class CheckpointManager(Manager):
             path_type: as `db_type`, for that epoch only.
         """
         self.take_nodes(nodes)
-        check_type("path_type", path_type)
+        _check_type("path_type", path_type)
         epoch = None if retrieve_from_epoch is None else epoch_number(retrieve_from_epoch)
         self._initialised = True
         return self._task("init", lambda ws: self._init(ws, epoch, path_prefix))
@@ -251,13 +224,14 @@ class CheckpointManager(Manager):
             raise self._not_initialised("blob_list")
         return list(self._blob_names)
 
-    def load(self, epoch: int, path_prefix: str | os.PathLike[str] | None = None, path_type: str | None = None) -> Task:
+    def load(self, epoch: int, path_prefix: PathLike | None = None, path_type: str | None = None) -> Task:
         """A task that puts the blobs of `blob_list` back into the workspace.
 
         Each comes back as what `ws.target` says. Nothing is loaded if something is wrong with any of them.
         """
-        self._check_initialised("load")
-        check_type("path_type", path_type)
+        if not self._initialised:
+            raise self._not_initialised("load")
+        _check_type("path_type", path_type)
         number = epoch_number(epoch)
         return self._task(f"load epoch {number}", lambda ws: self._load(ws, number, None, path_prefix))
 
@@ -268,7 +242,7 @@ class CheckpointManager(Manager):
             blob_names: their names, or `node/name`; what the epoch lacks is left out.
             epoch: the epoch.
         """
-        wanted, number = name_list(blob_names), epoch_number(epoch)
+        wanted, number = _blob_names(blob_names), epoch_number(epoch)
         return self._task(f"load blobs of epoch {number}", lambda ws: self._load(ws, number, wanted, None))
 
     def check_db_exists(self, epoch: int) -> Task:
@@ -281,7 +255,8 @@ class CheckpointManager(Manager):
 
         Running it raises a SaveError, or an OSError for a directory that cannot be reached, if it was not committed.
         """
-        self._check_initialised("save")
+        if not self._initialised:
+            raise self._not_initialised("save")
         number = epoch_number(epoch)
         return self._task(f"save epoch {number}", lambda ws: self._save(ws, number))
 
@@ -296,48 +271,49 @@ class CheckpointManager(Manager):
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
         """The `notes` that an epoch was saved with; None if this node has no such epoch (not in Caffe2)."""
-        if not self.has_epoch(epoch):
-            return None
-        return _recorded(self._epochs.reader(epoch), "notes")
+        return _recorded(self._epochs.reader(epoch), "notes") if self.has_epoch(epoch) else None
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
-        """The name of the node's folder, once it is known that the node suits this manager."""
-        names = [] if nodes is None else node_names(nodes)
+        """See Manager. Returns the name of the node's folder."""
+        names = _node_names(nodes or ())
         if len(names) > 1:
             raise InvalidArgumentError(
                 f"CheckpointManager saves one node, got {len(names)}: {', '.join(names)}; "
                 "MultiNodeCheckpointManager saves several"
             )
-        if names:
-            if self._runs_on not in (None, names[0]):
-                raise InvalidArgumentError(
-                    f"this CheckpointManager was given node {self._runs_on!r} and now {names[0]!r}; make another one"
-                )
-            self._runs_on = names[0]
-        return [self._node_name]
+        if names and self._node not in (None, *names):
+            raise InvalidArgumentError(
+                f"this CheckpointManager was given node {self._node!r} and now {names[0]!r}; make another one"
+            )
+        self._node = names[0] if names else self._node
+        return [self.node_name]
+
+    def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
+        """See Manager."""
+        return {node: self for node in nodes if self._node in (None, node)}
 
     def _task(self, name: str, fn: Callable[[Workspace], Any]) -> Task:
         def run(ws: Workspace) -> Any:
-            if self._where not in (None, ws.node):
+            if self._ran_on not in (None, ws.node):
                 raise InvalidArgumentError(
-                    f"the checkpoint manager of node {self._node_name!r} ran on node {self._where!r} and now on "
+                    f"the checkpoint manager of node {self.node_name!r} ran on node {self._ran_on!r} and now on "
                     f"{ws.node!r}; pass init(nodes=[…]), or use MultiNodeCheckpointManager"
                 )
-            self._where = ws.node
+            self._ran_on = ws.node
             return fn(ws)
 
-        return Task(run, node=self._runs_on, name=f"checkpoint: {name}")
+        return Task(run, node=self._node, name=f"checkpoint: {name}")
 
-    def _init(self, ws: Workspace, epoch: int | None, path_prefix: str | os.PathLike[str] | None) -> list[str]:
+    def _init(self, ws: Workspace, epoch: int | None, path_prefix: PathLike | None) -> list[str]:
         if epoch is None:
-            self._check_own({name: ws[name] for name in ws})
+            blobs.refuse_global(self.node_name, dict(ws))
             self._blob_names = list(ws)
         else:
-            self._blob_names = list(_items_by_blob(self._at(path_prefix).reader(epoch)))
+            self._blob_names = list(_items_by_blob(self._epochs_at(path_prefix).reader(epoch)))
         try:
             self._epochs.commits.claim()
         except OSError as error:  # a job trains to its end without its directory; every save will say it again
-            logging.warning("nothing can be saved for node %s: %s", self._node_name, error)
+            logging.warning("nothing can be saved for node %s: %s", self.node_name, error)
         return list(self._blob_names)
 
     def _save(self, ws: Workspace, epoch: int) -> None:
@@ -346,14 +322,14 @@ class CheckpointManager(Manager):
         if gone:
             raise SaveError(
                 epoch,
-                f"node {self._node_name}: {', '.join(map(repr, gone))} existed when init ran, and does not now; found: "
+                f"node {self.node_name}: {', '.join(map(repr, gone))} existed when init ran, and does not now; found: "
                 f"{', '.join(ws) or 'no blob'}. Keep what is checkpointed, or make it after init",
             )
         with self._timed(epoch, None):
             states = {name: blobs.state_of(ws[name]) for name in names}
             for name in names:
-                blobs.kind_of(self._node_name, name, states[name])  # raises where one cannot be saved
-            self._check_own(states)
+                blobs.kind_of(self.node_name, name, states[name])  # raises where one cannot be saved
+            blobs.refuse_global(self.node_name, states)
             items = blobs.item_names(names)
             recorded = {name: self._recorder.record(name, states[name]) for name in names}
             types = {name: one for name, one in recorded.items() if one is not None}
@@ -361,17 +337,11 @@ class CheckpointManager(Manager):
             kept = {"blobs": {items[name]: name for name in names}, "types": types, "notes": self.notes}
             self._epochs.save(epoch, args, kept)
 
-    def _load(
-        self,
-        ws: Workspace,
-        epoch: int,
-        wanted: Sequence[str] | None,
-        path_prefix: str | os.PathLike[str] | None,
-    ) -> list[str]:
+    def _load(self, ws: Workspace, epoch: int, wanted: Sequence[str] | None, path_prefix: PathLike | None) -> list[str]:
         """Loads the wanted blobs that the epoch has, or all of `blob_list`; returns their names."""
         needed = self.blob_list() if wanted is None else []
         with self._timed(epoch, path_prefix):
-            epochs = self._at(path_prefix)
+            epochs = self._epochs_at(path_prefix)
             reader = epochs.reader(epoch)
             items = _items_by_blob(reader)
             missing = [name for name in needed if name not in items]
@@ -380,51 +350,33 @@ class CheckpointManager(Manager):
                     f"{reader.folder} lacks {', '.join(map(repr, missing))}, which init determined to checkpoint; it "
                     f"has: {', '.join(items) or 'no blob'}. Pass init(retrieve_from_epoch={epoch})"
                 )
-            names = needed if wanted is None else self._chosen(wanted, items)
-            targets = {name: blobs.target_of(ws, name) for name in names}
-            asked = {
-                items[name]: None if target is None else ocp.args.StandardRestore(target)
-                for name, target in targets.items()
-            }
+            for name in wanted or ():
+                known = next((n for n in (name, name.removeprefix(f"{self.node_name}/")) if n in items), None)
+                needed += [known] if known is not None and known not in needed else []
+            targets = {items[name]: blobs.target_of(ws, name) for name in needed}
+            asked = {item: None if t is None else ocp.args.StandardRestore(t) for item, t in targets.items()}
             values, types = epochs.restore(reader, asked), reader.record.custom_metadata.get("types")
             types = types if isinstance(types, dict) else {}
-            made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in names}
+            made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in needed}
             for name, value in made.items():
                 blobs.put_back(ws, name, value)
-        return names
+        return needed
 
-    def _chosen(self, wanted: Sequence[str], items: Mapping[str, str]) -> list[str]:
-        found = []
-        for name in wanted:
-            short = name.removeprefix(f"{self._node_name}/")
-            found += [name] if name in items else [short] if short in items else []
-        return list(dict.fromkeys(found))
-
-    def _at(self, path_prefix: str | os.PathLike[str] | None) -> NodeEpochs:
+    def _epochs_at(self, path_prefix: PathLike | None) -> NodeEpochs:
         if not path_prefix:
             return self._epochs
         directory, lead = os.path.split(os.fspath(path_prefix))
-        return NodeEpochs(directory or os.curdir, self._node_name, lead=lead)
+        return NodeEpochs(directory or os.curdir, self.node_name, lead=lead)
 
     @contextlib.contextmanager
-    def _timed(self, epoch: int, path_prefix: str | os.PathLike[str] | None) -> Iterator[None]:
+    def _timed(self, epoch: int, path_prefix: PathLike | None) -> Iterator[None]:
         self._last, began = None, time.monotonic()
         yield
-        self._last = db_name(epoch, self._node_name, self._db_prefix, path_prefix), time.monotonic() - began
-
-    def _check_own(self, values: Mapping[str, Any]) -> None:
-        """Refuses blobs that are not this node's own."""
-        refusal = blobs.spread_refusal(self._node_name, values)
-        if refusal is not None:
-            raise refusal
-
-    def _check_initialised(self, verb: str) -> None:
-        if not self._initialised:
-            raise self._not_initialised(verb)
+        self._last = db_name(epoch, self.node_name, self.db_prefix, path_prefix), time.monotonic() - began
 
     def _not_initialised(self, verb: str) -> InvalidArgumentError:
         return InvalidArgumentError(
-            f"{verb} of node {self._node_name!r} needs to know the blobs; first: session.run(manager.init(…))"
+            f"{verb} of node {self.node_name!r} needs to know the blobs; first: session.run(manager.init(…))"
         )
 
 
@@ -448,6 +400,22 @@ def _items_by_blob(reader: EpochReader) -> dict[str, str]:
 class MultiNodeCheckpointManager(Manager):
     """Saves and loads the workspaces of many nodes, each into its own folder of the epoch.
 
+    >>> import pathlib
+    >>> import epochckpt as ec
+    >>> pathlib.Path("run").mkdir()
+    >>> session = ec.LocalSession()
+    >>> for node in ("trainer", "reader"):
+    ...     _ = session.run(ec.Task(lambda ws: ws.update(position=7), node=node))
+    >>> manager = ec.caffe2.MultiNodeCheckpointManager("run", "epochckpt")
+    >>> _ = session.run(manager.init(["trainer", "reader"]))
+    >>> _ = session.run(manager.save(0))
+    >>> sorted(path.name for path in pathlib.Path("run/0").iterdir())
+    ['reader', 'trainer']
+    >>> session.workspace("reader")["position"] = 8
+    >>> _ = session.run(manager.load(0))
+    >>> session.workspace("reader")["position"]
+    7
+
     Args:
         db_prefix: the directory; must exist when it is used.
         db_type: `"epochckpt"`.
@@ -457,9 +425,9 @@ class MultiNodeCheckpointManager(Manager):
         InvalidArgumentError: a `db_type` that is not ours.
     """
 
-    def __init__(
-        self, db_prefix: str | os.PathLike[str], db_type: str, metadata_handler: AbstractMetadataHandler | None = None
-    ):
+    several = True
+
+    def __init__(self, db_prefix: PathLike, db_type: str, metadata_handler: AbstractMetadataHandler | None = None):
         super().__init__(db_prefix, db_type, metadata_handler)
         self._managers: dict[str, CheckpointManager] = {}
 
@@ -474,14 +442,14 @@ class MultiNodeCheckpointManager(Manager):
         Raises:
             InvalidArgumentError: this manager does not have that node.
         """
-        self._of([str(node_name)])
-        return db_name(epoch, node_name, self._db_prefix)
+        self._chosen([str(node_name)])
+        return db_name(epoch, node_name, self.db_prefix)
 
     def init(
         self,
         nodes: Iterable[Any],
         retrieve_from_epoch: int | None = None,
-        path_prefix: str | os.PathLike[str] | None = None,
+        path_prefix: PathLike | None = None,
         path_type: str | None = None,
     ) -> TaskGroup:
         """Tasks that determine which blobs are checkpointed, on each node; see `CheckpointManager.init`.
@@ -490,18 +458,16 @@ class MultiNodeCheckpointManager(Manager):
             InvalidArgumentError: it was given other nodes before.
         """
         names = self.take_nodes(nodes)
-        return self._group("init", lambda m, n: m.init([n], retrieve_from_epoch, path_prefix, path_type), names)
+        return self._group("init", lambda m: m.init(None, retrieve_from_epoch, path_prefix, path_type), names)
 
-    def load(
-        self, epoch: int, path_prefix: str | os.PathLike[str] | None = None, path_type: str | None = None
-    ) -> TaskGroup:
+    def load(self, epoch: int, path_prefix: PathLike | None = None, path_type: str | None = None) -> TaskGroup:
         """Tasks that put the blobs back, on each node; see `CheckpointManager.load`."""
-        return self._group("load", lambda m, _: m.load(epoch, path_prefix, path_type))
+        return self._group("load", lambda m: m.load(epoch, path_prefix, path_type))
 
     def load_blobs_from_checkpoint(self, blob_names: Iterable[str], epoch: int) -> TaskGroup:
         """Tasks that load just these blobs, on each node that has them."""
-        names = name_list(blob_names)
-        return self._group("load blobs", lambda m, _: m.load_blobs_from_checkpoint(names, epoch))
+        names = _blob_names(blob_names)
+        return self._group("load blobs", lambda m: m.load_blobs_from_checkpoint(names, epoch))
 
     def load_blobs_locally(self, nodes: Iterable[Any], blob_names: Iterable[str], epoch: int, session: Session) -> bool:
         """Loads just these blobs from the nodes' folders into their workspaces; works without `init`.
@@ -515,27 +481,25 @@ class MultiNodeCheckpointManager(Manager):
         Returns:
             False if any of the nodes lacks that epoch; nothing is loaded then.
         """
-        wanted, given = name_list(blob_names), node_names(nodes)
-        names = list(self._of(given)) if self._managers else self.take_nodes(given)
-        missing = [name for name, manager in self._of(names).items() if not manager.has_epoch(epoch)]
+        wanted, names = _blob_names(blob_names), _node_names(nodes)
+        if not self._managers:
+            self.take_nodes(names)
+        missing = [name for name, manager in self._chosen(names).items() if not manager.has_epoch(epoch)]
         if missing:
-            logging.info("%s: epoch %d is not there for %s", self._db_prefix, epoch, ", ".join(missing))
+            logging.info("%s: epoch %d is not there for %s", self.db_prefix, epoch, ", ".join(missing))
             return False
-        session.run(self._group("load blobs", lambda m, _: m.load_blobs_from_checkpoint(wanted, epoch), names))
+        session.run(self._group("load blobs", lambda m: m.load_blobs_from_checkpoint(wanted, epoch), names))
         return True
 
     def check_db_exists(self, epoch: int) -> TaskGroup:
         """Tasks whose outputs are whether each node has committed that epoch."""
-        return self._group("look", lambda m, _: m.check_db_exists(epoch))
+        return self._group("look", lambda m: m.check_db_exists(epoch))
 
     def save(self, epoch: int) -> TaskGroup:
         """Tasks that save the blobs, on each node; see `CheckpointManager.save`."""
-
-        def saving(manager: CheckpointManager, _: str) -> Task:
+        for manager in self._managers.values():
             manager.notes = self.notes
-            return manager.save(epoch)
-
-        return self._group("save", saving)
+        return self._group("save", lambda m: m.save(epoch))
 
     def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
         """Adds the seconds that the last save or load took on each node of this process, by db name."""
@@ -544,12 +508,12 @@ class MultiNodeCheckpointManager(Manager):
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
         """The `notes` of the first node that has an epoch; None if none has it (not in Caffe2)."""
-        found = (manager.read_notes(epoch) for manager in self._of(self._given()).values())
+        found = (manager.read_notes(epoch) for manager in self._chosen(None).values())
         return next((notes for notes in found if notes is not None), None)
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
-        """The nodes' names, once it is known that they suit this manager; the first ones stay."""
-        names = node_names(nodes or ())
+        """See Manager. The first nodes stay."""
+        names = _node_names(nodes or ())
         if not names:
             raise InvalidArgumentError(
                 "MultiNodeCheckpointManager needs the nodes' names, got none; a job without any has session.nodes"
@@ -559,27 +523,29 @@ class MultiNodeCheckpointManager(Manager):
                 f"this manager has the nodes {', '.join(self._managers)}, and was now given {', '.join(names)}; make "
                 "another manager for other nodes"
             )
-        if not self._managers:
-            self._managers = {name: CheckpointManager(self._db_prefix, name, self._db_type) for name in names}
+        for name in names if not self._managers else ():
+            self._managers[name] = CheckpointManager(self.db_prefix, name, self._db_type)
+            self._managers[name].take_nodes([name])
         return names
 
-    def _given(self) -> list[str]:
+    def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
+        """See Manager."""
+        return {node: self._managers[node] for node in nodes if node in self._managers}
+
+    def _chosen(self, names: Iterable[str] | None) -> dict[str, CheckpointManager]:
+        """The managers of some nodes; None: of all."""
         if not self._managers:
             raise InvalidArgumentError("this manager knows no nodes yet; first: set_params(nodes), or init(nodes)")
-        return list(self._managers)
-
-    def _of(self, names: Sequence[str]) -> dict[str, CheckpointManager]:
-        known = self._given()
-        unknown = [name for name in names if name not in known]
+        chosen = list(self._managers if names is None else names)
+        unknown = [name for name in chosen if name not in self._managers]
         if unknown:
-            raise InvalidArgumentError(f"this manager has no node {unknown[0]!r}; it has: {', '.join(known)}")
-        return {name: self._managers[name] for name in names}
+            raise InvalidArgumentError(f"this manager has no node {unknown[0]!r}; it has: {', '.join(self._managers)}")
+        return {name: self._managers[name] for name in chosen}
 
     def _group(
-        self, name: str, task: Callable[[CheckpointManager, str], Task], nodes: Sequence[str] | None = None
+        self, name: str, task: Callable[[CheckpointManager], Task], nodes: Iterable[str] | None = None
     ) -> TaskGroup:
         with joining(group := TaskGroup(f"checkpoint {name}")):
-            for node, manager in self._of(self._given() if nodes is None else nodes).items():
-                manager.take_nodes([node])
-                task(manager, node)
+            for manager in self._chosen(nodes).values():
+                task(manager)
         return group

@@ -36,8 +36,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import paths
 from epochckpt.jobs.caffe2_epochs import NodeCommits, NodeEpochs
-from epochckpt.jobs.caffe2_managers import CheckpointManager as OneNodeManager
-from epochckpt.jobs.caffe2_managers import Manager, MultiNodeCheckpointManager
+from epochckpt.jobs.caffe2_managers import Manager
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Task, TaskGroup, joining
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
@@ -425,7 +424,7 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
         raise InvalidArgumentError(f"destination {target.root} is the checkpoint directory itself; choose another")
 
     def upload(workspace: Workspace) -> None:
-        for node in _names_of(manager, workspace.node):
+        for node in (each.node_name for each in manager.managers_of([workspace.node]).values()):
             with _uploading(epoch, target.root):
                 source = _Source.of(epoch, NodeEpochs(manager.db_prefix, node).reader(epoch))
                 target.make_root()
@@ -438,11 +437,3 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
                         raise
 
     return upload
-
-
-def _names_of(manager: Manager, here: str) -> list[str]:
-    """The names that a manager has for the node whose turn it is; none if it does not checkpoint it."""
-    if isinstance(manager, MultiNodeCheckpointManager):
-        return [node for node, _ in manager.node_managers if node == here]
-    assert isinstance(manager, OneNodeManager), "there are two"
-    return [manager.node_name] if manager.runs_on in (None, here) else []

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from epochckpt.errors import InvalidArgumentError
+from epochckpt.jobs import caffe2_managers as caffe2
 from epochckpt.jobs.backends.base import CheckpointBackend
 from epochckpt.jobs.backends.caffe2 import Caffe2Backend
 from epochckpt.jobs.backends.native import NativeBackend
 from epochckpt.jobs.backends.orbax import OrbaxBackend
-from epochckpt.jobs.caffe2_managers import CheckpointManager as OfOneNode
-from epochckpt.jobs.caffe2_managers import MultiNodeCheckpointManager as OfManyNodes
 from epochckpt.manager import CheckpointManager
 
 _VERBS = (
@@ -33,7 +32,7 @@ def backend_of(manager: Any) -> CheckpointBackend | None:
         return None
     if isinstance(manager, CheckpointManager):
         return NativeBackend(manager)
-    if isinstance(manager, OfOneNode | OfManyNodes):
+    if isinstance(manager, caffe2.CheckpointManager | caffe2.MultiNodeCheckpointManager):
         return Caffe2Backend(manager)
     if all(callable(getattr(manager, name, None)) for name in _VERBS):
         return OrbaxBackend(manager)

@@ -34,14 +34,14 @@ class Caffe2Backend(CheckpointBackend):
         super().__init__()
         self._manager, self.directory, self.handler = manager, manager.db_prefix, manager.metadata_handler
         self._wanted: list[str] = []
-        self._nodes: list[str] = []
+        self._nodes: list[str] = []  # those that the manager saves: of the job, or with one of one node of this process
         self._ended: list[SaveResult] = []
-        self._ready = False
+        self._ready = False  # the manager knows its blobs
         self._fenced = ""
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         """See CheckpointBackend."""
-        if not isinstance(self._manager, MultiNodeCheckpointManager) and session.coordinator.processes == 1:
+        if not self._manager.several and session.coordinator.processes == 1:
             self._manager.take_nodes(wanted or session.nodes)
         self._wanted = list(wanted)
         return wanted or session.nodes
@@ -49,17 +49,14 @@ class Caffe2Backend(CheckpointBackend):
     def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
         """See CheckpointBackend. Beside a run, the blobs are those that the run's init has found, as in Caffe2."""
         super().open(session, exchange)
-        several = isinstance(self._manager, MultiNodeCheckpointManager)
-        self._nodes = [n for n in self._wanted or session.nodes if several or n in session.hosted]
+        self._nodes = [n for n in self._wanted or session.nodes if self._manager.several or n in session.hosted]
         self._ready = beside
         if not beside or not self._manager.introduced:
             self._manager.set_params(self._nodes)
 
     def told_nodes(self, session: Session) -> list[str]:
         """See CheckpointBackend. A manager of one node has a name for it."""
-        if isinstance(self._manager, MultiNodeCheckpointManager):
-            return list(self._wanted or session.nodes)
-        return [self._manager.node_name]
+        return self._manager.take_nodes(self._nodes)
 
     def choose(self, named: int | None) -> int | None:
         """See CheckpointBackend."""
@@ -79,45 +76,31 @@ class Caffe2Backend(CheckpointBackend):
         self._run(lambda: self._manager.load(epoch))
         self._ready = True
         names = {node: manager.blob_list() for node, manager in self._managers().items()}
-
-        def report() -> dict[str, float]:
-            self._refuse_spread(names)
-            return self._stats()
-
-        found = self._exchange.gather("stats of the load", report, list)
-        self._tell("checkpoint_load", epoch, self._merged(found))
+        self._report("checkpoint_load", self._exchange.gather(f"stats of the load of {epoch}", self._stats, list))
         return Restored(epoch, self._manager.read_notes(epoch) or {}, names)
 
     def _managers(self) -> Mapping[str, CheckpointManager]:
         """The managers of the nodes of this process."""
-        if isinstance(self._manager, MultiNodeCheckpointManager):
-            return {n: m for n, m in self._manager.node_managers if n in self._session.hosted}
-        return dict.fromkeys(self._nodes, self._manager)
+        return self._manager.managers_of(n for n in self._nodes if n in self._session.hosted)
 
     def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
         """See CheckpointBackend."""
-        if self._ready:
-            return
+
+        def check() -> None:
+            for node, blobs in names.items():  # each node saves by itself: what they call alike may differ
+                workspace = session.workspace(node)
+                blob_lib.refuse_global(node, {name: workspace[name] for name in blobs if name in workspace})
+            if not self._ready:
+                check_blobs(session, names)
+
         left_out = {n: sorted(set(session.workspace(n)) - set(blobs)) for n, blobs in names.items() if n in self._nodes}
-        if any(left_out.values()):
+        if any(left_out.values()) and not self._ready:
             raise InvalidArgumentError(
                 f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {left_out}"
             )
-
-        def check() -> None:
-            self._refuse_spread(names)
-            check_blobs(session, names)  # each node saves by itself: what they call alike may differ
-
         exchange.gather("the blobs to checkpoint", check, lambda _: None)
-        self._run(lambda: self._manager.init(self._nodes))
-
-    def _refuse_spread(self, names: Names) -> None:
-        """Raises UnsupportedError if a blob is spread over processes: each node saves by itself."""
-        for node, blobs in names.items():
-            workspace = self._session.workspace(node)
-            refusal = blob_lib.spread_refusal(node, {name: workspace[name] for name in blobs if name in workspace})
-            if refusal is not None:
-                raise refusal
+        if not self._ready:
+            self._run(lambda: self._manager.init(self._nodes))
 
     def _run(self, verb: Callable[[], Task | TaskGroup]) -> None:
         """Runs what a manager's verb gives; it joins no group that surrounds the call of the runner."""
@@ -146,38 +129,28 @@ class Caffe2Backend(CheckpointBackend):
         found = self._exchange.gather(f"save of epoch {epoch}", lambda: mine, list)
         problem = next((f["error"] for f in found if f["error"]), "")
         self._fenced = next((f["fenced"] for f in found if f["fenced"]), "")
-        stats = self._merged([f["stats"] for f in found])
+        stats = [f["stats"] for f in found]
         if not problem:
             _threads.logged("the metadata handler's write", lambda: self._manager.write_checkpoint_metadata(epoch))
-            self._tell("checkpoint_save", epoch, stats)
+            self._report("checkpoint_save", stats)
+        by_node = {node: took for one in stats for node, (_, took) in one.items()}
         secs = time.monotonic() - began
-        self._ended.append(SaveResult(epoch, not problem, problem, secs, secs, stats))
+        self._ended.append(SaveResult(epoch, not problem, problem, secs, secs, by_node))
         return True
 
-    def _stats(self) -> dict[str, float]:
-        """The seconds of the last operation, by node of this process."""
-        found: dict[str, float] = {}
+    def _stats(self) -> dict[str, tuple[str, float]]:
+        """What the last operation saved or loaded on each node of this process: the db's name, and the seconds."""
+        found: dict[str, tuple[str, float]] = {}
         for node, manager in self._managers().items():
-            by_name: dict[str, float] = {}
-            manager.collect_checkpoint_stats(by_name)
-            found |= dict.fromkeys([node] if by_name else [], sum(by_name.values()))
+            manager.collect_checkpoint_stats(by_name := dict[str, float]())
+            if by_name:
+                found[node] = next(iter(by_name.items()))
         return found
 
-    @staticmethod
-    def _merged(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        return {node: secs for one in found for node, secs in one.items()}
-
-    def _tell(self, action: str, epoch: int, stats: Mapping[str, float]) -> None:
+    def _report(self, action: str, stats: Sequence[Mapping[str, tuple[str, float]]]) -> None:
         """Reports the seconds of all nodes together, also of those of other processes."""
-        manager = self._manager
-
-        def report() -> None:
-            if isinstance(manager, MultiNodeCheckpointManager):
-                manager.report(action, {manager.get_ckpt_db_name(node, epoch): secs for node, secs in stats.items()})
-            else:
-                manager.report_checkpoint_stats(action)
-
-        _threads.logged("the metadata handler's report", report)
+        by_name = dict(each for one in stats for each in one.values())
+        _threads.logged("the metadata handler's report", lambda: self._manager.report(action, by_name))
 
     def outcomes(self) -> list[SaveResult]:
         """See CheckpointBackend."""
@@ -199,12 +172,9 @@ class Caffe2Backend(CheckpointBackend):
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """See CheckpointBackend."""
-        if isinstance(self._manager, MultiNodeCheckpointManager):
-            loaded = self._manager.load_blobs_locally(self._nodes, names, epoch, self._session)
-        else:
-            loaded = self._manager.has_epoch(epoch)
-            if loaded:
-                self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
-        if loaded:
-            self._tell("checkpoint_partial_load", epoch, self._stats())
-        return loaded
+        managers = self._manager.managers_of(self._nodes).values()
+        if not managers or not all(manager.has_epoch(epoch) for manager in managers):
+            return False
+        self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
+        self._report("checkpoint_partial_load", [self._stats()])
+        return True
