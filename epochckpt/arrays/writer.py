@@ -1,7 +1,9 @@
 """Writes one node's files for one attempt: data files in large parallel pieces straight from the snapshot.
 
-Each block is hashed, written, and, where its memory is not ours, hashed again: memory that changed meanwhile fails
-the attempt instead of being committed. `node.json` is not written here: it comes last, see `commit`.
+Guarantees: what these functions return is durable. Each block is hashed, written, and, where its memory is not ours,
+hashed again, so that memory which changed meanwhile fails the attempt instead of being committed.
+
+`node.json` is not written here: it comes last, see `commit`.
 """
 
 from __future__ import annotations
@@ -32,55 +34,41 @@ def write_arrays(
     block_bytes: int,
     pool: Pool,
 ) -> list[DataFile]:
-    """Writes an item's data files, durable on return.
-
-    Args:
-        store: where.
-        folder: this node's staging folder.
-        epoch: for error messages.
-        plan: what to write.
-        buffers: one per cell, in file order.
-        block_bytes: unit of writing and hashing.
-        pool: who writes.
+    """Writes an item's data files into a node's staging folder, from one buffer per cell, in file order.
 
     Raises:
         OSError: storage refused.
         BufferChangedError: memory changed while it was being written.
     """
     item = plan.item
-    owned = plan.owned
-    files: list[DataFile] = []
-    writers: list[Writer] = []
-    tasks: list[Callable[[], None]] = []
-    sums: list[list[str]] = []
+    files: list[_File] = []
     try:
+        # One file for each part of the plan; all of them are written at the same time, block by block.
         start = 0
-        for number, part in enumerate(item.cut(owned, plan.part_ends)):
-            end = start + len(part.leaves)
+        for number, part in enumerate(item.cut(plan.owned, plan.part_ends)):
+            leaves, end = part.leaves.tolist(), start + len(part.leaves)
             head = safetensors.header(
-                [item.tensor(leaf, cell) for leaf, cell in zip(part.leaves.tolist(), part.cells.tolist(), strict=True)]
+                [item.tensor(leaf, cell) for leaf, cell in zip(leaves, part.cells.tolist(), strict=True)]
             )
             size = len(head) + int(part.offsets[-1])
             ends = grid.blocks(np.diff(part.offsets), len(head), block_bytes)
-            out = [""] * len(ends)
+            record = DataFile(item.name, number, size, len(head), end - start, block_bytes)
+            names = [item.leaves[leaf].name for leaf in leaves]
+            offsets = part.offsets + len(head)
             writer = store.open_writer(paths.join(folder, paths.data_file(item.name, number)), size)
-            writers.append(writer)
-            sums.append(out)
-            names = [item.leaves[leaf].name for leaf in part.leaves.tolist()]
-            job = _Part(writer, epoch, head, part.offsets + len(head), buffers[start:end], names, ends, out)
-            tasks += job.tasks()
-            files.append(DataFile(item.name, number, size, len(head), end - start, block_bytes))
+            files.append(_File(record, writer, epoch, head, offsets, buffers[start:end], names, ends))
             start = end
-        pool.run(tasks)
-        for name, buffer in ((item.leaves[t.leaf].name, b) for t, b in zip(plan.takes, buffers, strict=True)):
+        pool.run([task for file in files for task in file.tasks()])
+        # A last look at memory that is not ours, before anything is made durable.
+        for source, buffer in zip(plan.takes, buffers, strict=True):
             if not buffer.unchanged():
-                raise BufferChangedError(epoch, name)
-        pool.run([w.finish for w in writers])
+                raise BufferChangedError(epoch, item.leaves[source.leaf].name)
+        pool.run([file.writer.finish for file in files])
     except BaseException:
-        for writer in writers:
-            writer.abort()
+        for file in files:
+            file.writer.abort()
         raise
-    return [dataclasses.replace(f, xxh3=tuple(s)) for f, s in zip(files, sums, strict=True)]
+    return [dataclasses.replace(file.record, xxh3=tuple(file.sums)) for file in files]
 
 
 def folders(names: Iterable[tuple[str, str]]) -> list[str]:
@@ -91,15 +79,7 @@ def folders(names: Iterable[tuple[str, str]]) -> list[str]:
 def write_file(
     store: Store, folder: str, item: str, name: str, source: bytes | pathlib.Path, block_bytes: int
 ) -> DataFile:
-    """Writes one file of an item that is not made of arrays, durable on return.
-
-    Args:
-        store: where.
-        folder: this node's staging folder; the folders of `item` and `name` exist.
-        item: item name.
-        name: path inside the item's folder.
-        source: its content, or the file that has it.
-        block_bytes: unit of writing and hashing.
+    """Writes one file of an item that is not made of arrays to `folder/item/name`, whose folder exists.
 
     Raises:
         OSError: storage refused, or the source became shorter.
@@ -144,23 +124,21 @@ def _stream(store: Store, path: str, file: BinaryIO, size: int, block_bytes: int
     return sums
 
 
-class _Part:
-    """One file being written: the tasks of its blocks."""
+@dataclasses.dataclass
+class _File:
+    """One data file being written: its header, then cells, in blocks that end at `ends`."""
 
-    def __init__(
-        self,
-        writer: Writer,
-        epoch: int,
-        head: bytes,
-        offsets: np.ndarray,
-        buffers: Sequence[Buffer],
-        names: Sequence[str],
-        ends: np.ndarray,
-        sums: list[str],
-    ):
-        self.writer, self.epoch, self.head = writer, epoch, head
-        self.offsets, self.buffers, self.names = offsets, buffers, names
-        self.ends, self.sums = ends, sums
+    record: DataFile
+    writer: Writer
+    epoch: int
+    head: bytes
+    offsets: np.ndarray  # where each cell begins, and the end of the last one
+    buffers: Sequence[Buffer]  # one per cell, with the names of their leaves
+    names: Sequence[str]
+    ends: np.ndarray
+
+    def __post_init__(self) -> None:
+        self.sums = [""] * len(self.ends)
 
     def tasks(self) -> list[Callable[[], None]]:
         tasks: list[Callable[[], None]] = [lambda: self._put(0, 0, self.head)]

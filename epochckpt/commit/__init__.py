@@ -7,9 +7,8 @@ error names the node that is late; a run that a newer one has fenced off changes
 from __future__ import annotations
 
 from epochckpt.commit.attempt import Attempt
-from epochckpt.commit.calls import Calls
 from epochckpt.commit.claiming import Claim
-from epochckpt.commit.coordination import Coordinator
+from epochckpt.commit.coordination import Calls, Coordinator
 from epochckpt.commit.opening import commits_of
 from epochckpt.commit.protocol import Commits
 from epochckpt.commit.retention import EpochInfo, History

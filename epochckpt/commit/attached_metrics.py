@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt.commit.protocol import Commits
@@ -33,6 +34,11 @@ from epochckpt.format import paths as layout
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
 
 Sources = Mapping[str, Mapping[str, Any]]  # metrics by source
+
+
+def are_needed(options: ocp.CheckpointManagerOptions) -> bool:
+    """Whether metrics decide which epochs are kept, or which is the best."""
+    return options.best_fn is not None or options.preservation_policy is not None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,12 @@
 """When a manager becomes the one writer of its directory: at its first write, never when it is opened.
 
 Guarantees:
-- who only opens, lists, restores or looks claims nothing and needs no permission to write;
-- the first save, delete, rollback or replacement claims, on the primary, in the background where that is where the
-  write happens. It fences off the run that claimed before;
+- a manager that only opens, lists, restores or looks claims nothing and needs no permission to write;
+- the first save, delete, rollback or replacement claims the directory, on the primary, in the background where that is
+  where the write happens. It fences off the run that claimed before, and logs whose that was (`Owner`);
 - a manager that was fenced off stays so: it never claims again, and its next save raises;
 - the other processes learn of the claim with the first thing that they do together with the primary: an answer to a
-  common call, or the word that the primary publishes for each save until every process has reported once.
-
-Who holds a directory: what a run writes down when it claims it, and what a later run says when it takes over.
+  common call, or what the primary publishes for each save until every process has reported once.
 """
 
 from __future__ import annotations
@@ -28,19 +26,14 @@ from absl import logging
 from epochckpt import _units
 from epochckpt.commit.protocol import Commits
 from epochckpt.errors import AccessError, FencedError
+from epochckpt.storage import Store
 
-MAX_BYTES = 4096
+_MAX_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """The process that claimed a directory.
-
-    Attributes:
-        host: its host name.
-        pid: its process id there.
-        claimed_ns: when it claimed, by its wall clock.
-    """
+    """The process that claimed a directory: its host's name, its process id there, and its wall clock then."""
 
     host: str
     pid: int
@@ -52,28 +45,23 @@ class Owner:
         return cls(socket.gethostname(), os.getpid(), time.time_ns())
 
     @classmethod
-    def parse(cls, data: bytes) -> Owner | None:
-        """The inverse of `to_bytes`; None for anything else: it only serves a message."""
+    def read(cls, store: Store, path: str) -> Owner | None:
+        """The owner in a claim's file; None if that cannot be read: it only serves a message."""
         try:
-            found = json.loads(data)
+            found = json.loads(store.read(path, limit_bytes=_MAX_BYTES))
             host, pid, claimed_ns = found["host"], found["pid"], found["claimed_ns"]
-        except (ValueError, RecursionError, KeyError, TypeError):
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None
-        if not isinstance(host, str) or type(pid) is not int or type(claimed_ns) is not int:
-            return None
-        return cls(host[:200], pid, claimed_ns)
+        valid = isinstance(host, str) and type(pid) is int and type(claimed_ns) is int
+        return cls(host[:200], pid, claimed_ns) if valid else None
 
     def to_bytes(self, token: str = "") -> bytes:
-        """Its form on storage.
-
-        Args:
-            token: makes the bytes unlike those of every other claim.
-        """
+        """Its form on storage; a token makes the bytes unlike those of every other claim."""
         return json.dumps({**dataclasses.asdict(self), **({"token": token} if token else {})}).encode()
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process is known not to run any more: it was on this host, and its process id is free."""
+        """Whether the process is known to have ended: it was on this host, and its process id is free."""
         if self.host != socket.gethostname() or self.pid <= 0:
             return False
         try:
@@ -88,35 +76,30 @@ class Owner:
 def report_takeover(directory: str, owner: Owner | None, active_ns: int | None) -> None:
     """Logs that a run which has not closed the directory is fenced off from now on.
 
-    A warning, unless that run's process is known to be gone: then it was killed, and nobody is harmed.
+    A warning, unless that run's process is known to have ended: then it was killed, and no live run is harmed.
 
     Args:
         directory: for the message.
-        owner: who claimed it; None: not known.
+        owner: the process that claimed it; None: not known.
         active_ns: when that run last wrote there, wall clock; None: not known, its claim counts.
     """
-    if owner is None:
-        logging.warning(
-            "%s: this process takes over from a run that did not close the directory. If that run is still alive, its "
-            "next save fails with FencedError",
-            directory,
-        )
-        return
-    last_ns = active_ns or owner.claimed_ns
-    when = datetime.datetime.fromtimestamp(last_ns / 1e9, tz=datetime.UTC).isoformat(timespec="seconds")
-    ago = _units.secs(max(time.time_ns() - last_ns, 0) / 1e9)
-    who = f"process {owner.pid} on host {owner.host}, last active {ago} ago, at {when}"
-    if owner.is_gone:
-        logging.info("%s: takes over from a run that has ended without closing it (%s)", directory, who)
-        return
-    this = " (this process)" if (owner.host, owner.pid) == (socket.gethostname(), os.getpid()) else ""
+    found = ""
+    if owner is not None:
+        last_ns = active_ns or owner.claimed_ns
+        when = datetime.datetime.fromtimestamp(last_ns / 1e9, tz=datetime.UTC).isoformat(timespec="seconds")
+        ago = _units.secs(max(time.time_ns() - last_ns, 0) / 1e9)
+        found = f"process {owner.pid} on host {owner.host}, last active {ago} ago, at {when}"
+        if owner.is_gone:
+            logging.info("%s: takes over from a run that has ended without closing it (%s)", directory, found)
+            return
+        same = (owner.host, owner.pid) == (socket.gethostname(), os.getpid())
+        found = f": {found}{' (this process)' if same else ''}"
     logging.warning(
-        "%s: this process takes over from a run that did not close the directory: %s%s. If that run is still alive, "
+        "%s: this process takes over from a run that did not close the directory%s. If that run is still alive, "
         "its next save fails with FencedError: only the newest run that writes may save here. To look at a run while "
         "it trains, open the directory and write nothing, or pass options with read_only=True",
         directory,
-        who,
-        this,
+        found,
     )
 
 
@@ -171,7 +154,7 @@ class Claim:
     def note(self, error: BaseException | None) -> None:
         """Remembers a failure that means that a newer run has taken over."""
         if isinstance(error, FencedError) and self._fenced is None:
-            self._fenced = FencedError(error.epoch, error.reason)  # whoever raises `error` has it hold what they hold
+            self._fenced = FencedError(error.epoch, error.reason)  # a new one: the traceback of `error` holds arrays
             logging.error(
                 "%s: %s. Nothing more is saved by this manager: save() raises FencedError from now on",
                 self._commits.store.root,
@@ -179,7 +162,7 @@ class Claim:
             )
 
     def take(self, epoch: int) -> dict[str, Any]:
-        """On the primary: claims the directory unless this manager has claimed it; returns what the others are told.
+        """On the primary: claims the directory unless this manager has; returns what the other processes `learn`.
 
         Raises:
             FencedError: this manager was fenced off.
@@ -194,23 +177,23 @@ class Claim:
                 self._commits.claim(epoch)
                 for parts, data in self._root_files.items():
                     self._commits.write_once(parts, data)
-                told = {"incarnation": self._commits.incarnation, "epochs": self._commits.list_epochs()}
+                claim = {"incarnation": self._commits.incarnation, "epochs": self._commits.list_epochs()}
             except BaseException:
                 self._commits.incarnation = ""  # the next try makes a new one, which sweeps what this one has begun
                 raise
-            self._adopt(told)
-            return told
+            self._adopt(claim)
+            return claim
 
-    def learn(self, told: dict[str, Any]) -> None:
-        """On the other processes: takes what the primary said of its claim."""
+    def learn(self, claim: dict[str, Any]) -> None:
+        """On the other processes: takes over what the primary's `take` returned."""
         with self._lock:
             if self._known is None:
-                self._commits.join_incarnation(told["incarnation"])
-                self._adopt(told)
+                self._commits.incarnation = claim["incarnation"]
+                self._adopt(claim)
 
-    def _adopt(self, told: dict[str, Any]) -> None:
-        self._on_claim(list(told["epochs"]))
-        self._known = told
+    def _adopt(self, claim: dict[str, Any]) -> None:
+        self._on_claim(list(claim["epochs"]))
+        self._known = claim
 
     def release(self) -> None:
         """On the primary: ends the incarnation, if this manager ever claimed; failures are logged."""

@@ -1,4 +1,11 @@
-"""Commits on stores without rename: attempt-named data objects, and `epoch.json` put, if absent, last."""
+"""Commits on stores without rename (object stores).
+
+Guarantees:
+- data objects carry their attempt's name, so that two attempts never share one;
+- `epoch.json` is put last, on the condition that it is absent (or still the epoch that is to be replaced);
+- incarnations are numbered, and only the highest claimed number may commit. It is looked at before and after the put;
+- what a record names, also a quarantined one, is never swept.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +19,13 @@ from epochckpt import _threads
 from epochckpt.commit import claiming
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
-from epochckpt.format import EpochRecord, parsing, paths, records
+from epochckpt.format import parsing, paths, records
 
 _CLAIM, _CLOSED = "claim", "closed"
 
 
 class PutCommits(Commits):
-    """Incarnations are numbered; the highest number that is claimed may commit."""
+    """See the module."""
 
     def _is_foreign(self, folder: str) -> bool:
         return self.store.exists(paths.join(folder, "_CHECKPOINT_METADATA"))
@@ -33,8 +40,7 @@ class PutCommits(Commits):
             raise FencedError(
                 epoch,
                 f"a newer run (incarnation {newest}, this is {int(self.incarnation)}) has taken over "
-                f"{self.store.root}; "
-                "this process can no longer save there",
+                f"{self.store.root}; this process can no longer save there",
             )
 
     def claim(self, epoch: int = 0, continues: str = "") -> None:
@@ -49,7 +55,7 @@ class PutCommits(Commits):
             except FileExistsError:
                 older, number = number, number + 1
         if older and not self.store.exists(self._path(older, _CLOSED)):
-            claiming.report_takeover(self.store.root, self._owner(older), None)
+            claiming.report_takeover(self.store.root, claiming.Owner.read(self.store, self._path(older, _CLAIM)), None)
         self.incarnation = f"{number:08d}"
         self._finish_if_it_can()
         leftovers = [path for path in self._leftovers() if path.rpartition("/")[2] != continues]
@@ -67,12 +73,6 @@ class PutCommits(Commits):
 
     def _path(self, number: int, name: str) -> str:
         return paths.join(paths.incarnation_folder(f"{number:08d}"), name)
-
-    def _owner(self, number: int) -> claiming.Owner | None:
-        try:
-            return claiming.Owner.parse(self.store.read(self._path(number, _CLAIM), limit_bytes=claiming.MAX_BYTES))
-        except (OSError, ValueError):
-            return None
 
     @property
     def newest(self) -> str:
@@ -99,25 +99,25 @@ class PutCommits(Commits):
         names = [e.name for e in self.store.list("") if e.is_folder and self.names.parse(e.name) is not None]
         chosen = [name for name in names if folders is None or name in folders]
         found = {name: self._attempt_in(name) for name in chosen if not self._is_foreign(name)}
-        aside = self._set_aside()  # only now: an epoch's record is copied there before its own goes
+        kept = self._quarantined()  # only now: an epoch's record is copied there before its own goes
         for folder, record in found.items():
-            kept = aside.get(folder, set())
-            if record is None or kept is None:
+            quarantined = kept.get(folder, set())
+            if record is None or quarantined is None:
                 continue  # not readable, now or ever: a person may still want to look at it
             if not record:
                 yield from self.store.find(paths.METRICS_PREFIX, folder)
             for node in self.store.list(folder):
                 for attempt in self.store.list(paths.join(folder, node.name)) if node.is_folder else ():
-                    if attempt.name not in kept | record:
+                    if attempt.name not in quarantined | record:
                         yield paths.join(folder, node.name, attempt.name)
 
-    def _set_aside(self) -> dict[str, set[str] | None]:
-        """What `_attempt_in` says of the records that were quarantined, by the epoch's folder."""
+    def _quarantined(self) -> dict[str, set[str] | None]:
+        """The attempts that quarantined records name, by the epoch's folder; see `_attempt_in`."""
         found: dict[str, set[str] | None] = {}
         for entry in self.store.list(""):
             if not entry.is_folder or self.names.parse(entry.name) is not None or paths.parse_incarnation(entry.name):
                 continue
-            # rolled back, damaged, or where `hide` keeps them; or somebody else's
+            # rolled back, damaged, or kept by `hide`; or not ours
             for epoch in (e.name for e in self.store.list(entry.name) if e.is_folder and e.name[-1].isdigit()):
                 one, other = self._attempt_in(paths.join(entry.name, epoch)), found.get(epoch, set())
                 found[epoch] = None if one is None or other is None else one | other
@@ -131,10 +131,6 @@ class PutCommits(Commits):
         except (EpochCheckpointError, OSError):
             return None
         return set() if record is None else {record.attempt}
-
-    def join_incarnation(self, incarnation: str) -> None:
-        """See Commits."""
-        self.incarnation = incarnation
 
     def begin(self, epoch: int, attempt: str) -> None:
         """See Commits."""
@@ -152,13 +148,6 @@ class PutCommits(Commits):
         """See Commits."""
         self.store.create(paths.join(self.node_folder(epoch, attempt, node), paths.NODE_RECORD), record)
 
-    def uncache(self, epoch: int, node: str) -> None:
-        """See Commits. An object store has no page cache."""
-
-    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
-        """See Commits. The view needs symlinks."""
-        return record
-
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
@@ -168,7 +157,7 @@ class PutCommits(Commits):
         check()
         old = self._superseded(epoch, path, replaces)
         if replaces is not None and replaces.damage and self.store.exists(path):
-            self._copy_aside(epoch, f"damaged-{paths.new_id()}")
+            self._quarantine(epoch, f"damaged-{paths.new_id()}")
             self._check_fence(epoch)
             if self.read_attempt(epoch) == replaces.attempt:
                 self._remove_record(self.folder(epoch))
@@ -231,7 +220,7 @@ class PutCommits(Commits):
         folder = self.folder(epoch)
         record = self._attempt_in(folder)
         if into is not None:
-            self._copy_aside(epoch, into)
+            self._quarantine(epoch, into)
         self._remove_record(folder)
         if into is not None:
             return lambda: None
@@ -253,11 +242,11 @@ class PutCommits(Commits):
             path = paths.join(self.folder(epoch), paths.EPOCH_RECORD)
             if self.store.exists(path):
                 if rollback.folder is not None:
-                    self._copy_aside(epoch, rollback.folder)
+                    self._quarantine(epoch, rollback.folder)
                 self._remove_record(self.folder(epoch))
         self.store.remove(paths.ROLLBACK_RECORD)
 
-    def _copy_aside(self, epoch: int, into: str) -> None:
+    def _quarantine(self, epoch: int, into: str) -> None:
         """Keeps an epoch's record, and what was attached to it, elsewhere; its data objects stay where they are."""
         folder = self.folder(epoch)
         record, kept = paths.join(folder, paths.EPOCH_RECORD), paths.join(into, folder)
@@ -271,7 +260,7 @@ class PutCommits(Commits):
                 logging.info("%s/%s was copied before", into, path)
 
     def _remove_record(self, folder: str) -> None:
-        """Takes an epoch out of sight, and then what was attached to it: whoever attaches looks at the record after."""
+        """Takes an epoch out of sight, then removes what was attached: `attach` looks at the record after its write."""
         self.store.remove(paths.join(folder, paths.EPOCH_RECORD))
         for path in self.store.find(paths.METRICS_PREFIX, folder):
             self.store.remove(path)

@@ -3,15 +3,17 @@
 Guarantees:
 - no call waits longer than its timeout. `blocking_key_value_get` honours a deadline itself; the other calls of JAX's
   client do not when the service is away, so they run where they can be abandoned;
-- nothing is a barrier; a key is written once.
+- nothing is a barrier, and a key is written once;
+- a process that makes a common call alone (see `Calls`) raises in the end, and is in step again with the next one.
 
-Which process is which is decided here alone: the processes that take part are numbered from 0, the primary is number 0,
-the others follow in the order of their JAX process indices. As a rule these numbers are those indices.
+Processes that take part are numbered here and nowhere else: the primary is number 0, the others follow in the order of
+their JAX process indices. As a rule these numbers are those indices.
 """
 
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
 import json
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -99,17 +101,8 @@ class Coordinator(abc.ABC):
         if self.processes == 1:
             return decide()
         if not self.primary:
-            answer = self.get(key, timeout_secs)
-            if "error" in answer:
-                raise from_wire(answer["error"])
-            return answer["value"]
-        try:
-            value = decide()
-        except BaseException as error:  # Ctrl-C, too
-            self.put(key, {"error": to_wire(error)})
-            raise
-        self.put(key, {"value": value})
-        return value
+            return value_of(self.get(key, timeout_secs))
+        return _answered(decide, lambda answer: self.put(key, answer))
 
     def gather(self, prefix: str, missing: set[int], deadline: Deadline) -> tuple[dict[int, Any], set[int]]:
         """Waits until every process in `missing` has put `prefix/<process>`, or one of them an error, or the deadline.
@@ -131,6 +124,24 @@ class Coordinator(abc.ABC):
         return found, missing
 
 
+def value_of(answer: Mapping[str, Any]) -> Any:
+    """The value in an answer; raises the error if the answer is one."""
+    if "error" in answer:
+        raise from_wire(answer["error"])
+    return answer["value"]
+
+
+def _answered(decide: Callable[[], T], publish: Callable[[dict[str, Any]], None]) -> T:
+    """Publishes what `decide` returns, or the error that it raises, and returns or raises that."""
+    try:
+        value = decide()
+    except BaseException as error:  # Ctrl-C, too
+        publish({"error": to_wire(error)})
+        raise
+    publish({"value": value})
+    return value
+
+
 class SingleProcess(Coordinator):
     """One process agrees with itself and needs no service.
 
@@ -144,18 +155,18 @@ class SingleProcess(Coordinator):
         self.ids = (id,)
 
     def put(self, key: str, value: Any) -> None:
-        """Nobody listens."""
+        """Does nothing: no other process reads it."""
 
     def get(self, key: str, timeout_secs: float) -> Any:
-        """Nobody speaks."""
-        raise CoordinationError(f"{key}: a single process waits for nobody")
+        """Raises: no other process publishes anything."""
+        raise CoordinationError(f"{key}: a single process has no other to wait for")
 
     def get_all(self, prefix: str) -> Mapping[str, Any]:
-        """Nothing."""
+        """No values."""
         return {}
 
     def forget(self, prefix: str) -> None:
-        """Nothing to forget."""
+        """Does nothing: no key was written."""
 
 
 class JaxCoordinator(Coordinator):
@@ -212,13 +223,143 @@ class JaxCoordinator(Coordinator):
             raise CoordinationError(f"the coordination service did not {what}: {error}") from error
 
 
-class Preemption:
-    """JAX's preemption notice, asked for in the one way that hears it: with numbers that grow by one.
+_KEPT_ANSWERS = 128  # answers and votes that are kept for a process that is behind
+_opens: collections.deque[tuple[Coordinator, str]] = collections.deque()
 
-    JAX announces a sync point, a number that every process will pass; whoever asks with the steps of a resumed run, or
-    skips some, never meets it. So questions are counted, those of all managers of a process together, for JAX knows
-    but one sequence. However often a manager is asked about a step, it has one answer: else a trainer could learn of
-    the notice after `save` had not heard of it yet. The answer stays True once it was.
+
+class Calls:
+    """The common calls of one manager: the primary does something, the other processes take its answer.
+
+    An answer belongs to a call by the call's text (`reload()`), by the save before it, and by how often the call was
+    made since that save. So a process that makes a common call alone is out of step for that call only:
+
+    - another process than the primary waits in vain, raises, and does not count the call;
+    - the primary answers at once. Another process that makes this call next takes that answer, unless it has received
+      a later one: the primary numbers all its answers, and calls are made in one order everywhere;
+    - the next common save starts all counts anew.
+
+    Keys: `call/<save>/<call>/<count>` an answer, `vote/<number>/…` see `restore_vote`. The primary forgets old ones.
+
+    Args:
+        coordinator: the other processes.
+        prefix: of its keys.
+        after: names the last save that was submitted; the same on every process.
+    """
+
+    def __init__(self, coordinator: Coordinator, prefix: str, after: Callable[[], str]):
+        self._coordinator, self._prefix, self._after = coordinator, prefix, after
+        self._save, self._counts = "", collections.Counter[str]()
+        self._serial = 0  # of the last answer that the primary has given, or that this process has received
+        self._votes, self._voting = 0, ""
+        self._kept: collections.deque[tuple[Coordinator, str]] = collections.deque()
+
+    def answer(self, call: str, decide: Callable[[], Any], timeout_secs: float) -> Any:
+        """What `decide` returns on the primary (JSON), on every process that makes this call.
+
+        Args:
+            call: the call with its arguments: `reload()`.
+            decide: called on the primary.
+            timeout_secs: how long the others wait.
+
+        Raises:
+            whatever `decide` raised, on every process.
+            CoordinationTimeoutError: the primary's answer did not come in time.
+        """
+        if self._coordinator.processes == 1:
+            return decide()
+        if not self._coordinator.primary:
+            base, answer = self._receive(call, timeout_secs)
+            self._counts[base] += 1
+            return value_of(answer)
+        base, key = self._next(call)
+        return _answered(decide, lambda answer: self._publish(base, key, answer))
+
+    @contextlib.contextmanager
+    def vote(self, candidates: Sequence[int], timeout_secs: float) -> Generator[tuple[list[int], str]]:
+        """A vote on epochs, see `restore_vote`: gives the primary's candidates, and the prefix of this vote's keys.
+
+        Where it ends because a process did not come, it is as if it had not been called.
+        """
+        if self._coordinator.processes == 1:
+            yield list(candidates), ""
+            return
+        call, key = "restore(None)", ""
+        if self._coordinator.primary:
+            self._votes += 1
+            base, key = self._next(call)
+            answer = {"candidates": list(candidates), "vote": f"{self._prefix}/vote/{self._votes}"}
+            self._publish(base, key, answer)
+            _forget_old(self._kept, self._coordinator, answer["vote"], _KEPT_ANSWERS)
+        else:
+            base, answer = self._receive(call, timeout_secs)
+            self._counts[base] += 1
+        self._voting = answer["vote"].rpartition("/")[2]
+        try:
+            yield answer["candidates"], answer["vote"]
+        except CoordinationTimeoutError:
+            self._counts[base] -= 1
+            if self._coordinator.primary:
+                self._coordinator.forget(key)  # a process that comes now waits for the next vote
+            raise
+        finally:
+            self._voting = ""
+
+    def _next(self, call: str) -> tuple[str, str]:
+        """The name that a call is counted under, and the key of its answer."""
+        if self._save != self._after():
+            self._save = self._after()
+            self._counts.clear()
+        base = f"{self._save or 'start'}/{call}{self._voting and f'-in-vote-{self._voting}'}"
+        return base, f"{self._prefix}/call/{base}/{self._counts[base]}"
+
+    def _publish(self, base: str, key: str, answer: dict[str, Any]) -> None:
+        """On the primary: answers a call."""
+        self._serial += 1
+        self._counts[base] += 1
+        _forget_old(self._kept, self._coordinator, key, _KEPT_ANSWERS)
+        self._coordinator.put(key, {**answer, "serial": self._serial})
+
+    def _receive(self, call: str, timeout_secs: float) -> tuple[str, Any]:
+        """On the others: the name that a call is counted under, and its answer."""
+        while True:
+            base, key = self._next(call)
+            try:
+                answer = self._coordinator.get(key, timeout_secs)
+            except CoordinationTimeoutError:
+                raise CoordinationTimeoutError(
+                    f"the primary, {self._coordinator.named([0])}, did not answer {call} within {timeout_secs:g} s: it "
+                    "did not make this call, or does not answer at all. In a job of several processes all make it. "
+                    "Nothing has changed here; status(epoch) looks at storage from this process alone"
+                ) from None
+            if answer["serial"] > self._serial:
+                self._serial = answer["serial"]
+                return base, answer
+            self._counts[base] += 1  # the primary called alone, before something that this process has received
+
+
+def forget_opening(coordinator: Coordinator, *keys: str) -> None:
+    """On the primary: forgets the keys of an opening, or of a closed manager, once some more have come."""
+    if coordinator.primary and coordinator.processes > 1:
+        for key in keys:
+            _forget_old(_opens, coordinator, key, _KEPT_ANSWERS // 4)
+
+
+def _forget_old(
+    kept: collections.deque[tuple[Coordinator, str]], coordinator: Coordinator, key: str, count: int
+) -> None:
+    kept.append((coordinator, key))
+    while len(kept) > count:
+        owner, old = kept.popleft()
+        owner.forget(old)
+
+
+class Preemption:
+    """JAX's preemption notice, asked for with numbers that grow by one.
+
+    JAX announces a sync point, a number that every process will pass. A caller that asks with the steps of a resumed
+    run, or that skips some, may never meet it. So questions are counted here, for all managers of a process together,
+    because JAX knows only one sequence. A manager gives one answer per step, however often it is asked: `save` and the
+    trainer must not disagree about a step. Once True, the answer stays True.
     """
 
     _asked = 0
@@ -248,7 +389,7 @@ class Preemption:
     @classmethod
     @contextlib.contextmanager
     def fed_by(cls, answer: Callable[[], bool]) -> Generator[None]:
-        """Meanwhile managers do not ask, but take this answer: somebody else asks for all."""
+        """Inside this context managers take this answer instead of asking JAX: the caller asks for all of them."""
         cls._feeds.append(answer)
         try:
             yield

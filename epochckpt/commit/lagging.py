@@ -1,8 +1,8 @@
-"""Nodes that are behind: seen to answer late, they are waited for longer, and what they have missed is not held up.
+"""Processes that are behind are waited for longer.
 
-Nodes whose programs do not compute in step stay as far apart as a pause of one of them has put them. A bound on the
-wait that is shorter than that would fail every later save. So the wait for a process that has answered late is longer
-by how late that was. One that is silent is not waited for longer: nothing is known of it.
+Processes that do not compute in step stay as far apart as a pause of one of them has put them. A bound on the wait that
+is shorter than that would fail every later save. So the wait for a process that has answered late is longer by how late
+that was. A silent process is not waited for longer: nothing is known of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Lags:
         self._missed: dict[int, list[Attempt]] = {}
 
     def prompt(self, processes: Iterable[int]) -> None:
-        """They have answered, and nobody has waited for that."""
+        """They had answered before anything waited for them."""
         with self._lock:
             for process in processes:
                 self._missed.pop(process, None)
@@ -44,7 +44,7 @@ class Lags:
                 self._note(attempt, process)
 
     def missed(self, attempt: Attempt, processes: Iterable[int]) -> None:
-        """They have not, and this attempt waits for them no more."""
+        """They have not answered, and this attempt waits for them no more."""
         with self._lock:
             for process in processes:
                 self._secs.pop(process, None)
@@ -52,7 +52,7 @@ class Lags:
                 missed[_MISSED - 1 :] = [attempt]
 
     def look(self) -> None:
-        """Looks whether those that are missed have answered after all."""
+        """Looks whether processes that were missed have answered after all."""
         with self._lock:
             for process, missed in self._missed.items():
                 for count in range(len(missed), 0, -1):
@@ -67,7 +67,7 @@ class Lags:
             return min((self._secs.get(process, 0.0) for process in processes), default=0.0)
 
     def most(self) -> float:
-        """By how much the one that is furthest behind, and alive, is behind."""
+        """By how much the live process that is furthest behind is behind."""
         with self._lock:
             return max(self._secs.values(), default=0.0)
 

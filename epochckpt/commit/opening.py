@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt._threads import Deadline
-from epochckpt.commit import attached_metrics, calls, retention
+from epochckpt.commit import attached_metrics, coordination
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.coordination import Coordinator
 from epochckpt.commit.protocol import Commits, ReplaceCondition
@@ -32,7 +32,7 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.format import Nodes, checksums, paths
-from epochckpt.format import nodes as hosting
+from epochckpt.format.nodes import check_names
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, step_names
 from epochckpt.storage import Store, open_store, patiently
@@ -44,19 +44,44 @@ _opens: collections.Counter[str] = collections.Counter()
 
 
 @dataclasses.dataclass(frozen=True)
+class Survey:
+    """What a look at a directory finds; nothing large is read.
+
+    Attributes:
+        epochs: the committed epochs, ascending, without the damaged ones.
+        damaged: epochs that were found damaged before, and the newest ones, as far as a look at their files tells.
+        foreign: folders that are named like an epoch and are none, described, by number.
+        attached: metrics that were attached to epochs, by epoch, if the options need them.
+    """
+
+    epochs: list[int]
+    damaged: dict[int, ReplaceCondition]
+    foreign: dict[int, str]
+    attached: dict[int, Any]
+
+    def to_wire(self) -> dict[str, Any]:
+        """Its form as JSON."""
+        return {
+            "epochs": self.epochs,
+            "damaged": [[epoch, found.attempt, found.damage] for epoch, found in self.damaged.items()],
+            "foreign": sorted(self.foreign.items()),
+            "attached": checksums.pack_by_number(self.attached, "metrics"),
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
+        """The inverse of `to_wire`."""
+        damaged = {epoch: ReplaceCondition(attempt, damage) for epoch, attempt, damage in wire["damaged"]}
+        attached = checksums.unpack_by_number(wire["attached"])
+        return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached)
+
+
+@dataclasses.dataclass(frozen=True)
 class Opened:
     """An open directory.
 
     Attributes:
-        coordinator: the other processes.
-        store: the directory.
-        commits: its epochs.
-        prefix: where this manager's coordination keys live; no other manager of the job has the same.
-        nodes: of the job.
-        history: committed epochs that can be restored as far as a look at their files tells.
-        damaged: newer ones that cannot.
-        foreign: what lies under the number of an epoch and is none, in words, by number.
-        attached: metrics that were attached to epochs, by epoch, if the options need them.
+        prefix: of this manager's coordination keys; no other manager of the job has the same.
         refused: on the primary: why this user may not write there, if that can be seen without trying.
     """
 
@@ -65,10 +90,7 @@ class Opened:
     commits: Commits
     prefix: str
     nodes: Nodes
-    history: list[int]
-    damaged: dict[int, ReplaceCondition]
-    foreign: dict[int, str]
-    attached: dict[int, Any]
+    survey: Survey
     refused: AccessError | None
 
 
@@ -82,46 +104,10 @@ def commits_of(store: Store, names: StepNames) -> Commits:
     return RenameCommits(store, names) if store.renames else PutCommits(store, names)
 
 
-@dataclasses.dataclass(frozen=True)
-class Survey:
-    """What a look at a directory finds; nothing large is read.
-
-    Attributes:
-        epochs: the committed epochs, ascending, without the damaged ones.
-        damaged: those that were found to be damaged before, and the newest ones, as far as a look at them tells.
-        foreign: what lies under the number of an epoch and is none, in words, by number.
-        attached: metrics that were attached to epochs, by epoch, if the options need them.
-    """
-
-    epochs: list[int]
-    damaged: dict[int, ReplaceCondition]
-    foreign: dict[int, str]
-    attached: dict[int, Any]
-
-    def to_wire(self) -> dict[str, Any]:
-        """Its form as JSON."""
-        damaged = [[epoch, found.attempt, found.damage] for epoch, found in self.damaged.items()]
-        attached = checksums.pack_by_number(self.attached, "metrics")
-        foreign = sorted(self.foreign.items())
-        return {"epochs": self.epochs, "damaged": damaged, "foreign": foreign, "attached": attached}
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
-        """The inverse of `to_wire`."""
-        damaged = {epoch: ReplaceCondition(attempt, reason) for epoch, attempt, reason in wire["damaged"]}
-        attached = checksums.unpack_by_number(wire["attached"])
-        return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached)
-
-
 def survey(
     commits: Commits, options: ocp.CheckpointManagerOptions, known: Mapping[int, ReplaceCondition] | None = None
 ) -> Survey:
-    """Looks at a directory.
-
-    Args:
-        commits: the directory.
-        options: say whether metrics are needed.
-        known: what was found to be damaged before. It still is as long as the same attempt is there.
+    """Looks at a directory; what is `known` to be damaged still is, as long as the same attempt is there.
 
     Raises:
         FormatVersionError: the newest epoch was written by a newer epochckpt.
@@ -146,7 +132,7 @@ def survey(
         damaged[epoch] = found
         epochs.pop()
     metrics: dict[int, Any] = {}
-    if retention.reads_metrics(options):
+    if attached_metrics.are_needed(options):
         metrics = attached_metrics.of_epochs(commits, epochs, commits.read_attempt)
     foreign = {epoch: commits.obstacle(name) for epoch, name in commits.foreign().items()}
     return Survey(epochs, damaged, foreign, metrics)
@@ -192,7 +178,7 @@ def open_directory(
         CoordinationTimeoutError: a process did not come to open it; says which.
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
-    own = hosting.check_names(_default_name(coordinator.ids[coordinator.process]) if node is None else node)
+    own = check_names(_default_name(coordinator.ids[coordinator.process]) if node is None else node)
     if coordinator.processes > 1 and not (node is None or isinstance(node, str)):
         raise InvalidArgumentError(
             f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
@@ -220,23 +206,20 @@ def open_directory(
         # the others wait longer: the primary may come late, and then waits for the latest
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
         prefix = f"{base}/{answer['opening']}"
-        calls.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
+        coordination.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
     store = open_store(answer["directory"], folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     found = tuple(answer["nodes"])
     given = node is not None or (coordinator.processes > 1 and found != tuple(map(_default_name, coordinator.ids)))
     nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
-    seen = Survey.from_wire(answer["survey"])
     refused = commits.write_refusal() if coordinator.primary and not options.read_only else None
     if refused is not None:
         logging.warning("%s", refused)
-    return Opened(
-        coordinator, store, commits, prefix, nodes, seen.epochs, seen.damaged, seen.foreign, seen.attached, refused
-    )
+    return Opened(coordinator, store, commits, prefix, nodes, Survey.from_wire(answer["survey"]), refused)
 
 
 def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> str:
-    """Where the coordination keys of an opening live: below its processes, and a number that all of them count."""
+    """The prefix of an opening's coordination keys: the processes that open, and a number that all of them count."""
     asked = options.multiprocessing_options
     group = [asked.barrier_sync_key_prefix] if asked.barrier_sync_key_prefix else []
     if asked.primary_host != 0 or asked.active_processes is not None:
@@ -305,12 +288,7 @@ def _decide(
             "epoch" if len(moving) == 1 else "epochs",
             ", ".join(map(str, moving)),
         )
-    return {
-        "directory": store.root,
-        "opening": paths.new_id(),
-        "nodes": list(nodes),
-        "survey": found.to_wire(),
-    }
+    return {"directory": store.root, "opening": paths.new_id(), "nodes": list(nodes), "survey": found.to_wire()}
 
 
 def _look_beside(store: Store, names: StepNames) -> None:

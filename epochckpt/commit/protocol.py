@@ -1,23 +1,21 @@
-"""When is an epoch visible? Here, and nowhere else.
+"""When is an epoch visible? This table is the one answer.
 
-| on storage | state | who sees it |
+| on storage | state | visible to |
 | --- | --- | --- |
 | only below `incarnation-*` (POSIX), or in `<epoch>/<node>/<attempt>` (object store) | uncommitted | nobody |
 | `<epoch>/epoch.json` under its final name | committed | everybody |
 | the same, named by a `rollback.json` | rolled back or deleted, being moved or removed | nobody |
-| `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax_steps`) | committed | everybody |
+| `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax.steps`) | committed | everybody |
 | the same, while a save that may replace it (`allow_overwrite`) commits | committed, old or new | everybody |
 | moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
 
-With a folder rename (POSIX) an epoch is staged whole and renamed into place. Without one (object stores) the data
-objects carry the attempt's name and `epoch.json` is put, if absent, last. A later incarnation fences off earlier
-ones: it moves their staging folders away (POSIX), or claims a higher number that they look at before and after their
-put (object stores).
+With a folder rename (POSIX, `rename`) an epoch is staged whole and renamed into place. Without one (object stores,
+`conditional_put`) the data objects carry the attempt's name, and `epoch.json` is put last, if it is absent. A later
+incarnation fences off earlier ones: it moves their staging folders away (POSIX), or claims a higher number, which they
+look at before and after their put (object stores).
 
-What may be quarantined, and on whose word.
-
-Later epochs by a rollback; one that cannot be read by the next save of its number; a good one by the next save of its
-number if the caller lets it.
+A committed epoch is quarantined by a rollback to an earlier one or, if it cannot be read, by the next save of its
+number. A good epoch is replaced only if the caller allows it (`ReplaceCondition`).
 """
 
 from __future__ import annotations
@@ -55,9 +53,9 @@ class Rollback:
 
     Attributes:
         to: the epoch that was rolled back to; None for a deletion.
-        epochs: those that do not count.
-        id: of this one.
-        kept: a deletion: the folder that keeps them; None: they are removed.
+        epochs: those that do not count any more.
+        id: unlike that of every other rollback.
+        kept: for a deletion: the folder that keeps the epochs; None: they are removed.
     """
 
     to: int | None
@@ -67,9 +65,8 @@ class Rollback:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        fields = {"format": paths.FORMAT, "version": paths.VERSION, "record": "rollback"}
-        what = {"to": self.to, "epochs": list(self.epochs), "id": self.id, "kept": self.kept}
-        return checksums.seal({**fields, **what})
+        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "rollback"}
+        return checksums.seal({**head, **vars(self), "epochs": list(self.epochs)})
 
     @property
     def about(self) -> int:
@@ -112,7 +109,7 @@ class ReplaceCondition:
     damage: str = ""
 
 
-_ignored: set[str] = set()  # said once per process
+_ignored: set[str] = set()  # paths that were logged as ignored, once per process
 
 
 class Commits(abc.ABC):
@@ -133,15 +130,14 @@ class Commits(abc.ABC):
 
     def list_epochs(self) -> list[int]:
         """The committed epochs, ascending, as storage has them now."""
-        epochs, _ = self._scan()
-        return epochs
+        return self._scan()[0]
 
     def foreign(self) -> dict[int, str]:
         """Folders named like an epoch that hold no commit record of ours, and are no step of stock Orbax, by number."""
         return {epoch: name for name in self._scan()[1] if (epoch := self.names.parse(name)) is not None}
 
     def read_record(self, epoch: int) -> EpochRecord:
-        """An epoch's commit record; an `orbax_steps.OrbaxRecord` if stock Orbax wrote it.
+        """An epoch's commit record; an `OrbaxRecord` if stock Orbax wrote it.
 
         Raises:
             EpochNotFoundError: there is none; lists those that exist.
@@ -198,8 +194,7 @@ class Commits(abc.ABC):
     def obstacle(self, folder: str) -> str:
         """What a folder is that is named like an epoch and is none, and what to do; see `foreign`."""
         where = f"{self.store.root}/{folder}"
-        per_node = self._nodes_alone(folder)
-        if per_node:
+        if per_node := self._single_nodes(folder):
             return (
                 f"{where} holds no {paths.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs "
                 f"that know nothing of each other ({', '.join(per_node[:5])}). Read them with "
@@ -216,18 +211,17 @@ class Commits(abc.ABC):
             "Orbax on a file system either, as far as its files say. Choose another directory, or move the folder away"
         )
 
-    def _nodes_alone(self, folder: str) -> list[str]:
-        """The nodes whose epochs, each by itself, lie in a foreign folder; see `node_epochs`."""
+    def _single_nodes(self, folder: str) -> list[str]:
+        """The nodes whose epochs, each by itself, lie in a foreign folder (Caffe2's managers write them)."""
         try:
             inner = [entry.name for entry in self.store.list(folder) if entry.is_folder]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        per_node = [name for name in inner if self._is_alone(paths.join(folder, name, paths.EPOCH_RECORD))]
-        return [paths.shown_name(name) for name in per_node]
+        return [paths.shown_name(name) for name in inner if self._is_per_node(paths.join(folder, name))]
 
-    def _is_alone(self, path: str) -> bool:
+    def _is_per_node(self, folder: str) -> bool:
         try:
-            record = parsing.read_record(self.store, path, parsing.parse_epoch)
+            record = parsing.read_record(self.store, paths.join(folder, paths.EPOCH_RECORD), parsing.parse_epoch)
         except (EpochCheckpointError, OSError):  # another's: a sweep of runs has <seed>/<step>/epoch.json
             return False
         return record is not None and record.per_node
@@ -260,6 +254,7 @@ class Commits(abc.ABC):
                 raise DamagedError(path, f"has {found} bytes, {size} were written")
 
     def _scan(self) -> tuple[list[int], list[str]]:
+        """The committed epochs, and the folders that are named like an epoch and are none."""
         try:
             entries = self.store.list("")
         except FileNotFoundError:
@@ -287,7 +282,7 @@ class Commits(abc.ABC):
         return sorted(folders.keys() - hidden), foreign
 
     def hidden(self) -> frozenset[int]:
-        """The epochs that a rollback is setting aside just now."""
+        """The epochs that a rollback hides just now."""
         rollback = self.rollback()
         return frozenset() if rollback is None else frozenset(rollback.epochs)
 
@@ -301,7 +296,7 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def _is_foreign(self, folder: str) -> bool:
-        """Whether a folder without a commit record is somebody else's, not a remainder of ours."""
+        """Whether a folder without a commit record is not ours, and no remainder of ours either."""
 
     def _is_orbax(self, folder: str) -> bool:
         """Whether a folder without a commit record is a step that stock Orbax finished."""
@@ -313,7 +308,7 @@ class Commits(abc.ABC):
         return False
 
     def may_retire(self, epoch: int) -> bool:
-        """Whether retention may delete an epoch without being told its number; if not, that is logged once."""
+        """Whether retention may delete an epoch that no caller has named; if not, that is logged once."""
         del epoch
         return True
 
@@ -332,19 +327,15 @@ class Commits(abc.ABC):
     def claim(self, epoch: int = 0, continues: str = "") -> None:
         """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps what they left.
 
-        Whoever fails in the middle of it may call it again, as an incarnation of its own.
+        After a failure in the middle of it, a second call makes another incarnation.
 
         Args:
-            epoch: what it is needed for, for messages.
+            epoch: the epoch that it is needed for, for messages.
             continues: an attempt that keeps the id of another incarnation, such as an upload's: it is not swept.
 
         Raises:
             FencedError: another run has claimed at the same moment, and is the later one.
         """
-
-    @abc.abstractmethod
-    def join_incarnation(self, incarnation: str) -> None:
-        """On the other nodes: takes the incarnation that the primary claimed."""
 
     @abc.abstractmethod
     def begin(self, epoch: int, attempt: str) -> None:
@@ -369,20 +360,19 @@ class Commits(abc.ABC):
 
         Args:
             epoch: the epoch.
-            attempt: the attempt.
-            node: the node.
+            attempt: the attempt's id.
+            node: the node's name.
             items: folders that were made in the node's.
             record: content of `node.json`.
-            view: stock Orbax is to be able to read the epoch.
+            view: the epoch is to have an Orbax view.
         """
 
-    @abc.abstractmethod
     def uncache(self, epoch: int, node: str) -> None:
         """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""
+        del epoch, node
 
-    @abc.abstractmethod
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
-        """Primary: writes the Orbax view of a staged epoch, durably, where the store can have one.
+        """Primary: writes the Orbax view of a staged epoch, durably, where the store has symlinks.
 
         Args:
             record: what is about to be published.
@@ -391,6 +381,8 @@ class Commits(abc.ABC):
         Returns:
             The record with the note of what the view lacks.
         """
+        del run
+        return record
 
     @abc.abstractmethod
     def publish(
@@ -403,11 +395,10 @@ class Commits(abc.ABC):
             attempt: the attempt's id.
             record: `epoch.json`.
             check: called just before the decisive step; raises when it is too late.
-            replaces: what is under this name now, if it is still that one: a damaged epoch is quarantined first, a good
-                one is exchanged for the new one, so that one of them is there at any moment.
+            replaces: the epoch of this number that may give way, if it is still that one.
 
         Returns:
-            A call that removes the bytes of what was exchanged, if anything was.
+            A call that removes the bytes of a good epoch that gave way, if one did.
 
         Raises:
             FencedError: a newer incarnation has taken over.
@@ -417,17 +408,17 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def discard(self, epoch: int, attempt: str) -> None:
-        """Primary: removes what a failed attempt left. Never raises for what is already gone."""
+        """Primary: removes what a failed attempt left; files that are gone already are no error."""
 
     @abc.abstractmethod
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
         """Primary: takes an epoch out of sight, durably; the returned call removes its bytes.
 
-        Where no rename can do it (overlayfs, for epochs of a lower layer), a record hides it while they are removed.
+        Where no rename can do that (overlayfs, for epochs of a lower layer), a record hides it during the removal.
 
         Args:
             epoch: its number.
-            into: keep it in this subfolder of the directory instead of removing it.
+            into: a subfolder of the directory that keeps the epoch; None: it is removed.
 
         Raises:
             FencedError: a newer incarnation has taken over.
@@ -436,7 +427,7 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def roll_back(self, rollback: Rollback) -> None:
-        """Primary: sets epochs aside, durably recorded before the first one moves.
+        """Primary: quarantines epochs, durably recorded before the first one moves.
 
         Raises:
             FencedError: a newer incarnation has taken over.
@@ -448,14 +439,14 @@ class Commits(abc.ABC):
         """Primary: ends the incarnation; removes its empty staging."""
 
     def lost(self, epoch: int) -> SaveError:
-        """Why a place to write to is not there any more."""
+        """The error for a staging folder that is not there any more."""
         return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def read_attempt(self, epoch: int) -> str | None:
         """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
 
         Raises:
-            AccessError, StorageError: nobody knows: storage does not say.
+            AccessError, StorageError: storage does not answer.
         """
         try:
             return self.read_head(epoch).attempt
@@ -466,7 +457,7 @@ class Commits(abc.ABC):
         """Whether an attempt has become the epoch although the decisive step has reported an error.
 
         Raises:
-            UncertainError: storage does not say.
+            UncertainError: storage does not answer.
         """
         try:
             return self.read_head(epoch).attempt == attempt
@@ -531,7 +522,7 @@ class Commits(abc.ABC):
             raise UnfinishedError(self.store.root, rollback.epochs, say(error)) from error
 
     def _finish_if_it_can(self) -> None:
-        """The same, where it is nobody's business but the run's that comes next: what is in the way is logged."""
+        """The same for a claim, which succeeds without it: what is in the way is logged."""
         try:
             self.finish_rollback()
         except UnfinishedError as error:

@@ -1,4 +1,12 @@
-"""Commits on stores with an atomic folder rename (POSIX)."""
+"""Commits on stores with an atomic folder rename (POSIX).
+
+Guarantees:
+- an epoch is staged whole and durably below the incarnation's folder, and becomes visible by one rename;
+- every rename goes through that folder. A newer run moves it away, so that all that an older one tries then fails;
+- an epoch that is deleted, quarantined or replaced is moved out of sight whole before a byte of it is removed.
+
+How folders come to their places, and what a kill on the way leaves, is in `placing`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +42,7 @@ _GIVEN_UP = 16  # failed attempts whose staging is looked for once more
 
 
 class RenameCommits(Commits):
-    """Epochs are staged whole below the incarnation's folder and renamed into place."""
+    """See the module."""
 
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
@@ -48,7 +56,7 @@ class RenameCommits(Commits):
         return paths.incarnation_folder(self.incarnation)
 
     def _staging(self, attempt: str) -> str:
-        """`<epoch>-<try>`: a name of its own per attempt, so that a late writer can never meet a later attempt."""
+        """`<epoch>-<number>` in the home: each attempt has its own, so that a late writer never meets a later one."""
         return paths.join(self._home, attempt.partition("-")[2])
 
     def _is_foreign(self, folder: str) -> bool:
@@ -101,30 +109,18 @@ class RenameCommits(Commits):
             _threads.start(lambda: [self.store.remove_tree(path) for path in swept])
 
     def _sweep(self, entry: Entry) -> str:
-        """Fences off an earlier run, if that is its staging; returns where that is then, if something is to go."""
+        """Fences off an earlier run, if this is its staging; returns where that lies then, if it is to be removed."""
         older = paths.parse_incarnation(entry.name)
         if older is None or older == self.incarnation:
             return ""
-        active_ns, owner = self._last_active(entry.name), self._owner(entry.name)
+        owner = claiming.Owner.read(self.store, paths.join(entry.name, paths.OWNER_FILE))
+        active_ns = None
+        with suppress(OSError):  # when something was last made or moved there
+            active_ns = os.lstat(os.path.join(self.store.root, entry.name)).st_mtime_ns
         away = placing.take_over(self.store, self._home, entry.name)
         if away is not None and older not in self._begun:
             claiming.report_takeover(self.store.root, owner, active_ns)
         return away or ""
-
-    def _last_active(self, home: str) -> int | None:
-        """When something was last made or moved in a run's staging, nanoseconds since 1970."""
-        try:
-            return os.lstat(os.path.join(self.store.root, home)).st_mtime_ns
-        except OSError:
-            return None
-
-    def _owner(self, home: str) -> claiming.Owner | None:
-        try:
-            return claiming.Owner.parse(
-                self.store.read(paths.join(home, paths.OWNER_FILE), limit_bytes=claiming.MAX_BYTES)
-            )
-        except (OSError, ValueError):  # killed while it was writing that
-            return None
 
     def moving(self) -> list[int]:
         """See Commits."""
@@ -132,10 +128,6 @@ class RenameCommits(Commits):
         found = [where for home in homes for _, where in placing.on_the_move(self.store, home)]
         epochs = [self.names.parse(where) for where in found if not self.store.exists(where)]
         return sorted(epoch for epoch in epochs if epoch is not None)
-
-    def join_incarnation(self, incarnation: str) -> None:
-        """See Commits."""
-        self.incarnation = incarnation
 
     def begin(self, epoch: int, attempt: str) -> None:
         """See Commits."""
@@ -234,7 +226,7 @@ class RenameCommits(Commits):
         replace = replaces is not None and present and not replaces.damage
         if present and not replace:
             with self._fenced(epoch):
-                self._set_damaged_aside(epoch)
+                self._quarantine_damaged(epoch)
         return self.put_in_place(epoch, attempt, replace=replace)
 
     def put_in_place(self, epoch: int, attempt: str, *, replace: bool) -> Callable[[], None] | None:
@@ -371,7 +363,7 @@ class RenameCommits(Commits):
         placing.leave(self.store, self._home)
         self.store.sync_folder("")
 
-    def _set_damaged_aside(self, epoch: int) -> None:
+    def _quarantine_damaged(self, epoch: int) -> None:
         name = self.folder(epoch)
         if not self.store.exists(name):
             return

@@ -1,9 +1,12 @@
 """Which epoch `restore(None)` takes: the newest that every process can read, agreed by vote.
 
-Each process restores (and so verifies) what it needs of the candidate and votes; the primary publishes `accept` or the
-next older candidate. Every wait is bounded. An epoch that one process finds damaged is used by none. One that was
-deleted shows that the list is old: the next candidate is the newest that storage has then. Where storage does not
-answer one of the processes, also not when it is asked again, all of them stop: an older epoch is no answer to that.
+Each process restores (and so verifies) what it needs of the candidate, and votes. The primary publishes `accept`, or
+the next older candidate. Guarantees:
+
+- every wait is bounded, and an epoch that one process finds damaged is used by none;
+- an epoch that was deleted shows that the list is old: the next candidate is the newest that storage has then;
+- where storage does not answer one of the processes, also when asked again, all of them stop: falling back to an older
+  epoch would be the wrong answer to that.
 """
 
 from __future__ import annotations
@@ -31,6 +34,11 @@ from epochckpt.errors import (
 )
 
 _MARGIN_SECS = 60.0
+_LOOKS = 16  # at a directory whose epochs are deleted again and again
+
+T = TypeVar("T")
+Look = tuple[Sequence[int], Mapping[int, str]]
+"""Committed epochs, ascending, and those known to be damaged, with what was found."""
 
 
 def patience(timeout_secs: float) -> float:
@@ -38,29 +46,13 @@ def patience(timeout_secs: float) -> float:
     return 2 * timeout_secs + _MARGIN_SECS
 
 
-_LOOKS = 16  # at a directory whose epochs are deleted again and again
-
-
-T = TypeVar("T")
-
-
 @dataclasses.dataclass(frozen=True)
 class Choice(Generic[T]):
-    """The outcome.
-
-    Attributes:
-        epoch: the epoch that was restored.
-        value: what restoring it gave.
-        rejected: newer epochs that some process found damaged, with what it found.
-    """
+    """The epoch that was restored, what restoring it gave, and newer epochs that a process found damaged, with why."""
 
     epoch: int
     value: T
     rejected: Mapping[int, Exception]
-
-
-Look = tuple[Sequence[int], Mapping[int, str]]
-"""Committed epochs, ascending, and those known to be damaged, with what was found."""
 
 
 def newest_readable(
@@ -74,14 +66,12 @@ def newest_readable(
 ) -> Choice[T]:
     """Restores the newest epoch that every process can read.
 
-    An epoch that is deleted is no damage: it shows that the list of candidates is old.
-
     Args:
         candidates: committed epochs, ascending; the primary's, on every process.
-        restore: restores one; raises DamagedError or FormatError if it is damaged, EpochNotFoundError if it is gone;
-            another error says nothing about the epoch, and ends the search on every process.
-        look_again: given what was rejected so far, looks at storage again; the same on every process. It is called
-            after an epoch that was gone, and before giving up.
+        restore: restores one; raises DamagedError or FormatError if it is damaged, EpochNotFoundError if it is gone.
+            Another error says nothing about the epoch, and ends the search on every process.
+        look_again: given what was rejected so far, looks at storage again; the same on every process. Called after an
+            epoch that was gone, and before giving up.
         coordinator: the other processes.
         prefix: for this vote's keys, used once.
         timeout_secs: how long the primary waits for the votes.
@@ -127,7 +117,7 @@ def newest_readable(
 def _try(
     restore: Callable[[], T], coordinator: Coordinator, key: str, timeout_secs: float
 ) -> tuple[list[T], Exception | None]:
-    """Restores an epoch and votes; returns its value, and why it cannot be used, on the word of all processes."""
+    """Restores an epoch and votes; returns its value, and why it cannot be used, as all processes decide."""
     value: list[T] = []
     mine: Exception | None = None
     try:
@@ -137,6 +127,7 @@ def _try(
     error = mine
     if coordinator.processes > 1:
         error = _vote(coordinator, key, mine, timeout_secs) or mine
+    # An error that says nothing about the epoch stops this process; the verdict on a silent storage is everybody's.
     if mine is not None and not _is_verdict(mine) and not (isinstance(mine, StorageError) and error is not mine):
         raise mine
     if error is not None and not _is_verdict(error):
@@ -145,14 +136,14 @@ def _try(
 
 
 def _is_verdict(error: Exception) -> bool:
-    """Whether an error is about the epoch; else everybody stops."""
+    """Whether an error is about the epoch; another one stops every process."""
     return isinstance(error, DamagedError | FormatError | EpochNotFoundError) and not isinstance(
         error, FormatVersionError
     )
 
 
 def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_secs: float) -> Exception | None:
-    """Votes, and returns what everybody then knows: None to accept, else the first error."""
+    """Votes; returns what every process then knows: None to accept the epoch, else the first error."""
     mine = {"ok": True} if error is None else {"error": to_wire(error)}
     if not coordinator.primary:
         coordinator.put(f"{key}/vote/{coordinator.process}", mine)

@@ -22,6 +22,7 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt.commit import attached_metrics
 from epochckpt.commit.attempt import Attempt, Committed
+from epochckpt.commit.opening import Survey
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.format import EpochRecord, paths
@@ -102,17 +103,12 @@ class History:
         self._requested: dict[int, EpochInfo] = {}
         self.damaged: dict[int, ReplaceCondition] = {}
 
-    def reset(
-        self,
-        epochs: Iterable[int],
-        attached: Mapping[int, Mapping[str, Any]],
-        damaged: dict[int, ReplaceCondition],
-    ) -> None:
-        """Replaces everything by what storage shows."""
-        self.damaged = damaged
-        self._committed = {e: EpochInfo(e, self._load) for e in sorted(epochs)}  # any may have been replaced
+    def reset(self, survey: Survey) -> None:
+        """Replaces everything by what a look at storage has found."""
+        self.damaged = survey.damaged
+        self._committed = {e: EpochInfo(e, self._load) for e in sorted(survey.epochs)}  # any may have been replaced
         self.forget_failed()
-        self.attach(attached)
+        self.attach(survey.attached)
 
     def adopt(self, epochs: Iterable[int]) -> tuple[list[int], list[int]]:
         """Replaces the committed epochs by those on storage, keeping what is known of each, and `requested`.
@@ -244,11 +240,6 @@ def best(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> i
     return best_of({info.step: score(options, info) for info in infos})
 
 
-def reads_metrics(options: ocp.CheckpointManagerOptions) -> bool:
-    """Whether metrics decide about anything."""
-    return options.best_fn is not None or options.preservation_policy is not None
-
-
 def save_policy(options: ocp.CheckpointManagerOptions) -> decide.SaveDecisionPolicy:
     """The policy that the options describe: `save_decision_policy`, or what the older options mean."""
     if options.save_decision_policy is not None:
@@ -336,7 +327,7 @@ def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochIn
 def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOptions, fresh: Committed) -> Committed:
     """Completes a fresh commit with the epochs that are to be deleted, and with what is attached to the others."""
     infos = {i.step: i for i in history.committed() if i.step != fresh.epoch}
-    if reads_metrics(options):
+    if attached_metrics.are_needed(options):
         history.attach(attached_metrics.of_epochs(commits, infos, lambda epoch: infos[epoch].attempt))
     infos[fresh.epoch] = EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns)
     gone = superfluous(options, sorted(infos.values(), key=_step))

@@ -19,7 +19,6 @@ from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json, root_metadata
 from epochckpt.commit import Attempt, Attempts, Calls, Claim, History, coordination, opening, retention
-from epochckpt.commit.calls import forget_opening
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.saver import LONG_SECS
 from epochckpt.errors import (
@@ -125,8 +124,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._prefix = opened.prefix
         self._pool = _threads.Pool(self._storage.io_threads)
         self._history = History(self._commits.read_head)
-        self._history.reset(opened.history, opened.attached, opened.damaged)
-        self._foreign = opened.foreign
+        self._history.reset(opened.survey)
+        self._foreign = opened.survey.foreign
         self._policy = retention.save_policy(self._options)
         self._step_log = step_log.StepLog(logger)
         root_files: dict[tuple[str, str], bytes] = {}
@@ -264,7 +263,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         survey = opening.Survey.from_wire(self._agree("reload()", look))
         self._foreign = survey.foreign
-        self._history.reset(survey.epochs, survey.attached, survey.damaged)
+        self._history.reset(survey)
 
     def damaged_epochs(self) -> list[int]:
         """Epochs that are on storage, and that this manager has found to be damaged: they are not in `all_steps`."""
@@ -736,7 +735,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._coordinator.primary:
             wait = self._storage.open_timeout_secs
             _threads.logged(f"{self._directory}: at its end", lambda: _threads.abandonable(self._claim.release, wait))
-        forget_opening(self._coordinator, self._prefix)
+        coordination.forget_opening(self._coordinator, self._prefix)
         self._handlers.close()
         self.check_for_errors()
 
