@@ -368,7 +368,7 @@ class _Upload:
             with _uploading(self._epoch, self._asked.destination):
                 if self._copy is None:
                     self._copy = self._open()
-                    self._copy.commits.join_incarnation(self._incarnation)
+                    self._copy.commits.incarnation = self._incarnation
                 self._copy.nodes(names)
         except Exception as error:  # all processes hear of it in the next exchange
             self._error = error
