@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import inspect
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import logging
@@ -129,9 +129,7 @@ class JobRunner:
                 raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
         self.job, self.checkpoint_manager = job, checkpoint_manager
         self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
-        self._given_handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
-        self._handler: Any = None
-        self._told_by_manager: Collection[str] = ()
+        self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager of whose directory and nodes the handler has been told
         self._settings = RunSettings(
             resume_from_epoch=None,  # `train` looks at the attribute
@@ -155,8 +153,8 @@ class JobRunner:
             )
         super().__setattr__(name, value)
 
-    def _check(self) -> None:
-        """Checks the attributes, which may have been set since the construction.
+    def _check(self) -> CheckpointBackend | None:
+        """Checks the attributes, which may have been set since the construction; returns a backend of the manager.
 
         Raises:
             InvalidArgumentError: they do not fit together.
@@ -179,10 +177,9 @@ class JobRunner:
             )
         backend = backends.backend_of(manager)
         own = backend.handler if backend is not None else None
-        if self._given_handler is not None and own is not None and own is not self._given_handler:
+        if self._handler is not None and own is not None and own is not self._handler:
             raise InvalidArgumentError("the manager and the runner were given different metadata handlers")
-        self._handler = self._given_handler if own is None else own
-        self._told_by_manager = backend.tells if backend is not None and own is not None else ()
+        return backend
 
     @property
     def result(self) -> RunResult:
@@ -214,13 +211,13 @@ class JobRunner:
         """
         self._result = None
         backend = self._open(session)
-        exchange, handler = self._exchange(session), self._notifier(session)
+        self._introduced = None
+        exchange, handler = self._exchange(session), self._notifier(session, backend)
 
         def open_backend() -> None:
             if backend is not None:
                 backend.open(session, exchange)
-                self._introduced = None
-                self._introduce(handler, backend, session)
+                handler.introduce()
 
         exchange.gather("beginning of the run", open_backend, lambda _: None)
         distributed = isinstance(session, DistributedSession)
@@ -267,8 +264,8 @@ class JobRunner:
         began = time.monotonic()
         loaded = backend.load_blobs(names, epoch_number(epoch))
         secs = {session.hosted[0]: time.monotonic() - began}
-        handler = self._notifier(session)
-        self._introduce(handler, backend, session)
+        handler = self._notifier(session, backend)
+        handler.introduce()
         handler.report("checkpoint_partial_load", secs)
         handler.drain()
         return loaded
@@ -291,11 +288,11 @@ class JobRunner:
             InvalidArgumentError: there is no checkpoint manager.
         """
         backend: CheckpointBackend = self._require(session, "save_checkpoints")
-        exchange, handler = self._exchange(session), self._notifier(session)
+        exchange, handler = self._exchange(session), self._notifier(session, backend)
         run, notes = self._run, dict[str, Any]()
 
         def look() -> list[bool]:
-            self._introduce(handler, backend, session)
+            handler.introduce()
             return [handler.cp_accessible(epoch, backend.accessible), epoch in backend.epochs()]
 
         try:
@@ -333,15 +330,17 @@ class JobRunner:
     def _exchange(self, session: Session) -> Exchange:
         return Exchange(session.coordinator, session.nodes, self._timeout)
 
-    def _notifier(self, session: Session) -> HandlerNotifier:
-        return HandlerNotifier(self._handler, session.coordinator.primary, self._told_by_manager)
-
-    def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend | None, session: Session) -> None:
-        """Tells the metadata handler which nodes save where, if no run has."""
+    def _notifier(self, session: Session, backend: CheckpointBackend | None) -> HandlerNotifier:
+        """Tells the metadata handler, the manager's or this runner's; the nodes first, unless an earlier call has."""
+        primary = session.coordinator.primary
+        if backend is None or backend.handler is None:
+            notifier = HandlerNotifier(self._handler, primary)
+        else:
+            notifier = HandlerNotifier(backend.handler, primary, backend.tells)
         if backend is not None and self._introduced is not self.checkpoint_manager:
-            handler.nodes(backend.directory, backend.told_nodes(session))
-            handler.introduce()
+            notifier.nodes(backend.directory, backend.told_nodes(session))
             self._introduced = self.checkpoint_manager
+        return notifier
 
     def _upload(self, epoch: int) -> TaskGroup | None:
         if self.upload_task_group_builder is None:
@@ -367,7 +366,7 @@ class JobRunner:
 
     def _open(self, session: Session) -> CheckpointBackend | None:
         """Gives job, session and manager the same nodes; returns a backend for this session, if there is a manager."""
-        self._check()
+        backend = self._check()
         if not isinstance(session, Session):
             raise InvalidArgumentError(
                 f"expected a session (LocalSession() or DistributedSession()), got {type(session).__name__}"
@@ -376,7 +375,6 @@ class JobRunner:
         if expected is not None and not isinstance(session, expected):
             raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {type(session).__name__}")
         everywhere = self.job.nodes()
-        backend = backends.backend_of(self.checkpoint_manager)
         if backend is None:
             session.open(everywhere or session.nodes)
             return None

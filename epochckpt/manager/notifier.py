@@ -24,8 +24,8 @@ class HandlerNotifier:
     """Tells a metadata handler what becomes of saves and runs, and asks it where to resume.
 
     Guarantees:
-    - only the primary calls the handler, one call at a time, in order, in a thread of its own;
-    - what the handler is told holds up neither saves nor training; an answer is waited for, but not for ever;
+    - only the primary calls the handler, one call after the other, in a thread of its own;
+    - what the handler is told is not waited for; an answer is, up to a minute;
     - the handler hears of the nodes before anything else, and not before there is something to tell: a look at a
       directory is no run;
     - what the handler raises is logged and harms nothing; a handler that hangs is not called again.
