@@ -34,8 +34,7 @@ from epochckpt.jobs import (
     Workspace,
     epoch_limiter,
 )
-from epochckpt.jobs.preemption import PREEMPTED_EXIT_CODE
-from epochckpt.jobs.result import FENCED_OFF_EXIT_CODE, UNSAVED_EXIT_CODE
+from epochckpt.jobs.result import FENCED_OFF_EXIT_CODE, PREEMPTED_EXIT_CODE, UNSAVED_EXIT_CODE
 from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveResult, Verification
 from epochckpt.manager.evaluator import attach_metrics, follow
 from epochckpt.manager.export import Exported, export

@@ -26,8 +26,6 @@ from absl import logging
 from epochckpt.commit import coordination
 from epochckpt.jobs.exchange import Exchange
 
-PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
-
 
 class Notice:
     """Whether the run is to stop for preemption. This one is set from outside: by SIGTERM.

@@ -11,9 +11,9 @@ from absl import logging
 
 from epochckpt._units import several
 from epochckpt.errors import SaveError
-from epochckpt.jobs.preemption import PREEMPTED_EXIT_CODE
 
 FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
+PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: start it again
 UNSAVED_EXIT_CODE = 74  # EX_IOERR of sysexits.h
 _SHOWN = 5
 

@@ -332,7 +332,7 @@ class TrainingRun:
                 if any(votes):
                     stops[repr(condition)] = next(filter(None, votes))
 
-            # The epoch is saved if every process can save its part, and nobody says that storage is away.
+            # The epoch is saved if every process can save its part, and storage can be reached.
             refusal = problem = next((r["problem"] for r in reports if r["problem"]), "")
             accessible = backend is None or problem or self._handler.cp_accessible(epoch.number, backend.accessible)
             if not accessible:
@@ -394,7 +394,7 @@ class TrainingRun:
             save()
 
     def _take_results(self) -> list[dict[str, Any]]:
-        """On the primary: how saves ended since the last call, as JSON; the metadata handler is told."""
+        """On the primary: how saves ended since the last call, as JSON; notifies the metadata handler."""
         results, self._ended = [*self._ended, *(self.backend.outcomes() if self.backend is not None else ())], []
         results.sort(key=lambda one: one.epoch)
         for one in results:

@@ -336,9 +336,9 @@ class JobRunner:
         if backend is None or backend.handler is None:
             notifier = HandlerNotifier(self._handler, primary)
         else:
-            notifier = HandlerNotifier(backend.handler, primary, backend.tells)
+            notifier = HandlerNotifier(backend.handler, primary, backend.handler_calls)
         if backend is not None and self._introduced is not self.checkpoint_manager:
-            notifier.nodes(backend.directory, backend.told_nodes(session))
+            notifier.nodes(backend.directory, backend.handler_nodes(session))
             self._introduced = self.checkpoint_manager
         return notifier
 

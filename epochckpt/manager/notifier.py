@@ -1,4 +1,4 @@
-"""What a metadata handler is told of saves and runs, and asked."""
+"""The calls of a metadata handler: it is notified of saves and runs, and asked where to resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HandlerNotifier:
 
     Guarantees:
     - only the primary calls the handler, one call after the other, in a thread of its own;
-    - what the handler is told is not waited for; an answer is, up to a minute;
+    - a notification is not waited for; an answer is, up to a minute;
     - the handler hears of the nodes before anything else, and not before there is something to tell: a look at a
       directory is no run;
     - what the handler raises is logged and harms nothing; a handler that hangs is not called again.
@@ -33,22 +33,22 @@ class HandlerNotifier:
     Args:
         handler: an `AbstractMetadataHandler`, anything with its methods, or None.
         active: this process is the primary.
-        told_by_manager: what the checkpoint manager tells the handler itself: methods, and actions that are reported.
+        skip: the methods, and the actions to report, that are left to the checkpoint manager.
     """
 
-    def __init__(self, handler: Any, active: bool, told_by_manager: Collection[str] = ()):
+    def __init__(self, handler: Any, active: bool, skip: Collection[str] = ()):
         self._handler = handler if active else None
-        self._skipped = told_by_manager
+        self._skip = skip
         self._lane = _threads.Lane()
-        self._nodes: tuple[str, Sequence[str]] | None = None  # that the handler has not been told of
+        self._nodes: tuple[str, Sequence[str]] | None = None  # until the handler knows them
 
     def nodes(self, directory: str, names: Sequence[str]) -> None:
-        """Which nodes save to which directory; the handler is told before the next thing that it is told."""
-        if "set_params" not in self._skipped:
+        """Which nodes save to which directory; the handler is told at the next occasion, before anything else."""
+        if "set_params" not in self._skip:
             self._nodes = directory, names
 
     def introduce(self) -> None:
-        """Tells the handler of the nodes now, if it has not been told.
+        """Tells the handler of the nodes now, if it does not know them.
 
         Raises:
             InvalidArgumentError: the handler says that it cannot serve this directory.
@@ -73,13 +73,13 @@ class HandlerNotifier:
 
     def committed(self, epoch: int, secs: Mapping[str, float]) -> None:
         """An epoch was committed; how long each node wrote."""
-        if "write" not in self._skipped:
+        if "write" not in self._skip:
             self._tell("write", epoch=epoch)
         self.report("checkpoint_save", secs)
 
     def report(self, action: str, secs: Mapping[str, float]) -> None:
         """How long an action took, by node."""
-        if action not in self._skipped:
+        if action not in self._skip:
             self._tell("report", action, dict(secs))
 
     def run_ended(self, epoch: int, reason: str) -> None:
@@ -116,7 +116,7 @@ class HandlerNotifier:
             InvalidArgumentError: the answer is nonsense.
         """
         handler = self._handler
-        if handler is None or "last_epoch" in self._skipped:
+        if handler is None or "last_epoch" in self._skip:
             return user_epoch
         try:
             answer = self._ask(lambda: handler.last_epoch(user_epoch=user_epoch))
@@ -140,7 +140,7 @@ class HandlerNotifier:
         handler = self._handler
         if handler is None:
             return True
-        ask = manager if "cp_accessible" in self._skipped else handler.cp_accessible
+        ask = manager if "cp_accessible" in self._skip else handler.cp_accessible
         try:
             answer = self._ask(lambda: ask(epoch))
             if not isinstance(answer, bool | np.bool_):

@@ -55,7 +55,7 @@ class CheckpointBackend(abc.ABC):
         chooses: the manager has its own say about the epoch to resume from, see `choose`.
         per_node: an epoch exists per node; a node that is not checkpointed has no part in it.
         handler: the manager's own metadata handler, or None.
-        tells: what the manager itself tells its handler: names of methods, and of actions that are reported.
+        handler_calls: the methods of its handler that the manager calls itself, and the actions that it reports.
         directory: for messages.
     """
 
@@ -63,7 +63,7 @@ class CheckpointBackend(abc.ABC):
     chooses = False
     per_node = False
     handler: Any = None
-    tells: Collection[str] = ()
+    handler_calls: Collection[str] = ()
     directory = ""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class CheckpointBackend(abc.ABC):
         del beside
         self._session, self._exchange = session, exchange
 
-    def told_nodes(self, session: Session) -> list[str]:
+    def handler_nodes(self, session: Session) -> list[str]:
         """The nodes that a metadata handler is told of: those that are checkpointed."""
         return list(session.nodes)
 

@@ -25,7 +25,7 @@ class Caffe2Backend(CheckpointBackend):
     """Caffe2's verbs."""
 
     chooses = per_node = True
-    tells = frozenset(
+    handler_calls = frozenset(
         {"set_params", "last_epoch", "write", "cp_accessible", "checkpoint_save", "checkpoint_load"}
         | {"checkpoint_partial_load"}
     )
@@ -54,7 +54,7 @@ class Caffe2Backend(CheckpointBackend):
         if not beside or not self._manager.introduced:
             self._manager.set_params(self._nodes)
 
-    def told_nodes(self, session: Session) -> list[str]:
+    def handler_nodes(self, session: Session) -> list[str]:
         """See CheckpointBackend. A manager of one node has a name for it."""
         return self._manager.take_nodes(self._nodes)
 

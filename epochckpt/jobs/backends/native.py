@@ -34,7 +34,7 @@ from epochckpt.manager import CheckpointManager, SaveResult
 class NativeBackend(CheckpointBackend):
     """Blobs as items: arrays once, everything else per node."""
 
-    tells = frozenset({"set_params", "write", "checkpoint_save"})
+    handler_calls = frozenset({"set_params", "write", "checkpoint_save"})
 
     def __init__(self, manager: CheckpointManager):
         super().__init__()
@@ -64,7 +64,7 @@ class NativeBackend(CheckpointBackend):
         super().open(session, exchange, beside)
         self._manager.introduce_handler()
 
-    def told_nodes(self, session: Session) -> list[str]:
+    def handler_nodes(self, session: Session) -> list[str]:
         """See CheckpointBackend."""
         del session
         return list(self._manager.node_names)
