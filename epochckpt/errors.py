@@ -1,13 +1,13 @@
-"""Everything epochckpt raises on purpose.
+"""The errors that epochckpt raises on purpose.
 
 ```
 EpochCheckpointError
 ├── InvalidArgumentError (ValueError)        the call itself is wrong; nothing was done
-│   ├── UnsupportedError                     understood, but not supported: says the modern or supported form
-│   ├── WorkspaceAttributeError (AttributeError)  a workspace keeps blobs, and no attributes
+│   ├── UnsupportedError                     understood, but not supported; names the form to use instead
+│   ├── WorkspaceAttributeError (AttributeError)  a workspace has blobs, not attributes
 │   └── UnknownNameError (KeyError)          no item, leaf, node or file of this name; offers near ones
 ├── EpochNotFoundError (FileNotFoundError)   no such committed epoch; lists those that exist
-│   └── EpochDeletedError                         it was there when we began, and was deleted or replaced meanwhile
+│   └── EpochDeletedError                    the epoch was deleted or replaced while it was being read
 ├── EpochExistsError (StepAlreadyExistsError, a ValueError)
 ├── NotACheckpointDirectoryError (NotADirectoryError)
 ├── AccessError (PermissionError)            the directory may not be read or written
@@ -16,19 +16,20 @@ EpochCheckpointError
 │   └── FormatVersionError                   written by a newer epochckpt
 ├── DamagedError (ValueError)                bytes differ from what was written; names file and leaf
 ├── MismatchError (ValueError)               the target does not fit; one table of every difference
-├── SaveError (RuntimeError)                 an attempt to save failed; the previous epochs are untouched
+├── SaveError (RuntimeError)                 an epoch was not saved; earlier epochs are untouched
 │   ├── LateNodesError (TimeoutError)        some nodes did not report in time; names them
 │   ├── FencedError                          a newer incarnation has taken over the directory
 │   ├── BufferChangedError                   memory was modified while it was being written; names the leaf
-│   └── UncertainError                       this process cannot know whether the epoch was committed
+│   ├── UncertainError                       this process cannot know whether the epoch was committed
+│   └── SaveErrorGroup                       several saves failed; holds one SaveError for each
 ├── UnfinishedError (RuntimeError)           a rollback or deletion holds, but its epochs could not be moved or removed
 ├── UploadError (RuntimeError)               an epoch could not be copied elsewhere; nothing else was touched
 ├── TaskError (RuntimeError)                 a task of a job raised; names task, group, node and epoch
-└── CoordinationError (RuntimeError)         the processes could not agree
+└── CoordinationError (RuntimeError)         the processes of a job could not agree
     └── CoordinationTimeoutError (TimeoutError)
 ```
 
-Every error carries its data as attributes, and is the same again after pickling.
+Every error carries its data as attributes, and pickling keeps them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class EpochCheckpointError(Exception):
 
 
 def _rebuild(cls: type[EpochCheckpointError], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
-    # OSError insists on its own __new__, even where another built-in comes first among the bases
+    # OSError insists on its own __new__, even where another built-in comes first among the bases.
     error = OSError.__new__(cls) if issubclass(cls, OSError) else cls.__new__(cls)
     error.args = args
     error.__dict__.update(state)
@@ -66,24 +67,25 @@ class InvalidArgumentError(EpochCheckpointError, ValueError):
 
 
 class UnsupportedError(InvalidArgumentError):
-    """Something Orbax knows that epochckpt refuses by name; the message gives the form to use instead."""
+    """epochckpt does not support this feature of Orbax; the message names the form to use instead."""
 
 
 class UnknownNameError(InvalidArgumentError, KeyError):
     """There is no item, leaf, node or file of this name; the message offers near ones."""
 
-    __str__ = Exception.__str__  # KeyError's own would put quotes around it
+    __str__ = Exception.__str__  # KeyError would put quotes around the message
 
 
 class WorkspaceAttributeError(InvalidArgumentError, AttributeError):
-    """A workspace keeps blobs, `ws["best"]`, and what is not to be saved in `ws.live`; other attributes it has not."""
+    """A workspace has no such attribute: it keeps blobs as `ws["best"]`, and live objects as `ws.live.best`."""
 
 
 class EpochNotFoundError(EpochCheckpointError, FileNotFoundError):
     """There is no such committed epoch.
 
     Attributes:
-        epoch: the epoch asked for, or None where the latest was asked for.
+        epoch: the epoch that was asked for; None for the latest.
+        directory: where it was looked for.
         available: the committed epochs, ascending.
     """
 
@@ -100,7 +102,7 @@ class EpochNotFoundError(EpochCheckpointError, FileNotFoundError):
 
 
 class EpochDeletedError(EpochNotFoundError):
-    """The epoch was deleted or replaced while it was being read. Nothing is damaged: choose another epoch."""
+    """The epoch was deleted or replaced while it was being read. No data is damaged: choose another epoch."""
 
     def __init__(self, epoch: int, directory: str, detail: str):
         EpochCheckpointError.__init__(
@@ -110,28 +112,28 @@ class EpochDeletedError(EpochNotFoundError):
 
 
 class EpochExistsError(EpochCheckpointError, StepAlreadyExistsError):
-    """The epoch exists already; `delete` or `rollback_to` make room."""
+    """The epoch exists already; `delete` or `rollback_to` makes room."""
 
 
 class NotACheckpointDirectoryError(EpochCheckpointError, NotADirectoryError):
-    """The directory cannot hold checkpoints; the message says what it is instead."""
+    """The directory cannot hold checkpoints; the message says what the path is instead."""
 
 
 class AccessError(EpochCheckpointError, PermissionError):
-    """The directory may not be read or written by this user."""
+    """This user may not read or write the directory."""
 
 
 class StorageError(EpochCheckpointError, OSError):
-    """Storage did not answer, also when it was asked again. This says nothing about the data, and decides nothing.
+    """Storage did not answer, not even a second time. This says nothing about the data, and decides nothing.
 
     Attributes:
         path: the file or folder.
         problem: what happened.
-        errno: what the operating system said.
+        errno: the operating system's number of the error.
     """
 
-    errno: int | None = None  # not that of OSError, which is lost by pickling
-    __str__ = Exception.__str__  # that of OSError says something else once there is a file name
+    errno: int | None = None  # OSError's own does not survive pickling
+    __str__ = Exception.__str__  # OSError's own changes once there is a file name
 
     def __init__(self, path: str, error: OSError):
         problem = f"storage did not answer: {error}"
@@ -147,6 +149,7 @@ class FormatError(EpochCheckpointError, ValueError):
 
     Attributes:
         path: the file, relative to the checkpoint directory.
+        problem: what is wrong with it.
     """
 
     def __init__(self, path: str, problem: str):
@@ -163,7 +166,8 @@ class DamagedError(EpochCheckpointError, ValueError):
 
     Attributes:
         path: the file, relative to the checkpoint directory.
-        leaf: the leaf that the bytes belong to, where there is one.
+        problem: what is wrong with it.
+        leaf: the leaf that the bytes belong to; None if they belong to no leaf.
     """
 
     def __init__(self, path: str, problem: str, leaf: str | None = None):
@@ -186,6 +190,8 @@ class MismatchError(EpochCheckpointError, ValueError):
     """The target does not fit the epoch: one table of every leaf that is missing, unexpected or different.
 
     Attributes:
+        item: the item that was to be restored.
+        epoch: its epoch.
         rows: all differences.
     """
 
@@ -221,7 +227,7 @@ _REMEDIES = {
 
 
 def _advice(problems: Iterable[str]) -> str:
-    """What helps against the problems that a table has, and only that."""
+    """What helps against the problems in a table, and nothing else."""
     said = [remedy for names, remedy in _REMEDIES.items() if not set(names.split()).isdisjoint(problems)]
     last = "restore_leaves(epoch, patterns) gives single leaves, and no target at all gives everything as it was saved."
     return "\n".join(["Nothing was restored.", *said, last])
@@ -232,10 +238,13 @@ class SaveError(EpochCheckpointError, RuntimeError):
 
     Attributes:
         epoch: the epoch that was not committed.
+        reason: why.
     """
 
+    _message = "epoch {} was not committed: {}"
+
     def __init__(self, epoch: int, reason: str):
-        super().__init__(f"epoch {epoch} was not committed: {reason}")
+        super().__init__(self._message.format(epoch, reason))
         self.epoch, self.reason = epoch, reason
 
 
@@ -254,16 +263,14 @@ class LateNodesError(SaveError, TimeoutError):
 class FencedError(SaveError):
     """A newer incarnation of the job has taken over the directory: this one may not write any more."""
 
-    def __init__(self, epoch: int, reason: str):
-        EpochCheckpointError.__init__(self, f"epoch {epoch}: {reason}")
-        self.epoch, self.reason = epoch, reason
+    _message = "epoch {}: {}"
 
 
 class BufferChangedError(SaveError):
     """Memory that was being written changed under the writer.
 
     Attributes:
-        leaf: whose memory it was.
+        leaf: the leaf that the memory belongs to.
     """
 
     def __init__(self, epoch: int, leaf: str):
@@ -277,32 +284,45 @@ class BufferChangedError(SaveError):
 
 
 class UncertainError(SaveError):
-    """This process cannot know whether the epoch was, or will be, committed; `status(epoch)` says what storage has.
+    """This process cannot know whether the epoch was, or will be, committed.
 
-    So does `reload()`, which all processes call alike. Where the commit still takes place, each hears of it with a
-    later save, too.
+    `status(epoch)` looks at storage; so does `reload()`, which all processes must call. If the epoch is committed later
+    after all, each process learns of it with a later save.
     """
 
-    def __init__(self, epoch: int, reason: str):
-        EpochCheckpointError.__init__(self, f"it is uncertain whether epoch {epoch} was committed: {reason}")
-        self.epoch, self.reason = epoch, reason
+    _message = "it is uncertain whether epoch {} was committed: {}"
+
+
+class SaveErrorGroup(SaveError):
+    """Several saves failed, and their errors are raised as one.
+
+    Attributes:
+        errors: the errors of the saves, oldest first.
+        epoch: the newest of their epochs.
+    """
+
+    def __init__(self, errors: Sequence[SaveError]):
+        head = f"{several(len(errors), 'save', 'saves')} failed:"
+        EpochCheckpointError.__init__(self, "\n".join([head, *(f"  {e}" for e in errors)]))
+        self.errors = list(errors)
+        self.epoch, self.reason = errors[-1].epoch, "; ".join(e.reason for e in errors)
 
 
 class UnfinishedError(EpochCheckpointError, RuntimeError):
-    """A rollback or a deletion is recorded and holds, but the epochs could not be moved or removed yet.
+    """A rollback or a deletion is recorded and holds, but its epochs could not be moved or removed yet.
 
-    Nobody sees them any more. They are moved by the first write of the next run, by a rollback, or by a save of one of
-    their numbers, if what is in the way is gone by then; until then these numbers cannot be saved.
+    No reader sees these epochs any more, and their numbers cannot be saved until they are moved. The next run's first
+    write, a rollback, or a save of one of the numbers moves them, once the cause is gone.
 
     Attributes:
-        epochs: their numbers.
+        epochs: the numbers of the epochs.
     """
 
     def __init__(self, directory: str, epochs: Sequence[int], reason: str):
         super().__init__(
-            f"{directory}: epochs {', '.join(map(str, epochs))} are rolled back or deleted, as rollback.json says, and "
-            f"nobody sees them any more; but they could not be moved away ({reason}). Remove the cause; then the "
-            "first write of the next run, or a save of one of these epochs, finishes it"
+            f"{directory}: epochs {', '.join(map(str, epochs))} are rolled back or deleted (see rollback.json), and no "
+            f"reader sees them any more; but they could not be moved away: {reason}. Remove the cause; then the first "
+            "write of the next run, or a save of one of these epochs, moves them"
         )
         self.epochs = list(epochs)
 
@@ -312,7 +332,8 @@ class UploadError(EpochCheckpointError, RuntimeError):
 
     Attributes:
         epoch: its number.
-        destination: where it was to go.
+        destination: where it was to be copied.
+        reason: why it was not.
     """
 
     def __init__(self, epoch: int, destination: str, reason: str):
@@ -324,13 +345,14 @@ class UploadError(EpochCheckpointError, RuntimeError):
 
 
 class TaskError(EpochCheckpointError, RuntimeError):
-    """A task of a job raised. Committed epochs are untouched; what it raised is the cause.
+    """A task of a job raised an error, which is the cause of this one. Committed epochs are untouched.
 
     Attributes:
         task: its name.
-        group: the phase it belongs to: setup, init, epoch, download, exit.
-        node: where it ran.
+        group: its phase: setup, init, epoch, download or exit.
+        node: the node that ran it.
         epoch: the epoch that was being trained; 0 before the first.
+        reason: what it raised.
     """
 
     def __init__(self, task: str, group: str, node: str, epoch: int, reason: str):
@@ -343,37 +365,23 @@ class CoordinationError(EpochCheckpointError, RuntimeError):
 
 
 class CoordinationTimeoutError(CoordinationError, TimeoutError):
-    """An answer from another process did not come in time."""
-
-
-class SaveErrorGroup(SaveError):
-    """Several pending save failures, raised once.
-
-    Attributes:
-        errors: all of them, oldest first.
-    """
-
-    def __init__(self, errors: Sequence[SaveError]):
-        head = f"{several(len(errors), 'save', 'saves')} failed:"
-        EpochCheckpointError.__init__(self, "\n".join([head, *(f"  {e}" for e in errors)]))
-        self.errors = list(errors)
-        self.epoch, self.reason = errors[-1].epoch, "; ".join(e.reason for e in errors)
+    """Another process did not answer in time."""
 
 
 _DAMAGE = frozenset({errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENAMETOOLONG})
-_TOLD = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}) | _DAMAGE
+_ANSWERS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}) | _DAMAGE
 
 
 def is_passing(error: OSError) -> bool:
     """Whether a failed read says nothing about what is stored: a time-out, a bad sector, too many open files.
 
-    What tells something: there is no such file, it is none that can be read, or not by this user.
+    Not passing: there is no such file, its kind cannot be read, or this user may not read it.
     """
-    return error.errno is not None and error.errno not in _TOLD and not isinstance(error, EpochCheckpointError)
+    return error.errno is not None and error.errno not in _ANSWERS and not isinstance(error, EpochCheckpointError)
 
 
 def unreadable(path: str, error: OSError) -> Exception:
-    """What it means that a file of an epoch cannot be read: missing, damaged, not permitted, or no answer."""
+    """The error for a file of an epoch that cannot be read: missing, damaged, not permitted, or no answer."""
     if isinstance(error, EpochCheckpointError):
         return error
     if isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -384,7 +392,7 @@ def unreadable(path: str, error: OSError) -> Exception:
 
 
 def say(error: BaseException) -> str:
-    """An error in one line, with its type where the text alone says little."""
+    """An error's text, with its type where the text alone says little."""
     return str(error) if isinstance(error, OSError | EpochCheckpointError) else f"{type(error).__name__}: {error}"
 
 
@@ -398,7 +406,7 @@ def as_save_error(epoch: int, error: Exception) -> SaveError:
 
 
 def copied(epoch: int, error: BaseException) -> SaveError:
-    """A SaveError of this epoch that says the same as an error that somebody else raises."""
+    """A SaveError of this epoch with the text and data of an error that is also raised elsewhere."""
     same = from_wire(to_wire(error))
     return same if isinstance(same, SaveError) else SaveError(epoch, say(error))
 
@@ -408,9 +416,9 @@ _RAISED = "raised, outside the caller's thread, at"
 
 
 def kept(error: _E) -> _E:
-    """Makes an error one that may be kept: its traceback, and those of what it came from, become text, in notes.
+    """Makes an error safe to keep: the tracebacks of it and of its causes become text, in notes.
 
-    A traceback keeps all that the functions it has passed have at hand, the arrays of a whole epoch among it.
+    A traceback keeps the local variables of its frames alive, and these may hold the arrays of a whole epoch.
     """
     found: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
@@ -420,24 +428,23 @@ def kept(error: _E) -> _E:
             continue
         found.append(one)
         waiting += [one.__cause__, one.__context__]
-        where, one.__traceback__ = _lines(one.__traceback__), None
-        if where and not any(note.startswith(_RAISED) for note in getattr(one, "__notes__", ())):
-            one.add_note(f"{_RAISED}\n{''.join(where)}")
+        lines, one.__traceback__ = _lines(one.__traceback__), None
+        if lines and not any(note.startswith(_RAISED) for note in getattr(one, "__notes__", ())):
+            one.add_note(f"{_RAISED}\n{''.join(lines)}")
     return error
 
 
 def _lines(trace: TracebackType | None) -> list[str]:
     """A traceback as text, by line numbers alone.
 
-    Marking columns makes `traceback` parse each line (Python 3.11), which ends in a SystemError where another thread
-    parses something at that moment.
+    To mark columns, `traceback` parses each line (Python 3.11); that is a SystemError if another thread parses then.
     """
     frames = [(f.f_code.co_filename, number, f.f_code.co_name, None) for f, number in traceback.walk_tb(trace)]
     return traceback.format_list(frames)
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """Describes an error for another process: a dict of strings and plain attributes, no pickle."""
+    """An error as JSON for another process: its type, its message and its plain attributes; no pickle."""
     data = {k: v for k, v in getattr(error, "__dict__", {}).items() if k != "__notes__"}
     plain = {k: v for k, v in data.items() if isinstance(v, str | int | list | type(None))}
     plain = {k: v for k, v in plain.items() if not isinstance(v, list) or all(isinstance(e, str | int) for e in v)}
@@ -445,7 +452,7 @@ def to_wire(error: BaseException) -> dict[str, Any]:
 
 
 def from_wire(data: dict[str, Any]) -> EpochCheckpointError:
-    """Rebuilds an error that `to_wire` described, as the same class where that is one of ours."""
+    """The error that `to_wire` described: of the same class if that is one of ours, else a CoordinationError."""
     cls = globals().get(str(data.get("type")))
     if not (isinstance(cls, type) and issubclass(cls, EpochCheckpointError)) or cls in (
         SaveErrorGroup,
