@@ -1,21 +1,21 @@
 """Plots of a directory's epochs, from its rows alone. Needs matplotlib, which is imported when one is drawn.
 
-All of them take the axes to draw on, or make some, and return them. Colours are those of matplotlib's style in force,
-so that dark styles work. What is not known of an epoch is a gap.
+Every plot draws on the axes that it is given, or makes some, and returns them. Colours are those of matplotlib's style
+in force, so that dark styles work. What is not known of an epoch is a gap.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from epochckpt import _units
-from epochckpt._text import shown
-from epochckpt.errors import InvalidArgumentError, UnsupportedError
-from epochckpt.inspection.rows import COMMITTED, EpochRow, Overview
+from epochckpt._text import near, shown
+from epochckpt.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+from epochckpt.inspection.rows import COMMITTED, EpochRow, Overview, flat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,8 @@ _STANDS_OUT = 0.1  # by how much of the median a node is slower, all epochs toge
 class Plots:
     """Plots of the epochs of a directory, by matplotlib; each draws on axes of its own unless it is given some.
 
+    All raise UnsupportedError where matplotlib is not installed.
+
     Args:
         overview: looks at the directory; called for every plot.
     """
@@ -39,196 +41,134 @@ class Plots:
 
     def nbytes(self, ax: Axes | None = None) -> Axes:
         """Bytes of each epoch."""
-        return nbytes(self._seen(), ax)
+        plot = _Plot(self._seen(), ax, "Size of epochs", "size of an epoch (bytes)", _units.nbytes)
+        plot.line([float(row.nbytes) for row in plot.epochs])
+        return plot.done()
 
     def save_secs(self, ax: Axes | None = None) -> Axes:
         """Seconds from the call of `save` to the commit of each epoch."""
-        return save_secs(self._seen(), ax)
+        plot = _Plot(self._seen(), ax, "Time to save an epoch", "from save() to commit (seconds)", _units.secs)
+        plot.line([_known(row.secs) for row in plot.epochs])
+        return plot.done()
 
     def blocked_secs(self, ax: Axes | None = None) -> Axes:
-        """Seconds that the training thread was blocked by each save."""
-        return blocked_secs(self._seen(), ax)
+        """Seconds that the training thread of the primary was blocked by each save."""
+        plot = _Plot(self._seen(), ax, "Time that training was blocked", "blocked in save() (seconds)", _units.secs)
+        plot.line([_known(row.blocked_secs) for row in plot.epochs])
+        return plot.done()
 
     def node_secs(self, ax: Axes | None = None) -> Axes:
-        """Seconds that each node wrote."""
-        return node_secs(self._seen(), ax)
+        """Seconds that each node wrote: a line per node, or, of many, the median, most of them, and the slowest."""
+        plot = _Plot(self._seen(), ax, "Time that nodes wrote", "writing of a node (seconds)", _units.secs)
+        names = list(dict.fromkeys(node.name for row in plot.epochs for node in row.nodes))
+        place = {name: i for i, name in enumerate(names)}
+        secs = np.full((len(names), len(plot.epochs)), np.nan)
+        for column, row in enumerate(plot.epochs):
+            for node in row.nodes:
+                secs[place[node.name], column] = _known(node.secs)
+        many = len(names) > _FEW
+        chosen = plot.band(secs) if many else range(len(names))
+        for colour, i in enumerate(chosen, start=int(many)):
+            plot.line(secs[i].tolist(), f"C{colour}", _label(names[i]))
+        return plot.done()
 
     def metric(self, name: str | None = None, ax: Axes | None = None) -> Axes:
-        """A metric of each epoch, the best and the latest marked.
+        """A metric of each epoch; the latest is marked, and the best by the metric that `inspect` was given.
 
         Args:
-            name: of the metric; None: the one that `inspect` was given.
-            ax: where to draw.
+            name: of the metric, `a/b` for b in a mapping a; None: the one that `inspect` was given.
+            ax: where to draw; None: on axes of its own.
 
         Raises:
-            InvalidArgumentError: there is no such metric.
+            InvalidArgumentError: no epoch has it.
         """
         seen = self._seen()
         if name is None and not seen.metric:
             raise InvalidArgumentError("which metric? Name it, or pass it: inspect(directory, metric='loss')")
-        return metric(seen, seen.metric if name is None else name, ax)
+        name = seen.metric if name is None else name
+        plot = _Plot(seen, ax, f"{_label(name)} over epochs", _label(name), _units.number)
+        metrics = [flat(row.metrics) for row in plot.epochs]
+        if metrics and not any(name in each for each in metrics):
+            known = sorted({key for each in metrics for key in each})
+            raise UnknownNameError(f"no epoch has the metric {shown(name)!r}; {near(name, known)}")
+        values = [_known(each.get(name)) for each in metrics]
+        plot.line(values)
+        plot.mark("latest", "o", 9, [row.latest for row in plot.epochs], values)
+        if seen.metric == name:
+            plot.mark(f"best ({seen.mode})", "*", 15, [row.best for row in plot.epochs], values)
+        return plot.done(from_zero=False)
 
 
-def nbytes(seen: Overview, ax: Axes | None = None) -> Axes:
-    """Bytes of each epoch.
+class _Plot:
+    """One plot of the committed epochs, in the making."""
 
-    Args:
-        seen: the directory.
-        ax: where to draw; None: on axes of its own.
+    def __init__(self, seen: Overview, ax: Axes | None, title: str, label: str, figure: Callable[[float], str]):
+        try:
+            import matplotlib.pyplot as plt
+            from matplotlib.ticker import FuncFormatter, MaxNLocator
+        except ImportError as error:
+            raise UnsupportedError('plots need matplotlib: pip install "epochckpt[plots]"') from error
+        self.epochs: list[EpochRow] = sorted(
+            (row for row in seen.epochs if row.state == COMMITTED), key=lambda row: row.epoch
+        )
+        self._numbers = [row.epoch for row in self.epochs]
+        self._marks = 0
+        self._ax: Axes = plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
+        newest = f" (the newest {len(self.epochs)})" if seen.hidden else ""
+        self._ax.set_title(f"{title}{newest}\n{_label(seen.directory, 80)}", fontsize="medium")
+        self._ax.set_xlabel("epoch")
+        self._ax.set_ylabel(label)
+        self._ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        self._ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
+        self._ax.grid(alpha=0.25)
 
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
-    ax, epochs = _begin(seen, ax, "Size of epochs", "size of an epoch (bytes)", _units.nbytes)
-    _line(ax, epochs, [float(row.nbytes) for row in epochs])
-    return _end(ax, epochs)
+    def line(self, values: Sequence[float], colour: str = "C0", label: str | None = None) -> None:
+        """A line through the values of all epochs, with gaps where they are NaN."""
+        padded = np.isnan([math.nan, *values, math.nan])
+        # A value between two gaps has no line: only a marker shows it.
+        alone = np.flatnonzero(~padded[1:-1] & padded[:-2] & padded[2:]).tolist()
+        every = None if len(values) <= _MARKED else alone
+        style: dict[str, Any] = {"linewidth": 1.3, "color": colour, "label": label}
+        self._ax.plot(self._numbers, values, marker=".", markevery=every, **style)
 
+    def band(self, table: np.ndarray) -> list[int]:
+        """Draws what most rows do; returns those that are greater than the median by most, all epochs together."""
+        known = ~np.isnan(table).all(axis=0)
+        low, middle, high = (np.full(table.shape[1], np.nan) for _ in range(3))
+        if known.any():
+            low[known], middle[known], high[known] = np.nanpercentile(table[:, known], (10, 50, 90), axis=0)
+        said = f"80 % of {len(table)} nodes"
+        self._ax.fill_between(self._numbers, low, high, alpha=0.25, color="C0", linewidth=0, label=said)
+        marker = "." if len(self._numbers) == 1 else ""
+        self._ax.plot(self._numbers, middle, color="C0", linewidth=2, label="median", zorder=3, marker=marker)
+        slower = np.nansum(table - middle, axis=1)
+        # Where no row stands out, the greatest one is named all the same, and no other.
+        least = np.nansum(middle) * _STANDS_OUT
+        first = sorted(range(len(table)), key=lambda i: -slower[i])[:_NAMED]
+        return [i for place, i in enumerate(first) if place == 0 or slower[i] > least]
 
-def save_secs(seen: Overview, ax: Axes | None = None) -> Axes:
-    """Seconds from the call of `save` to the commit of each epoch; see `nbytes`."""
-    ax, epochs = _begin(seen, ax, "Time to save an epoch", "from save() to commit (seconds)", _units.secs)
-    _line(ax, epochs, [_known(row.secs) for row in epochs])
-    return _end(ax, epochs)
+    def mark(self, label: str, marker: str, size: int, at: Sequence[bool], values: Sequence[float]) -> None:
+        """Marks an epoch and names it, if it has a value."""
+        self._marks += 1
+        for number, value, marked in zip(self._numbers, values, at, strict=True):
+            if marked and math.isfinite(value):
+                said = f"{label}: epoch {number}, {_units.number(value)}"
+                style: dict[str, Any] = {"linestyle": "none", "markersize": size, "zorder": 3 + self._marks}
+                self._ax.plot(number, value, marker=marker, color=f"C{self._marks}", label=said, **style)
 
-
-def blocked_secs(seen: Overview, ax: Axes | None = None) -> Axes:
-    """Seconds that the training thread of the primary was blocked by each save; see `nbytes`."""
-    ax, epochs = _begin(seen, ax, "Time that training was blocked", "blocked in save() (seconds)", _units.secs)
-    _line(ax, epochs, [_known(row.blocked_secs) for row in epochs])
-    return _end(ax, epochs)
-
-
-def node_secs(seen: Overview, ax: Axes | None = None) -> Axes:
-    """Seconds that each node wrote: a line per node, or, of many, the median, most of them, and the slowest by name.
-
-    See `nbytes`.
-    """
-    ax, epochs = _begin(seen, ax, "Time that nodes wrote", "writing of a node (seconds)", _units.secs)
-    names = list(dict.fromkeys(node.name for row in epochs for node in row.nodes))
-    place = {name: i for i, name in enumerate(names)}
-    table = np.full((len(names), len(epochs)), np.nan)
-    for column, row in enumerate(epochs):
-        for node in row.nodes:
-            table[place[node.name], column] = _known(node.secs)
-    many = len(names) > _FEW
-    chosen = _with_band(ax, epochs, table) if many else range(len(names))
-    for colour, i in enumerate(chosen, start=int(many)):
-        _line(ax, epochs, table[i].tolist(), f"C{colour}", _label(names[i]))
-    if names and epochs:
-        ax.legend(loc="best", fontsize="small", framealpha=0.7)
-    return _end(ax, epochs)
-
-
-def metric(seen: Overview, name: str, ax: Axes | None = None) -> Axes:
-    """A metric of each epoch; the latest is marked, and the best if the overview was made with this metric.
-
-    Args:
-        seen: the directory.
-        name: of the metric; `a/b` for b in a mapping a.
-        ax: where to draw; None: on axes of its own.
-
-    Raises:
-        InvalidArgumentError: no epoch has it; names those that there are.
-        UnsupportedError: matplotlib is not installed.
-    """
-    rows = _epochs(seen)
-    found = [_look_up(row.metrics, name) for row in rows]
-    if rows and all(value is None for value in found):
-        known = sorted({str(key) for row in rows for key in row.metrics})
-        listed = ", ".join(shown(key, _NAME) for key in known[:20]) or "none"
-        raise InvalidArgumentError(f"no epoch has the metric '{shown(name)}'; there are: {listed}")
-    ax, epochs = _begin(seen, ax, f"{_label(name)} over epochs", _label(name), _units.number)
-    values = [_known(value) for value in found]
-    _line(ax, epochs, values)
-    marks: list[tuple[str, str, Callable[[EpochRow], bool]]] = [("latest", "o", lambda row: row.latest)]
-    if seen.metric == name:
-        marks.append((f"best ({seen.mode})", "*", lambda row: row.best))
-    for i, (label, marker, holds) in enumerate(marks):
-        at = [(row.epoch, value) for row, value in zip(epochs, values, strict=True) if holds(row)]
-        if at and math.isfinite(at[0][1]):
-            said = f"{label}: epoch {at[0][0]}, {_units.number(at[0][1])}"
-            style: dict[str, Any] = {"linestyle": "none", "markersize": 15 if marker == "*" else 9, "zorder": 4 + i}
-            ax.plot(*at[0], marker=marker, color=f"C{i + 1}", label=said, **style)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="best", fontsize="small", framealpha=0.7)
-    return _end(ax, epochs, from_zero=False)
-
-
-def _begin(
-    seen: Overview, ax: Axes | None, title: str, label: str, say: Callable[[float], str]
-) -> tuple[Axes, Sequence[EpochRow]]:
-    try:
-        import matplotlib.pyplot as plt
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
-    except ImportError as error:
-        raise UnsupportedError('plots need matplotlib: pip install "epochckpt[plots]"') from error
-    if ax is None:
-        _, ax = plt.subplots(figsize=(8, 4), layout="constrained")
-    epochs = _epochs(seen)
-    newest = f" (the newest {len(epochs)})" if seen.hidden else ""
-    ax.set_title(f"{title}{newest}\n{_label(seen.directory, 80)}", fontsize="medium")
-    ax.set_xlabel("epoch")
-    ax.set_ylabel(label)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: say(value)))
-    ax.grid(alpha=0.25)
-    return ax, epochs
-
-
-def _end(ax: Axes, epochs: Sequence[EpochRow], from_zero: bool = True) -> Axes:
-    drawn = [y for line in ax.get_lines() for y in np.asarray(line.get_ydata(), float).tolist()]
-    known = [y for y in drawn if math.isfinite(y)]
-    if not known:
-        said = "nothing is known of it" if epochs else "no committed epochs"
-        ax.text(0.5, 0.5, said, transform=ax.transAxes, ha="center", va="center")
-        ax.set_yticks([])
-    elif from_zero:
-        ax.set_ylim(0, max(known) * 1.08 or 1)
-    return ax
-
-
-def _epochs(seen: Overview) -> list[EpochRow]:
-    return sorted((row for row in seen.epochs if row.state == COMMITTED), key=lambda row: row.epoch)
-
-
-def _line(
-    ax: Axes, epochs: Sequence[EpochRow], values: Sequence[float], colour: str = "C0", label: str | None = None
-) -> None:
-    # A value between two gaps has no line: only a marker shows it.
-    alone = [
-        i
-        for i, value in enumerate(values)
-        if not math.isnan(value) and all(math.isnan(v) for v in [*values[max(i - 1, 0) : i], *values[i + 1 : i + 2]])
-    ]
-    every = None if len(epochs) <= _MARKED else alone
-    ax.plot(
-        [row.epoch for row in epochs], values, marker=".", markevery=every, linewidth=1.3, color=colour, label=label
-    )
-
-
-def _with_band(ax: Axes, epochs: Sequence[EpochRow], table: np.ndarray) -> list[int]:
-    """Draws what most nodes do; returns those that are slower than the median by most, all epochs together."""
-    known = ~np.isnan(table).all(axis=0)
-    low, middle, high = (np.full(table.shape[1], np.nan) for _ in range(3))
-    if known.any():
-        low[known], middle[known], high[known] = np.nanpercentile(table[:, known], (10, 50, 90), axis=0)
-    numbers = [row.epoch for row in epochs]
-    ax.fill_between(numbers, low, high, alpha=0.25, color="C0", linewidth=0, label=f"80 % of {len(table)} nodes")
-    ax.plot(numbers, middle, color="C0", linewidth=2, label="median", zorder=3, marker="." if len(epochs) == 1 else "")
-    slower = np.nansum(table - middle, axis=1)
-    # Where no node stands out, the slowest one is named all the same, and no other.
-    least = np.nansum(middle) * _STANDS_OUT
-    first = sorted(range(len(table)), key=lambda i: -slower[i])[:_NAMED]
-    return [i for place, i in enumerate(first) if place == 0 or slower[i] > least]
-
-
-def _look_up(metrics: Mapping[str, Any], name: str) -> Any:
-    if not isinstance(metrics, Mapping):
-        return None
-    if name in metrics:
-        return metrics[name]
-    head, _, rest = name.partition("/")
-    return _look_up(metrics[head], rest) if rest and head in metrics else None
+    def done(self, from_zero: bool = True) -> Axes:
+        """The axes, with a legend, and with words in place of lines if nothing is known."""
+        drawn = [y for line in self._ax.get_lines() for y in np.asarray(line.get_ydata(), float).tolist()]
+        known = [y for y in drawn if math.isfinite(y)]
+        if self._ax.get_legend_handles_labels()[0]:
+            self._ax.legend(loc="best", fontsize="small", framealpha=0.7)
+        if not known:
+            said = "nothing is known of it" if self.epochs else "no committed epochs"
+            self._ax.text(0.5, 0.5, said, transform=self._ax.transAxes, ha="center", va="center")
+            self._ax.set_yticks([])
+        elif from_zero:
+            self._ax.set_ylim(0, max(known) * 1.08 or 1)
+        return self._ax
 
 
 def _known(value: Any) -> float:

@@ -19,12 +19,18 @@ matplotlib.use("Agg")
 plt = pytest.importorskip("matplotlib.pyplot")
 
 HOSTILE = "_$\\frac{$\x1b[31m\n\u202e" + "n" * 10_000
+
+
+def of(seen: rows.Overview) -> plots.Plots:
+    return plots.Plots(lambda: seen)
+
+
 PLOTS = {
-    "nbytes": plots.nbytes,
-    "save_secs": plots.save_secs,
-    "blocked_secs": plots.blocked_secs,
-    "node_secs": plots.node_secs,
-    "metric": lambda seen, ax=None: plots.metric(seen, "loss", ax),
+    "nbytes": lambda seen, ax=None: of(seen).nbytes(ax),
+    "save_secs": lambda seen, ax=None: of(seen).save_secs(ax),
+    "blocked_secs": lambda seen, ax=None: of(seen).blocked_secs(ax),
+    "node_secs": lambda seen, ax=None: of(seen).node_secs(ax),
+    "metric": lambda seen, ax=None: of(seen).metric("loss", ax),
 }
 
 
@@ -105,12 +111,12 @@ def test_what_is_not_known_is_a_gap() -> None:
     """NaN, infinities, text and what was not measured leave gaps; a value between two gaps has a marker."""
     found = [1.0, math.nan, 3.0, math.inf, "text", None, 7.0] + [8.0] * 100
     epochs = tuple(epoch(i, metrics={"loss": value}) for i, value in enumerate(found))
-    ax = plots.metric(rows.Overview("/run", epochs), "loss")
+    ax = of(rows.Overview("/run", epochs)).metric("loss")
     values = ax.get_lines()[0].get_ydata()
     assert np.isnan(values).tolist() == [False, True, False, True, True, True, False] + [False] * 100
     assert ax.get_lines()[0].get_markevery() == [0, 2]
     gaps = tuple(epoch(i, blocked_secs=None if i == 1 else 0.5) for i in range(3))
-    assert np.isnan(plots.blocked_secs(rows.Overview("/run", gaps)).get_lines()[0].get_ydata()).tolist() == [
+    assert np.isnan(of(rows.Overview("/run", gaps)).blocked_secs().get_lines()[0].get_ydata()).tolist() == [
         False,
         True,
         False,
@@ -121,37 +127,37 @@ def test_only_committed_epochs_are_drawn() -> None:
     """Attempts and damaged epochs have no size or duration to compare."""
     states = (rows.COMMITTED, rows.DAMAGED, rows.ABANDONED, rows.IN_PROGRESS, rows.COMMITTED)
     epochs = tuple(rows.EpochRow(i, state, nbytes=1) for i, state in enumerate(states))
-    assert plots.nbytes(rows.Overview("/run", epochs)).get_lines()[0].get_xdata().tolist() == [0, 4]
+    assert of(rows.Overview("/run", epochs)).nbytes().get_lines()[0].get_xdata().tolist() == [0, 4]
 
 
 def test_best_and_latest_are_marked() -> None:
     """Both are named with epoch and value; the best only of the metric that the overview was made with."""
     epochs = tuple(epoch(i, latest=i == 4, best=i == 2) for i in range(5))
-    ax = plots.metric(rows.Overview("/run", epochs, metric="loss", mode="min"), "loss")
+    ax = of(rows.Overview("/run", epochs, metric="loss", mode="min")).metric("loss")
     assert legend(ax) == ["latest: epoch 4, 0.2", "best (min): epoch 2, 0.3333"]
     marks = [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.get_lines()[1:]]
     assert marks == [(4, 0.2), (2, 1 / 3)]
     other = rows.Overview("/run", epochs, metric="accuracy", mode="max")
-    assert legend(plots.metric(other, "loss")) == ["latest: epoch 4, 0.2"]
+    assert legend(of(other).metric("loss")) == ["latest: epoch 4, 0.2"]
 
 
 def test_metrics_in_mappings() -> None:
     """A metric inside another mapping goes by its path; a name that has a slash itself comes first."""
     epochs = (epoch(0, metrics={"eval": {"loss": 3.0}}), epoch(1, metrics={"eval/loss": 4.0}))
-    ax = plots.metric(rows.Overview("/run", epochs), "eval/loss")
+    ax = of(rows.Overview("/run", epochs)).metric("eval/loss")
     assert ax.get_lines()[0].get_ydata().tolist() == [3.0, 4.0]
 
 
 def test_an_unknown_metric_is_refused() -> None:
     """The error names those that there are."""
-    with pytest.raises(InvalidArgumentError, match="no epoch has the metric 'los'; there are: 'loss'"):
-        plots.metric(run(), "los")
+    with pytest.raises(InvalidArgumentError, match="no epoch has the metric 'los'; near: 'loss'"):
+        of(run()).metric("los")
 
 
 def test_many_nodes_are_a_band_and_the_slowest_by_name() -> None:
     """64 nodes have no 64 entries: most of them are a band with its median, and the slow one is named."""
-    assert legend(plots.node_secs(run(nodes=3))) == ["process_0", "process_1", "process_2"]
-    ax = plots.node_secs(run(nodes=64))
+    assert legend(of(run(nodes=3)).node_secs()) == ["process_0", "process_1", "process_2"]
+    ax = of(run(nodes=64)).node_secs()
     assert legend(ax) == ["80 % of 64 nodes", "median", "process_7"]
     median, slow = ax.get_lines()
     assert median.get_ydata().tolist() == pytest.approx([1.0325] * 5)
@@ -161,7 +167,7 @@ def test_many_nodes_are_a_band_and_the_slowest_by_name() -> None:
 def test_that_older_epochs_are_left_out_is_said() -> None:
     """A plot of the newest epochs does not look like one of all."""
     seen = rows.Overview("/run", run(5).epochs, hidden=10)
-    assert "(the newest 5)" in plots.nbytes(seen).get_title()
+    assert "(the newest 5)" in of(seen).nbytes().get_title()
 
 
 def test_matplotlib_is_imported_only_to_draw() -> None:
@@ -174,4 +180,4 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
     """Nothing else needs it, so that it may be missing."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(UnsupportedError, match=r'pip install "epochckpt\[plots\]"'):
-        plots.nbytes(run())
+        of(run()).nbytes()
