@@ -27,13 +27,6 @@ from epochckpt.inspection.blocks import (
     ratio,
     share,
 )
-from epochckpt.inspection.rows import (
-    Diff,
-    DiffRow,
-    LeafRow,
-    LeafStats,
-    ShardingRow,
-)
 
 LISTED = 200  # leaves of a difference
 _CHANGES = {
@@ -67,7 +60,7 @@ def branch_cells(branch: tree.Branch, total_nbytes: int) -> tuple[Cell, ...]:
         elements = f"{_magnitude(branch.elements)} elements" if branch.elements else ""
         count = Cell(Span(leaf_count(branch.count), Tone.FAINT))
         return Cell(name), count, Cell(Span(elements, Tone.FAINT)), *sizes, Cell(), Cell()
-    lies = leaf.sharding or ShardingRow(())
+    lies = leaf.sharding or rows.ShardingRow(())
     parts = Span(sharding.in_words(lies) if leaf.sharding else "", Tone.FAINT)
     shape = Cell(_shape(leaf), tip="" if leaf.dtype else leaf.value)
     return (
@@ -92,7 +85,7 @@ def cut_lines(cut: sharding.Cut) -> Iterator[Words]:
         yield Span(axes, Tone.FAINT)
 
 
-def stats(found: Sequence[LeafStats]) -> list[Block]:
+def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
     """Statistics of arrays with their histograms; of many arrays, those with NaN or Inf come first."""
     wrong = [each for each in found if each.nans or each.infs]
     elements = _units.count(sum(each.count for each in found))
@@ -136,7 +129,7 @@ def stats(found: Sequence[LeafStats]) -> list[Block]:
     return [Summary(tuple(summary)), *([Table(columns, tuple(lines))] if lines else [])]
 
 
-def _histogram(found: LeafStats) -> Cell:
+def _histogram(found: rows.LeafStats) -> Cell:
     if not found.histogram or len(found.edges) != len(found.histogram) + 1:
         return Cell()
     if found.min is not None and found.min == found.max:
@@ -145,7 +138,7 @@ def _histogram(found: LeafStats) -> Cell:
     return Cell(drawing=Histogram(found.histogram, words))
 
 
-def diff(found: Diff, *, listed: int | None = LISTED, unchanged: bool = False, hint: str = "") -> list[Block]:
+def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = False, hint: str = "") -> list[Block]:
     """What changed between two epochs: how much, then leaf by leaf, those that changed most before the others.
 
     Args:
@@ -171,7 +164,7 @@ def diff(found: Diff, *, listed: int | None = LISTED, unchanged: bool = False, h
     return [*blocks, *problems(found.problems)]
 
 
-def _importance(row: DiffRow) -> tuple[int, float]:
+def _importance(row: rows.DiffRow) -> tuple[int, float]:
     """Sorts differences: kinds in the order of `_CHANGES`, and what changed more before what changed less."""
     if row.relative is None or math.isnan(row.relative):
         # What was zero has no relative norm, and changed as much as anything can; what is NaN changed no less.
@@ -181,7 +174,7 @@ def _importance(row: DiffRow) -> tuple[int, float]:
     return list(_CHANGES).index(row.change), -weight
 
 
-def _changes(found: Sequence[DiffRow], all_rows: Sequence[DiffRow]) -> Table:
+def _changes(found: Sequence[rows.DiffRow], all_rows: Sequence[rows.DiffRow]) -> Table:
     columns = (
         Column("", 0),
         *_LEAF_COLUMNS,
@@ -218,7 +211,7 @@ def _changes(found: Sequence[DiffRow], all_rows: Sequence[DiffRow]) -> Table:
     return Table(columns, tuple(lines))
 
 
-def _what(row: DiffRow) -> Words:
+def _what(row: rows.DiffRow) -> Words:
     """The type and shape of a leaf that came or went; both of each where they differ; else the detail."""
     before, after = row.before, row.after
     if before is not None and after is not None:
@@ -232,24 +225,26 @@ def _what(row: DiffRow) -> Words:
     return row.detail
 
 
-def _names(found: Sequence[LeafStats | DiffRow], of: Sequence[LeafStats | DiffRow] = ()) -> Iterator[list[Cell]]:
+def _names(
+    found: Sequence[rows.LeafStats | rows.DiffRow], of: Sequence[rows.LeafStats | rows.DiffRow] = ()
+) -> Iterator[list[Cell]]:
     """Item, node and name of each leaf; the item only where all of `of` have several, or where one is a bare leaf."""
 
-    def bare(one: LeafStats | DiffRow) -> bool:
-        leaf = one.leaf if isinstance(one, LeafStats) else one.before or one.after
+    def bare(one: rows.LeafStats | rows.DiffRow) -> bool:
+        leaf = one.leaf if isinstance(one, rows.LeafStats) else one.before or one.after
         return leaf is not None and not leaf.path  # all there is of its item: then its name says nothing
 
     several = len({one.item for one in of or found}) > 1 or any(map(bare, found))
     for one in found:
-        name = one.leaf.name if isinstance(one, LeafStats) else one.name
+        name = one.leaf.name if isinstance(one, rows.LeafStats) else one.name
         yield [Cell(one.item if several else ""), Cell(one.node), Cell(name, tip=name)]
 
 
-def _type(leaf: LeafRow, tone: Tone = Tone.PLAIN) -> Span:
+def _type(leaf: rows.LeafRow, tone: Tone = Tone.PLAIN) -> Span:
     return Span(leaf.dtype or leaf.kind, tone, 30)
 
 
-def _shape(leaf: LeafRow) -> Span:
+def _shape(leaf: rows.LeafRow) -> Span:
     """The shape of an array, or the value of a leaf that is none."""
     return Span("×".join(map(str, leaf.shape)) or "scalar" if leaf.dtype else leaf.value, limit=60)
 

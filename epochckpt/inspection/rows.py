@@ -1,6 +1,7 @@
-"""What an inspection finds, as plain values: every view (HTML, text, JSON, plots) is made from these rows alone.
+"""What an inspection finds, as plain values: HTML, text, JSON and plots are made from these rows alone.
 
-Names, paths and messages in rows are as they were found, hostile ones included: views escape them.
+Names, paths and messages are as they were found, hostile ones included: views escape them. A field that is None is not
+known, or does not apply; an empty text is one that does not apply.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ class NodeRow:
 
     Attributes:
         name: the node's name.
-        nbytes: bytes of its files, as recorded; of an attempt: as they are now.
-        secs: how long it wrote; None: not known.
-        state: `committed`, `damaged`, or of an attempt `writing` or `written`.
-        detail: what is wrong with it; empty otherwise.
+        nbytes: bytes of its files: in an epoch as recorded, in an attempt as they are now.
+        secs: how long it wrote.
+        state: `committed` or `damaged`; in an attempt `writing` or `written`.
+        detail: what is wrong with it.
     """
 
     name: str
@@ -33,26 +34,26 @@ class NodeRow:
 
 @dataclasses.dataclass(frozen=True)
 class EpochRow:
-    """One epoch, or one attempt at saving one that has not been committed.
+    """One epoch, or one attempt at saving an epoch that has not been committed.
 
     Attributes:
         epoch: its number.
         state: `committed`; `damaged`: it cannot be read, or files are missing or have other sizes than recorded;
             `in progress`: an attempt that something was written to lately; `abandoned`: an attempt that failed or died.
-        writer: `epochckpt`, or `orbax`: stock Orbax wrote it.
-        detail: why it is damaged, or what is known of the attempt; empty otherwise.
+        writer: `epochckpt`, or `orbax` if stock Orbax wrote it.
+        detail: why it is damaged, or what is known of the attempt.
         folder: where it lies, relative to the directory.
-        attempt: its attempt's id; empty if not known.
+        attempt: the id of its attempt.
         nodes: the nodes that wrote it; none if stock Orbax did.
         nbytes: bytes of its files.
-        started_ns: when the save began, nanoseconds since 1970; None: not known.
-        committed_ns: when it was committed; None: it was not, or not known.
-        blocked_secs: how long the training thread of the primary was blocked; None: not known.
+        started_ns: when the save began, nanoseconds since 1970.
+        committed_ns: when it was committed, nanoseconds since 1970.
+        blocked_secs: how long the training thread of the primary was blocked.
         age_secs: of an attempt: how long ago something was last written to it.
-        metrics: those that it was saved with, and those that were attached later.
-        sources: for metrics that were attached later: by whom, by metric.
-        custom_metadata: what the caller attached; without the runner's notes.
-        notes: what the runner noted (see `JobRunner`); empty without one.
+        metrics: the metrics that it was saved with, and those that were attached later.
+        sources: the source that was named when a metric was attached later, by metric.
+        custom_metadata: what the caller attached, without the runner's notes.
+        notes: what the runner noted (see `JobRunner`).
         checked: whether its files were looked at, not only its record.
         latest: whether it is the newest committed epoch.
         best: whether it is the best by the metric that was asked for.
@@ -80,29 +81,29 @@ class EpochRow:
 
     @property
     def secs(self) -> float | None:
-        """From the call of `save` to the commit; None: not known."""
+        """From the call of `save` to the commit."""
         if self.started_ns is None or self.committed_ns is None:
             return None
         return max(self.committed_ns - self.started_ns, 0) / 1e9
 
     @property
     def slowest_node(self) -> str | None:
-        """The node that wrote longest, if there are several and it is known."""
+        """The node that wrote longest, if several nodes did."""
         timed = [n for n in self.nodes if n.secs is not None]
         return max(timed, key=lambda n: n.secs or 0.0).name if len(timed) > 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
 class LeftoverRow:
-    """Something in a directory that is no epoch and that no reader looks at.
+    """Something in a directory that is not an epoch and that no reader looks at.
 
     Attributes:
         path: relative to the directory.
         kind: `attempt` (a save that failed, died, or is under way), `rolled back` (quarantined by `rollback_to`),
             `quarantined` (a damaged epoch that was replaced), `deleted` (taken out of sight, bytes not yet removed),
-            `orbax attempt` (staging of stock Orbax), `foreign` (named like an epoch, and none).
+            `orbax attempt` (staging of stock Orbax), `foreign` (named like an epoch, but not one).
         nbytes: bytes of its files.
-        age_secs: how long ago something was last written to it; None: object stores do not tell.
+        age_secs: how long ago something was last written to it; object stores do not tell.
         epochs: the numbers of the epochs in it, as far as its names say.
         detail: what it is, in words.
     """
@@ -122,12 +123,12 @@ class Overview:
     Attributes:
         directory: its path or URL.
         epochs: epochs and attempts, ascending by number; if `hidden` is not 0, only the newest of them, and the best.
-        hidden: how many older ones are not in `epochs`.
-        hidden_nbytes: bytes of those, as far as known.
-        remains: what else lies there.
-        metric: by which `best` was decided; empty if none was asked for.
+        hidden: how many older epochs are not in `epochs`.
+        hidden_nbytes: bytes of these, as far as known.
+        leftovers: what else lies there.
+        metric: the metric by which `best` was decided.
         mode: `max` or `min`.
-        problems: what could not be looked at, and why, by path.
+        problems: why something could not be looked at, by path.
     """
 
     directory: str
@@ -146,9 +147,9 @@ class ShardingRow:
 
     Attributes:
         counts: into how many parts each dimension is cut.
-        owners: for each part (C order) the name of the node that wrote it; empty where that is not known.
-        replicas: on how many nodes the parts were held; 0: not known.
-        spec: how it lay on devices, in words (`PartitionSpec('data', None) on data=4, model=2`); empty if not known.
+        owners: the name of the node that wrote each part, in C order; empty where it is not known.
+        replicas: how many nodes held each part; 0 if that is not known.
+        spec: how the array lay on devices: `PartitionSpec('data', None) on data=4, model=2`.
     """
 
     counts: tuple[int, ...]
@@ -162,14 +163,14 @@ class LeafRow:
     """One leaf of an item.
 
     Attributes:
-        name: its key path as text (`params/dense/kernel`), as people write it; see docs/format.md.
+        name: its key path as people write it: `params/dense/kernel`; see docs/format.md.
         path: its keys, outermost first, as text.
-        kind: `jax`, `numpy`, `prng`, `int`, `str`, `none`, … (see `tree`).
-        dtype: of an array (`float32`, `bfloat16`, `key<fry>`); empty for other leaves.
+        kind: `jax`, `numpy`, `prng`, `int`, `str`, `none`, … (see `format.tree`).
+        dtype: of an array: `float32`, `bfloat16`, `key<fry>`.
         shape: of an array.
-        nbytes: of its data; 0 for what lies in the record.
-        value: repr of a Python value, shortened; empty for arrays.
-        sharding: of an array; None for other leaves.
+        nbytes: bytes of its data; 0 for a value that lies in the record.
+        value: repr of a Python value, shortened.
+        sharding: of an array.
     """
 
     name: str
@@ -187,8 +188,8 @@ class FileRow:
     """One file that a handler wrote.
 
     Attributes:
-        name: path inside the item's folder.
-        node: the node that wrote it; empty if not known.
+        name: its path inside the item's folder.
+        node: the node that wrote it.
         nbytes: its size.
     """
 
@@ -203,14 +204,14 @@ class ItemRow:
 
     Attributes:
         name: its name.
-        kind: `arrays` (a pytree), `files` (what a handler wrote), `node` (a pytree of each node's own).
-        handler: class name of the Orbax handler that stands for it.
-        nbytes: bytes of its leaves or files; of a `node` item those of all nodes.
+        kind: `arrays` (a pytree), `files` (of a handler), `node` (a pytree that each node has for itself).
+        handler: class name of the Orbax handler for it.
+        nbytes: bytes of its leaves or files, those of all nodes together.
         leaves: of `arrays`, in order of the tree.
         files: of `files`.
         nodes: of `node`: the item as each node saved it, by node name.
         custom_metadata: what the caller attached to it.
-        problem: why it could not be looked into; empty otherwise.
+        problem: why it could not be looked into.
     """
 
     name: str
@@ -231,8 +232,8 @@ class EpochDetail:
     Attributes:
         row: its row in the overview.
         items: its items, by name ascending.
-        unsupported: what Orbax cannot read: reasons by leaf, by item; None where no Orbax view was asked for,
-            and by the item `*` why there is none where it was.
+        unsupported: why stock Orbax cannot read a leaf, by leaf, by item; an item `*` says why it can read nothing.
+            None where no Orbax view was asked for.
     """
 
     row: EpochRow
@@ -242,23 +243,23 @@ class EpochDetail:
 
 @dataclasses.dataclass(frozen=True)
 class LeafStats:
-    """Statistics of one array, over its finite elements where that matters.
+    """Statistics of one array; from `min` on they are of its finite elements, of complex ones the absolute values.
 
     Attributes:
         item: the item's name.
-        node: the node, for a leaf of an item of each node's own; empty otherwise.
+        node: the node, if each node has an item of this name for itself.
         leaf: the leaf.
-        count: elements.
+        count: how many elements the array has.
         nans: how many are NaN.
         infs: how many are infinite.
         zeros: how many are 0.
-        min: least finite element; None without one. Complex arrays: of the absolute values, as all that follows.
-        max: greatest finite element; None without one.
-        mean: of the finite elements; None without one.
-        std: their standard deviation; None without one.
-        norm: Euclidean norm of the finite elements.
-        edges: of the histogram: one more than there are bins; empty without finite elements.
-        histogram: finite elements per bin.
+        min: the least element.
+        max: the greatest element.
+        mean: their mean.
+        std: their standard deviation.
+        norm: their Euclidean norm.
+        edges: of the histogram's bins, one more than there are bins; none without finite elements.
+        histogram: elements per bin.
     """
 
     item: str
@@ -277,14 +278,8 @@ class LeafStats:
     histogram: tuple[int, ...] = ()
 
 
-ADDED, REMOVED, RESHAPED, RETYPED, CHANGED, UNCHANGED = (
-    "added",
-    "removed",
-    "reshaped",
-    "retyped",
-    "changed",
-    "unchanged",
-)
+ADDED, REMOVED, RESHAPED = "added", "removed", "reshaped"
+RETYPED, CHANGED, UNCHANGED = "retyped", "changed", "unchanged"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,17 +288,16 @@ class DiffRow:
 
     Attributes:
         item: the item's name.
-        node: the node, for a leaf of an item of each node's own; empty otherwise.
-        name: the leaf's name; for a file of a handler: its path.
+        node: the node, if each node has an item of this name for itself.
+        name: the leaf's name, or the path of a handler's file.
         change: `added`, `removed`, `reshaped`, `retyped` (another dtype or kind), `changed`, `unchanged`.
-        before: the leaf in the first epoch; None if added, or not a leaf but a file.
-        after: the leaf in the second epoch; None if removed, or not a leaf but a file.
-        norm: Euclidean norm of the change; None where it makes no sense. Elements that are not finite in either epoch
-            are left out.
-        relative: norm, divided by the norm of the leaf before; None where that makes no sense.
-        largest: greatest absolute change of an element; None where it makes no sense.
-        elements: how many elements changed; None where it makes no sense.
-        detail: more in words (values of Python leaves); empty otherwise.
+        before: the leaf in the first epoch; None for a file.
+        after: the leaf in the second epoch; None for a file.
+        norm: Euclidean norm of the change, without elements that are not finite in either epoch.
+        relative: norm, divided by the norm of the leaf before.
+        largest: greatest absolute change of an element.
+        elements: how many elements changed.
+        detail: more in words, such as the values of Python leaves.
     """
 
     item: str
@@ -324,12 +318,12 @@ class Diff:
     """The difference of two epochs.
 
     Attributes:
-        directory: where the first one lies.
+        directory: where the first epoch lies.
         before: the first epoch.
         after: the second epoch.
         rows: one per leaf, in order of the trees.
-        other_directory: where the second one lies, if elsewhere; empty otherwise.
-        problems: what could not be compared and is in no row, and why, by `item`, `item:leaf` or `item:node:leaf`.
+        other_directory: where the second epoch lies, if it is another directory.
+        problems: why something could not be compared and has no row, by `item`, `item:leaf` or `item:node:leaf`.
     """
 
     directory: str
@@ -341,7 +335,7 @@ class Diff:
 
 
 def flat(metrics: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Metrics by name; those in further mappings as `outer/inner`."""
+    """Metrics by name; one in an inner mapping is named `outer/inner`."""
     found: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping) and prefix.count("/") < 8:

@@ -41,17 +41,6 @@ from epochckpt.inspection.blocks import (
     share,
 )
 from epochckpt.inspection.leaf_views import diff, stats
-from epochckpt.inspection.rows import (
-    Diff,
-    EpochDetail,
-    EpochRow,
-    FileRow,
-    ItemRow,
-    LeafStats,
-    LeftoverRow,
-    NodeRow,
-    Overview,
-)
 
 LATEST, BEST = "▸", "★"
 _RECENT = 20  # epochs that a page shows before it folds
@@ -79,18 +68,18 @@ _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxoth
 # A directory.
 
 
-def of(found: Overview | EpochDetail | ItemRow | Diff | Sequence[LeafStats]) -> list[Block]:
+def of(found: rows.Overview | rows.EpochDetail | rows.ItemRow | rows.Diff | Sequence[rows.LeafStats]) -> list[Block]:
     """The view of what an inspection found."""
-    if isinstance(found, Overview):
+    if isinstance(found, rows.Overview):
         return overview(found, hint="; .epochs() has the rows of all")
-    if isinstance(found, EpochDetail):
+    if isinstance(found, rows.EpochDetail):
         return epoch(found)
-    if isinstance(found, ItemRow):
+    if isinstance(found, rows.ItemRow):
         return item(found, found.nbytes)
-    return diff(found) if isinstance(found, Diff) else stats(found)
+    return diff(found) if isinstance(found, rows.Diff) else stats(found)
 
 
-def overview(found: Overview, *, hint: str = "") -> list[Block]:
+def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     """A directory: its epochs and attempts with what each node took, and what else lies there.
 
     Args:
@@ -115,7 +104,7 @@ def overview(found: Overview, *, hint: str = "") -> list[Block]:
     return blocks
 
 
-def _summary(found: Overview) -> Iterator[Words]:
+def _summary(found: rows.Overview) -> Iterator[Words]:
     epochs = [row for row in found.epochs if row.state in (rows.COMMITTED, rows.DAMAGED)]
     count = len(epochs) + found.hidden
     size = _units.nbytes(sum(row.nbytes for row in epochs) + found.hidden_nbytes)
@@ -140,7 +129,7 @@ def _summary(found: Overview) -> Iterator[Words]:
         yield Span(f"files of {_units.several(unchecked, 'epoch', 'epochs')} not looked at", Tone.FAINT)
 
 
-def _epochs(found: Overview) -> Table:
+def _epochs(found: rows.Overview) -> Table:
     metrics = [rows.flat(row.metrics) for row in found.epochs]
     names = sorted(dict.fromkeys(name for each in metrics for name in each), key=lambda name: name != found.metric)
     nodes = node_names(found.epochs)
@@ -163,7 +152,7 @@ def _epochs(found: Overview) -> Table:
         Column("by", 9),
     )
 
-    def measured(row: EpochRow, values: Mapping[str, Any], name: str) -> Cell:
+    def measured(row: rows.EpochRow, values: Mapping[str, Any], name: str) -> Cell:
         if name not in values:
             return Cell()
         value = figure(values[name])
@@ -201,18 +190,18 @@ def _epochs(found: Overview) -> Table:
     return Table(columns, tuple(lines), _RECENT, words)
 
 
-def _slowest(row: EpochRow) -> Cell:
+def _slowest(row: rows.EpochRow) -> Cell:
     slowest = next((node for node in row.nodes if node.name == row.slowest_node), None)
     return Cell() if slowest is None else Cell((Span(slowest.name, Tone.WARN, 60), f" {_units.secs(slowest.secs)}"))
 
 
-def _committed(row: EpochRow) -> Cell:
+def _committed(row: rows.EpochRow) -> Cell:
     if row.committed_ns is not None:
         return Cell(Span(_units.when(row.committed_ns), Tone.FAINT))
     return Cell() if row.age_secs is None else Cell(Span(f"written {_units.secs(row.age_secs)} ago", Tone.FAINT))
 
 
-def node_names(epochs: Sequence[EpochRow]) -> list[str]:
+def node_names(epochs: Sequence[rows.EpochRow]) -> list[str]:
     """Names of all nodes: those of the newest epoch in their order, then those that only older ones have."""
     return list(dict.fromkeys(node.name for row in reversed(epochs) for node in row.nodes))
 
@@ -223,7 +212,7 @@ def strip_column(count: int) -> Column:
     return Column(f"{_units.count(count)} nodes", 4, least=min(max(count, 8), 16), tip=tip)
 
 
-def node_strip(row: EpochRow, names: Sequence[str], before: Mapping[str, int]) -> Strip:
+def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, int]) -> Strip:
     """A bar for each node: how long it wrote; of an attempt: how much of what it wrote last time.
 
     Args:
@@ -256,7 +245,7 @@ def node_strip(row: EpochRow, names: Sequence[str], before: Mapping[str, int]) -
     return Strip(tuple(map(mark, names)))
 
 
-def leftovers(found: Sequence[LeftoverRow]) -> Table:
+def leftovers(found: Sequence[rows.LeftoverRow]) -> Table:
     """What lies in a directory and is no epoch."""
     columns = (
         Column("what"),
@@ -283,7 +272,7 @@ def leftovers(found: Sequence[LeftoverRow]) -> Table:
 # One epoch.
 
 
-def epoch(found: EpochDetail) -> list[Block]:
+def epoch(found: rows.EpochDetail) -> list[Block]:
     """One epoch: what is known of it, its nodes, and its items with their trees."""
     row = found.row
     title: list[str | Span] = [Span(f"epoch {row.epoch}", Tone.STRONG), "  ", Span(row.state, _tone(row.state))]
@@ -299,7 +288,7 @@ def epoch(found: EpochDetail) -> list[Block]:
     return [*blocks, *([Line(f"… {len(found.items) - _ITEMS} more items: {more}")] if more else [])]
 
 
-def _facts(found: EpochDetail) -> Iterator[tuple[str, Words]]:
+def _facts(found: rows.EpochDetail) -> Iterator[tuple[str, Words]]:
     row = found.row
     if row.detail:
         yield "wrong" if row.state == rows.DAMAGED else "state", Span(row.detail, _tone(row.state), 2000)
@@ -373,7 +362,7 @@ def _plain(value: object) -> str:
     return _units.number(value) if isinstance(value, float) else str(value)
 
 
-def _orbax(found: EpochDetail) -> Iterator[tuple[str, Words]]:
+def _orbax(found: rows.EpochDetail) -> Iterator[tuple[str, Words]]:
     """What stock Orbax can read of a committed epoch."""
     title = "stock Orbax"
     if found.unsupported is None:
@@ -390,7 +379,7 @@ def _orbax(found: EpochDetail) -> Iterator[tuple[str, Words]]:
         yield title, Span(f"cannot read, of item {name}: {why}{more}", Tone.WARN, 1000)
 
 
-def _nodes(row: EpochRow) -> Iterator[Block]:
+def _nodes(row: rows.EpochRow) -> Iterator[Block]:
     """All nodes of an epoch that several wrote; of many only the damaged and the slowest ones."""
     if len(row.nodes) < 2:
         return
@@ -412,7 +401,7 @@ def _nodes(row: EpochRow) -> Iterator[Block]:
         Column("detail", 4, least=20),
     )
 
-    def line(node: NodeRow) -> Row:
+    def line(node: rows.NodeRow) -> Row:
         slowest = Tone.WARN if node.name == row.slowest_node else Tone.FAINT
         return Row(
             (
@@ -431,7 +420,7 @@ def _nodes(row: EpochRow) -> Iterator[Block]:
 # One item.
 
 
-def item(found: ItemRow, total_nbytes: int) -> list[Block]:
+def item(found: rows.ItemRow, total_nbytes: int) -> list[Block]:
     """One item: its tree, its files, or what each node has of its own.
 
     Args:
@@ -442,7 +431,7 @@ def item(found: ItemRow, total_nbytes: int) -> list[Block]:
     return [_item(found, total_nbytes, labels, open=True)]
 
 
-def _item(found: ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *, open: bool) -> Section:
+def _item(found: rows.ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *, open: bool) -> Section:
     what = {"arrays": leaf_count(len(found.leaves)), "files": _units.several(len(found.files), "file", "files")}
     what = what.get(found.kind, f"{_units.several(len(found.nodes), 'node', 'nodes')} with their own")
     size = f"  {what}, {_units.nbytes(found.nbytes)}"
@@ -468,7 +457,7 @@ def _item(found: ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *, ope
     return Section(("item ", Span(found.name, Tone.STRONG), size, handler), tuple(blocks), open)
 
 
-def _files(files: Sequence[FileRow], total: int) -> Table:
+def _files(files: Sequence[rows.FileRow], total: int) -> Table:
     columns = (
         Column("file", 0, least=30),
         Column("bytes", 1, right=True),
