@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from epochckpt.manager.metadata_handlers import (
     AbstractMetadataHandler,
-    EpochRow,
     JsonMetadataHandler,
+    RunEpochRow,
     RunRow,
+    RunStatRow,
     SqliteMetadataHandler,
-    StatRow,
 )
 
 __all__ = [
     "AbstractMetadataHandler",
-    "EpochRow",
     "JsonMetadataHandler",
+    "RunEpochRow",
     "RunRow",
+    "RunStatRow",
     "SqliteMetadataHandler",
-    "StatRow",
 ]

@@ -1,9 +1,8 @@
-"""Metadata handlers: what is told of a run while it trains, and asked when it starts again.
+"""Metadata handlers: they are told of a run while it trains, and asked where to resume when it starts again.
 
-The protocol is that of Caffe2's `caffe2.python.checkpoint`. Handlers are called on the primary only, also from
-background threads. What a handler raises is logged; it never harms an epoch that is committed.
-
-The protocol of metadata handlers, and checks of what they are given and answer; users find it in `ec.metadata`.
+The protocol is that of Caffe2's `caffe2.python.checkpoint`; users find it in `epochckpt.metadata`. The methods of a
+handler are called on the primary only, also from background threads. What a handler raises is logged, and never harms
+an epoch that is committed.
 """
 
 from __future__ import annotations
@@ -20,20 +19,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from absl import logging
-from etils import epath
 
-from epochckpt.errors import FormatError, FormatVersionError, InvalidArgumentError, say
-from epochckpt.format import checksums, paths
-from epochckpt.manager.run_database import EpochRow, RunDatabase, RunRow, StatRow
-from epochckpt.storage import PosixStore, expanded
+from epochckpt.errors import DamagedError, FormatError, FormatVersionError, InvalidArgumentError, say
+from epochckpt.format import checksums, parsing, paths
+from epochckpt.manager.run_database import RunDatabase, RunEpochRow, RunRow, RunStatRow
+from epochckpt.storage import Store, expanded, open_store, path_text
 
 T = TypeVar("T")
 
-ETILS = ("gs://", "s3://", "az://", "hf://")
-"""Where etils can write, beside local paths."""
-
 DB_TYPE = "epochckpt"
-"""What handlers are told of the kind of storage."""
+"""The kind of storage that handlers are told of."""
 
 _CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "set_params": (0, ("db_prefix", "db_type", "node_names", "path_prefix", "path_type")),
@@ -109,37 +104,45 @@ class AbstractMetadataHandler(abc.ABC):
         del epoch, reason
 
 
-class DirectoryHandler(AbstractMetadataHandler):
-    """What the handlers here have in common: they know the directory of the checkpoints."""
+class _DirectoryHandler(AbstractMetadataHandler):
+    """The handlers of this module: they look at the directory of the checkpoints themselves."""
 
-    _prefix: str | None = None
-    _directory = ""
+    _store: Store | None = None
 
-    def _set_prefix(self, prefix: str) -> None:
-        self._prefix = prefix  # as given: it may name the run
-        self._directory = prefix if "://" in prefix else os.path.abspath(prefix)
+    def set_params(
+        self,
+        db_prefix: str,
+        db_type: str,
+        node_names: Sequence[str],
+        path_prefix: str | None = None,
+        path_type: str | None = None,
+    ) -> None:
+        """Begins the run, or goes on with the one that had one of these nodes."""
+        if isinstance(node_names, str) or not isinstance(node_names, Sequence):
+            raise InvalidArgumentError(f"set_params(node_names) must be a list of names, got {node_names!r}")
+        prefix = expanded(path_text(db_prefix, "set_params(db_prefix)"))
+        texts = {"db_type": db_type, "path_prefix": path_prefix, "path_type": path_type}
+        params = {"db_prefix": prefix, **{name: None if v is None else str(v) for name, v in texts.items()}}
+        store = open_store(prefix)
+        self._begin(params, [str(name) for name in node_names], store)
+        self._store = store
+
+    @abc.abstractmethod
+    def _begin(self, params: dict[str, Any], nodes: list[str], store: Store) -> None:
+        """`set_params`, with its arguments checked; `store` is the directory of the checkpoints."""
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Whether the directory exists; an object store, which has no directories, is asked whether it answers.
-
-        What etils cannot look at counts as there: the save itself will tell.
-        """
-        self._require_prefix()
-        if self._directory.startswith(ETILS):
-            try:
-                epath.Path(self._directory).exists()
-            except ImportError:  # the store's package is not installed: not an outage
-                raise
-            except Exception as error:  # every store has its own
-                logging.warning("%s cannot be reached: %s", self._directory, say(error))
-                return False
-            return True
-        return "://" in self._directory or os.path.isdir(self._directory)
-
-    def _require_prefix(self) -> str:
-        if self._prefix is None:
+        """Whether the directory exists; an object store, which has no directories, is asked whether it answers."""
+        if self._store is None:
             raise InvalidArgumentError(f"{type(self).__name__}: call set_params first")
-        return self._prefix
+        try:
+            if self._store.renames:
+                return os.path.isdir(self._store.root)
+            self._store.exists(JSON_NAME)
+        except OSError as error:
+            logging.warning("%s cannot be reached: %s", self._store.root, say(error))
+            return False
+        return True
 
 
 def check_handler(handler: T) -> T:
@@ -231,39 +234,6 @@ def check_times(action_name: str, all_stats: Mapping[str, float]) -> list[tuple[
     return times
 
 
-def check_params(db_prefix: Any, db_type: Any, path_prefix: Any, path_type: Any) -> dict[str, Any]:
-    """What `set_params` was given, as plain text."""
-    prefix = check_path("set_params(db_prefix)", db_prefix)
-    others = {"db_type": db_type, "path_prefix": path_prefix, "path_type": path_type}
-    return {"db_prefix": prefix, **{name: None if v is None else str(v) for name, v in others.items()}}
-
-
-def check_nodes(node_names: Any) -> list[str]:
-    """The nodes that `set_params` was given."""
-    if isinstance(node_names, str) or not isinstance(node_names, Sequence):
-        raise InvalidArgumentError(f"set_params(node_names) must be a list of names, got {node_names!r}")
-    return [str(name) for name in node_names]
-
-
-def check_path(what: str, path: Any) -> str:
-    """A path as text, `~` expanded."""
-    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise InvalidArgumentError(f"{what} must be a path, got {path!r}")
-    return expanded(name)
-
-
-__all__ = [
-    "AbstractMetadataHandler",
-    "EpochRow",
-    "JsonMetadataHandler",
-    "RunRow",
-    "SqliteMetadataHandler",
-    "StatRow",
-    "answered_epoch",
-    "check_handler",
-]
-
 JSON_NAME = "last_epoch"
 _KIND, _VERSION = "last_epoch", 1
 _MAX_BYTES = 16 * 2**20
@@ -271,42 +241,45 @@ _DAY = 86_400  # SQLite counts milliseconds in an int of C
 _FOREIGN = "is not what JsonMetadataHandler writes; move it away, or give the handler another path"
 
 
-class JsonMetadataHandler(DirectoryHandler):
+class JsonMetadataHandler(_DirectoryHandler):
     """One small JSON file beside the epochs: the last epoch and when it was written, for people, too.
 
-    It also holds the run's nodes, the last times of each action, the last failed save and why the run ended. Written
-    whole each time: to a local path durably and by an atomic rename; to an object store through etils.
+    It also holds the run's nodes, the last times of each action, the last failed save and why the run ended. Each
+    write replaces the file atomically and durably.
 
     Jobs that share a directory, each for its own nodes, have a file each. A job that is started with more or fewer
     nodes goes on from the file of a job that had one of them.
 
     Args:
-        path: the file; None for `last_epoch-<the first node>.json` in the directory of the checkpoints.
+        path: the file, a local path or a URL; None for `last_epoch-<the first node>.json` in the directory of the
+            checkpoints.
+
+    Example:
+        >>> import json, pathlib
+        >>> import orbax.checkpoint as ocp
+        >>> import epochckpt as ec
+        >>> handler = ec.metadata.JsonMetadataHandler("last.json")
+        >>> with ec.CheckpointManager("run", metadata_handler=handler) as manager:
+        ...     saved = manager.save(3, args=ocp.args.StandardSave({"w": 1.5}))
+        >>> json.loads(pathlib.Path("last.json").read_text())["epoch"]
+        3
+        >>> handler.last_epoch()
+        3
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
-        self._given = None if path is None else _writable(check_path("JsonMetadataHandler(path)", path))
-        self._path = self._given
+        self._given = path is not None
+        self._file = None if path is None else _file_at(expanded(path_text(path, "JsonMetadataHandler(path)")))
         self._params: dict[str, Any] = {}
         self._nodes = frozenset[str]()
         self._lock = threading.Lock()
 
-    def set_params(
-        self,
-        db_prefix: str,
-        db_type: str,
-        node_names: Sequence[str],
-        path_prefix: str | None = None,
-        path_type: str | None = None,
-    ) -> None:
-        """Takes the run's names; writes nothing."""
-        params = {**check_params(db_prefix, db_type, path_prefix, path_type), "nodes": check_nodes(node_names)}
-        prefix = params["db_prefix"]
+    def _begin(self, params: dict[str, Any], nodes: list[str], store: Store) -> None:
         with self._lock:
-            first = "".join(f"-{paths.folder_name(name)}" for name in params["nodes"][:1])
-            self._path = self._given or _writable(f"{prefix.rstrip('/')}/{JSON_NAME}{first}.json")
-            self._set_prefix(prefix)
-            self._params, self._nodes = params, frozenset(params["nodes"])
+            if not self._given:
+                first = "".join(f"-{paths.folder_name(name)}" for name in nodes[:1])
+                self._file = store, f"{JSON_NAME}{first}.json"
+            self._params, self._nodes = {**params, "nodes": nodes}, frozenset(nodes)
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """The user's, else the one written last; None if there is no file.
@@ -343,45 +316,48 @@ class JsonMetadataHandler(DirectoryHandler):
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
-            path, old = self._require_path(), self._read()
+            (store, name), old = self._place(), self._read()
             record = {"epochckpt": _KIND, "version": _VERSION, "epoch": None, **old, **self._params}
             record["had"] = sorted(self._nodes.union(old.get("had") or ()))  # by these the job is known
             record |= {name: new(record.get(name)) if callable(new) else new for name, new in changes.items()}
             data = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
-            if path.startswith(ETILS):
-                epath.Path(path).write_bytes(data)
-            else:
-                _replace(path, data)
+            # two jobs may share the directory, so each write has a draft of its own; a crash leaves it, hidden
+            store.put(name, data, draft=f".{name}.{paths.new_id()}.tmp", replace=True)
 
     def _read(self) -> dict[str, Any]:
-        """What this job has written; nothing if it has not.
-
-        Before it has a file of its own, that of a job which had one of its nodes.
-        """
-        path = self._require_path()
-        record = self._read_file(path)
+        """The record of this job, or, before it has written one, that of a job which had one of its nodes."""
+        store, name = self._place()
+        record = _read_json(store, name)
         if record:
             if not self._is_ours(record):
                 problem = f"is of a job with the nodes {', '.join(record['had'])}, and here are"
-                raise FormatError(path, f"{problem} {', '.join(sorted(self._nodes))}: give each job a file of its own")
+                nodes = ", ".join(sorted(self._nodes))
+                raise FormatError(f"{store.root}/{name}", f"{problem} {nodes}: give each job a file of its own")
             return record
-        others = [] if self._given else _files(path)
-        return next(filter(self._is_ours, map(self._read_file, others)), {})
+        others = [] if self._given else [n for n in store.find(f"{JSON_NAME}-", "") if n.endswith(".json")]
+        return next(filter(self._is_ours, (_read_json(store, other) for other in others)), {})
 
     def _is_ours(self, record: Mapping[str, Any]) -> bool:
         had = record.get("had") or ()
         return bool(record) and (not had or not self._nodes or not self._nodes.isdisjoint(had))
 
-    def _read_file(self, path: str) -> dict[str, Any]:
-        try:
-            if path.startswith(ETILS):
-                data = epath.Path(path).read_bytes()
-            else:
-                data = PosixStore(os.path.dirname(path)).read(os.path.basename(path), limit_bytes=_MAX_BYTES)
-        except FileNotFoundError:
-            return {}
-        except (ValueError, IsADirectoryError) as error:  # too large, or no file
-            raise FormatError(path, f"{_FOREIGN} ({error})") from None
+    def _place(self) -> tuple[Store, str]:
+        if self._file is None:
+            raise InvalidArgumentError("JsonMetadataHandler without a path: call set_params first")
+        return self._file
+
+
+def _file_at(path: str) -> tuple[Store, str]:
+    """The store and the name in it of a file."""
+    folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
+    return open_store(folder or "/"), name
+
+
+def _read_json(store: Store, name: str) -> dict[str, Any]:
+    """The record in a file; empty if there is no such file."""
+    path = f"{store.root}/{name}"
+
+    def parse(_: str, data: bytes) -> dict[str, Any]:
         try:
             record = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -390,23 +366,24 @@ class JsonMetadataHandler(DirectoryHandler):
             raise FormatError(path, f'{_FOREIGN} (no "epochckpt": "{_KIND}")')
         if record.get("version") != _VERSION:
             raise FormatVersionError(path, f"is of version {record.get('version')!r}; this epochckpt knows {_VERSION}")
-        epoch = record.get("epoch")
-        if epoch is not None and (not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0):
+        epoch, had = record.get("epoch"), record.get("had") or []
+        if epoch is not None and (type(epoch) is not int or epoch < 0):
             raise FormatError(path, f"{_FOREIGN} (the epoch is {str(epoch)[:80]})")
         if not isinstance(record.get("stats") or {}, dict):
             raise FormatError(path, f"{_FOREIGN} (stats are no object)")
-        had = record.get("had") or []
-        if not isinstance(had, list) or not all(isinstance(name, str) for name in had):
+        if not isinstance(had, list) or not all(isinstance(node, str) for node in had):
             raise FormatError(path, f"{_FOREIGN} (nodes are no names)")
         return record
 
-    def _require_path(self) -> str:
-        if self._path is None:
-            raise InvalidArgumentError("JsonMetadataHandler without a path: call set_params first")
-        return self._path
+    try:
+        return parsing.read_record(store, name, parse, limit_bytes=_MAX_BYTES) or {}
+    except (DamagedError, FormatError) as error:
+        if error.path == path:
+            raise
+        raise FormatError(path, f"{_FOREIGN} ({error})") from None  # it is too large, or no file
 
 
-class SqliteMetadataHandler(DirectoryHandler):
+class SqliteMetadataHandler(_DirectoryHandler):
     """One SQLite database for many runs: which there are, what happened to their epochs, how long each node took.
 
     Several processes and threads may write at once. A run that is started again goes on under its name, if one of its
@@ -417,16 +394,24 @@ class SqliteMetadataHandler(DirectoryHandler):
     The protocol does not say which epoch a `report` is about: it is the one that this handler named or was named last
     (`last_epoch`, `write`, `save_failed`, `cp_accessible(epoch)`), else the last one that the run has written.
 
-    Reading, in a notebook: `SqliteMetadataHandler(path).runs()` and so on; no `set_params` is needed.
-
     Args:
         path: the file, on a local or shared file system; its folder must exist.
         run: the run's name; None for its db_prefix, as given.
         timeout_secs: how long a call may wait for a lock that another process holds.
+
+    Example:
+        >>> import orbax.checkpoint as ocp
+        >>> import epochckpt as ec
+        >>> handler = ec.metadata.SqliteMetadataHandler("runs.db", run="first")
+        >>> with ec.CheckpointManager("run", metadata_handler=handler) as manager:
+        ...     saved = manager.save(3, args=ocp.args.StandardSave({"w": 1.5}))
+        >>> history = ec.metadata.SqliteMetadataHandler("runs.db")  # in a notebook, later
+        >>> [(run.name, run.last_epoch) for run in history.runs()]
+        [('first', 3)]
     """
 
     def __init__(self, path: str | os.PathLike[str], run: str | None = None, *, timeout_secs: float = 30.0):
-        name = check_path("SqliteMetadataHandler(path)", path)
+        name = expanded(path_text(path, "SqliteMetadataHandler(path)"))
         if "://" in name or name == ":memory:":
             raise InvalidArgumentError(f"SqliteMetadataHandler(path) is {name!r}; SQLite needs a file on a file system")
         if run is not None and (not isinstance(run, str) or not run):
@@ -436,28 +421,18 @@ class SqliteMetadataHandler(DirectoryHandler):
                 f"SqliteMetadataHandler(timeout_secs) must be a number above 0, at most {_DAY}, got {timeout_secs!r}"
             )
         self._database = RunDatabase(name, float(timeout_secs))
-        self._given, self._nodes = run, frozenset[str]()
+        self._run, self._nodes = run, frozenset[str]()
         self._epoch: int | None = None
         self._id: int | None = None
 
-    def set_params(
-        self,
-        db_prefix: str,
-        db_type: str,
-        node_names: Sequence[str],
-        path_prefix: str | None = None,
-        path_type: str | None = None,
-    ) -> None:
-        """Begins the run, or goes on with the one of that name that had one of these nodes."""
-        params, nodes = check_params(db_prefix, db_type, path_prefix, path_type), check_nodes(node_names)
-        self._set_prefix(params["db_prefix"])
+    def _begin(self, params: dict[str, Any], nodes: list[str], store: Store) -> None:
         self._nodes = frozenset(nodes)
-        self._id = self._database.start(self._given or params["db_prefix"], params, nodes, time.time())
+        self._id = self._database.start(self._run or params["db_prefix"], params, nodes, time.time())
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """The user's, else the one that the run wrote last; None if there is none."""
         named = user_epoch is not None
-        self._epoch = check_epoch("last_epoch", user_epoch) if named else self._database.last_epoch(self._run)
+        self._epoch = check_epoch("last_epoch", user_epoch) if named else self._database.last_epoch(self._run_id)
         return self._epoch
 
     def write(self, epoch: int) -> None:
@@ -467,7 +442,7 @@ class SqliteMetadataHandler(DirectoryHandler):
     def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
         """Adds the times: of one name, or folder, the node is the last part of it that is a node's name."""
         times = [(name, self._node(name), secs) for name, secs in check_times(action_name, all_stats)]
-        self._database.add_stats(self._run, self._epoch, action_name, times, time.time())
+        self._database.add_stats(self._run_id, self._epoch, action_name, times, time.time())
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Whether the directory exists, see `JsonMetadataHandler`."""
@@ -487,11 +462,11 @@ class SqliteMetadataHandler(DirectoryHandler):
         """All runs in the database, in the order in which they were first started."""
         return self._database.runs()
 
-    def epochs(self, run: str | None = None) -> list[EpochRow]:
+    def epochs(self, run: str | None = None) -> list[RunEpochRow]:
         """What happened to the epochs of one run, or of all, in that order."""
         return self._database.epochs(run)
 
-    def stats(self, run: str | None = None, epoch: int | None = None) -> list[StatRow]:
+    def stats(self, run: str | None = None, epoch: int | None = None) -> list[RunStatRow]:
         """Times of one run or of all, about one epoch or all, in the order in which they were reported."""
         return self._database.stats(run, epoch)
 
@@ -501,13 +476,13 @@ class SqliteMetadataHandler(DirectoryHandler):
 
     def _add(self, method: str, epoch: int, outcome: str, reason: str | None) -> None:
         number = check_epoch(method, epoch)
-        self._database.add_epoch(self._run, number, outcome, reason, time.time())
+        self._database.add_epoch(self._run_id, number, outcome, reason, time.time())
         self._epoch = number
 
     @property
-    def _run(self) -> int:
-        self._require_prefix()
-        assert self._id is not None, "set_params has set both"
+    def _run_id(self) -> int:
+        if self._id is None:
+            raise InvalidArgumentError("SqliteMetadataHandler: call set_params first")
         return self._id
 
     def _node(self, name: str) -> str:
@@ -517,35 +492,5 @@ class SqliteMetadataHandler(DirectoryHandler):
         return next((known[part] for part in reversed(name.split("/")) if part in known), name)
 
 
-def _writable(path: str) -> str:
-    """The path, made absolute if it is local."""
-    if path.startswith(ETILS):
-        return path
-    if "://" in path:
-        raise InvalidArgumentError(
-            f"JsonMetadataHandler cannot write {path}: expected a local path or one of {', '.join(ETILS)}…; "
-            "give it a path= of its own"
-        )
-    return os.path.abspath(path)
-
-
-def _files(path: str) -> list[str]:
-    """The files of the handlers of other jobs in the directory of this one's."""
-    folder, name = path.rsplit("/", 1)
-    try:
-        names = [p.name for p in epath.Path(folder).glob(f"{JSON_NAME}-*.json")]
-    except OSError:  # there is no such folder, or it cannot be read: whoever writes will say so
-        return []
-    return [f"{folder}/{other}" for other in sorted(names) if other != name]
-
-
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-
-
-def _replace(path: str, data: bytes) -> None:
-    """Puts a file in place of another: after a crash there is the old one or the new one, whole."""
-    store, name = PosixStore(os.path.dirname(path)), os.path.basename(path)
-    # Two jobs may share the directory, so each write has a file of its own; the dot hides what a crash leaves behind
-    fresh = f".{name}.{paths.new_id()}.tmp"
-    store.put(name, data, draft=fresh, replace=True)

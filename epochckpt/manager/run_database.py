@@ -89,7 +89,7 @@ class RunRow:
 
 
 @dataclass(frozen=True)
-class EpochRow:
+class RunEpochRow:
     """One thing that happened to an epoch of a run.
 
     Attributes:
@@ -108,7 +108,7 @@ class EpochRow:
 
 
 @dataclass(frozen=True)
-class StatRow:
+class RunStatRow:
     """How long one action took one node.
 
     Attributes:
@@ -196,16 +196,16 @@ class RunDatabase:
         )
         return [RunRow(n, p, t, tuple(json.loads(nodes)), *rest) for n, p, t, nodes, *rest in found]
 
-    def epochs(self, run: str | None) -> list[EpochRow]:
+    def epochs(self, run: str | None) -> list[RunEpochRow]:
         """What happened to epochs, in that order."""
         found = self._rows(
             "SELECT runs.name, epoch, outcome, reason, at_secs FROM epochs JOIN runs ON runs.id = run_id "
             "WHERE ?1 IS NULL OR runs.name = ?1 ORDER BY epochs.id",
             run,
         )
-        return [EpochRow(*row) for row in found]
+        return [RunEpochRow(*row) for row in found]
 
-    def stats(self, run: str | None, epoch: int | None) -> list[StatRow]:
+    def stats(self, run: str | None, epoch: int | None) -> list[RunStatRow]:
         """Times, in the order in which they were reported."""
         found = self._rows(
             "SELECT runs.name, epoch, action, stats.name, node, secs, at_secs FROM stats JOIN runs ON runs.id = run_id "
@@ -213,7 +213,7 @@ class RunDatabase:
             run,
             epoch,
         )
-        return [StatRow(*row) for row in found]
+        return [RunStatRow(*row) for row in found]
 
     def slowest(self, run: str | None) -> tuple[str, float] | None:
         """The node whose times add up to most."""

@@ -30,7 +30,9 @@ from epochckpt.errors import (
     FormatVersionError,
     InvalidArgumentError,
 )
+from epochckpt.manager import metadata_handlers
 from epochckpt.manager.run_database import APPLICATION_ID, VERSION
+from epochckpt.storage.object_store import KvStore
 from tests.support import processes
 
 NODES = ["trainer_0", "trainer_1"]
@@ -311,30 +313,26 @@ def test_a_write_that_is_killed_leaves_a_whole_file(tmp_path: pathlib.Path) -> N
         assert metadata.JsonMetadataHandler(path).last_epoch() >= 5  # type: ignore[operator]
 
 
-def test_a_directory_in_an_object_store(gs: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """Written through etils; the store is asked whether it answers, for an empty prefix is no failure there."""
-    handler = begun(metadata.JsonMetadataHandler(), "gs://bucket/run/")
+def test_a_directory_in_an_object_store(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store is asked whether it answers, for an empty prefix is no failure there."""
+    url = f"file://{tmp_path}/run"
+    handler = begun(metadata.JsonMetadataHandler(), f"{url}/")
     assert handler.cp_accessible()
     assert handler.last_epoch() is None
     handler.write(3)
     handler.write(2)
-    assert list(gs) == ["gs://bucket/run/last_epoch-trainer_0.json"]
-    assert begun(metadata.JsonMetadataHandler(), "gs://bucket/run").last_epoch() == 2
-    assert metadata.JsonMetadataHandler("gs://bucket/run/last_epoch-trainer_0.json").last_epoch() == 2
-    gs["away"] = None
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["last_epoch-trainer_0.json"]
+    assert begun(metadata.JsonMetadataHandler(), url, [*NODES[1:], *NODES[:1]]).last_epoch() == 2
+    assert metadata.JsonMetadataHandler(f"{url}/last_epoch-trainer_0.json").last_epoch() == 2
+
+    def refuse(store: KvStore, path: str) -> bool:
+        raise OSError("the store is away")
+
+    monkeypatch.setattr(KvStore, "exists", refuse)
     assert handler.cp_accessible() is False
-    assert "gs://bucket/run/ cannot be reached: the store is away" in caplog.text
-
-
-def test_where_etils_cannot_write_another_path_is_asked_for(tmp_path: pathlib.Path) -> None:
-    """At once, not at the first epoch."""
-    with pytest.raises(InvalidArgumentError, match=r"cannot write memory://x/last_epoch-trainer_0\.json.*path="):
-        metadata.JsonMetadataHandler().set_params("memory://x", "epochckpt", NODES)
-    handler = begun(metadata.JsonMetadataHandler(tmp_path / "x.json"), "memory://x")
-    handler.write(1)
-    assert handler.cp_accessible()
-    with pytest.raises(ImportError, match="s3fs"):
-        begun(handler, "s3://bucket/x").cp_accessible()
+    assert "cannot be reached: the store is away" in caplog.text
 
 
 def test_relative_paths_are_those_of_the_start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,7 +595,7 @@ BAD_HANDLERS: list[Callable[[], Any]] = [
         lambda v=v: metadata.SqliteMetadataHandler("x", timeout_secs=v)
         for v in (0, -1, math.nan, math.inf, "3", None, True)
     ),
-    *(lambda v=v: metadata.JsonMetadataHandler(v) for v in ("", 3, b"x", "memory://x/y")),
+    *(lambda v=v: metadata.JsonMetadataHandler(v) for v in ("", 3, b"x")),
 ]
 
 
@@ -629,7 +627,7 @@ class Caffe2Style:
 def test_any_object_with_caffe2s_methods_is_a_handler(tmp_path: pathlib.Path) -> None:
     """Its class does not matter."""
     for handler in (Caffe2Style(), metadata.JsonMetadataHandler(), database(tmp_path)):
-        assert metadata.check_handler(handler) is handler
+        assert metadata_handlers.check_handler(handler) is handler
 
 
 def test_what_an_object_lacks_is_named() -> None:
@@ -641,11 +639,11 @@ def test_what_an_object_lacks_is_named() -> None:
         def last_epoch(self, user_epoch: int | None = None) -> None: ...
 
     with pytest.raises(InvalidArgumentError, match="is a Half without set_params, write, report, cp_accessible;"):
-        metadata.check_handler(Half())
+        metadata_handlers.check_handler(Half())
     with pytest.raises(InvalidArgumentError, match="is a NoneType without set_params, last_epoch"):
-        metadata.check_handler(None)
+        metadata_handlers.check_handler(None)
     with pytest.raises(InvalidArgumentError, match="is the class Caffe2Style instead of an object of it"):
-        metadata.check_handler(Caffe2Style)
+        metadata_handlers.check_handler(Caffe2Style)
 
 
 def test_a_method_that_cannot_be_called_as_in_caffe2_is_named() -> None:
@@ -657,20 +655,20 @@ def test_a_method_that_cannot_be_called_as_in_caffe2_is_named() -> None:
         def cp_accessible(self, number: Any = None) -> bool:
             return True
 
-    assert metadata.check_handler(Positional())
+    assert metadata_handlers.check_handler(Positional())
 
     class Other(Positional):
         def write(self, number: int) -> None: ...
 
     with pytest.raises(InvalidArgumentError, match=r"Other has write\(number: .*called as write\(epoch=…\)"):
-        metadata.check_handler(Other())
+        metadata_handlers.check_handler(Other())
 
     class Nothing(Caffe2Style):
         def cp_accessible(self) -> bool:  # type: ignore[override]
             return True
 
     with pytest.raises(InvalidArgumentError, match=r"Nothing has cp_accessible\(\) .*called as cp_accessible\(…\)"):
-        metadata.check_handler(Nothing())
+        metadata_handlers.check_handler(Nothing())
 
 
 def test_a_handler_needs_only_the_abstract_methods() -> None:
@@ -692,21 +690,21 @@ def test_a_handler_needs_only_the_abstract_methods() -> None:
 @pytest.mark.parametrize("answer", [0, 7, np.int32(7), jnp.array(7), np.array(7)])
 def test_an_answered_epoch_is_an_int(answer: Any) -> None:
     """Of whatever kind it came; None stays None."""
-    assert type(metadata.answered_epoch(answer)) is int
-    assert metadata.answered_epoch(answer) == answer
-    assert metadata.answered_epoch(None) is None
+    assert type(metadata_handlers.answered_epoch(answer)) is int
+    assert metadata_handlers.answered_epoch(answer) == answer
+    assert metadata_handlers.answered_epoch(None) is None
 
 
 @pytest.mark.parametrize("answer", [-1, 1.0, "7", True, False, np.bool_(True), np.ones(2, int), [], {}, 2**63])
 def test_another_answer_shows_the_handler_and_the_value(answer: Any) -> None:
     """And what is expected."""
     with pytest.raises(InvalidArgumentError) as caught:
-        metadata.answered_epoch(answer, Caffe2Style())
+        metadata_handlers.answered_epoch(answer, Caffe2Style())
     assert "the metadata handler Caffe2Style answered last_epoch" in str(caught.value)
     assert str(answer)[:80] in str(caught.value)
     assert f"({type(answer).__name__}); expected a whole number, at least 0" in str(caught.value)
     with pytest.raises(InvalidArgumentError, match="the metadata handler answered"):
-        metadata.answered_epoch(answer)
+        metadata_handlers.answered_epoch(answer)
 
 
 @settings(deadline=None, max_examples=25)

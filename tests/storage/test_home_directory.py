@@ -10,7 +10,6 @@ import epochckpt as ec
 from epochckpt import storage
 from epochckpt.cli import main
 from epochckpt.jobs import stop
-from epochckpt.manager import metadata_handlers
 
 
 def test_a_tilde_is_the_home_directory_wherever_a_path_is_taken(
@@ -40,7 +39,8 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_taken(
     assert ec.stop.file_exists("~/stop").holds(
         stop.Context(epoch=1, metrics={}, workspace={}, elapsed_secs=0.0, total_secs=0.0)
     )
-    assert metadata_handlers.check_path("JsonMetadataHandler(path)", "~/a.json") == str(home / "a.json")
+    (home / "a.json").write_text('{"epochckpt": "last_epoch", "version": 1, "epoch": 4}')
+    assert ec.metadata.JsonMetadataHandler("~/a.json").last_epoch() == 4
     assert ec.caffe2.CheckpointManager("~/blobs", "trainer", "epochckpt").db_prefix == str(home / "blobs")
     assert list(here.iterdir()) == []
 
