@@ -1,6 +1,6 @@
-"""`attach_metrics`: another job's metrics for an epoch; needs nobody.
+"""For evaluators beside a run: `follow` yields epochs as they are committed, `attach_metrics` adds metrics to them.
 
-`follow`: yields epochs as they are committed, for evaluators; reads only, and needs nobody.
+Neither needs another process; `follow` only reads.
 """
 
 from __future__ import annotations
@@ -46,6 +46,15 @@ def follow(
     Raises:
         InvalidArgumentError: interval_secs is not positive.
         StorageError: storage does not answer, also when asked again; call it anew, with the last epoch as `after`.
+
+    Example:
+        >>> import orbax.checkpoint as ocp
+        >>> import epochckpt as ec
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     for epoch in range(3):
+        ...         saved = manager.save(epoch, args=ocp.args.StandardSave({"w": 1.5}))
+        >>> list(ec.follow("run", after=0, timeout_secs=0))
+        [1, 2]
     """
     if not interval_secs > 0:
         raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
@@ -128,6 +137,16 @@ def attach_metrics(
         InvalidArgumentError: the epoch has a metric of such a name from somebody else, or it is no JSON.
         UnsupportedError: stock Orbax wrote the epoch.
         AccessError: no permission to write there.
+
+    Example:
+        >>> import orbax.checkpoint as ocp
+        >>> import epochckpt as ec
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     saved = manager.save(0, args=ocp.args.StandardSave({"w": 1.5}), metrics={"loss": 0.5})
+        >>> ec.attach_metrics("run", 0, {"accuracy": 0.75}, source="evaluator")
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     sorted(manager.metrics(0).items())
+        [('accuracy', 0.75), ('loss', 0.5)]
     """
     commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
     attached_metrics.attach(commits, epoch_number(epoch), metrics, source, save_id)

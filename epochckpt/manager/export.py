@@ -96,6 +96,18 @@ def export(
         InvalidArgumentError: the destination is no empty folder, lies in `directory`, or is the current directory; no
             such item; leaves that would be called alike.
         OSError: the destination cannot be written.
+
+    Example:
+        >>> import os
+        >>> import numpy as np
+        >>> import orbax.checkpoint as ocp
+        >>> import epochckpt as ec
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     saved = manager.save(4, args=ocp.args.StandardSave({"w": np.zeros(3)}))
+        >>> ec.export("run", None, "tensors", "safetensors").epoch
+        4
+        >>> os.listdir("tensors")
+        ['model.safetensors']
     """
     began = time.monotonic()
     _check(format, separator, max_file_bytes, max_buffer_bytes)

@@ -1,12 +1,10 @@
-"""The arrays of an item as whole tensors in `.safetensors` files, in the form of Hugging Face.
+"""The two forms of an export.
 
-One `model.safetensors`, or `model-00001-of-00003.safetensors` … with `model.safetensors.index.json`. Names are the keys
-joined with a separator. Leaves are read in slabs that are contiguous in the file, so memory is bounded by the slab.
-
-An epoch as a plain checkpoint of stock Orbax: the Orbax view, with copies of the data files in place of its links.
-
-The index of an item names files below the item's folder, `<node>/<item>.safetensors`. In an epoch those are reached
-through a symlink per node; here the files themselves lie there, so the index stays the same.
+- A plain checkpoint of stock Orbax is the Orbax view with the data files in place of its links. The index of an item
+  names files below the item's folder, `<node>/<item>.safetensors`; in an epoch a symlink per node leads to them.
+- Safetensors in the form of Hugging Face: whole tensors in one `model.safetensors`, or in
+  `model-00001-of-00003.safetensors` … with `model.safetensors.index.json`. Names are the keys joined with a separator.
+  Leaves are read in boxes that are contiguous in the file, so memory is bounded by the box.
 """
 
 from __future__ import annotations

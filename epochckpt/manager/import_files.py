@@ -77,6 +77,18 @@ def import_(
         EpochExistsError: there is such an epoch, be it readable or not.
         SaveError: storage refused; the epoch does not exist.
         OSError: the source cannot be read.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax import serialization
+        >>> import epochckpt as ec
+        >>> with open("params.msgpack", "wb") as file:
+        ...     written = file.write(serialization.to_bytes({"w": np.arange(3)}))
+        >>> ec.import_("params.msgpack", "run", 0).state
+        'committed'
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     manager.restore(0)
+        {'w': array([0, 1, 2])}
     """
     epoch = epoch_number(epoch)
     paths.check_item_name(item, ("process_0",))

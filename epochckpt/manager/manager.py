@@ -550,6 +550,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             EpochNotFoundError: there is no such epoch.
             UnknownNameError: one of the patterns matches no leaf; names those that are near.
+
+        Example:
+            >>> import orbax.checkpoint as ocp
+            >>> import epochckpt as ec
+            >>> state = {"params": {"w": 1.5, "b": -0.5}, "step": 7}
+            >>> with ec.CheckpointManager("run") as manager:
+            ...     saved = manager.save(0, args=ocp.args.StandardSave(state))
+            ...     manager.wait_until_finished()
+            ...     manager.restore_leaves(0, "params/*")
+            {'params/b': -0.5, 'params/w': 1.5}
         """
         return self._readers.open(epoch_number(epoch)).restore_leaves(patterns, item)
 
@@ -577,6 +587,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `epochckpt.repair_view`.
 
         Stock Orbax keeps no checksums: of its epochs it says whether they are whole and can be read; see `note`.
+
+        Example:
+            >>> import numpy as np
+            >>> import orbax.checkpoint as ocp
+            >>> import epochckpt as ec
+            >>> with ec.CheckpointManager("run") as manager:
+            ...     saved = manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(3)}))
+            ...     manager.wait_until_finished()
+            ...     manager.status(0).state, manager.status(1).state, manager.verify(0).ok
+            ('committed', 'absent', True)
         """
         return self._readers.verify(epoch_number(epoch))
 
@@ -668,6 +688,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             EpochNotFoundError: there is no such epoch.
             UnfinishedError: nobody sees them any more, but they could not be moved, and cannot be saved anew so far.
+
+        Example:
+            >>> import orbax.checkpoint as ocp
+            >>> import epochckpt as ec
+            >>> with ec.CheckpointManager("run") as manager:
+            ...     for epoch in range(3):
+            ...         saved = manager.save(epoch, args=ocp.args.StandardSave({"loss": 0.5**epoch}))
+            ...     manager.wait_until_finished()
+            ...     manager.rollback_to(1)
+            ...     print(manager.all_steps())
+            [0, 1]
         """
         epoch = epoch_number(epoch)
         if self._options.read_only:

@@ -35,6 +35,17 @@ def repair_view(
         DamagedError, FormatError: its record cannot be used.
         UnsupportedError: it was saved without a view, or by stock Orbax.
         AccessError: no permission to write there.
+
+    Example:
+        >>> import os
+        >>> import numpy as np
+        >>> import orbax.checkpoint as ocp
+        >>> import epochckpt as ec
+        >>> with ec.CheckpointManager("run") as manager:
+        ...     saved = manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(3)}))
+        >>> os.remove("run/0/default/_METADATA")
+        >>> ec.repair_view("run", 0)
+        ['default']
     """
     commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
     return repair(commits, epoch_number(epoch))

@@ -10,11 +10,8 @@ relative symlink per node (the database accepts only paths below its own folder)
     <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
-What Orbax cannot express is left out, never wrong, and named in `View.unsupported`.
-
-How leaves lay on devices, in the text that Orbax keeps in `_sharding`.
-
-What the Orbax view says, and does, about leaves that Orbax has no form for.
+`_sharding` says how leaves lay on devices. What Orbax cannot express is left out, never wrong, and is named in
+`View.unsupported`; where a sequence would lack an element, a None takes its place.
 """
 
 from __future__ import annotations
