@@ -23,14 +23,9 @@ def check_blobs(
     chosen: Callable[[Iterable[str]], Sequence[str]],
     unsaved_blobs: str,
 ) -> None:
-    """Names the blobs that stay from epoch to epoch and are not checkpointed.
+    """Names the blobs in checkpointed workspaces that stay from epoch to epoch and are not among the `saved` ones.
 
-    Args:
-        epoch: that has been trained.
-        spaces: the workspaces of this process whose nodes are checkpointed.
-        saved: the blobs that are checkpointed, by node.
-        chosen: picks those blobs that the user has not left out.
-        unsaved_blobs: what to do about them: `warn`, `error` or `ignore`.
+    `chosen` picks the blobs that the user has not left out.
 
     Raises:
         InvalidArgumentError: there are some, and that is an error.
@@ -56,7 +51,7 @@ def check_metrics(
     """Names the metrics that are not kept, and what looks like a metric and is none.
 
     Args:
-        returned: what the tasks of each node of this process returned, in their order.
+        returned: what the tasks of the epoch returned, in their order, by node of this process.
         tasks: of the epoch group.
         metrics: of the epoch.
         primary: the node whose metrics count.

@@ -124,7 +124,6 @@ class TaskOutput:
 class Task:
     """A Python callable that runs on a workspace.
 
-    >>> import epochckpt as ec
     >>> session = ec.LocalSession()
     >>> task = ec.Task(lambda ws: ws.update(x=1), outputs="x")
     >>> session.run(task)
@@ -181,7 +180,6 @@ class Task:
 class TaskGroup(_Scope):
     """The tasks of one phase, in the order in which they were added. Inside `with group:` new tasks join the group.
 
-    >>> import epochckpt as ec
     >>> with ec.TaskGroup("evaluation") as group:
     ...     task = ec.Task(lambda ws: ws["x"] + 1, node="trainer_0")
     >>> group.used_nodes(), len(group)
@@ -289,7 +287,6 @@ class Job(_Scope):
     `@job.epoch`, `@job.download`, `@job.exit`, and `job.stop_when(condition)`. Or Caffe2's: `with Job() as job:` and
     tasks in `job.init_group`, `job.epoch_group`, and so on.
 
-    >>> import epochckpt as ec
     >>> job = ec.Job()
     >>> @job.init
     ... def init(ws):
@@ -449,7 +446,6 @@ class Job(_Scope):
 def epoch_limiter(job: Job, num_epochs: int) -> None:
     """Ends a job when `num_epochs` epochs have been done in all. Caffe2's name for `stop.max_epochs`.
 
-    >>> import epochckpt as ec
     >>> job = ec.Job()
     >>> ec.epoch_limiter(job, 10)
     >>> job.stop_conditions

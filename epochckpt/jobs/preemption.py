@@ -85,7 +85,7 @@ class Stopper:
         notice: of the preemption.
         exchange: makes the answers common.
         resumable: the epoch may be left at once.
-        deadline_secs: how long after the notice an epoch may still be worked on; None: until it is finished.
+        deadline_secs: for how long after the notice the epoch may go on; None: until it is finished.
 
     Attributes:
         stopped: the answer was True.

@@ -28,13 +28,6 @@ def choose(
     A named epoch is a rollback, durable before anything is trained. Otherwise it is the newest that every node can
     read, also where the metadata handler says less: the run may have died before the handler was told.
 
-    Args:
-        backend: the manager.
-        named: the epoch that the user named, if any.
-        resume: `auto`, `never` or `must`.
-        exchange: between the processes.
-        handler: may know what was saved last.
-
     Raises:
         EpochNotFoundError: the named epoch is not there, or there is none although there should be.
         DamagedError: there are epochs, and none of them can be used.
@@ -127,10 +120,7 @@ def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[
 def warn_of_types(workspace: Workspace, names: Sequence[str], declared: Collection[str]) -> None:
     """Names, after init, the blobs that a resume may not be able to give back as they are.
 
-    Args:
-        workspace: of a node.
-        names: the blobs to be checkpointed.
-        declared: the blobs for which setup said how they come back.
+    That is no worry for blobs that are `declared`: setup said how they come back.
     """
     for name in names:
         found = None if name in declared else containers.of(blob_lib.state_of(workspace[name]))
@@ -147,7 +137,7 @@ def warn_of_types(workspace: Workspace, names: Sequence[str], declared: Collecti
             )
 
 
-def check_targets(restored: Restored, spaces: Mapping[str, Workspace], checkpointed: Sequence[str], where: str) -> None:
+def check_targets(restored: Restored, spaces: Mapping[str, Workspace], declared: Sequence[str], where: str) -> None:
     """Refuses an epoch of another job: one that has no blob for which setup declared a target.
 
     An epoch that has some of these blobs may be older than the rest of the job: that is logged.
@@ -155,14 +145,14 @@ def check_targets(restored: Restored, spaces: Mapping[str, Workspace], checkpoin
     Args:
         restored: what came back.
         spaces: the workspaces of this process, by node.
-        checkpointed: names of the blobs with targets that are checkpointed.
+        declared: the blobs with targets that are checkpointed.
         where: the directory, for messages.
 
     Raises:
         InvalidArgumentError: the epoch is another job's; says what it holds.
     """
     for node, workspace in spaces.items():
-        wanted = [name for name in checkpointed if name in workspace.targets]
+        wanted = [name for name in declared if name in workspace.targets]
         missing = [name for name in wanted if name not in workspace]
         held = restored.names.get(node)
         if not missing or not held:

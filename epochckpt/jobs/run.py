@@ -47,61 +47,31 @@ class RunSettings:
 
 @dataclasses.dataclass
 class _TrainedEpoch:
-    """An epoch as this process has trained it.
-
-    Attributes:
-        number: of the epoch.
-        metrics: the primary's.
-        preempted: the preemption notice has reached all processes.
-        prepared: what the backend saves, see `CheckpointBackend.prepare`.
-    """
+    """An epoch as this process has trained it."""
 
     number: int
-    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    preempted: bool = False
-    prepared: Any = None
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the primary's
+    preempted: bool = False  # the preemption notice has reached all processes
+    prepared: Any = None  # what the backend saves, see `CheckpointBackend.prepare`
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Verdict:
-    """What the primary has decided at the end of an epoch; the same on all processes.
+    """What the primary has decided at the end of an epoch; the same on all processes."""
 
-    Attributes:
-        stop: why the run ends, by the stop condition's `repr`.
-        interrupted: a process left the epoch in the middle.
-        save: the epoch is saved now.
-        retry: if the epoch is the last one and is not saved, it is tried once more at the end of the run.
-        exists: the epoch is on storage and is to be replaced.
-        fenced_off: how a process learned that a newer run has taken over; empty if none has.
-        results: of saves that have ended, as JSON.
-    """
-
-    stop: dict[str, str]
-    interrupted: bool
-    save: bool
-    retry: bool
-    exists: bool
-    fenced_off: str
-    results: list[dict[str, Any]]
+    stop: dict[str, str]  # why the run ends, by the stop condition's `repr`
+    interrupted: bool  # a process left the epoch in the middle
+    save: bool  # the epoch is saved now
+    retry: bool  # if this is the last epoch and is not saved, it is tried once more at the end of the run
+    exists: bool  # the epoch is on storage and is to be replaced
+    fenced_off: str  # how a process learned that a newer run has taken over; empty if none has
+    results: list[dict[str, Any]]  # of saves that have ended, as JSON
 
 
 class TrainingRun:
-    """One run of a job.
-
-    Args:
-        job: what to run.
-        settings: how.
-        session: where; it has the job's nodes.
-        exchange: between the processes.
-        backend: the checkpoint manager, or None: nothing is saved.
-        handler: tells the metadata handler.
-        notice: hears of preemption.
-        show_epoch: shows progress.
-        upload: gives the group that uploads an epoch, if there is one.
+    """One run of a job in a session that has the job's nodes. Without a backend nothing is saved.
 
     Attributes:
-        session: where it runs.
-        backend: the checkpoint manager, as this run uses it.
         names: the blobs that are checkpointed, by node of this process; empty before that is known.
     """
 

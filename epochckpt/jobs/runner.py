@@ -53,7 +53,6 @@ class JobRunner:
     A save that fails does not stop training, unless many fail in a row; it shows in `result`. SIGTERM, or JAX's
     preemption notice, ends the run after the epoch in which it came (see `deadline_secs`), with that epoch committed.
 
-    >>> import epochckpt as ec
     >>> def train(epochs):
     ...     job = ec.Job()
     ...     job.init(lambda ws: ws.update(total=0))

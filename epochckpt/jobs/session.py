@@ -119,7 +119,6 @@ class Session(abc.ABC):
 class LocalSession(Session):
     """Runs the tasks of every node in this process, each node with its own workspace.
 
-    >>> import epochckpt as ec
     >>> session = ec.LocalSession()
     >>> session.run(ec.Task(lambda ws: ws.update(x=1)))
     {'process_0': [None]}

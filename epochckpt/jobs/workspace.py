@@ -33,7 +33,6 @@ class Workspace(MutableMapping[str, Any]):
     be checkpointed at all (a mesh, a compiled function) goes into `live`. Other attributes cannot be set: they would
     be lost.
 
-    >>> import epochckpt as ec
     >>> ws = ec.Workspace()
     >>> ws["total"] = 0
     >>> ws.live.names = ["a", "b"]
