@@ -210,13 +210,13 @@ class JobRunner:
         """
         self._result = None
         backend = self._open(session)
-        self._introduced = None
         exchange, handler = self._exchange(session), self._notifier(session, backend)
 
         def open_backend() -> None:
             if backend is not None:
                 backend.open(session, exchange)
-                handler.introduce()
+                self._introduced = None
+                self._introduce(handler, backend, session)
 
         exchange.gather("beginning of the run", open_backend, lambda _: None)
         distributed = isinstance(session, DistributedSession)
@@ -264,7 +264,7 @@ class JobRunner:
         loaded = backend.load_blobs(names, epoch_number(epoch))
         secs = {session.hosted[0]: time.monotonic() - began}
         handler = self._notifier(session, backend)
-        handler.introduce()
+        self._introduce(handler, backend, session)
         handler.report("checkpoint_partial_load", secs)
         handler.drain()
         return loaded
@@ -291,7 +291,7 @@ class JobRunner:
         run, notes = self._run, dict[str, Any]()
 
         def look() -> list[bool]:
-            handler.introduce()
+            self._introduce(handler, backend, session)
             return [handler.cp_accessible(epoch, backend.accessible), epoch in backend.epochs()]
 
         try:
@@ -330,16 +330,17 @@ class JobRunner:
         return Exchange(session.coordinator, session.nodes, self._timeout)
 
     def _notifier(self, session: Session, backend: CheckpointBackend | None) -> HandlerNotifier:
-        """Tells the metadata handler, the manager's or this runner's; the nodes first, unless an earlier call has."""
-        primary = session.coordinator.primary
+        """Tells the metadata handler: the manager's, or this runner's."""
         if backend is None or backend.handler is None:
-            notifier = HandlerNotifier(self._handler, primary)
-        else:
-            notifier = HandlerNotifier(backend.handler, primary, backend.handler_calls)
-        if backend is not None and self._introduced is not self.checkpoint_manager:
-            notifier.nodes(backend.directory, backend.handler_nodes(session))
+            return HandlerNotifier(self._handler, session.coordinator.primary)
+        return HandlerNotifier(backend.handler, session.coordinator.primary, backend.handler_calls)
+
+    def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend, session: Session) -> None:
+        """Tells the metadata handler which nodes save where, unless an earlier call has; the backend is open."""
+        if self._introduced is not self.checkpoint_manager:
+            handler.nodes(backend.directory, backend.handler_nodes(session))
+            handler.introduce()
             self._introduced = self.checkpoint_manager
-        return notifier
 
     def _upload(self, epoch: int) -> TaskGroup | None:
         if self.upload_task_group_builder is None:
