@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from epochckpt import _units
 from epochckpt.inspection.sharding import Cut, NodeLabels
 from epochckpt.inspection.tree import Branch
+
+T = TypeVar("T")
 
 _PROBLEMS = 20  # that a view lists
 
@@ -228,6 +231,19 @@ def trees(blocks: Iterable[Block]) -> list[Tree]:
 # Cells and blocks that several views have.
 
 
+Cells = Callable[[T], Cell | Words]
+
+
+def table(found: Sequence[T], *columns: tuple[Column, Cells[T]], below: Cells[T] = lambda row: "") -> Table:
+    """A table with a row for each of `found`; what a column shows of one stands beside the column."""
+
+    def cell(made: Cell | Words) -> Cell:
+        return made if isinstance(made, Cell) else Cell(made)
+
+    rows = (Row(tuple(cell(show(one)) for _, show in columns), cell(below(one)).words) for one in found)
+    return Table(tuple(column for column, _ in columns), tuple(rows))
+
+
 def percent(of_one: float) -> str:
     """A share of 1: `<0.1%`, `0.66%`, `5.3%`, `31%`."""
     return "<0.1%" if 0 < of_one < 0.001 else f"{of_one * 100:.2g}%" if of_one < 0.0995 else f"{of_one:.0%}"
@@ -243,6 +259,11 @@ def share(part: float, whole: float) -> Cell:
     """A share as a figure with a bar; nothing if there is none."""
     found = ratio(part, whole)
     return Cell(percent(found), Bar(found)) if found else Cell()
+
+
+def secs(value: float | None) -> str:
+    """A duration; empty if it is not known."""
+    return "" if value is None else _units.secs(value)
 
 
 def leaf_count(count: int) -> str:

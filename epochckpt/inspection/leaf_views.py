@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from epochckpt import _text, _units
 from epochckpt.inspection import rows, sharding, tree
@@ -12,10 +13,10 @@ from epochckpt.inspection.blocks import (
     Bar,
     Block,
     Cell,
+    Cells,
     Column,
     Histogram,
     Line,
-    Row,
     Span,
     Summary,
     Table,
@@ -26,6 +27,7 @@ from epochckpt.inspection.blocks import (
     problems,
     ratio,
     share,
+    table,
 )
 
 LISTED = 200  # leaves of a difference
@@ -38,7 +40,6 @@ _CHANGES = {
     rows.UNCHANGED: ("=", Tone.FAINT),
 }
 
-_LEAF_COLUMNS = (Column("item", 0, least=8), Column("node", 0, least=8), Column("leaf", 0, least=36))
 TREE_COLUMNS = (
     Column("leaf", 0, least=30),
     Column("type", 1),
@@ -98,35 +99,26 @@ def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
         summary.append(Span(f"NaN or Inf in {_units.count(len(wrong))}: {some}{more}", Tone.BAD))
     elif found:
         summary.append(Span("no NaN, no Inf", Tone.GOOD))
-    columns = (
-        *_LEAF_COLUMNS,
-        Column("type", 6),
-        Column("shape", 7, least=12),
-        Column("min", 1, right=True),
-        Column("max", 1, right=True),
-        Column("mean", 2, right=True),
-        Column("std", 4, right=True),
-        Column("norm", 5, right=True),
-        Column("NaN", 0, right=True),
-        Column("inf", 0, right=True),
-        Column("zero", 8, right=True),
-        Column("histogram", 3, least=10),
-    )
     first = sorted(found, key=lambda each: not (each.nans or each.infs)) if len(found) > LISTED else found
-    lines = []
-    for each, names in zip(first, _names(first), strict=True):
-        figures = [each.min, each.max, each.mean, each.std, each.norm]
-        cells = (
-            *names,
-            Cell(_type(each.leaf, Tone.GOOD)),
-            Cell(_shape(each.leaf)),
-            *(Cell(Span("–", Tone.FAINT) if value is None else _units.number(value)) for value in figures),
-            *(Cell(Span(_units.count(n) if n else "", Tone.BAD)) for n in (each.nans, each.infs)),
-            Cell(percent(each.zeros / each.count) if each.zeros and each.count else ""),
-            _histogram(each),
-        )
-        lines.append(Row(cells))
-    return [Summary(tuple(summary)), *([Table(columns, tuple(lines))] if lines else [])]
+    made = table(
+        first,
+        *_leaf_columns(first, first),
+        (Column("type", 6), lambda each: _type(each.leaf, Tone.GOOD)),
+        (Column("shape", 7, least=12), lambda each: _shape(each.leaf)),
+        (Column("min", 1, right=True), lambda each: _figure(each.min)),
+        (Column("max", 1, right=True), lambda each: _figure(each.max)),
+        (Column("mean", 2, right=True), lambda each: _figure(each.mean)),
+        (Column("std", 4, right=True), lambda each: _figure(each.std)),
+        (Column("norm", 5, right=True), lambda each: _figure(each.norm)),
+        (Column("NaN", 0, right=True), lambda each: Span(_units.count(each.nans) if each.nans else "", Tone.BAD)),
+        (Column("inf", 0, right=True), lambda each: Span(_units.count(each.infs) if each.infs else "", Tone.BAD)),
+        (
+            Column("zero", 8, right=True),
+            lambda each: percent(each.zeros / each.count) if each.zeros and each.count else "",
+        ),
+        (Column("histogram", 3, least=10), _histogram),
+    )
+    return [Summary(tuple(summary)), *([made] if found else [])]
 
 
 def _histogram(found: rows.LeafStats) -> Cell:
@@ -175,40 +167,33 @@ def _importance(row: rows.DiffRow) -> tuple[int, float]:
 
 
 def _changes(found: Sequence[rows.DiffRow], all_rows: Sequence[rows.DiffRow]) -> Table:
-    columns = (
-        Column("", 0),
-        *_LEAF_COLUMNS,
-        Column("change", 6),
-        Column("relative", 1, right=True, tip="norm of the change, divided by the norm before"),
-        Column("", 4),
-        Column("norm", 2, right=True, tip="of the change"),
-        Column("largest", 3, right=True, tip="greatest change of an element"),
-        Column("elements", 5, right=True, tip="how many elements changed"),
-        Column("what", 1, least=16),
-    )
     most = max((row.relative for row in found if row.relative and math.isfinite(row.relative)), default=0.0)
-    lines = []
-    for row, names in zip(found, _names(found, all_rows), strict=True):
-        sign, tone = _CHANGES[row.change]
-        relative, norm, largest = (
-            Cell("" if value is None else _units.number(value)) for value in (row.relative, row.norm, row.largest)
-        )
-        bar = Bar(ratio(row.relative, most), tone=tone) if row.relative else None
-        from_zero = row.relative is None and bool(row.norm)
+
+    def tone(row: rows.DiffRow) -> Tone:
+        return _CHANGES[row.change][1]
+
+    def elements(row: rows.DiffRow) -> Cell:
         count = math.prod(row.after.shape) if row.after is not None else 0
-        cells = (
-            Cell(Span(sign, tone)),
-            *names,
-            Cell(Span(row.change, tone)),
-            Cell("from 0") if from_zero else relative,
-            Cell(drawing=bar),
-            norm,
-            largest,
-            Cell() if row.elements is None else Cell(_units.count(row.elements), tip=f"of {_units.count(count)}"),
-            Cell(_what(row)),
-        )
-        lines.append(Row(cells))
-    return Table(columns, tuple(lines))
+        return Cell() if row.elements is None else Cell(_units.count(row.elements), tip=f"of {_units.count(count)}")
+
+    def relative(row: rows.DiffRow) -> str:
+        return "from 0" if row.relative is None and row.norm else _number(row.relative)
+
+    def bar(row: rows.DiffRow) -> Cell:
+        return Cell(drawing=Bar(ratio(row.relative, most), tone=tone(row)) if row.relative else None)
+
+    return table(
+        found,
+        (Column("", 0), lambda row: Span(_CHANGES[row.change][0], tone(row))),
+        *_leaf_columns(found, all_rows),
+        (Column("change", 6), lambda row: Span(row.change, tone(row))),
+        (Column("relative", 1, right=True, tip="norm of the change, divided by the norm before"), relative),
+        (Column("", 4), bar),
+        (Column("norm", 2, right=True, tip="of the change"), lambda row: _number(row.norm)),
+        (Column("largest", 3, right=True, tip="greatest change of an element"), lambda row: _number(row.largest)),
+        (Column("elements", 5, right=True, tip="how many elements changed"), elements),
+        (Column("what", 1, least=16), _what),
+    )
 
 
 def _what(row: rows.DiffRow) -> Words:
@@ -225,19 +210,34 @@ def _what(row: rows.DiffRow) -> Words:
     return row.detail
 
 
-def _names(
-    found: Sequence[rows.LeafStats | rows.DiffRow], of: Sequence[rows.LeafStats | rows.DiffRow] = ()
-) -> Iterator[list[Cell]]:
-    """Item, node and name of each leaf; the item only where all of `of` have several, or where one is a bare leaf."""
+_Leaf = TypeVar("_Leaf", rows.LeafStats, rows.DiffRow)
 
-    def bare(one: rows.LeafStats | rows.DiffRow) -> bool:
+
+def _leaf_columns(found: Sequence[_Leaf], of: Sequence[_Leaf]) -> list[tuple[Column, Cells[_Leaf]]]:
+    """Item, node and name; the item only where all of `of` have several, or where one of `found` is a bare leaf."""
+
+    def bare(one: _Leaf) -> bool:
         leaf = one.leaf if isinstance(one, rows.LeafStats) else one.before or one.after
         return leaf is not None and not leaf.path  # all there is of its item: then its name says nothing
 
-    several = len({one.item for one in of or found}) > 1 or any(map(bare, found))
-    for one in found:
-        name = one.leaf.name if isinstance(one, rows.LeafStats) else one.name
-        yield [Cell(one.item if several else ""), Cell(one.node), Cell(name, tip=name)]
+    def name(one: _Leaf) -> Cell:
+        text = one.leaf.name if isinstance(one, rows.LeafStats) else one.name
+        return Cell(text, tip=text)
+
+    several = len({one.item for one in of}) > 1 or any(map(bare, found))
+    return [
+        (Column("item", 0, least=8), lambda one: one.item if several else ""),
+        (Column("node", 0, least=8), lambda one: one.node),
+        (Column("leaf", 0, least=36), name),
+    ]
+
+
+def _figure(value: float | None) -> Words:
+    return Span("–", Tone.FAINT) if value is None else _units.number(value)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else _units.number(value)
 
 
 def _type(leaf: rows.LeafRow, tone: Tone = Tone.PLAIN) -> Span:

@@ -20,6 +20,7 @@ from epochckpt.inspection.blocks import (
     Bar,
     Block,
     Cell,
+    Cells,
     Column,
     Cuts,
     Facts,
@@ -38,7 +39,9 @@ from epochckpt.inspection.blocks import (
     leaf_count,
     problems,
     ratio,
+    secs,
     share,
+    table,
 )
 from epochckpt.inspection.leaf_views import diff, stats
 
@@ -52,14 +55,19 @@ _FILES = 100
 _ENTRIES = 40  # of one epoch's or item's metrics, of its metadata, of the runner's notes
 _LEAVES = 10  # of an item that stock Orbax cannot read
 
-_STATES = {
-    rows.COMMITTED: (Tone.GOOD, "every node finished; the epoch can be restored"),
-    rows.DAMAGED: (
-        Tone.BAD,
-        "the epoch cannot be read, or files are missing or have other sizes than recorded; it is never loaded",
-    ),
-    rows.IN_PROGRESS: (Tone.LIVE, "a save that something was written to lately; it is not yet an epoch"),
-    rows.ABANDONED: (Tone.WARN, "a save that failed or died; no reader looks at it"),
+_TONES = {
+    rows.COMMITTED: Tone.GOOD,
+    rows.DAMAGED: Tone.BAD,
+    rows.IN_PROGRESS: Tone.LIVE,
+    rows.ABANDONED: Tone.WARN,
+    "writing": Tone.LIVE,
+    "written": Tone.LIVE,
+}
+_MEANINGS = {
+    rows.COMMITTED: "every node finished; the epoch can be restored",
+    rows.DAMAGED: "it cannot be read, or files are missing or have other sizes than recorded; it is never loaded",
+    rows.IN_PROGRESS: "a save that something was written to lately; it is not yet an epoch",
+    rows.ABANDONED: "a save that failed or died; no reader looks at it",
 }
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 8, 12, 120, 120
@@ -112,7 +120,7 @@ def _summary(found: rows.Overview) -> Iterator[Words]:
     states = collections.Counter(row.state for row in found.epochs)
     for state in (rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED):
         if states[state]:
-            yield Span(f"{_units.count(states[state])} {state}", _STATES[state][0])
+            yield Span(f"{_units.count(states[state])} {state}", _TONES[state])
     for row in found.epochs:
         if row.latest:
             yield Span(f"{LATEST} latest {row.epoch}", Tone.LIVE)
@@ -130,75 +138,68 @@ def _summary(found: rows.Overview) -> Iterator[Words]:
 
 
 def _epochs(found: rows.Overview) -> Table:
-    metrics = [rows.flat(row.metrics) for row in found.epochs]
-    names = sorted(dict.fromkeys(name for each in metrics for name in each), key=lambda name: name != found.metric)
+    names = list(dict.fromkeys(name for row in found.epochs for name in rows.flat(row.metrics)))
+    names.sort(key=lambda name: name != found.metric)
     nodes = node_names(found.epochs)
     mixed = any(row.writer != "epochckpt" for row in found.epochs)
     before = {node.name: node.nbytes for row in found.epochs if row.latest for node in row.nodes}
-    columns = (
-        Column("epoch", 0, right=True),
-        Column("", 0),
-        Column("state", 0),
-        Column("bytes", 1, right=True, tip="of its files, all nodes together"),
-        Column("took", 2, right=True, tip="from the call of save to the commit"),
-        Column("blocked", 7, right=True, tip="how long the training thread waited for the save"),
-        *(
-            Column(_text.shown(name, 14), 3 if place == 0 else 6 + place, right=True, least=9, tip=name)
-            for place, name in enumerate(names[:_METRICS])
-        ),
-        strip_column(len(nodes)),
-        Column("slowest node", 7, least=14),
-        Column("committed", 8, tip="local time"),
-        Column("by", 9),
-    )
 
-    def measured(row: rows.EpochRow, values: Mapping[str, Any], name: str) -> Cell:
-        if name not in values:
-            return Cell()
-        value = figure(values[name])
-        best = row.best and name == found.metric
-        tip = f"{value}, attached by {row.sources[name]}" if name in row.sources else value
-        return Cell(Span(value, Tone.GOOD if best else Tone.PLAIN, 16), tip=tip)
+    def measured(name: str) -> Cells[rows.EpochRow]:
+        def show(row: rows.EpochRow) -> Cell:
+            metrics = rows.flat(row.metrics)
+            value = figure(metrics.get(name))
+            tip = f"{value}, attached by {row.sources[name]}" if name in row.sources else value
+            return Cell(Span(value, Tone.GOOD if row.best and name == found.metric else Tone.PLAIN, 16), tip=tip)
 
-    lines = []
-    for row, values in zip(found.epochs, metrics, strict=True):
-        state = _STATES.get(row.state, (Tone.PLAIN, ""))
-        marks = Span(LATEST if row.latest else "", Tone.LIVE), Span(BEST if row.best else "", Tone.GOOD)
-        cells = (
-            Cell(Span(str(row.epoch), Tone.STRONG)),
-            Cell(marks, tip=" ".join(["latest"] * row.latest + ["best"] * row.best)),
-            Cell(Span(row.state, state[0]), tip=state[1]),
-            Cell(_units.nbytes(row.nbytes)),
-            _secs(row.secs),
-            _secs(row.blocked_secs),
-            *(measured(row, values, name) for name in names[:_METRICS]),
-            Cell(drawing=node_strip(row, nodes, before) if len(nodes) > 1 else None),
-            _slowest(row),
-            _committed(row),
-            Cell(Span(row.writer if mixed else "", Tone.FAINT)),
-        )
+        return show
+
+    def marks(row: rows.EpochRow) -> Cell:
+        words = Span(LATEST if row.latest else "", Tone.LIVE), Span(BEST if row.best else "", Tone.GOOD)
+        return Cell(words, tip=" ".join(["latest"] * row.latest + ["best"] * row.best))
+
+    def remark(row: rows.EpochRow) -> Words:
         damage = "; ".join(f"{node.name}: {node.detail}" for node in row.nodes[:_NODES] if node.detail)
-        tone = Tone.PLAIN if row.state == rows.COMMITTED else state[0]
-        lines.append(Row(cells, Span(row.detail or damage, tone, 600)))
+        return Span(row.detail or damage, Tone.PLAIN if row.state == rows.COMMITTED else _tone(row.state), 600)
+
+    made = table(
+        found.epochs,
+        (Column("epoch", 0, right=True), lambda row: Span(str(row.epoch), Tone.STRONG)),
+        (Column("", 0), marks),
+        (Column("state", 0), lambda row: Cell(Span(row.state, _tone(row.state)), tip=_MEANINGS.get(row.state, ""))),
+        (Column("bytes", 1, right=True, tip="of its files, all nodes together"), lambda row: _units.nbytes(row.nbytes)),
+        (Column("took", 2, right=True, tip="from the call of save to the commit"), lambda row: secs(row.secs)),
+        (
+            Column("blocked", 7, right=True, tip="how long the training thread waited"),
+            lambda row: secs(row.blocked_secs),
+        ),
+        *(
+            (Column(_text.shown(name, 14), 6 + i if i else 3, right=True, least=9, tip=name), measured(name))
+            for i, name in enumerate(names[:_METRICS])
+        ),
+        (
+            strip_column(len(nodes)),
+            lambda row: Cell(drawing=node_strip(row, nodes, before) if len(nodes) > 1 else None),
+        ),
+        (Column("slowest node", 7, least=14), _slowest),
+        (Column("committed", 8, tip="local time"), _committed),
+        (Column("by", 9), lambda row: Span(row.writer if mixed else "", Tone.FAINT)),
+        below=remark,
+    )
     older = found.epochs[:-_RECENT]
     best = "".join(f", with the best: {row.epoch}" for row in older if row.best)
-    words = (
-        f"{_units.several(len(older), 'older epoch', 'older epochs')}, {older[0].epoch} to {older[-1].epoch}{best}"
-        if older
-        else ""
-    )
-    return Table(columns, tuple(lines), _RECENT, words)
+    count = _units.several(len(older), "older epoch", "older epochs")
+    words = f"{count}, {older[0].epoch} to {older[-1].epoch}{best}" if older else ""
+    return dataclasses.replace(made, recent=_RECENT, older=words)
 
 
-def _slowest(row: rows.EpochRow) -> Cell:
+def _slowest(row: rows.EpochRow) -> Words:
     slowest = next((node for node in row.nodes if node.name == row.slowest_node), None)
-    return Cell() if slowest is None else Cell((Span(slowest.name, Tone.WARN, 60), f" {_units.secs(slowest.secs)}"))
+    return () if slowest is None else (Span(slowest.name, Tone.WARN, 60), f" {_units.secs(slowest.secs)}")
 
 
-def _committed(row: rows.EpochRow) -> Cell:
-    if row.committed_ns is not None:
-        return Cell(Span(_units.when(row.committed_ns), Tone.FAINT))
-    return Cell() if row.age_secs is None else Cell(Span(f"written {_units.secs(row.age_secs)} ago", Tone.FAINT))
+def _committed(row: rows.EpochRow) -> Words:
+    written = "" if row.age_secs is None else f"written {_units.secs(row.age_secs)} ago"
+    return Span(written if row.committed_ns is None else _units.when(row.committed_ns), Tone.FAINT)
 
 
 def node_names(epochs: Sequence[rows.EpochRow]) -> list[str]:
@@ -236,7 +237,7 @@ def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, in
             return Mark(1.0, Tone.BAD, 2.0, tip)
         if row.state in (rows.IN_PROGRESS, rows.ABANDONED):
             level = min(node.nbytes / max(before.get(name, most), 1), 1.0)
-            return Mark(level, _STATES[row.state][0], 1.0 - level, tip)  # the node that is behind is the one to see
+            return Mark(level, _TONES[row.state], 1.0 - level, tip)  # the node that is behind is the one to see
         # Without a duration that makes sense, the bar is half as high as the slowest one.
         timed = node.secs is not None and 0 < longest < math.inf and node.secs <= longest
         level = max(node.secs or 0.0, 0.0) / longest if timed else 0.5
@@ -247,26 +248,15 @@ def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, in
 
 def leftovers(found: Sequence[rows.LeftoverRow]) -> Table:
     """What lies in a directory and is no epoch."""
-    columns = (
-        Column("what"),
-        Column("bytes", 1, right=True),
-        Column("idle for", 2, right=True),
-        Column("path", 0, least=24),
-        Column("epochs", 3, least=8),
-        Column("detail", 4, least=20),
+    return table(
+        found,
+        (Column("what"), lambda row: Span(row.kind, Tone.WARN, 30)),
+        (Column("bytes", 1, right=True), lambda row: _units.nbytes(row.nbytes)),
+        (Column("idle for", 2, right=True), lambda row: secs(row.age_secs)),
+        (Column("path", 0, least=24), lambda row: row.path),
+        (Column("epochs", 3, least=8), lambda row: Span(", ".join(map(str, row.epochs[:20])), limit=40)),
+        (Column("detail", 4, least=20), lambda row: Span(row.detail, Tone.FAINT)),
     )
-    lines = (
-        (
-            Cell(Span(row.kind, Tone.WARN, 30)),
-            Cell(_units.nbytes(row.nbytes)),
-            _secs(row.age_secs),
-            Cell(row.path),
-            Cell(Span(", ".join(map(str, row.epochs[:20])), limit=40)),
-            Cell(Span(row.detail, Tone.FAINT)),
-        )
-        for row in found
-    )
-    return Table(columns, tuple(map(Row, lines)))
 
 
 # One epoch.
@@ -392,29 +382,20 @@ def _nodes(row: rows.EpochRow) -> Iterator[Block]:
         yield Table((strip_column(len(row.nodes)),), (Row((Cell(drawing=strip),)),))
         yield Line(Span(f"the {_SLOWEST} slowest{', damaged ones first' if damaged else ''}", Tone.FAINT))
     longest = max((node.secs or 0.0 for node in row.nodes), default=0.0)
-    columns = (
-        Column("node", 0, least=20),
-        Column("state", 2),
-        Column("bytes", 1, right=True),
-        Column("wrote for", 1, right=True),
-        Column("", 3),
-        Column("detail", 4, least=20),
-    )
 
-    def line(node: rows.NodeRow) -> Row:
+    def bar(node: rows.NodeRow) -> Cell:
         slowest = Tone.WARN if node.name == row.slowest_node else Tone.FAINT
-        return Row(
-            (
-                Cell(node.name),
-                Cell(Span("" if node.state == rows.COMMITTED else node.state, _tone(node.state, Tone.LIVE))),
-                Cell(_units.nbytes(node.nbytes)),
-                _secs(node.secs),
-                Cell(drawing=Bar(ratio(node.secs or 0.0, longest), 20, slowest)),
-                Cell(Span(node.detail, Tone.BAD)),
-            )
-        )
+        return Cell(drawing=Bar(ratio(node.secs or 0.0, longest), 20, slowest))
 
-    yield Table(columns, tuple(map(line, listed)))
+    yield table(
+        listed,
+        (Column("node", 0, least=20), lambda node: node.name),
+        (Column("state", 2), lambda node: Span(node.state if node.state != rows.COMMITTED else "", _tone(node.state))),
+        (Column("bytes", 1, right=True), lambda node: _units.nbytes(node.nbytes)),
+        (Column("wrote for", 1, right=True), lambda node: secs(node.secs)),
+        (Column("", 3), bar),
+        (Column("detail", 4, least=20), lambda node: Span(node.detail, Tone.BAD)),
+    )
 
 
 # One item.
@@ -450,25 +431,19 @@ def _item(found: rows.ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *
     blocks += [Problem((f"{node}: ", Span(own.problem, limit=600))) for node, own in found.nodes.items() if own.problem]
     if found.files:
         blocks.append(_files(found.files, max(total_nbytes, found.nbytes)))
-        if len(found.files) > _FILES:
-            blocks.append(
-                Line(Span(f"… {_units.several(len(found.files) - _FILES, 'more file', 'more files')}", Tone.FAINT))
-            )
+        more = len(found.files) - _FILES
+        blocks += [Line(Span(f"… {_units.several(more, 'more file', 'more files')}", Tone.FAINT))] if more > 0 else []
     return Section(("item ", Span(found.name, Tone.STRONG), size, handler), tuple(blocks), open)
 
 
 def _files(files: Sequence[rows.FileRow], total: int) -> Table:
-    columns = (
-        Column("file", 0, least=30),
-        Column("bytes", 1, right=True),
-        Column("share", 3, right=True),
-        Column("node", 2, least=16),
+    return table(
+        files[:_FILES],
+        (Column("file", 0, least=30), lambda file: file.name),
+        (Column("bytes", 1, right=True), lambda file: _units.nbytes(file.nbytes)),
+        (Column("share", 3, right=True), lambda file: share(file.nbytes, total)),
+        (Column("node", 2, least=16), lambda file: Span(file.node, Tone.FAINT)),
     )
-    lines = (
-        (Cell(f.name), Cell(_units.nbytes(f.nbytes)), share(f.nbytes, total), Cell(Span(f.node, Tone.FAINT)))
-        for f in files[:_FILES]
-    )
-    return Table(columns, tuple(map(Row, lines)))
 
 
 # Words.
@@ -481,9 +456,5 @@ def figure(value: object) -> str:
     return "" if value is None else value if isinstance(value, str) else _SHORT.repr(value)
 
 
-def _secs(value: float | None) -> Cell:
-    return Cell("" if value is None else _units.secs(value))
-
-
-def _tone(state: str, other: Tone = Tone.PLAIN) -> Tone:
-    return _STATES[state][0] if state in _STATES else other
+def _tone(state: str) -> Tone:
+    return _TONES.get(state, Tone.PLAIN)
