@@ -167,7 +167,7 @@ def kind_of(node: str, name: str, value: Any) -> str:
     return GLOBAL
 
 
-def holds_spread(value: Any) -> bool:
+def holds_global(value: Any) -> bool:
     """Whether a blob holds arrays that are spread over processes."""
     return not is_stateful(value) and any(map(_is_spread, jax.tree.leaves(value)))
 
@@ -179,7 +179,7 @@ def _is_spread(leaf: Any) -> bool:
 def refuse_global(node: str, values: Mapping[str, Any]) -> None:
     """Raises UnsupportedError if a blob holds arrays that are spread over processes: for Caffe2's managers."""
     for name, value in values.items():
-        if holds_spread(value):
+        if holds_global(value):
             raise UnsupportedError(
                 f"node {node}, blob {name!r} has arrays that are spread over processes; Caffe2's managers save each "
                 "node by itself: use epochckpt.CheckpointManager"

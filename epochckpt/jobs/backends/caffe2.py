@@ -31,7 +31,6 @@ class Caffe2Backend(CheckpointBackend):
     )
 
     def __init__(self, manager: CheckpointManager | MultiNodeCheckpointManager):
-        super().__init__()
         self._manager, self.directory, self.handler = manager, manager.db_prefix, manager.metadata_handler
         self._wanted: list[str] = []
         self._nodes: list[str] = []  # those that the manager saves: of the job, or with one of one node of this process

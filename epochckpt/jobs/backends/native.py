@@ -7,41 +7,29 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from epochckpt import args as own_args
-from epochckpt.errors import EpochExistsError, EpochNotFoundError, SaveError, UnsupportedError
+from epochckpt.errors import EpochExistsError, SaveError, UnsupportedError
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import (
-    BARE,
-    NOTES,
-    CheckpointBackend,
-    Names,
-    Restored,
-    copies,
-    of_this_node,
-    present,
-    require,
-    resharded,
-    wanted_blobs,
-)
+from epochckpt.jobs.backends.base import NOTES, Names, Restored
+from epochckpt.jobs.backends.items import BARE, ItemBackend, Values, of_this_node, resharded
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager, SaveResult
 
 
-class NativeBackend(CheckpointBackend):
+class NativeBackend(ItemBackend):
     """Blobs as items: arrays once, everything else per node."""
 
     handler_calls = frozenset({"set_params", "write", "checkpoint_save"})
 
     def __init__(self, manager: CheckpointManager):
-        super().__init__()
-        self._manager = manager
-        self.handler, self.directory = manager.metadata_handler, str(manager.directory)
-        self._kinds: Mapping[str, str] = {}
-        self._items: dict[str, str] = {}
+        super().__init__(manager)
+        self.handler = manager.metadata_handler
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         """See CheckpointBackend."""
@@ -70,12 +58,7 @@ class NativeBackend(CheckpointBackend):
         return list(self._manager.node_names)
 
     def _spaces(self) -> dict[str, Workspace]:
-        """The workspaces of this process whose nodes are checkpointed."""
         return {n: ws for n, ws in self._session.workspaces().items() if n in self._manager.node_names}
-
-    def epochs(self) -> list[int]:
-        """See CheckpointBackend."""
-        return list(self._manager.all_steps())
 
     def damaged(self) -> list[int]:
         """See CheckpointBackend."""
@@ -93,35 +76,24 @@ class NativeBackend(CheckpointBackend):
         """See CheckpointBackend."""
         return self._manager.fenced_off
 
-    def take_names(self, kinds: Mapping[str, str]) -> None:
-        """See CheckpointBackend."""
-        self._kinds = kinds
-        self._items = blob_lib.item_names(kinds, self._manager.node_names)
+    def _taken_names(self) -> Sequence[str]:
+        return self._manager.node_names
 
     def restore(self, epoch: int | None) -> Restored:
         """See CheckpointBackend."""
         if epoch is None:
-            epoch, found = self._manager.restore_newest(self._read, self.resumable())
-        else:
-            require(self.epochs(), epoch, self.directory)
-            found = self._read(epoch)
-        notes, values = found
-        spaces = self._spaces()
-        names: dict[str, list[str]] = {node: [] for node in spaces}
-        for blob, by_node in values.items():  # all are as they are to be before any of them is put back
-            for node, value in by_node.items():
-                blob_lib.put_back(spaces[node], blob, value)
-                names[node].append(blob)
-        return Restored(epoch, notes, names)
+            newest, found = self._manager.restore_newest(self._read, self.resumable())
+            return self._restored(newest, *found)
+        self._require(epoch)
+        return self._restored(epoch, *self._read(epoch))
 
-    def notes(self, epoch: int) -> Mapping[str, Any]:
-        """See CheckpointBackend."""
-        found = self._manager.metadata(epoch).custom_metadata or {}
-        notes = found.get(NOTES)
-        return notes if isinstance(notes, dict) else {}
+    def _item_names(self, epoch: int) -> Sequence[str]:
+        return list(self._manager.item_kinds(epoch))
 
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Any]:
-        """The notes of an epoch and, by blob and node of this process, its blobs (`only`: those to these nodes)."""
+    def _stored_epochs(self) -> Sequence[int]:
+        return self._manager.all_steps(read=True)
+
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         manager, spaces = self._manager, self._spaces()
         notes, kinds = self.notes(epoch), manager.item_kinds(epoch)
         first = next(iter(spaces.values()))
@@ -175,43 +147,41 @@ class NativeBackend(CheckpointBackend):
             return {node: new[everyone.index(node)] for node in hosted}
         own = got.get(item + blob_lib.OWN_SUFFIX) if item + blob_lib.OWN_SUFFIX in got.keys() else None  # noqa: SIM118
         whole = {node: blob_lib.join(got[item], own[node]) for node in hosted if own and node in own}
-        return {**copies(got[item], hosted), **whole}
+        first, *others = hosted
+        copies = {node: jax.tree.map(_copied, got[item]) for node in others}
+        return {first: got[item], **copies, **whole}
 
     def prepare(self, epoch: int, names: Names) -> Any:
         """See CheckpointBackend."""
-        spaces = self._spaces()
-        several = len(self._manager.node_names) > 1
+        states, several = self._states(self._spaces(), names), len(self._manager.node_names) > 1
         items: dict[str, Any] = {}
-        states: dict[tuple[str, str], Any] = {}
         for blob, item in self._items.items():
-            values = {node: present(spaces[node], blob) for node, blobs in names.items() if blob in blobs}
-            trees = {node: blob_lib.state_of(value) for node, value in values.items()}
-            states |= {(node, blob): tree for node, tree in trees.items()}
-            if several and any(map(blob_lib.holds_spread, values.values())):  # then one node is here
-                ((node, value),) = values.items()
+            trees = {node: tree for (node, name), tree in states.items() if name == blob}
+            stateful = self._kinds[blob] == blob_lib.STATEFUL
+            if several and not stateful and any(map(blob_lib.holds_global, trees.values())):  # then one node is here
+                ((node, value),) = trees.items()
                 tree, own = blob_lib.split(value)
                 items[item] = ocp.args.StandardSave(tree)
                 if own:
                     items[item + blob_lib.OWN_SUFFIX] = own_args.NodeSave({node: own}, by_node=True)
-            elif several or self._kinds[blob] == blob_lib.STATEFUL:
+            elif several or stateful:
                 items[item] = own_args.NodeSave(trees, by_node=True)
             else:
-                items[item] = ocp.args.StandardSave(next(iter(values.values())))
-        return items, self.types(states)
+                items[item] = ocp.args.StandardSave(next(iter(trees.values())))
+        return items, self._blob_notes(states)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """See CheckpointBackend. The policies do not count epochs after this one: they are not of this run."""
         if not (force or self._manager.should_save(epoch, ignore_later=True)):
             return False
-        items, types = prepared
-        renamed = {item: blob for blob, item in self._items.items() if item != blob}
+        items, blob_notes = prepared
         save = functools.partial(
             self._manager.save,
             epoch,
             args=ocp.args.Composite(**items),
             metrics=metrics or None,
             force=True,
-            custom_metadata={NOTES: {**notes, "blobs": renamed, "types": types}},
+            custom_metadata={NOTES: {**notes, **blob_notes}},
         )
         try:
             return save()
@@ -230,27 +200,14 @@ class NativeBackend(CheckpointBackend):
 
     def roll_back(self, epoch: int) -> None:
         """See CheckpointBackend."""
-        require(self.epochs(), epoch, self.directory)
-        if self.epochs()[-1] != epoch:
+        if self._require(epoch)[-1] != epoch:
             self._manager.rollback_to(epoch)
 
     def allow_overwrite(self, epoch: int) -> None:
         """See CheckpointBackend."""
         self._manager.allow_overwrite(epoch)
 
-    def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
-        """See CheckpointBackend."""
-        if epoch not in self._manager.all_steps(read=True):
-            return False
-        try:
-            kinds, blob_of = self._manager.item_kinds(epoch), dict(self.notes(epoch).get("blobs") or {})
-            available = {blob_of.get(item, item): item for item in kinds}
-            wanted = wanted_blobs(names, available, list(self._spaces()))
-            _, values = self._read(epoch, wanted)
-        except EpochNotFoundError:  # deleted just now
-            return False
-        spaces = self._spaces()
-        for blob, nodes in wanted.items():
-            for node in nodes & values.get(blob, {}).keys():
-                blob_lib.put_back(spaces[node], blob, values[blob][node])
-        return True
+
+def _copied(leaf: Any) -> Any:
+    """What can be changed in place is each node's own."""
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf

@@ -22,32 +22,19 @@ from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
 from epochckpt.format import paths
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.backends.base import (
-    BARE,
-    BYTES,
-    NOTES,
-    CheckpointBackend,
-    Names,
-    Restored,
-    of_this_node,
-    present,
-    require,
-    wanted_blobs,
-)
+from epochckpt.jobs.backends.base import NOTES, Names, Restored
+from epochckpt.jobs.backends.items import BARE, BYTES, ItemBackend, Values, of_this_node
 from epochckpt.jobs.session import Session
 from epochckpt.manager import SaveResult
 
 
-class OrbaxBackend(CheckpointBackend):
+class OrbaxBackend(ItemBackend):
     """Stock Orbax's manager."""
 
     asks_jax = True
 
     def __init__(self, manager: ocp.CheckpointManager):
-        super().__init__()
-        self._manager, self.directory = manager, str(manager.directory)
-        self._items: dict[str, str] = {}
-        self._forms: dict[str, str] = {}
+        super().__init__(manager)
         self._asked: tuple[int, float, float] | None = None
         self._ended: list[SaveResult] = []
         self._replace: set[int] = set()
@@ -63,13 +50,8 @@ class OrbaxBackend(CheckpointBackend):
             )
         return wanted or [f"process_{i}" for i in range(processes)]
 
-    def epochs(self) -> list[int]:
-        """See CheckpointBackend."""
-        return sorted(self._manager.all_steps())
-
-    def take_names(self, kinds: Mapping[str, str]) -> None:
-        """See CheckpointBackend."""
-        self._items = blob_lib.item_names(kinds, ["default"])  # Orbax's name for the item of an epoch of one item
+    def _taken_names(self) -> Sequence[str]:
+        return ["default"]  # Orbax's name for the item of an epoch of one item
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -77,29 +59,24 @@ class OrbaxBackend(CheckpointBackend):
         """See CheckpointBackend. Orbax does not verify: the newest is the newest that it lists."""
         if epoch is None:
             epoch = self.resumable()[-1]
-        require(self.epochs(), epoch, self.directory)
+        self._require(epoch)
         if (self._manager.directory / str(epoch) / paths.EPOCH_RECORD).exists():
             raise UnsupportedError(
                 f"{self.directory}: epoch {epoch} was written by epochckpt.CheckpointManager; resume it with that. "
                 "Stock Orbax reads its arrays, but not what differs per node"
             )
-        notes, values = self._read(epoch, None)
-        ((node, workspace),) = self._session.workspaces().items()
-        for blob, value in values.items():
-            blob_lib.put_back(workspace, blob, value)
-        return Restored(epoch, notes, {node: list(values)})
+        return self._restored(epoch, *self._read(epoch))
 
-    def notes(self, epoch: int) -> Mapping[str, Any]:
-        """See CheckpointBackend."""
-        notes = (self._manager.metadata(epoch).custom_metadata or {}).get(NOTES)
-        return notes if isinstance(notes, dict) else {}
+    def _stored_epochs(self) -> Sequence[int]:
+        self._manager.reload()
+        return self.epochs()
 
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         notes = self.notes(epoch)
-        forms = notes.get("forms") or dict.fromkeys(self._items_of(epoch), "arrays")
+        forms = notes.get("forms") or dict.fromkeys(self._item_names(epoch), "arrays")
         blob_of = {item: (notes.get("blobs") or {}).get(item, item) for item in forms}
         forms = {item: form for item, form in forms.items() if only is None or blob_of[item] in only}
-        ((_, workspace),) = self._session.workspaces().items()
+        ((node, workspace),) = self._spaces().items()
         asked: dict[str, Any] = {}
         for item, form in forms.items():
             target = blob_lib.target_of(workspace, blob_of[item])
@@ -110,17 +87,18 @@ class OrbaxBackend(CheckpointBackend):
             else:
                 asked[item] = ocp.args.StandardRestore({BARE: target} if form == "bare" else target)
         got = self._manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
-        values: dict[str, Any] = {}
+        values: dict[str, dict[str, Any]] = {}
         for item, form in forms.items():
             blob, value = blob_of[item], got[item]
             if form == "json":
                 value = of_this_node(blob, value, self._session.nodes, workspace)
             value = value[BARE] if form == "bare" else value
-            values[blob] = blob_lib.as_saved(workspace, blob, value, notes.get("types"))
+            values[blob] = {node: blob_lib.as_saved(workspace, blob, value, notes.get("types"))}
         return notes, values
 
-    def _items_of(self, epoch: int) -> list[str]:
-        """Items of an epoch that the runner did not write."""
+    def _item_names(self, epoch: int) -> Sequence[str]:
+        if forms := self.notes(epoch).get("forms"):
+            return list(forms)
         metadata: Any = self._manager.metadata(epoch).item_metadata
         items = list(metadata.keys()) if hasattr(metadata, "keys") else []
         if not items:
@@ -134,21 +112,18 @@ class OrbaxBackend(CheckpointBackend):
 
     def prepare(self, epoch: int, names: Names) -> Any:
         """See CheckpointBackend."""
-        ((node, workspace),) = self._session.workspaces().items()
-        mine = names[node]
+        (node,) = self._spaces()
+        states = self._states(self._spaces(), names)
         out: dict[str, tuple[str, Any]] = {}
-        states: dict[tuple[str, str], Any] = {}
         for blob, item in self._items.items():
-            value = blob_lib.state_of(present(workspace, blob)) if blob in mine else None
-            if blob in mine:
-                states[node, blob] = value
+            value = states.get((node, blob))
             leaves = jax.tree.leaves(value)
             if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
                 bare = len(leaves) == 1 and leaves[0] is value
                 out[item] = ("bare", {BARE: value}) if bare else ("arrays", value)
             else:
                 out[item] = ("json", _encode(node, blob, value))
-        return out, self.types(states)
+        return out, self._blob_notes(states)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """See CheckpointBackend. Orbax's policies refuse what is older than the newest: so they are not asked."""
@@ -156,15 +131,13 @@ class OrbaxBackend(CheckpointBackend):
             return False
         self._settle()
         args: dict[str, Any] = {}
-        items, types = prepared
+        items, blob_notes = prepared
         for item, (form, value) in items.items():
             if form == "json":
                 args[item] = ocp.args.JsonSave(self._by_node(f"blob of item {item}", value))
             else:
                 args[item] = ocp.args.StandardSave(value)
-        renamed = {item: blob for blob, item in self._items.items() if item != blob}
-        forms = {item: form for item, (form, _) in items.items()}
-        extra = {NOTES: {**notes, "blobs": renamed, "forms": forms, "types": types}}
+        extra = {NOTES: {**notes, **blob_notes, "forms": {item: form for item, (form, _) in items.items()}}}
         if epoch in self._replace:
             self._manager.delete(epoch)
             self._replace.discard(epoch)
@@ -226,8 +199,7 @@ class OrbaxBackend(CheckpointBackend):
 
     def roll_back(self, epoch: int) -> None:
         """See CheckpointBackend."""
-        epochs = self.epochs()
-        require(epochs, epoch, self.directory)
+        epochs = self._require(epoch)
         if epochs[-1] != epoch:
             raise UnsupportedError(
                 f"{self.directory}: going back to epoch {epoch} sets epochs up to {epochs[-1]} aside, which "
@@ -237,20 +209,6 @@ class OrbaxBackend(CheckpointBackend):
     def allow_overwrite(self, epoch: int) -> None:
         """See CheckpointBackend. Orbax deletes it just before."""
         self._replace.add(epoch)
-
-    def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
-        """See CheckpointBackend."""
-        self._manager.reload()
-        if epoch not in self.epochs():
-            return False
-        notes = self.notes(epoch)
-        items = notes.get("forms") or self._items_of(epoch)
-        available = {(notes.get("blobs") or {}).get(item, item): item for item in items}
-        wanted = wanted_blobs(names, available, self._session.hosted)
-        _, values = self._read(epoch, wanted)
-        for blob, value in values.items():
-            blob_lib.put_back(self._session.workspace(), blob, value)
-        return True
 
 
 def _encode(node: str, blob: str, value: Any) -> Any:
