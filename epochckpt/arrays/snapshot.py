@@ -42,19 +42,19 @@ _PLANS = 256  # kept plans; a job has as many as it has items, or twice that
 
 
 class PlannedTree(NamedTuple):
-    """One pytree of a save: its plan, the number of the node that writes it, and its leaves in flattening order."""
+    """One pytree of a save, with the number of the node that writes it."""
 
     plan: ItemPlan
     node: int
-    leaves: list[Any]
+    leaves: list[Any]  # in flattening order
 
 
 class CopiedTree(NamedTuple):
-    """The same after the snapshot: one buffer per cell, in file order, in place of the leaves."""
+    """The same after the snapshot."""
 
     plan: ItemPlan
     node: int
-    buffers: list[Buffer]
+    buffers: list[Buffer]  # one per cell, in file order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,13 +159,7 @@ class Snapshot:
 
 
 class Planner:
-    """Plans saves of one manager, and keeps the plans.
-
-    Args:
-        nodes: of the job.
-        options: sizes.
-        part_bytes: bound on one data file, or None.
-    """
+    """Plans saves of one manager, and keeps the plans; `part_bytes` bounds one data file."""
 
     def __init__(self, nodes: Nodes, options: StorageOptions, part_bytes: int | None):
         self._nodes, self._options, self._part_bytes = nodes, options, part_bytes

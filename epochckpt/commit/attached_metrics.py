@@ -26,10 +26,8 @@ from epochckpt.errors import (
     InvalidArgumentError,
     StorageError,
     UnsupportedError,
-    unreadable,
 )
-from epochckpt.format import EpochRecord, checksums
-from epochckpt.format import paths as layout
+from epochckpt.format import EpochRecord, checksums, parsing, paths
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
 
@@ -43,7 +41,7 @@ def are_needed(options: ocp.CheckpointManagerOptions) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """One file: whose metrics of which attempt."""
+    """One file: the metrics that one source gives for one attempt."""
 
     epoch: int
     attempt: str
@@ -51,17 +49,16 @@ class _File:
     metrics: Mapping[str, Any]
 
     def to_bytes(self) -> bytes:
-        fields = {"format": layout.FORMAT, "version": layout.VERSION, "record": "metrics", "written_ns": time.time_ns()}
-        what = {"epoch": self.epoch, "attempt": self.attempt, "source": self.source}
-        return checksums.seal({**fields, **what, "metrics": checksums.pack_json(dict(self.metrics), "metrics")})
+        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "metrics", "written_ns": time.time_ns()}
+        return checksums.seal({**head, **vars(self), "metrics": checksums.pack_json(dict(self.metrics), "metrics")})
 
 
 def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str, attempt: str | None = None) -> None:
     """Attaches metrics to a committed epoch, durably; see `epochckpt.attach_metrics`."""
-    if not layout.is_name(source):
+    if not paths.is_name(source):
         raise InvalidArgumentError(
             f"source {source!r} is not usable: expected a letter or digit followed by letters, digits, '.', '_' or "
-            f"'-', at most {layout.MAX_NAME}"
+            f"'-', at most {paths.MAX_NAME}"
         )
     if not isinstance(metrics, Mapping):
         raise InvalidArgumentError(f"metrics are an object of names and numbers, got a {type(metrics).__name__}")
@@ -77,23 +74,24 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
     data = _File(epoch, record.attempt, source, metrics).to_bytes()
     if len(data) > MAX_BYTES:
         raise InvalidArgumentError(f"metrics of {len(data)} bytes; at most {MAX_BYTES} can be attached")
-    path = layout.join(commits.folder(epoch), layout.metrics_file(source))
+    path = paths.join(commits.folder(epoch), paths.metrics_file(source))
     try:
-        draft = f"{path}.{layout.new_id()}{layout.TMP_SUFFIX}"
+        draft = f"{path}.{paths.new_id()}{paths.TMP_SUFFIX}"
         commits.store.put(path, data, draft=draft, replace=True)
     except FileNotFoundError as error:
         raise EpochDeletedError(epoch, commits.store.root, str(error)) from error
     except PermissionError as error:
         raise AccessError(f"{path}: {error}; attaching metrics needs write access to the epoch's folder") from error
-    if not _is_still(commits, record):  # what was written is of no use to anybody
+    if not _is_still(commits, record):  # what was written is about no epoch any more
         with suppress(OSError, EpochCheckpointError):
-            if _parse(path, commits.store.read(path, limit_bytes=MAX_BYTES)).attempt == record.attempt:
+            file = parsing.read_record(commits.store, path, _parse, limit_bytes=MAX_BYTES)
+            if file is not None and file.attempt == record.attempt:
                 commits.store.remove(path)
         raise EpochDeletedError(epoch, commits.store.root, "while metrics were being attached to it")
 
 
 def _is_still(commits: Commits, record: EpochRecord) -> bool:
-    """Whether an epoch is still the one that was looked at; that it cannot be said just now is an error."""
+    """Whether an epoch is still the one that was looked at; raises if storage does not answer."""
     try:
         return commits.read_head(record.epoch).attempt == record.attempt
     except (EpochNotFoundError, DamagedError, FormatError):
@@ -101,13 +99,13 @@ def _is_still(commits: Commits, record: EpochRecord) -> bool:
 
 
 def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, Any], source: str) -> None:
-    """Refuses a metric of a name that the epoch has already, from somebody else."""
+    """Refuses a metric of a name that the epoch has already from the save or from another source."""
     if record.metrics is not None and not isinstance(record.metrics, Mapping):
         raise InvalidArgumentError(
             f"epoch {record.epoch} was saved with metrics that are no object of names: none can be attached to them"
         )
-    others = [(who, found) for who, found in of_epoch(commits, record).items() if who != source]
-    owners = {name: f"source {who!r}" for who, found in others for name in found}
+    attached = of_epoch(commits, record)
+    owners = {name: f"source {other!r}" for other, found in attached.items() if other != source for name in found}
     owners |= dict.fromkeys(record.metrics or {}, "the save itself")
     taken = sorted(owners.keys() & metrics.keys())
     if taken:
@@ -119,23 +117,18 @@ def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, An
 def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, Any]]:
     """The metrics that were attached to an epoch, by source in the order of their names.
 
-    What cannot be used is logged and left out. Nothing is attached to epochs of stock Orbax.
+    Files that cannot be used are logged and left out. Nothing is attached to epochs of stock Orbax.
     """
     if record.stock:
         return {}
-    paths = commits.store.find(layout.METRICS_PREFIX, commits.folder(record.epoch))
-    return read(commits, paths, record.epoch, record.attempt)
+    files = commits.store.find(paths.METRICS_PREFIX, commits.folder(record.epoch))
+    return read(commits, files, record.epoch, record.attempt)
 
 
 def of_epochs(commits: Commits, epochs: Iterable[int], attempt_of: Callable[[int], str | None]) -> dict[int, Any]:
     """The metrics that were attached to some epochs, merged, by epoch; an epoch without any is left out.
 
-    One listing: cheap where nothing is attached.
-
-    Args:
-        commits: the directory.
-        epochs: their numbers.
-        attempt_of: gives the attempt of one of them; called only where something is attached.
+    It costs one listing, and for each epoch with something attached a call of `attempt_of`, which gives its attempt id.
     """
     files = by_folder(commits)
     found: dict[int, Any] = {}
@@ -152,39 +145,29 @@ def of_epochs(commits: Commits, epochs: Iterable[int], attempt_of: Callable[[int
 def by_folder(commits: Commits) -> dict[str, list[str]]:
     """Paths of all files of attached metrics, by the folder that they lie in."""
     found: dict[str, list[str]] = {}
-    for path in commits.store.find(layout.METRICS_PREFIX):
+    for path in commits.store.find(paths.METRICS_PREFIX):
         found.setdefault(path.rpartition("/")[0], []).append(path)
     return found
 
 
-def read(commits: Commits, paths: Iterable[str], epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
-    """The metrics of some files, by source; what is about another attempt, damaged or not permitted, is left out.
+def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
+    """The metrics in some files beside an epoch, by source; StorageError if storage does not give one of them.
 
-    Args:
-        commits: the directory.
-        paths: the files.
-        epoch: the epoch that they lie beside.
-        attempt: its attempt.
-
-    Raises:
-        StorageError: storage does not give one of them.
+    Files that are damaged, not permitted, or about another attempt are left out.
     """
     out: dict[str, Mapping[str, Any]] = {}
-    for path in sorted(paths):
-        source = layout.parse_metrics_file(path.rpartition("/")[2])
+    for path in sorted(files):
+        source = paths.parse_metrics_file(path.rpartition("/")[2])
         if source is None:  # being written, or another's
             continue
         try:
-            file = _parse(path, commits.store.read(path, limit_bytes=MAX_BYTES))
-        except FileNotFoundError:
+            file = parsing.read_record(commits.store, path, _parse, limit_bytes=MAX_BYTES)
+        except StorageError:
+            raise
+        except EpochCheckpointError as error:
+            logging.warning("%s: attached metrics are left out: %s", commits.store.root, error)
             continue
-        except (EpochCheckpointError, ValueError, OSError) as error:
-            shown = unreadable(path, error) if isinstance(error, OSError) else error
-            if isinstance(shown, StorageError):
-                raise shown from error
-            logging.warning("%s: attached metrics are left out: %s", commits.store.root, shown)
-            continue
-        if (file.epoch, file.attempt, file.source) == (epoch, attempt, source):
+        if file is not None and (file.epoch, file.attempt, file.source) == (epoch, attempt, source):
             out[source] = file.metrics
     return out
 
@@ -192,7 +175,7 @@ def read(commits: Commits, paths: Iterable[str], epoch: int, attempt: str) -> di
 def _parse(path: str, data: bytes) -> _File:
     record = checksums.unseal(path, data)
     head = tuple(record.get(name) for name in ("format", "version", "record"))
-    if head != (layout.FORMAT, layout.VERSION, "metrics"):
+    if head != (paths.FORMAT, paths.VERSION, "metrics"):
         raise FormatError(path, "is not a record of attached metrics of this version")
     epoch, attempt, source = record.get("epoch"), record.get("attempt"), record.get("source")
     metrics = record.get("metrics")
@@ -202,7 +185,7 @@ def _parse(path: str, data: bytes) -> _File:
         raise FormatError(path, "metrics: expected an object")
     try:
         found = checksums.unpack_json(metrics)
-        checksums.pack_json(found, "metrics")  # else it could not be told to the other processes
+        checksums.pack_json(found, "metrics")  # the other processes get it as JSON
     except RecursionError:
         raise FormatError(path, "metrics are nested too deeply") from None
     except InvalidArgumentError as error:
@@ -213,14 +196,9 @@ def _parse(path: str, data: bytes) -> _File:
 
 
 def merge(own: Any, attached: Sources) -> Any:
-    """All metrics of an epoch: those it was saved with, and those that were attached; its own come first.
+    """All metrics of an epoch by name: its own, or None, and then what is attached by sources in order of their names.
 
-    Args:
-        own: those it was saved with; None without.
-        attached: by source; of two sources that attached one name at the same moment the first by name counts.
-
-    Returns:
-        An object of metrics by name, or what the epoch was saved with if nothing is attached.
+    Where nothing is attached, or its own metrics are no object of names, these are returned as they are.
     """
     if not attached or not (own is None or isinstance(own, Mapping)):
         return own

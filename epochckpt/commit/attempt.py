@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from epochckpt import _threads, _units
@@ -19,10 +19,9 @@ from epochckpt.arrays import writer
 from epochckpt.arrays.snapshot import Snapshot
 from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.errors import SaveError, from_wire, to_wire
-from epochckpt.format import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord, Nodes, checksums, paths
+from epochckpt.format import DataFile, EpochRecord, NodeEntry, NodeRecord, Nodes, checksums, paths
 from epochckpt.format.records import tree_digest
 from epochckpt.options import StorageOptions
-from epochckpt.storage import Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +87,7 @@ class Attempt:
         deadline: when it is given up.
         snapshot: what is written; dropped as soon as it is.
         default_item: the epoch has one unnamed item.
-        metrics: JSON, kept with the epoch.
-        custom_metadata: JSON, kept with the epoch.
+        metrics, custom_metadata: JSON, kept with the epoch.
         replaces: which epoch of this number it may replace.
         error: why this process could not begin it; reported in place of its nodes, so that nobody waits for them.
         blocked_secs: how long the training thread was blocked.
@@ -247,102 +245,61 @@ class Committed:
         return cls(epoch, metrics, wire["committed_ns"], tuple(wire["deleted"]), attached)
 
 
-class NodeWriter:
-    """Writes the folder of one node, durably: `write_arrays`, then `write_files`, then `seal`.
-
-    Args:
-        store: the directory.
-        folder: the node's staging folder, which exists.
-        attempt: what is written.
-        nodes: of the job.
-        number: the node's.
-        block_bytes: unit of writing and hashing.
-    """
-
-    def __init__(self, store: Store, folder: str, attempt: Attempt, nodes: Nodes, number: int, block_bytes: int):
-        self._store, self._folder, self._attempt = store, folder, attempt
-        self._nodes, self._number, self._block_bytes = nodes, number, block_bytes
-        self._files: list[DataFile] = []
-        self._folders: list[str] = []
-        self._secs = 0.0
-
-    def write_arrays(self, pool: Pool) -> None:
-        """Writes the data files."""
-        began, store, folder, size = time.monotonic(), self._store, self._folder, self._block_bytes
-        for plan, node, buffers in self._attempt.snapshot.trees:
-            if node == self._number:
-                self._files += writer.write_arrays(store, folder, self._attempt.epoch, plan, buffers, size, pool)
-        self._secs += time.monotonic() - began
-
-    def write_files(self) -> None:
-        """Waits for what handlers write, and copies it."""
-        began, store, folder, size = time.monotonic(), self._store, self._folder, self._block_bytes
-        found = self._attempt.snapshot.collect(self._attempt.epoch, self._attempt.deadline)
-        self._folders = writer.folders(found)
-        for path in self._folders:
-            store.make_folder(paths.join(folder, path))
-        for (item, path), source in found.items():
-            self._files.append(writer.write_file(store, folder, item, path, source, size))
-        self._secs += time.monotonic() - began
-
-    def seal(self, attempt: str, seal: Callable[[list[str], bytes], None]) -> NodeReport:
-        """Has `node.json` written, last of all.
-
-        Args:
-            attempt: the attempt's id.
-            seal: called with the folders that were made in the node's, and the content of `node.json`: writes that,
-                and makes all names durable.
-        """
-        began, (name, process) = time.monotonic(), self._nodes.rows[self._number]
-        own: Mapping[str, ItemRecord] = self._attempt.snapshot.own.get(self._number, {})
-        record = NodeRecord(
-            self._attempt.epoch,
-            attempt,
-            name,
-            process,
-            self._nodes.processes,
-            self._attempt.plan,
-            tuple(self._files),
-            {"write_secs": round(self._secs, 6), "blocked_secs": round(self._attempt.blocked_secs, 6)},
-            own,
-        ).to_bytes()
-        seal(self._folders, record)
-        secs = self._secs + time.monotonic() - began
-        digests = {key: tree_digest(item, [f for f in self._files if f.item == key]) for key, item in own.items()}
-        entry = NodeEntry(name, process, len(record), checksums.digest(record), tuple(self._files), secs)
-        return NodeReport(entry, digests)
-
-
 def write_nodes(
     commits: Commits, nodes: Nodes, attempt: Attempt, identity: str, options: StorageOptions, pool: Pool
 ) -> ProcessReport:
-    """Writes and seals the folders of this process's nodes.
-
-    Args:
-        commits: where.
-        nodes: of the job.
-        attempt: what is written; its arrays are let go as soon as they are on storage.
-        identity: the attempt's id.
-        options: sizes.
-        pool: threads that write.
-    """
-    epoch = attempt.epoch
+    """Writes and seals the folders of this process's nodes, durably; `identity` is the attempt's id."""
     try:
-        writers = []
-        for number in nodes.hosted:
-            folder = commits.make_node_folder(epoch, identity, nodes.names[number])
-            writers.append(NodeWriter(commits.store, folder, attempt, nodes, number, options.block_bytes))
+        writers = [_NodeWriter(commits, nodes, number, attempt, identity, options) for number in nodes.hosted]
         for each in writers:
             each.write_arrays(pool)
         attempt.snapshot.trees = []  # their memory need not wait for handlers
         writers[0].write_files()
     except FileNotFoundError as missing:
-        raise commits.lost(epoch) from missing
-    reports = []
-    for each, node in zip(writers, nodes.hosted_names, strict=True):
+        raise commits.lost(attempt.epoch) from missing
+    return ProcessReport(attempt.plan, tuple(each.seal() for each in writers))
 
-        def seal(folders: list[str], record: bytes, node: str = node) -> None:
-            commits.seal_node(epoch, identity, node, folders, record, options.orbax_view)
 
-        reports.append(each.seal(identity, seal))
-    return ProcessReport(attempt.plan, tuple(reports))
+class _NodeWriter:
+    """Writes the folder of one node: its arrays, then the files of handlers, and `node.json` last."""
+
+    def __init__(
+        self, commits: Commits, nodes: Nodes, number: int, attempt: Attempt, identity: str, options: StorageOptions
+    ):
+        self._commits, self._store, self._options = commits, commits.store, options
+        self._attempt, self._identity, self._number = attempt, identity, number
+        (self._name, self._process), self._processes = nodes.rows[number], nodes.processes
+        self._folder = commits.make_node_folder(attempt.epoch, identity, self._name)
+        self._files: list[DataFile] = []
+        self._folders: list[str] = []
+        self._secs = 0.0
+
+    def write_arrays(self, pool: Pool) -> None:
+        began, epoch, size = time.monotonic(), self._attempt.epoch, self._options.block_bytes
+        for plan, node, buffers in self._attempt.snapshot.trees:
+            if node == self._number:
+                self._files += writer.write_arrays(self._store, self._folder, epoch, plan, buffers, size, pool)
+        self._secs += time.monotonic() - began
+
+    def write_files(self) -> None:
+        """Waits for what handlers write, and copies it."""
+        began, size = time.monotonic(), self._options.block_bytes
+        found = self._attempt.snapshot.collect(self._attempt.epoch, self._attempt.deadline)
+        self._folders = writer.folders(found)
+        for path in self._folders:
+            self._store.make_folder(paths.join(self._folder, path))
+        for (item, path), source in found.items():
+            self._files.append(writer.write_file(self._store, self._folder, item, path, source, size))
+        self._secs += time.monotonic() - began
+
+    def seal(self) -> NodeReport:
+        began, attempt, files = time.monotonic(), self._attempt, tuple(self._files)
+        own = attempt.snapshot.own.get(self._number, {})
+        timings = {"write_secs": round(self._secs, 6), "blocked_secs": round(attempt.blocked_secs, 6)}
+        place = self._name, self._process, self._processes
+        data = NodeRecord(attempt.epoch, self._identity, *place, attempt.plan, files, timings, own).to_bytes()
+        view = self._options.orbax_view
+        self._commits.seal_node(attempt.epoch, self._identity, self._name, self._folders, data, view)
+        secs = self._secs + time.monotonic() - began
+        entry = NodeEntry(self._name, self._process, len(data), checksums.digest(data), files, secs)
+        return NodeReport(entry, {n: tree_digest(tree, [f for f in files if f.item == n]) for n, tree in own.items()})

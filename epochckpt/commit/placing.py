@@ -1,15 +1,15 @@
 """How a folder comes to its place, and what becomes of a folder that is out of sight: stores with rename.
 
-Whoever writes has a folder of its own, its home. Everything on its way goes through there, because whoever takes over
-moves the home away: from then on every rename out of it, and into it, fails. What lies in a home says by its name what
-is to become of it, if its owner is killed:
+Every run that writes has a folder of its own, its home, and everything on its way goes through there. A newer run takes
+over by moving the home away: from then on every rename out of it, and into it, fails. What lies in a home says by its
+name what the newer run does with it if its owner was killed:
 
-| name | kind | whoever takes over |
+| name | state | the newer run |
 | --- | --- | --- |
-| `removed-<id>`, `removed-<id>-<what it was>` | being removed | removes it |
-| `moving-<id>-<where to>` | on the move | moves it there; if something has come there meanwhile, removes it |
-| the home of an owner before, under its own name | taken over | looks in it for what is on the move, then removes it |
-| anything else: attempts, drafts | not finished | removes it |
+| `removed-<id>`, `removed-<id>-<former name>` | being removed | removes it |
+| `moving-<id>-<destination>` | on the move | moves it there; if there is something by now, removes it |
+| the home of an older run, under its own name | taken over | looks in it for what is on the move, then removes it |
+| anything else: attempts, drafts | unfinished | removes it |
 
 What is to be *kept* out of sight lies in the directory itself: `rolled-back-<id>/`, `damaged-<id>/`, the folder that
 `todelete_subdir` names. In names `/` is `%2F`.
@@ -35,27 +35,27 @@ _MOVING = re.compile(r"moving-[0-9a-f]{16}-(.+)\Z")
 _REMOVED = re.compile(r"removed-[0-9a-f]{16}(?:-(.+))?\Z")
 
 
-def removed(home: str, what: str = "") -> str:
+def removed(home: str, former: str = "") -> str:
     """A fresh name for something that is removed."""
-    return paths.join(home, f"removed-{paths.new_id()}" + (f"-{_escaped(what)}" if what else ""))
+    return paths.join(home, f"removed-{paths.new_id()}" + (f"-{_escaped(former)}" if former else ""))
 
 
-def moving(home: str, where: str) -> str:
+def moving(home: str, destination: str) -> str:
     """A fresh name for something that is on its way to a path of the directory."""
-    return paths.join(home, f"moving-{paths.new_id()}-{_escaped(where)}")
+    return paths.join(home, f"moving-{paths.new_id()}-{_escaped(destination)}")
 
 
 def parse_moving(name: str) -> str | None:
-    """Where something is on the way to, if it has such a name."""
+    """The destination of something on the move, by its name; None for other names."""
     found = _MOVING.match(name)
     try:
         return check_path(urllib.parse.unquote(found[1]), root_allowed=False) if found else None
-    except ValueError:  # somebody else's
+    except ValueError:  # no name of ours
         return None
 
 
 def parse_removed(name: str) -> str | None:
-    """What is being removed, if it has such a name; empty where that is not said."""
+    """The former name of something that is being removed, perhaps empty; None for other names."""
     found = _REMOVED.match(name)
     return urllib.parse.unquote(found[1] or "") if found else None
 
@@ -80,14 +80,14 @@ def put(store: Store, home: str, staged: str, final: str, *, replace: bool = Fal
         home: the caller's folder.
         staged: a folder in it.
         final: its name from now on.
-        replace: what has the name gives way. At any moment it is there, or the new one (without an exchange of folders,
-            such as on NFS: is there again when whoever takes over has looked, see `rescue`).
+        replace: a folder of that name gives way. At any moment the old one or the new one is there (on a file system
+            that cannot exchange folders, such as NFS: is there again after the next run's `rescue`).
 
     Returns:
-        Where what it replaced lies now; None if nothing was.
+        The path of the folder that gave way; None if none did.
 
     Raises:
-        FileExistsError: something has the name, and is not to be replaced.
+        FileExistsError: something has the name, and does not give way.
         FileNotFoundError: `staged` or `final` is gone; nothing has changed.
         OSError: it has not happened; over a network it may have.
     """
@@ -113,11 +113,7 @@ def put(store: Store, home: str, staged: str, final: str, *, replace: bool = Fal
 
 
 def settle(store: Store, home: str, epoch: int, final: str, old: str | None) -> None:
-    """Makes durable what `put` did; where that fails, takes it back.
-
-    Raises:
-        UncertainError: it failed: after a crash it may be there nevertheless.
-    """
+    """Makes durable what `put` did; where that fails, takes it back and raises UncertainError."""
     parent = _parent(final)
     try:
         store.sync_folder(parent)
@@ -136,13 +132,7 @@ def settle(store: Store, home: str, epoch: int, final: str, old: str | None) -> 
 
 
 def keep(store: Store, home: str, path: str, where: str) -> None:
-    """Moves a folder to where it is kept, durably; killed on the way, it is moved there by whoever takes over.
-
-    Args:
-        store: the directory.
-        home: the caller's folder.
-        path: the folder.
-        where: its new path, which nothing has; the folder above is made if it is missing.
+    """Moves a folder to a new path that keeps it, durably; after a kill on the way, the next run finishes that.
 
     Raises:
         OSError: it is where it was, if it is not gone; with EXDEV (`immovable`): no rename moves it.
@@ -161,7 +151,7 @@ def keep(store: Store, home: str, path: str, where: str) -> None:
 
 
 def make_folder(store: Store, home: str, folder: str) -> None:
-    """Makes a folder of the directory unless it is there, by way of home."""
+    """Makes a folder of the directory, by way of home, unless it is there."""
     if not store.exists(folder):
         draft = removed(home)
         store.make_folder(draft)
@@ -180,9 +170,9 @@ def _parent(path: str) -> str:
 
 
 def move(store: Store, home: str, src: str, dst: str) -> None:
-    """Renames a folder; one that no rename moves is copied, and the original removed.
+    """Renames a folder; one that no rename moves is copied, by way of home, and the original removed.
 
-    What must not be seen meanwhile is hidden by a record. The copy goes by way of home.
+    Only for folders that nobody may see meanwhile because a record hides them.
     """
     try:
         store.rename(src, dst)
@@ -198,12 +188,12 @@ def move(store: Store, home: str, src: str, dst: str) -> None:
 
 
 def remove_here(store: Store, home: str, path: str) -> None:
-    """Removes a folder that no rename moves, unless somebody has taken over.
+    """Removes, where it lies, a folder that no rename moves; FileNotFoundError if a newer run has taken over.
 
-    Whoever takes over after that look, finishes all this, and saves an epoch of this name before we have come to the
-    end, could lose that epoch: only where no rename is possible.
+    A run that takes over after that look, and saves an epoch of this name before the removal has ended, could lose that
+    epoch. This is the price where no rename is possible, and only there.
     """
-    store.list(home)  # raises FileNotFoundError
+    store.list(home)
     store.remove_tree(path)
 
 
@@ -211,7 +201,7 @@ def remove_here(store: Store, home: str, path: str) -> None:
 
 
 def on_the_move(store: Store, home: str) -> Iterator[tuple[str, str]]:
-    """(path, where to) of what is on the move in a home, and in the homes that it has taken over."""
+    """(path, destination) of what is on the move in a home, and in the homes that it has taken over."""
     try:
         entries = store.list(home)
     except (FileNotFoundError, NotADirectoryError):  # gone by now
@@ -225,13 +215,7 @@ def on_the_move(store: Store, home: str) -> Iterator[tuple[str, str]]:
 
 
 def rescue(store: Store, home: str, taken: str) -> None:
-    """Finishes every move in a home that was taken over; only then may that be removed.
-
-    Args:
-        store: the directory.
-        home: the caller's folder.
-        taken: the home that was taken over.
-    """
+    """Finishes every move in a home that was `taken` over; only then may that be removed."""
     for path, where in list(on_the_move(store, taken)):
         if store.exists(where):
             store.rename(path, removed(home, where))
@@ -243,10 +227,10 @@ def rescue(store: Store, home: str, taken: str) -> None:
 
 
 def take_over(store: Store, home: str, older: str) -> str | None:
-    """Takes an older home: whatever its owner still tries there fails from now on. Finishes what was on the move.
+    """Takes an older home over, so that all that its owner still tries there fails, and finishes its moves.
 
     Returns:
-        Where it is now, to be removed; None if nothing is left of it (or of home: then every further step fails).
+        Its path now, to be removed; None if nothing is left of it (or of home: then every further step fails).
     """
     away = paths.join(home, older)
     try:
@@ -256,7 +240,7 @@ def take_over(store: Store, home: str, older: str) -> str | None:
     except OSError as error:
         if not immovable(error):
             raise
-        rescue(store, home, older)  # where it lies: whoever left it in a lower layer is not at work
+        rescue(store, home, older)  # where it lies: a run that left it in a lower layer has ended
         store.remove_tree(older)
         return None
     rescue(store, home, away)
