@@ -742,7 +742,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             )
 
     def _agree(self, call: str, decide: Callable[[], Any]) -> Any:
-        """What `decide` returns on the primary, on every process that makes this call; see `commit.calls`."""
+        """What `decide` returns on the primary, on every process that makes this call; see `commit.Calls`."""
         return self._calls.answer(call, decide, self._answer_secs)
 
     @property

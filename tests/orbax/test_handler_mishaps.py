@@ -23,8 +23,9 @@ from google.protobuf import empty_pb2, struct_pb2
 
 import epochckpt as ec
 from epochckpt.arrays import casting, items, writer
+from epochckpt.commit.attempt import NodeReport, ProcessReport
 from epochckpt.commit.coordination import Preemption
-from epochckpt.format import Nodes, paths
+from epochckpt.format import DataFile, NodeEntry, Nodes, paths
 from epochckpt.orbax import Handlers
 from epochckpt.storage import PosixStore
 
@@ -266,14 +267,12 @@ def test_a_file_where_another_node_has_a_folder_fails_the_attempt(tmp_path: path
         manager.save(0, args=Composite(x=TextSave(1.0)))
         attempt = manager._attempts.pending()[0]
         manager.wait_until_finished()
-        row = ["k", 0, 1, 0, 0]
-        report = {"size": 1, "digest": "", "secs": 0.0}
-        first, second = [{"nodes": [{**report, "files": [[*row, path]]}]} for path in ("a", "a/b")]
-        attempt.reports = {0: first, 1: second}
-        for order in ((0, 1), (1, 0)):
-            attempt.reports = {n: attempt.reports[o] for n, o in enumerate(order)}
+        for written in (("a", "a/b"), ("a/b", "a")):
+            for node, name in enumerate(written):
+                entry = NodeEntry(f"n{node}", node, 1, "", (DataFile("k", 0, 1, name=name),))
+                attempt.reports[node] = ProcessReport("", (NodeReport(entry, {}),))
             with pytest.raises(ec.errors.SaveError, match=r"nodes n0 and n1 both wrote k/a"):
-                attempt.entries(Nodes(("n0", "n1"), 0, 2))
+                attempt.record("id", objects=False)
 
 
 @pytest.mark.parametrize(
