@@ -4,10 +4,10 @@ Guarantees:
 - all threads are daemons: a stuck system call can never keep the interpreter from ending; `at_exit` drains run first;
 - `Pool.run` returns when every task has ended, and raises the first error;
 - a `Lane` runs its jobs one at a time, in order, and never dies of a job's error (it goes into the job's future);
-- `abandonable` bounds a call that has no timeout of its own: the call may go on in a thread nobody waits for;
-- no lock is waited for here, nor in what the training thread shares with these threads: a signal handler may use all
-  that the code uses which it interrupts, and wait for these threads, too. Where it raises, as Ctrl-C does, what stays
-  half done is finished by the next call;
+- `abandonable` bounds a call that has no timeout of its own: the call may go on in a thread that nothing waits for;
+- nothing here waits for a lock, nor does the training thread where it shares data with these threads: a signal handler
+  may call the code that it interrupted, and may wait for these threads. If the handler raises, as Ctrl-C does, the next
+  call finishes what is half done;
 - in a forked child, where these threads do not exist, nothing waits for them.
 
 `concurrent.futures` is not used: it refuses work once the interpreter has begun to shut down, which is exactly when
@@ -80,7 +80,7 @@ class Future(Generic[T]):
         return self._done
 
     def wait(self, timeout_secs: float | None = None) -> bool:
-        """Waits; False if nothing came in time."""
+        """Waits; False if neither result nor error arrived in time."""
         if self._done:
             return True
         gate = threading.Lock()  # each wait has its own, not an Event's: a signal handler may wait inside a wait
@@ -95,21 +95,21 @@ class Future(Generic[T]):
     def result(self, timeout_secs: float | None = None) -> T:
         """The result; raises the error, or TimeoutError."""
         if not self.wait(timeout_secs):
-            raise TimeoutError(f"nothing came within {timeout_secs} s")
+            raise TimeoutError(f"no result within {timeout_secs} s")
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]
 
 
 class Once:
-    """Something that is done once, by whoever comes first."""
+    """Something that exactly one caller does: the first that claims it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     @property
     def claimed(self) -> bool:
-        """Whether somebody has come."""
+        """Whether a caller has claimed it."""
         return self._lock.locked()
 
     def claim(self) -> bool:
@@ -133,7 +133,7 @@ def start(fn: Callable[[], T]) -> Future[T]:
     def job() -> None:
         try:
             future.set(fn())
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised where the result is asked for
             future.fail(error)
 
     try:
@@ -141,7 +141,7 @@ def start(fn: Callable[[], T]) -> Future[T]:
         inbox.put(job)
     except IndexError:
         inbox = queue.SimpleQueue()
-        inbox.put(job)  # before the thread is there: whatever interrupts its start, it has something to do
+        inbox.put(job)  # first: if its start is interrupted, the thread still finds the job
         try:
             threading.Thread(target=_serve, args=(inbox,), daemon=True, name="epochckpt").start()
         except RuntimeError:  # the interpreter is ending and gives no more threads: do it here
@@ -155,7 +155,7 @@ def abandonable(fn: Callable[[], T], timeout_secs: float) -> T:
 
 
 def logged(what: str, fn: Callable[[], T]) -> T | None:
-    """Runs something that must not stop what it follows: a failure is logged, and None returned."""
+    """Runs a call whose failure must not stop the caller: a failure is logged, and None returned."""
     try:
         return fn()
     except Exception as error:
@@ -194,7 +194,7 @@ class Pool:
         for helper in helpers:
             helper.result()
         for error in errors[1:]:
-            kept(error)  # else it lives as long as itself: its traceback has this list
+            kept(error)  # else it is never freed: its traceback refers to this list
         if errors:
             raise errors[0]
 
@@ -204,7 +204,7 @@ class Lane:
 
     def __init__(self) -> None:
         self._jobs: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
-        self._busy = threading.Lock()  # who has it runs the jobs; nobody waits for it
+        self._busy = threading.Lock()  # its holder runs the jobs; no thread waits for it
         _lanes.add(self)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
@@ -215,10 +215,10 @@ class Lane:
         return future
 
     def wake(self) -> bool:
-        """Has a thread run what is queued, also if a `submit` was interrupted; returns whether anything is."""
+        """Starts a thread for the queued jobs, also after an interrupted `submit`; returns whether there are any."""
         queued = bool(self._jobs)
         if queued and not self._busy.locked():
-            start(self._drain)  # if another one is faster, it ends at once
+            start(self._drain)  # ends at once if another thread is faster
         return queued
 
     def _drain(self) -> None:
@@ -226,7 +226,7 @@ class Lane:
             try:
                 self._run()
             finally:
-                self._busy.release()  # what was queued just before that is seen by the look above
+                self._busy.release()  # the loop's condition sees a job that was queued just before
 
     def _run(self) -> None:
         while True:
@@ -236,12 +236,12 @@ class Lane:
                 return
             try:
                 future.set(job())
-            except BaseException as error:  # handed to whoever waits
+            except BaseException as error:  # raised where the result is asked for
                 future.fail(error)
             del job, future
 
     def forget(self) -> None:
-        """In a forked child: its jobs are the parent's."""
+        """Drops the jobs in a forked child: they are the parent's."""
         self._jobs.clear()
         self._busy = threading.Lock()
 
@@ -251,11 +251,11 @@ _drains: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def drain_at_exit(owner: Any) -> None:
-    """Has `owner._drain_at_exit()` called when the interpreter ends, before `jax.distributed` shuts down.
+    """Registers `owner._drain_at_exit()` for the end of the interpreter, before `jax.distributed` shuts down.
 
-    It begins to drain and returns a call that waits for the end, bounded; all owners drain at the same time. Exit
-    handlers run last registered first, so it is registered with the first manager: after jax's own. In a forked child
-    `owner._after_fork()` is called instead, when it begins.
+    The method begins to drain and returns a function that waits, bounded, for the end; so all owners drain at the same
+    time. Exit handlers run in reverse order of registration: registered with the first manager, this one comes after
+    jax's own and runs before it. A forked child calls `owner._after_fork()` instead, when it begins.
     """
     if not _drains:
         atexit.unregister(_drain_all)

@@ -154,8 +154,8 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     return found
 
 
-class _Parser(absl_flags.ArgumentParser[Any]):
-    """Reads a kind of setting. absl adds the flag's name to the error."""
+class _Parser(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
+    """Reads and writes the values of a kind of setting. absl adds the flag's name to the errors."""
 
     def __init__(self, kind: Kind):
         self._kind, self.syntactic_help = kind, kind.expected
@@ -163,28 +163,18 @@ class _Parser(absl_flags.ArgumentParser[Any]):
     def parse(self, argument: Any) -> Any:
         return self._kind.read(argument)
 
+    def serialize(self, value: Any) -> str:
+        return self._kind.text(value)
+
     def flag_type(self) -> str:
         return self._kind.expected
 
 
-class _Serializer(absl_flags.ArgumentSerializer[Any]):
-    def __init__(self, kind: Kind):
-        self._kind = kind
-
-    def serialize(self, value: Any) -> str:
-        return self._kind.text(value)
-
-
 def _define(flags: Flags, defaults: Mapping[str, Any]) -> None:
     for name, row in SETTINGS.items():
-        flag = absl_flags.Flag(
-            _Parser(row.kind),
-            _Serializer(row.kind),
-            flags.name(name),
-            defaults.get(name, row.default),
-            row.help,
-            boolean=row.kind.expected.startswith("true or false"),
-        )
+        parser, default = _Parser(row.kind), defaults.get(name, row.default)
+        is_bool = row.kind.expected.startswith("true or false")
+        flag = absl_flags.Flag(parser, parser, flags.name(name), default, row.help, boolean=is_bool)
         absl_flags.DEFINE_flag(flag, flags.flag_values)
     for rule in RULES:
         names = [flags.name(rule.name), flags.name(rule.other)]

@@ -25,16 +25,16 @@ class StorageOptions:
             (no limit on POSIX, 256 MiB on object stores).
         replica_split_bytes: replicated arrays larger than this are written in pieces by several of their holders.
         host_memory_limit_bytes: bound on host memory that snapshots hold until it is written (copies only, views of
-            CPU arrays cost nothing). `save()` waits for older writes to stay under it, and refuses a snapshot that is
-            larger all by itself. None: half of the machine's memory (of the container's, where that has less), and a
-            snapshot that is larger all by itself waits until no other is held.
-        save_timeout_secs: from the start of a save until every node must have reported; then it fails, naming the late.
-            A node that has answered an older save late is waited for longer by how late that was: nodes that do not
-            compute in step stay behind after a pause.
+            CPU arrays cost nothing). `save()` waits for older writes to stay under it, and refuses a single snapshot
+            that is larger. None: half of the machine's memory (of the container's, if that is less); a single snapshot
+            that is larger waits until no other is held.
+        save_timeout_secs: how long the nodes have to report, from the start of a save; then the save fails and names
+            the late nodes. A node that reported an older save late gets as much more time as it was late: nodes that
+            do not compute in step stay behind after a pause.
         open_timeout_secs: how long construction, `reload`, `delete` and `rollback_to` wait for the other processes.
         restore_timeout_secs: how long `restore(None)` waits for the votes of the other processes.
         orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt (POSIX only).
-        verify: check every block's checksum before its bytes reach the caller. Turning it off trades safety for little.
+        verify: check every block's checksum before its bytes reach the caller. It costs little.
     """
 
     io_threads: int = 2

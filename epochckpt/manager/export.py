@@ -29,7 +29,7 @@ from epochckpt.manager.reader import epoch_number
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
-from epochckpt.storage import PosixStore, Store, Writer, expanded, open_store
+from epochckpt.storage import PosixStore, Store, Writer, expanded, open_store, path_text
 
 FORMATS = ("orbax", "safetensors")
 
@@ -172,7 +172,7 @@ def _local_root(store: Store) -> str | None:
 
 def _destination(destination: str | os.PathLike[str], root: str | None) -> str:
     """The destination, resolved; InvalidArgumentError unless it is missing or an empty folder outside of `root`."""
-    path = os.fspath(destination)
+    path = path_text(destination, "destination")
     if "://" in path:
         raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
     path = os.path.realpath(expanded(path))

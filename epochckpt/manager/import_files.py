@@ -27,7 +27,7 @@ from epochckpt.manager.reader import epoch_number
 from epochckpt.manager.status import EpochStatus
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
-from epochckpt.storage import expanded, mmap, open_store
+from epochckpt.storage import expanded, mmap, open_store, path_text
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 256 * 2**20
@@ -150,7 +150,7 @@ def _names_only(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerO
 
 
 def _path(source: str | os.PathLike[str]) -> str:
-    path = os.fspath(source)
+    path = path_text(source, "source")
     if "://" in path:
         raise UnsupportedError(f"source {path!r}: only local files are imported; download it first")
     return os.path.abspath(expanded(path))
