@@ -32,10 +32,7 @@ _MAX_BITS = 3300  # about a thousand digits; Python neither writes nor reads mor
 
 
 def to_json(rows: object) -> Json:
-    """A row, or any mapping or sequence of them, as JSON that every reader takes.
-
-    Args:
-        rows: dataclasses of `rows`, or something with them in it.
+    """A row, or any mapping or sequence of rows, as JSON that every reader takes.
 
     Returns:
         dicts, lists, strings, finite numbers, booleans and None: what `json.dumps(…, allow_nan=False)` takes, with or
@@ -82,7 +79,7 @@ def _text(value: str) -> str:
 
 
 def _object(value: Mapping[Any, Any], depth: int) -> Json:
-    """An object: no entry is lost where two keys are the same as text (`1` and `"1"`)."""
+    """A mapping; no entry is lost where two keys are the same as text (`1` and `"1"`)."""
     out: dict[str, Json] = {}
     for key in sorted(value, key=lambda key: not isinstance(key, str)):  # strings keep their names
         plain = _plain(key, depth + 1)

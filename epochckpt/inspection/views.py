@@ -100,7 +100,8 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     ]
     if found.hidden:
         size = f" ({_units.nbytes(found.hidden_nbytes)})" if found.hidden_nbytes else ""
-        words = f"… {_units.several(found.hidden, 'older epoch', 'older epochs')}{size} not shown{hint}"
+        count = _units.several(found.hidden, "older epoch", "older epochs")
+        words = f"… {count}{size} {'is' if found.hidden == 1 else 'are'} not shown{hint}"
         blocks.append(Line(Span(words, Tone.FAINT)))
     if found.epochs:
         blocks.append(_epochs(found))

@@ -341,7 +341,7 @@ def test_an_overview_tells_what_one_asks_first() -> None:
         "1 damaged",
         "process_1: 12 bytes are missing",
         "process_1 2 s",
-        "7 older epochs (2.0 GB) not shown",
+        "7 older epochs (2.0 GB) are not shown",
         "Also here, and read by nobody: 1 thing, 1.0 MB",
         "/runs/a/9: permission denied",
     ):

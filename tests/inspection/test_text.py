@@ -169,7 +169,7 @@ def test_the_overview_says_what_there_is() -> None:
     assert lines[0] == "/data/run"
     said = "403 epochs, 1.0 TB · 1 damaged · 1 in progress · 1 abandoned · ▸ latest 9 · ★ best 7 by min loss: 0.125"
     assert " ".join(" ".join(lines[1:3]).split()).startswith(said)
-    assert "… 400 older epochs (1.0 TB) not shown; --limit 0 shows all" in lines
+    assert "… 400 older epochs (1.0 TB) are not shown; --limit 0 shows all" in lines
     assert line_with(lines, "7").split() == ["7", "★", "committed", "10.0", "MB", "2", "s", "12", "ms", "0.125", "0.5"]
     assert "damaged" in next(line for line in lines if line.lstrip().startswith("8 "))
     assert line_with(lines, "9").split()[1] == "▸"
