@@ -159,8 +159,8 @@ def _place(error: EpochCheckpointError) -> dict[str, Any]:
 def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
     width = max((len(str(one.epoch)) for one in found), default=1) + len("epoch ")
     for one in found:
-        said = Text.assemble(("ok", GOOD) if one.ok else ("damaged", BAD))
-        value = said.append(f"  {_units.nbytes(one.nbytes)}", "").append("  *" if one.note else "", FAINT)
+        state = Text.assemble(("ok", GOOD) if one.ok else ("damaged", BAD))
+        value = state.append(f"  {_units.nbytes(one.nbytes)}", "").append("  *" if one.note else "", FAINT)
         yield Fact(Text(f"epoch {one.epoch}", HEAD), value, width)
         yield from _places(one.damage, BAD)
         if one.view_damage:
@@ -203,8 +203,8 @@ def collect(args: argparse.Namespace, output: Output) -> int:
 def _view(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
     if found.rows:
         things = _units.several(len(found.rows), "thing", "things")
-        said = f"removed: {things}" if deleted else f"can be removed: {things}"
-        yield Text(f"{said}, {_units.nbytes(found.nbytes)}", HEAD)
+        title = f"removed: {things}" if deleted else f"can be removed: {things}"
+        yield Text(f"{title}, {_units.nbytes(found.nbytes)}", HEAD)
         yield render([views.leftovers(found.rows)])
     else:
         yield Text("nothing was removed" if deleted else "nothing can be removed", HEAD)
@@ -221,8 +221,8 @@ def _kept(others: Sequence[LeftoverRow], found: Garbage) -> Iterator[RenderableT
     sizes = {row.path: _units.nbytes(row.nbytes) for row in others}
     for path, why in found.kept.items():
         style = BAD if why.startswith(_FAILED) else ""
-        said = text(path, limit=100).append(f"  {sizes[path]}" if path in sizes else "", FAINT)
-        yield Fact(Text("·", FAINT), said.append_text(text(f"  {why}", style, limit=600)), 1, 2)
+        line = text(path, limit=100).append(f"  {sizes[path]}" if path in sizes else "", FAINT)
+        yield Fact(Text("·", FAINT), line.append_text(text(f"  {why}", style, limit=600)), 1, 2)
 
 
 def export(args: argparse.Namespace, output: Output) -> int:
@@ -245,12 +245,12 @@ def export(args: argparse.Namespace, output: Output) -> int:
         )
 
     def view() -> RenderableType:
-        said = Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", text(done.path))
+        title = Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", text(done.path))
         left = [
             Fact(text(item), text(", ".join(f"{leaf}: {why}" for leaf, why in leaves.items()), limit=2000), 12, 2)
             for item, leaves in done.unsupported.items()
         ]
-        return Group(said, *([Text("left out:"), *left] if left else []))
+        return Group(title, *([Text("left out:"), *left] if left else []))
 
     output.rows(done, view)
     return OK

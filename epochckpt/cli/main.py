@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = arguments.parser(_version()).parse_args(argv)
-    except SystemExit as end:  # help, or wrong usage: argparse has said it
+    except SystemExit as end:  # help, or wrong usage, which argparse has printed
         return end.code if isinstance(end.code, int) else USAGE
     try:
         with _quiet():
@@ -73,19 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(args: argparse.Namespace, error: BaseException, code: int, message: str) -> int:
-    """Says what went wrong, in lines that cannot do anything to a terminal."""
+    """Prints what went wrong, in lines that no terminal interprets."""
     if args.debug:
         traceback.print_exception(error)
     lines = message.splitlines() or [""]
-    said = [shown(line, limit=2000) for line in lines[:_LINES]]
+    printable = [shown(line, limit=2000) for line in lines[:_LINES]]
     with contextlib.suppress(OSError):
-        print(f"epochckpt {args.command}: " + "\n".join(said), file=sys.stderr)
+        print(f"epochckpt {args.command}: " + "\n".join(printable), file=sys.stderr)
     return code
 
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """The library's log says again what the views show; errors of others still come through, on stderr."""
+    """Silences the library's log, which repeats what the views show; errors of other libraries still reach stderr."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.FATAL)
     try:
@@ -95,7 +95,7 @@ def _quiet() -> Generator[None]:
 
 
 def _abandon_stdout() -> None:
-    """Nobody reads any more: what is still buffered must not fail again when the interpreter ends."""
+    """The reader of stdout is gone: what is still buffered must not fail again when the interpreter ends."""
     with contextlib.suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())

@@ -86,15 +86,15 @@ def line(event: Event, best: bool = False) -> Line:
     at = time.strftime("%H:%M:%S", time.localtime(event.time_ns / 1e9))
     damaged = watching.is_damaged(event)
     kind, style = ("damaged", BAD) if damaged else (event.kind, _STYLES[event.kind])
-    said = [(0, Text(at, FAINT)), (0, Text.assemble("epoch ", (str(row.epoch), HEAD), " ", (kind, style)))]
+    parts = [(0, Text(at, FAINT)), (0, Text.assemble("epoch ", (str(row.epoch), HEAD), " ", (kind, style)))]
     if event.kind in (SAVING, FAILED):
-        said.append((1, _progress(event)))
+        parts.append((1, _progress(event)))
     elif event.kind != DELETED and not damaged:
-        said += _facts(row)
-    said.append((2, Text(f"{views.BEST} best" if best else "", GOOD)))
+        parts += _facts(row)
+    parts.append((2, Text(f"{views.BEST} best" if best else "", GOOD)))
     detail = row.detail if damaged else event.detail
-    said.append((9 if event.kind == SAVING else 2, text(detail, FAINT if event.kind == SAVING else WARN, limit=300)))
-    return Line(said)
+    parts.append((9 if event.kind == SAVING else 2, text(detail, FAINT if event.kind == SAVING else WARN, limit=300)))
+    return Line(parts)
 
 
 def _progress(event: Event) -> Text:
@@ -121,17 +121,17 @@ class _Lines:
 
     def __init__(self, output: Output):
         self._output = output
-        self._told: dict[str, float] = {}
+        self._shown: dict[str, float] = {}
 
     def __call__(self, event: Event, best: bool) -> None:
         if event.kind == SAVING:
             done = event.done or 0.0
-            told = self._told.get(event.row.attempt)
-            if told is not None and done - told < _STEP:
+            before = self._shown.get(event.row.attempt)
+            if before is not None and done - before < _STEP:
                 return
-            self._told[event.row.attempt] = done
+            self._shown[event.row.attempt] = done
         else:
-            self._told.pop(event.row.attempt, None)
+            self._shown.pop(event.row.attempt, None)
         self._output.out.print(line(event, best).whole(), soft_wrap=True)
         self._output.out.file.flush()
 

@@ -1,14 +1,14 @@
 """One epoch in full: its items, their leaves, and where each part of an array lies. Reads records, no arrays.
 
-Nothing here asks jax for its devices: shardings are told in the words of the records. Typed keys have the shape of
-their data, which is what reading them gives.
-
-Epochs of jobs that know nothing of each other (`node_epochs`), as an inspection reads them: node by node.
+Nothing here asks JAX for its devices: shardings are put in the words of the records. Typed keys have the shape of their
+data, which is what reading them gives.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,14 +27,22 @@ from epochckpt.orbax import OrbaxRecord, marks, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store
 
+MAX_REPR = 120
+"""Characters of a Python value that a row shows."""
+
+_TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}  # as jax names the dtypes of keys
+_MAX_SCALARS = 1000  # of stock Orbax, each of which is an array by itself, read to show its value
+_MAX_FILES = 100_000
+_THREADS = 4  # for the records of nodes
+
 
 def readers(commits: Commits, epoch: int, pool: Pool) -> tuple[dict[str, EpochReader], dict[str, str]]:
-    """Readers of what single nodes saved under an epoch's number, and what is wrong with the others, by node.
+    """Readers of an epoch that each node saved by itself, and what is wrong with the other nodes, by node.
 
     Args:
         commits: the directory.
         epoch: the number.
-        pool: who reads.
+        pool: the threads that read.
     """
     folder = commits.folder(epoch)
     found: dict[str, EpochReader] = {}
@@ -53,20 +61,11 @@ def readers(commits: Commits, epoch: int, pool: Pool) -> tuple[dict[str, EpochRe
     return found, problems
 
 
-MAX_REPR = 120
-"""Characters of a Python value that a row shows."""
-
-_TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}  # as jax names the dtypes of keys
-_MAX_SCALARS = 1000  # of stock Orbax, each of which is an array by itself, read to show its value
-_MAX_FILES = 100_000
-_THREADS = 4  # for the records of nodes
-
-
 def describe(commits: Commits, row: EpochRow) -> EpochDetail:
     """Everything that is known of one epoch without reading arrays.
 
-    An item that cannot be looked into has a `problem`; the others are there all the same. If the epoch's record itself
-    cannot be read there are no items, and the row says why. Attempts that were not committed have no items.
+    An item that cannot be looked into has a `problem`; it hides no other item. If the epoch's record itself cannot be
+    read there are no items, and the row says why. Attempts that were not committed have no items.
 
     Args:
         commits: the directory's epochs.
@@ -83,7 +82,7 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
     except EpochNotFoundError as error:
         per_node, problems = readers(commits, row.epoch, Pool(_THREADS))
         if per_node or problems:
-            return EpochDetail(row, tuple(_lone_items(per_node, problems)))
+            return EpochDetail(row, tuple(_per_node_items(per_node, problems)))
         if row.state == DAMAGED:
             return EpochDetail(row, ())
         raise EpochDeletedError(
@@ -112,14 +111,14 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
     return ItemRow(name, item.kind, handler, sum(f.nbytes for f in files), files=tuple(files))
 
 
-def _lone_items(per_node: Mapping[str, EpochReader], problems: Mapping[str, str]) -> list[ItemRow]:
-    """What nodes saved that know nothing of each other: every item is each node's own."""
+def _per_node_items(per_node: Mapping[str, EpochReader], problems: Mapping[str, str]) -> list[ItemRow]:
+    """The items of an epoch that each node saved by itself: every item is each node's own."""
     found: dict[str, dict[str, ItemRow]] = {}
     for node, reader in per_node.items():
         for name, item in reader.record.items.items():
             row = _item(reader, name, item)
             found.setdefault(name, {})[node] = row.nodes.get(node, row)
-    said = "; ".join(f"node {node}: {problem}" for node, problem in problems.items())
+    unread = [f"node {node}: {problem}" for node, problem in problems.items()]
     return [
         ItemRow(
             name,
@@ -127,7 +126,7 @@ def _lone_items(per_node: Mapping[str, EpochReader], problems: Mapping[str, str]
             next((row.handler for row in nodes.values()), ""),
             sum(row.nbytes for row in nodes.values()),
             nodes=nodes,
-            problem="; ".join(filter(None, [said, *(row.problem for row in nodes.values())])),
+            problem="; ".join([*unread, *(row.problem for row in nodes.values() if row.problem)]),
         )
         for name, nodes in sorted(found.items())
     ]
@@ -137,59 +136,53 @@ def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str =
     arrays = item.arrays
     assert arrays is not None, "callers choose array items"
     shardings = _Shardings(arrays, [n.name for n in record.nodes])
-    leaves = tuple(
-        dataclasses.replace(_leaf(i, leaf, item.values, shardings), name=name)
-        for i, (name, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True))
-    )
+    leaves = []
+    for number, (public, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True)):
+        value, sharding = "", None
+        if leaf.kind in ("longstr", "longbytes"):
+            value = f"<{leaf.kind.removeprefix('long')} of {leaf.nbytes} bytes>"
+        elif leaf.dtype is not None:
+            sharding = shardings.of(number)
+        elif number in item.values:
+            value = shortened(tree_lib.value_from_json(paths.EPOCH_RECORD, leaf.kind, item.values[number]))
+        leaves.append(_leaf(public, leaf, value, sharding))
     nbytes = sum(leaf.nbytes for leaf in leaves)
-    return ItemRow(name, "arrays", handler, nbytes, leaves, custom_metadata=item.custom_metadata)
+    return ItemRow(name, "arrays", handler, nbytes, tuple(leaves), custom_metadata=item.custom_metadata)
 
 
-def _leaf(number: int, leaf: Leaf, values: Mapping[int, Any], shardings: _Shardings) -> LeafRow:
+def _leaf(name: str, leaf: Leaf, value: str, sharding: ShardingRow | None) -> LeafRow:
+    """The row of a leaf: of an array with its sharding, of another leaf with its value."""
     path = tuple(str(key) for _, key in leaf.path)
-    if leaf.kind in ("longstr", "longbytes"):
-        what = "str" if leaf.kind == "longstr" else "bytes"
-        return LeafRow(leaf.name, path, what, nbytes=leaf.nbytes, value=f"<{what} of {leaf.nbytes} bytes>")
-    if leaf.dtype is not None:
-        sharding = shardings.of(number)
-        return LeafRow(leaf.name, path, leaf.kind, dtype_of(leaf), leaf.shape, leaf.nbytes, sharding=sharding)
-    value = ""
-    if number in values:
-        value = shortened(tree_lib.value_from_json(paths.EPOCH_RECORD, leaf.kind, values[number]))
-    return LeafRow(leaf.name, path, leaf.kind, value=value)
+    if sharding is None:
+        return LeafRow(name, path, leaf.kind.removeprefix("long"), nbytes=leaf.nbytes, value=value)
+    return LeafRow(name, path, leaf.kind, dtype_of(leaf), leaf.shape, leaf.nbytes, sharding=sharding)
 
 
 def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
     """A pytree of each node's own: it is described in the nodes' records."""
-    nodes: dict[str, ItemRow] = {}
+    entries = reader.record.nodes
+    found: dict[int, ItemRow] = {}
 
-    def look(number: int) -> tuple[str, ItemRow] | None:
-        entry = reader.record.nodes[number]
+    def look(number: int) -> None:
         try:
-            if not reader.has(number, name):
-                return None
-            own = reader.of_node(number, name)
-            return entry.name, _array_item(name, own.record, own.record.items[name], handler)
+            if reader.has(number, name):
+                own = reader.of_node(number, name)
+                found[number] = _array_item(name, own.record, own.record.items[name], handler)
         except EpochDeletedError:
             raise
         except (EpochCheckpointError, OSError) as error:
-            return entry.name, ItemRow(name, "arrays", handler, problem=say(error))
+            found[number] = ItemRow(name, "arrays", handler, problem=say(error))
 
-    found: dict[int, tuple[str, ItemRow] | None] = {}
-    numbers = range(len(reader.record.nodes))
-    reader.pool.run([lambda n=n: found.__setitem__(n, look(n)) for n in numbers])
-    nodes = dict(pair for n in numbers if (pair := found[n]) is not None)
-    broken = [n for n, row in nodes.items() if row.problem]
-    problem = (
-        f"{len(broken)} of {several(len(nodes), 'node', 'nodes')} cannot be looked into: {nodes[broken[0]].problem}"
-        if broken
-        else ""
-    )
+    reader.pool.run([functools.partial(look, number) for number in range(len(entries))])
+    nodes = {entries[number].name: found[number] for number in sorted(found)}
+    broken = [row.problem for row in nodes.values() if row.problem]
+    count = several(len(nodes), "node", "nodes")
+    problem = f"{len(broken)} of {count} cannot be looked into: {broken[0]}" if broken else ""
     return ItemRow(name, "node", handler, sum(n.nbytes for n in nodes.values()), nodes=nodes, problem=problem)
 
 
 class _Shardings:
-    """The rows of an item's arrays; leaves that lie alike share one."""
+    """How the arrays of an item lie; leaves that lie alike share a row."""
 
     def __init__(self, arrays: ArrayItem, nodes: Sequence[str]):
         self._arrays, self._nodes = arrays, nodes
@@ -212,7 +205,7 @@ class _Shardings:
 
 
 def _spec(arrays: ArrayItem, number: int) -> str:
-    """A recorded sharding in words; empty for a row that says nothing, or nonsense: nobody checked it before."""
+    """A recorded sharding in words; empty for a row that has none, or is not valid: parsing did not check it."""
     if number < 0:
         return ""
     try:
@@ -259,61 +252,46 @@ def shortened(value: Any) -> str:
 def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[ItemRow]:
     rows = []
     for name in sorted(record.names):
-        handler = record.handlers.get(name, "")
-        at = paths.join(folder, record.folders[name])
-        kind = "files"
+        recorded = record.handlers.get(name, "")
+        at, kind, handler = paths.join(folder, record.folders[name]), "files", recorded.rpartition(".")[2]
         try:
             if steps.kind(commits.store, at, name, record) == "arrays":
                 kind = "arrays"
-                rows.append(_orbax_arrays(OrbaxItem(commits.store, at, record.epoch, handler), name, handler))
+                rows.append(_orbax_arrays(OrbaxItem(commits.store, at, record.epoch, recorded), name, handler))
             else:
-                files = tuple(_files(commits.store, at, ""))
-                rows.append(ItemRow(name, kind, _class(handler), sum(f.nbytes for f in files), files=files))
+                files = tuple(_files(commits.store, at))
+                rows.append(ItemRow(name, kind, handler, sum(f.nbytes for f in files), files=files))
         except (EpochCheckpointError, OSError) as error:
             if commits.read_attempt(record.epoch) != record.attempt:
                 raise EpochDeletedError(record.epoch, commits.store.root, say(error)) from error
-            rows.append(ItemRow(name, kind, _class(handler), problem=say(error)))
+            rows.append(ItemRow(name, kind, handler, problem=say(error)))
     return rows
-
-
-def _class(handler: str) -> str:
-    return handler.rpartition(".")[2]
 
 
 def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
     problems = [f"leaf {row.leaf.name!r} {row.problem}" for row in item.leaves if row.problem]
     leaves = []
     scalars = 0
-    for name_of, row in zip(_text.public(row.leaf.name for row in item.leaves), item.leaves, strict=True):
-        value = ""
-        if row.leaf.kind in tree_lib.VALUE_KINDS | {"longstr", "longbytes"} and not row.problem:
+    for public, row in zip(_text.public(row.leaf.name for row in item.leaves), item.leaves, strict=True):
+        leaf, value = row.leaf, ""
+        if leaf.kind in tree_lib.VALUE_KINDS | {"longstr", "longbytes"} and not row.problem:
             scalars += 1
-            if scalars <= _MAX_SCALARS or row.here or row.leaf.kind == "str":
+            if scalars <= _MAX_SCALARS or row.here or leaf.kind == "str":
                 try:
                     value = shortened(item.value(row))
                 except EpochCheckpointError as error:
                     problems.append(say(error))
-        elif row.leaf.kind == UNKNOWN and row.value is not None:
+        elif leaf.kind == UNKNOWN and row.value is not None:
             value = str(row.value)
-        leaves.append(dataclasses.replace(_orbax_leaf(item, row, value), name=name_of))
+        leaves.append(_leaf(public, leaf, value, None if leaf.dtype is None else _orbax_sharding(item, row)))
     problem = f"{problems[0]}{f' (and {len(problems) - 1} more)' if problems[1:] else ''}" if problems else ""
     nbytes = sum(leaf.nbytes for leaf in leaves)
-    attached = item.custom_metadata
-    return ItemRow(name, "arrays", _class(handler), nbytes, tuple(leaves), custom_metadata=attached, problem=problem)
-
-
-def _orbax_leaf(item: OrbaxItem, row: StoredLeaf, value: str) -> LeafRow:
-    leaf = row.leaf
-    path = tuple(str(key) for _, key in leaf.path)
-    kind = leaf.kind.removeprefix("long")
-    if leaf.dtype is None:
-        return LeafRow(leaf.name, path, kind, value=value)
-    sharding = _orbax_sharding(item, row)
-    return LeafRow(leaf.name, path, kind, dtype_of(leaf), leaf.shape, leaf.nbytes, sharding=sharding)
+    custom = item.custom_metadata
+    return ItemRow(name, "arrays", handler, nbytes, tuple(leaves), custom_metadata=custom, problem=problem)
 
 
 def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:
-    """Which node wrote what is not recorded; how the array lay on devices is, as a rule."""
+    """How the array lay on devices, as far as Orbax recorded it; it does not record which node wrote what."""
     recorded = item.shardings.get(row.param, {})
     try:
         if recorded.get("sharding_type") == "SingleDeviceSharding":
@@ -340,16 +318,11 @@ def _counts(sizes: Mapping[str, int], spec: Sequence[Any], shape: Sequence[int])
     return (*counts, *[1] * (len(shape) - len(counts)))
 
 
-def _files(store: Store, at: str, inside: str) -> list[FileRow]:
+def _files(store: Store, at: str) -> list[FileRow]:
     """The files below a folder; links are not followed."""
-    found: list[FileRow] = []
-    pending = [inside]
-    while pending and len(found) < _MAX_FILES:
-        folder = pending.pop()
-        for entry in store.list(paths.join(at, folder)):
-            name = paths.join(folder, entry.name)
-            if entry.is_folder:
-                pending.append(name)
-            elif name != marks.COMMIT:
-                found.append(FileRow(name, "", store.size(paths.join(at, name))))
-    return sorted(found, key=lambda f: f.name)
+    found = []
+    for path, is_folder in itertools.islice(leftovers.walk(store, at), _MAX_FILES):
+        name = path.removeprefix(f"{at}/")
+        if not is_folder and name.rpartition("/")[2] != marks.COMMIT:
+            found.append(FileRow(name, "", store.size(path)))
+    return sorted(found, key=lambda file: file.name)

@@ -21,10 +21,10 @@ from epochckpt.arrays import EpochReader
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, say
 from epochckpt.format import ArrayItem, checksums, grid
 from epochckpt.inspection import rows, stats
-from epochckpt.inspection.leaf_reader import Leaves
+from epochckpt.inspection.leaf_reader import LeafReader
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
 
-Side = tuple[EpochDetail, Leaves]
+Side = tuple[EpochDetail, LeafReader]
 Progress = Callable[[int, int], None]
 T = TypeVar("T", LeafRow, FileRow)
 
@@ -191,9 +191,9 @@ def _pairs(before: EpochDetail, after: EpochDetail) -> tuple[list[_Pair], dict[s
             if node and any(node not in side.nodes for side in broken):
                 continue
             sides = [side for side in (one, other) if side is not None]
-            said = [side.problem for side in sides if side.problem]
-            if said:
-                problems[f"{name}:{node}" if node else name] = said[0]
+            reasons = [side.problem for side in sides if side.problem]
+            if reasons:
+                problems[f"{name}:{node}" if node else name] = reasons[0]
             if any(side.problem and not side.leaves and not side.files for side in sides):
                 continue  # what the other epoch has is neither added nor removed, as far as anybody knows
             pairs += [_Pair(name, node, *pair) for pair in _merged(*([*s.leaves] if s else [] for s in (one, other)))]
@@ -235,7 +235,7 @@ def _merged(before: Sequence[T], after: Sequence[T]) -> Iterator[tuple[T | None,
 class _Comparison:
     """Two epochs while they are compared; `problems` receives what cannot be."""
 
-    def __init__(self, before: Leaves, after: Leaves, progress: Progress, problems: dict[str, str]):
+    def __init__(self, before: LeafReader, after: LeafReader, progress: Progress, problems: dict[str, str]):
         self._before, self._after, self._progress, self._problems = before, after, progress, problems
         self._done = self._total = 0
         self._same_leaves = functools.cache(functools.partial(self._same, _same_leaves))
@@ -299,7 +299,7 @@ class _Comparison:
         return pair.row(rows.UNCHANGED if before == after else rows.CHANGED, detail=detail)
 
     def _arrays(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
-        # Datetimes of another unit, and words of random keys, are told apart, but no distance between them is of use.
+        # Datetimes and words of random keys are compared, but a distance between them means nothing.
         change = stats.Change(numbers=_is_number(one) and _is_number(other))
         where = pair.item, pair.name, pair.node
         try:
@@ -312,9 +312,9 @@ class _Comparison:
             raise DamagedError(pair.label, f"is not of the shape that is recorded: {error}", pair.name) from error
         numbers = {"norm": change.norm, "relative": change.relative, "largest": change.largest}
         retyped = (one.kind, one.dtype) != (other.kind, other.dtype)
-        said = ([_both(one, other)] if retyped else []) + ([change.words] if change.words else [])
+        details = ([_both(one, other)] if retyped else []) + ([change.words] if change.words else [])
         kind = rows.RETYPED if retyped else rows.CHANGED if change.elements else rows.UNCHANGED
-        return pair.row(kind, **numbers, elements=change.elements, detail="; ".join(said))
+        return pair.row(kind, **numbers, elements=change.elements, detail="; ".join(details))
 
     def _values(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
         before = self._before.value(pair.item, pair.name, pair.node)
@@ -336,7 +336,7 @@ def _is_number(leaf: LeafRow) -> bool:
 
 
 def _zero(leaf: LeafRow) -> dict[str, Any]:
-    """What is said of an array that did not change."""
+    """The figures of an array that did not change."""
     if leaf.kind not in stats.ARRAYS:
         return {}
     return {"elements": 0, **({"norm": 0.0, "largest": 0.0} if _is_number(leaf) else {})}

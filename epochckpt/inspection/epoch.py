@@ -13,7 +13,7 @@ from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochDeletedError, EpochNotFoundError, InvalidArgumentError, UnknownNameError
 from epochckpt.format import paths
 from epochckpt.inspection import describe, plain, scan, stats
-from epochckpt.inspection.leaf_reader import Leaves
+from epochckpt.inspection.leaf_reader import LeafReader
 from epochckpt.inspection.rows import (
     COMMITTED,
     DAMAGED,
@@ -146,7 +146,7 @@ class EpochInspection(Shown):
         """The row, the items and their leaves."""
         return describe.describe(self._commits, self.row)
 
-    def leaves(self) -> Leaves:
+    def leaves(self) -> LeafReader:
         """A reader of the leaves of the attempt that is committed now.
 
         Raises:
@@ -154,7 +154,7 @@ class EpochInspection(Shown):
             EpochDeletedError: the epoch is not there any more.
         """
         try:
-            return Leaves(self._commits, self.epoch)
+            return LeafReader(self._commits, self.epoch)
         except EpochNotFoundError as error:
             row = self.plain_row()
             raise (_unusable(row) if row.state == DAMAGED else self._gone()) from error
@@ -256,7 +256,7 @@ class ItemInspection(Shown):
         self._epoch, self.row, self._node = epoch, row, node
 
     @functools.cached_property
-    def _leaves(self) -> Leaves:
+    def _leaves(self) -> LeafReader:
         return self._epoch.leaves()
 
     @functools.cached_property

@@ -34,10 +34,10 @@ from epochckpt.options import StorageOptions
 DAY_SECS = 86400.0
 
 DEAD = frozenset({ATTEMPT, DELETED, ORBAX})
-"""Kinds that nobody can want back."""
+"""Kinds that hold nothing of use."""
 
 KEPT = frozenset({ROLLED_BACK, QUARANTINED})
-"""Kinds that hold epochs which a person may want back: removed only when asked for."""
+"""Kinds that hold epochs: removed only when asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ class _Search:
         """Whether epochs are being moved there just now."""
         try:
             rollback = self.commits.rollback()
-        except (EpochCheckpointError, OSError):  # of some folder, nobody knows which
+        except (EpochCheckpointError, OSError):  # which folder it is about is not known
             return True
         return rollback is not None and rollback.folder == folder
 

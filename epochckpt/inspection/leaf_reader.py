@@ -23,7 +23,7 @@ from epochckpt.manager.reader import PIECE_ELEMENTS, NativeReader, ignore
 _THREADS = 4
 
 
-class Leaves:
+class LeafReader:
     """Reads leaves of one epoch; its record is read now, and stays the one that is read.
 
     Each method takes the name of a node: of the one whose item it is, for an item of each node's own, else "".
@@ -65,7 +65,7 @@ class Leaves:
         return self._of(item, node).file(item, name, node)
 
     def reader(self, item: str, node: str = "") -> EpochReader | None:
-        """What reads an item of an epoch of ours, for who looks at its checksums; None for steps of stock Orbax.
+        """The reader of an item of an epoch of ours, which gives its checksums; None for steps of stock Orbax.
 
         Raises:
             InvalidArgumentError: the node has no such item.
@@ -78,7 +78,7 @@ class Leaves:
         """Reads every byte, of all nodes; of steps of stock Orbax every array.
 
         Args:
-            progress: is told how many bytes have been read, piece by piece, from any thread; of stock Orbax the bytes
+            progress: called with the bytes that have been read, piece by piece, from any thread; of stock Orbax those
                 of arrays, which are fewer in its files where it compressed them.
 
         Raises:

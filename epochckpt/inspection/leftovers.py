@@ -35,7 +35,7 @@ from epochckpt.inspection.rows import ABANDONED, IN_PROGRESS, EpochRow, Leftover
 from epochckpt.storage import Store
 
 MAX_ENTRIES = 100_000
-"""A larger tree is measured up to here: somebody else's, as a rule."""
+"""A larger tree, which is hardly one of checkpoints, is measured up to here."""
 
 
 @dataclasses.dataclass
@@ -230,7 +230,7 @@ def is_sign(commits: Commits, name: str) -> bool:
 def _in_directory(commits: Commits, name: str, todelete_subdir: str | None) -> Iterator[_Found]:
     """What a folder of the directory is, if it is none of a run's staging folders."""
     for prefix, (kind, detail) in _KEPT.items():
-        if name.startswith(prefix) and _ID.match(name.removeprefix(prefix)):  # else somebody else's
+        if name.startswith(prefix) and _ID.match(name.removeprefix(prefix)):  # other names are not ours
             yield name, kind, _epochs_in(commits, name), detail
             return
     if name == todelete_subdir:

@@ -153,7 +153,7 @@ def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> Ep
         commits: the directory.
         folder: the folder.
         epoch: the number that its name stands for.
-        sure: raise that storage does not answer, instead of showing it as damage: somebody acts on the answer.
+        sure: raise an error of storage instead of showing it as damage, for callers that act on the answer.
 
     Returns:
         The epoch's row, damaged if its record cannot be used; a LeftoverRow if it is no epoch; None if it is gone.

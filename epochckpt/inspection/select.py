@@ -20,7 +20,7 @@ def narrowed(
     item: str | None = None,
     node: str | None = None,
 ) -> list[EpochDetail]:
-    """The epochs with only the items, nodes and leaves that are asked for. Items with a problem stay: nobody knows.
+    """The epochs with only the items, nodes and leaves that are asked for. Items with a problem stay.
 
     Args:
         details: the epochs. It is enough if one of them has what is asked for.

@@ -142,7 +142,7 @@ class Change:
     NaN equals NaN, whatever its payload, and 0 equals -0. Norms are of the elements that are finite in both arrays.
 
     Args:
-        numbers: whether differences mean something; otherwise elements are only told apart.
+        numbers: whether differences mean something; otherwise elements are only compared.
 
     Attributes:
         elements: how many elements changed.

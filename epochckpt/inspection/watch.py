@@ -1,8 +1,8 @@
-"""Following a live run: what changes in a directory, as events. Looks at names and sizes only, and talks to nobody.
+"""Following a live run: what changes in a directory, as events. Only looks at storage.
 
-A look costs the listing of the directory and of what is under way; a record is read once, when its epoch appears, and
-those of the newest epoch and of damaged ones at every look: another may have their number by now. What comes and goes
-between two looks is not seen.
+A look costs a listing of the directory and of what is under way. The record of an epoch is read once, when the epoch
+appears; those of the newest epoch and of damaged ones are read at every look, because another attempt may have their
+number by now. What comes and goes between two looks is not seen.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Watcher:
         again = {row.epoch for row in gone} | self._replaced()
         events = []
         before = self.newest
-        found = self._folders()
+        entries = dict(leftovers.names(self._commits.store, ""))
+        found = scan.folders_of(self._commits, entries, self._commits.hidden())
         for epoch in sorted(self._epochs.keys() - found.keys()):
             events.append(Event(DELETED, now, self._epochs.pop(epoch)))
         for epoch, folder in sorted(found.items()):
@@ -94,7 +95,7 @@ class Watcher:
                 continue
             row = scan.read(self._commits, folder, epoch, sure=True)
             if isinstance(row, EpochRow) and (known is None or (row.attempt and known.attempt != row.attempt)):
-                self._epochs[epoch] = row
+                row = self._epochs[epoch] = scan.with_size(self._commits, row)
                 events.append(Event(SAVED, now, row, before))
         committed = {row.attempt for row in self._epochs.values()}
         before = self.newest
@@ -102,8 +103,8 @@ class Watcher:
             if row.attempt not in committed and row.state != ABANDONED:
                 events.append(Event(FAILED, now, row, before, "it is gone and was not committed"))
         for attempt, row in attempts.items():
-            event = None if attempt in committed else self._under_way(now, row, before)
-            events += [event] if event is not None else []
+            if attempt not in committed:
+                events += self._under_way(now, row, before)
         self._attempts = attempts
         return events
 
@@ -113,21 +114,13 @@ class Watcher:
         attempt = None if newest is None else self._commits.read_attempt(newest.epoch)
         return {newest.epoch} if newest is not None and attempt not in (None, newest.attempt) else set()
 
-    def _under_way(self, now: int, row: EpochRow, before: EpochRow | None) -> Event | None:
+    def _under_way(self, now: int, row: EpochRow, before: EpochRow | None) -> list[Event]:
         known = self._attempts.get(row.attempt)
         if row.state == ABANDONED:
-            stale = known is None or known.state != ABANDONED
-            return Event(FAILED, now, row, before, row.detail) if stale else None
+            is_new = known is None or known.state != ABANDONED
+            return [Event(FAILED, now, row, before, row.detail)] if is_new else []
         changed = known is None or (known.nbytes, known.nodes) != (row.nbytes, row.nodes)
-        return Event(SAVING, now, row, before, row.detail) if changed else None
-
-    def _folders(self) -> dict[int, str]:
-        """The folder of each epoch, as far as names say."""
-        commits = self._commits
-        names = leftovers.names(commits.store, "")
-        hidden = commits.hidden()
-        numbers = ((commits.names.parse(name), name) for name, is_folder in names if is_folder)
-        return {epoch: name for epoch, name in numbers if epoch is not None and epoch not in hidden}
+        return [Event(SAVING, now, row, before, row.detail)] if changed else []
 
 
 def watch(
