@@ -24,7 +24,7 @@ from epochckpt.commit.coordination import SingleProcess
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.manager import export_formats
-from epochckpt.manager.export_formats import Settings
+from epochckpt.manager.export_formats import TensorOptions
 from epochckpt.manager.reader import epoch_number
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
@@ -115,7 +115,7 @@ def export(
     names = StepNames.of(options or ocp.CheckpointManagerOptions())
     commits = commits_of(store, names)
     place = _destination(destination, _local_root(store))
-    settings = Settings(separator, max_file_bytes, max_buffer_bytes, skip_unsupported)
+    tensor_options = TensorOptions(separator, max_file_bytes, max_buffer_bytes, skip_unsupported)
     readers = Readers(commits, Pool(StorageOptions().io_threads))
 
     def run(number: int) -> Exported:
@@ -129,7 +129,7 @@ def export(
         def write(target: PosixStore) -> export_formats.Unsupported:
             if format == "orbax":
                 return export_formats.write_orbax(reader, record, target, skip_unsupported)
-            return export_formats.write_safetensors(reader, _item_of_arrays(record), target, settings)
+            return export_formats.write_safetensors(reader, _item_of_arrays(record), target, tensor_options)
 
         return _in_place(reader, place, write, progress)
 

@@ -23,6 +23,7 @@ from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import ArrayItem, Box, EpochRecord, grid, paths, safetensors
 from epochckpt.format.tensor_notes import KEY, Notes
 from epochckpt.manager import status
+from epochckpt.manager.copy import copy_handler_file
 from epochckpt.orbax import Views
 from epochckpt.orbax import view as orbax_view
 from epochckpt.storage import Store, Writer, writing
@@ -59,11 +60,7 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_un
         target.create(paths.join(base, path), data)
     for item in (name for name, entry in record.items.items() if entry.kind == "files"):
         for node, file in reader.item_files(item):
-            with writing(target, paths.join(base, file.path), file.size) as writer:
-                start = 0
-                for block in reader.blocks(node, file):
-                    writer.write(start, block)
-                    start += len(block)
+            copy_handler_file(reader, node, file, target, paths.join(base, file.path))
     numbers = {entry.folder: i for i, entry in enumerate(record.nodes)}
     for path in view.links:
         item, name = path.split("/")[0], path.split("/")[-1]
@@ -115,7 +112,7 @@ _BATCH_LEAVES = 4096  # read together at most; bounds what is kept per leaf mean
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class TensorOptions:
     """How to write.
 
     Attributes:
@@ -131,7 +128,7 @@ class Settings:
     skip_unsupported: bool
 
 
-def write_safetensors(reader: EpochReader, item: str, target: Store, settings: Settings) -> Unsupported:
+def write_safetensors(reader: EpochReader, item: str, target: Store, options: TensorOptions) -> Unsupported:
     """Writes one item of arrays into an empty folder, durably; every byte is verified on its way.
 
     Returns:
@@ -147,24 +144,24 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, settings: S
     if arrays is None:
         raise UnsupportedError(f"item {item!r} is not made of arrays; only those become tensors")
     unsupported = _inexpressible(arrays)
-    if unsupported and not settings.skip_unsupported:
+    if unsupported and not options.skip_unsupported:
         raise UnsupportedError(refusal(record.epoch, "safetensors", {item: unsupported}))
     kept = [i for i, leaf in enumerate(arrays.leaves) if leaf.name not in unsupported]
-    names = _names(arrays, kept, settings.separator)
-    notes = Notes(settings.separator)
+    names = _names(arrays, kept, options.separator)
+    notes = Notes(options.separator)
     for i in kept:
         leaf = arrays.leaves[i]
         if leaf.dtype is None:
             notes.values.append((leaf.path, leaf.kind, record.items[item].values.get(i)))
         else:
             notes.add(names[i], leaf.path, leaf.kind, leaf.impl)
-    files = _files(arrays, [i for i in kept if arrays.leaves[i].dtype is not None], settings.max_file_bytes)
+    files = _files(arrays, [i for i in kept if arrays.leaves[i].dtype is not None], options.max_file_bytes)
     weights: dict[str, str] = {}
     for number, leaves in enumerate(files):
         name = FILE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         mine = {names[i]: i for i in leaves}
         text = notes.only(mine, values=number == 0).to_text()
-        _write_file(reader, arrays, mine, {"format": "flax", KEY: text}, target, name, settings)
+        _write_file(reader, arrays, mine, {"format": "flax", KEY: text}, target, name, options)
         weights.update(dict.fromkeys(mine, name))
     if len(files) > 1:
         total = sum(arrays.leaves[i].nbytes for leaves in files for i in leaves)
@@ -235,7 +232,7 @@ def _write_file(
     metadata: dict[str, str],
     target: Store,
     name: str,
-    settings: Settings,
+    options: TensorOptions,
 ) -> None:
     tensors = []
     for tensor, i in leaves.items():
@@ -249,14 +246,9 @@ def _write_file(
             f"{len(head)} bytes long; safetensors allows {safetensors.MAX_READ_BYTES}"
         )
     size = len(head) + sum(t[3] for t in tensors)
-    writer = target.open_writer(name, size)
-    try:
+    with writing(target, name, size) as writer:
         writer.write(0, head)
-        _write_tensors(reader, arrays, list(leaves.values()), writer, len(head), settings.max_buffer_bytes)
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
+        _write_tensors(reader, arrays, list(leaves.values()), writer, len(head), options.max_buffer_bytes)
 
 
 def _write_tensors(

@@ -131,14 +131,19 @@ def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
 
 
 def look(store: Store, at: str) -> dict[str, str]:
-    """The entries of a folder by name: `folder`, `link` (not followed), or `file`."""
+    """The entries of a folder by name: `folder`, `link` (not followed), `file`, or `other`: a pipe or a device."""
+    return _look(_full(store, at))
 
-    def read() -> list[tuple[str, bool, bool]]:
-        with os.scandir(_full(store, at)) as entries:
-            return [(e.name, e.is_symlink(), e.is_dir(follow_symlinks=False)) for e in entries]
 
-    found = patiently(_full(store, at), read)
-    return {name: "link" if link else "folder" if folder else "file" for name, link, folder in sorted(found)}
+def _look(place: str) -> dict[str, str]:
+    def read() -> list[tuple[str, str]]:
+        with os.scandir(place) as entries:
+            return [
+                (e.name, _kind(e.is_symlink(), e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)))
+                for e in entries
+            ]
+
+    return dict(sorted(patiently(place, read)))
 
 
 def check_files(store: Store, at: str) -> None:
@@ -159,7 +164,7 @@ def check_files(store: Store, at: str) -> None:
         if place in seen:  # links may lead in a circle
             continue
         seen.add(place)
-        for name, kind in patiently(place, functools.partial(_kinds, place)):
+        for name, kind in _look(place).items():
             path, target = paths.join(folder, name), os.path.join(place, name)
             if kind == "link":
                 target = os.path.realpath(target)
@@ -182,15 +187,6 @@ def check_files(store: Store, at: str) -> None:
                 if size > MAX_BYTES:
                     problem = f"has {size} bytes; expected at most {MAX_BYTES} of such a file: it is not read"
                     raise DamagedError(path, problem)
-
-
-def _kinds(place: str) -> list[tuple[str, str]]:
-    """The entries of a folder: `folder`, `link`, `file` or `other`, without a look at each."""
-    with os.scandir(place) as entries:
-        return [
-            (e.name, _kind(e.is_symlink(), e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)))
-            for e in entries
-        ]
 
 
 def _kind(link: bool, folder: bool, file: bool) -> str:

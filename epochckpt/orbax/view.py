@@ -37,94 +37,6 @@ from epochckpt.format import paths as layout
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import ocdbt
 
-
-def texts(arrays: ArrayItem, names: Mapping[int, str]) -> dict[str, str]:
-    """Orbax's form of the recorded shardings, by parameter name in base64."""
-    rows = [text(arrays, row) for row in arrays.shardings]
-    out = {}
-    for number, name in names.items():
-        leaf = arrays.leaves[number]
-        row = rows[leaf.sharding] if leaf.kind in ("jax", "prng") and leaf.sharding >= 0 else None
-        if row is not None:
-            out[base64.b64encode(name.encode()).decode()] = row
-    return out
-
-
-def text(arrays: ArrayItem, row: Any) -> str | None:
-    """One recorded sharding; None where the device is not there, or the row is nonsense: nobody checked it before."""
-    try:
-        return _text(arrays, row)
-    except (KeyError, IndexError, TypeError, ValueError):
-        return None
-
-
-def _text(arrays: ArrayItem, row: Any) -> str | None:
-    if "device" in row:
-        names = [str(d) for d in jax.devices() if (d.platform, d.id) == (row["platform"], row["device"])]
-        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": names[0]}) if names else None
-    mesh = arrays.meshes[row["mesh"]]
-    devices = np.array([{"id": d} for d in mesh["devices"]], dtype=object).reshape(mesh["shape"]).tolist()
-    return json.dumps(
-        {
-            "sharding_type": "NamedSharding",
-            "shape": mesh["shape"],
-            "axis_names": mesh["axes"],
-            "axis_types": [str(AxisType[t]) for t in mesh["axis_types"]],
-            "partition_spec": row["spec"],
-            "device_mesh": {"mesh": devices},
-        }
-    )
-
-
-_MAX_NOTED = 100
-_FEW = 3
-
-
-def gaps(paths: Mapping[int, KeyPath], out: Container[int], named: Container[int]) -> dict[int, KeyPath]:
-    """Where Orbax needs a None because a sequence would lack an element; with a gap it reads nothing of the item.
-
-    As a rule that is the leaf itself, so that targets still fit. A sequence of which no element is left needs none.
-
-    Args:
-        paths: of all the leaves, by number.
-        out: numbers of those that are left out.
-        named: numbers of those that Orbax can name. An element with others becomes None as a whole.
-
-    Returns:
-        The path of the None, by number of the leaf that is left out.
-    """
-    kept = {path[:depth] for i, path in paths.items() if i not in out for depth in range(len(path) + 1)}
-    found = {}
-    whole = set()
-    for i, path in paths.items():
-        for depth, (kind, _) in enumerate(path) if i in out else ():
-            if kind in ("s", "f") and path[:depth] in kept and path[: depth + 1] not in kept:
-                found[i] = path[: depth + 1]
-                if i not in named:
-                    whole.add(found[i])
-                break
-    return {i: element if element in whole else paths[i] for i, element in found.items()}
-
-
-def nothing_left(unsupported: Mapping[str, str]) -> str:
-    """Why an item has no view although each of its leaves was looked at."""
-    more = f" and {len(unsupported) - _FEW} more" if len(unsupported) > _FEW else ""
-    return f"Orbax has no form for any of its leaves: {few(unsupported)}{more}" if unsupported else "it has no leaves"
-
-
-def few(unsupported: Mapping[str, str]) -> str:
-    """The first of them with their reasons, for messages."""
-    return ", ".join(f"{readable(leaf)} ({why})" for leaf, why in list(unsupported.items())[:_FEW])
-
-
-def short(unsupported: dict[str, str]) -> dict[str, str]:
-    """At most a hundred of them: the record stays small."""
-    if len(unsupported) <= _MAX_NOTED:
-        return unsupported
-    kept = dict(list(unsupported.items())[:_MAX_NOTED])
-    return {**kept, "*": f"and {several(len(unsupported) - _MAX_NOTED, 'leaf', 'leaves')} more"}
-
-
 JSON_HANDLER = ocp.handlers.JsonCheckpointHandler.typestr()
 ARRAY_HANDLER = ocp.handlers.ArrayCheckpointHandler.typestr()
 _KEY_HANDLERS = {
@@ -134,9 +46,11 @@ _KEY_HANDLERS = {
 """Handlers that keep arrays one folder deeper, beside a JSON file, and the folder."""
 _TEXT = "string"
 _NONE = {"value_type": "None", "skip_deserialize": True}
-_ALONE = "checkpoint"  # what Orbax calls an array that is not in a tree
+_BARE = "checkpoint"  # what Orbax calls an array that is not in a tree
 
 _COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax_marks: so it is never taken for one of Orbax's
+_MAX_NOTED = 100  # leaves that a record names as unsupported
+_FEW = 3
 MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
 """Items with more cells get no view: the index would be read whole by whoever opens it; and it holds up a commit."""
 
@@ -175,7 +89,7 @@ class Views:
     """Builds the views of one manager's epochs; what does not change from epoch to epoch is built once."""
 
     def __init__(self, max_chunks: int | None = None) -> None:
-        self._known: dict[str, _Items] = {}
+        self._known: dict[str, _ItemView] = {}
         self._max_chunks = max_chunks
 
     def build(self, record: EpochRecord, *, beside_nodes: bool = True) -> View:
@@ -231,10 +145,12 @@ class Views:
             if reason := _inexpressible(arrays, self._max_chunks or MAX_CHUNKS):
                 view.unsupported[name] = {"*": reason}
                 return False
-            known = self._known[name] = _Items(key, record, item, name, scalars)
+            known = self._known[name] = _ItemView(key, record, item, name, scalars)
         params = known.params
         if not params.tree:
-            view.unsupported[name] = {"*": nothing_left(params.unsupported)}
+            more = f" and {len(params.unsupported) - _FEW} more" if len(params.unsupported) > _FEW else ""
+            nothing = f"Orbax has no form for any of its leaves: {few(params.unsupported)}{more}"
+            view.unsupported[name] = {"*": nothing if params.unsupported else "it has no leaves"}
             return False
         kept = {i: (params.names[i], s) for i, s in scalars.items() if s and i in params.names}
         fresh = {f"{path}/0".encode(): s[1] for path, s in kept.values() if s[0] != _TEXT}
@@ -253,7 +169,10 @@ class Views:
         view.files.update({f"{base}/{path}": data for path, data in files.items()})
         view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(params.nodes)})
         if params.unsupported:
-            view.unsupported[name] = short(params.unsupported)
+            named = dict(list(params.unsupported.items())[:_MAX_NOTED])  # the record stays small
+            if more := len(params.unsupported) - len(named):
+                named["*"] = f"and {several(more, 'leaf', 'leaves')} more"
+            view.unsupported[name] = named
         return True
 
 
@@ -285,7 +204,7 @@ def _key_metadata(arrays: ArrayItem, handler: str) -> dict[str, bool]:
     return {"legacy": all(leaf.path[0][0] == "s" for leaf in arrays.leaves)}
 
 
-class _Items:
+class _ItemView:
     """What stays the same while an item's tree does.
 
     Args:
@@ -299,7 +218,7 @@ class _Items:
     def __init__(self, key: tuple[Any, ...], record: EpochRecord, item: ItemRecord, name: str, scalars: _Scalars):
         assert item.arrays is not None, "callers choose array items"
         self.key, arrays = key, item.arrays
-        self.params = params = _Params(arrays, scalars, typed=item.handler not in _KEY_HANDLERS)
+        self.params = params = _Parameters(arrays, scalars, typed=item.handler not in _KEY_HANDLERS)
         _locate(record, name, arrays, params)
         # an empty tree: Orbax wants a database nevertheless
         self.index = ocdbt.Index(params.entries or {b".empty": b""})
@@ -312,17 +231,17 @@ class _Items:
         }
         self.files = {
             "_METADATA": _json(metadata),
-            "_sharding": _json(texts(arrays, params.names)),
+            "_sharding": _json(_sharding_texts(arrays, params.names)),
             "array_metadatas/process_0": _json({"array_metadatas": params.metadatas}),
         }
 
 
-class _Params:
+class _Parameters:
     """The leaves of an item as Orbax's parameters.
 
     Args:
         arrays: the item.
-        scalars: see `_Items`.
+        scalars: see `_ItemView`.
         typed: typed PRNG keys come back as such; else as their data.
     """
 
@@ -339,7 +258,7 @@ class _Params:
         if self.unsupported:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
             paths = {i: self._path(leaf) for i, leaf in enumerate(arrays.leaves)}
             out = {i for i in paths if arrays.leaves[i].name in self.unsupported}
-            positions = gaps(paths, out, self.names)
+            positions = _placeholders(paths, out, self.names)
             rows = (_row(positions.get(i, path), _NONE) for i, path in paths.items() if i not in out or i in positions)
             self.tree = {key: self.tree.get(key, row) for key, row in rows}
 
@@ -360,7 +279,7 @@ class _Params:
         return out
 
     def _path(self, leaf: Leaf) -> tree_lib.KeyPath:
-        return leaf.path or (("k", _ALONE),)
+        return leaf.path or (("k", _BARE),)
 
     def _add(self, number: int, name: str, scalar: tuple[str, bytes] | None) -> None:
         """Adds a leaf, without the places of its chunks."""
@@ -421,7 +340,7 @@ def _scalar(value: Any) -> tuple[str, bytes] | None:
     return ("<f8", struct.pack("<d", value)) if isinstance(value, float) else None
 
 
-def _locate(record: EpochRecord, name: str, arrays: ArrayItem, params: _Params) -> None:
+def _locate(record: EpochRecord, name: str, arrays: ArrayItem, params: _Parameters) -> None:
     """Adds where the chunks of an item's arrays lie."""
     prefixes = {i: f"{p}/" for i, p in params.names.items() if f"{p}/.zarray".encode() in params.entries}
     for node, entry in enumerate(record.nodes):
@@ -469,3 +388,73 @@ def _zarr_dtype(dtype: np.dtype[Any]) -> str:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _sharding_texts(arrays: ArrayItem, names: Mapping[int, str]) -> dict[str, str]:
+    """Orbax's form of the recorded shardings, by parameter name in base64.
+
+    A row whose device is not there, or that is nonsense, has none: nobody checked it before.
+    """
+    rows: list[str | None] = []
+    for row in arrays.shardings:
+        try:
+            rows.append(sharding_text(arrays, row))
+        except (KeyError, IndexError, TypeError, ValueError):
+            rows.append(None)
+    found = {}
+    for number, name in names.items():
+        leaf = arrays.leaves[number]
+        text = rows[leaf.sharding] if leaf.kind in ("jax", "prng") and leaf.sharding >= 0 else None
+        if text is not None:
+            found[base64.b64encode(name.encode()).decode()] = text
+    return found
+
+
+def sharding_text(arrays: ArrayItem, row: Any) -> str | None:
+    """Orbax's form of one recorded sharding; None where its device is not there."""
+    if "device" in row:
+        names = [str(d) for d in jax.devices() if (d.platform, d.id) == (row["platform"], row["device"])]
+        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": names[0]}) if names else None
+    mesh = arrays.meshes[row["mesh"]]
+    devices = np.array([{"id": d} for d in mesh["devices"]], dtype=object).reshape(mesh["shape"]).tolist()
+    return json.dumps(
+        {
+            "sharding_type": "NamedSharding",
+            "shape": mesh["shape"],
+            "axis_names": mesh["axes"],
+            "axis_types": [str(AxisType[t]) for t in mesh["axis_types"]],
+            "partition_spec": row["spec"],
+            "device_mesh": {"mesh": devices},
+        }
+    )
+
+
+def _placeholders(paths: Mapping[int, KeyPath], out: Container[int], named: Container[int]) -> dict[int, KeyPath]:
+    """Where Orbax needs a None because a sequence would lack an element; with a gap it reads nothing of the item.
+
+    As a rule that is the leaf itself, so that targets still fit. A sequence of which no element is left needs none.
+
+    Args:
+        paths: of all the leaves, by number.
+        out: numbers of those that are left out.
+        named: numbers of those that Orbax can name. An element with others becomes None as a whole.
+
+    Returns:
+        The path of the None, by number of the leaf that is left out.
+    """
+    kept = {path[:depth] for i, path in paths.items() if i not in out for depth in range(len(path) + 1)}
+    found = {}
+    whole = set()
+    for i, path in paths.items():
+        for depth, (kind, _) in enumerate(path) if i in out else ():
+            if kind in ("s", "f") and path[:depth] in kept and path[: depth + 1] not in kept:
+                found[i] = path[: depth + 1]
+                if i not in named:
+                    whole.add(found[i])
+                break
+    return {i: element if element in whole else paths[i] for i, element in found.items()}
+
+
+def few(unsupported: Mapping[str, str]) -> str:
+    """The first of them with their reasons, for messages."""
+    return ", ".join(f"{readable(leaf)} ({why})" for leaf, why in list(unsupported.items())[:_FEW])

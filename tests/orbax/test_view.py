@@ -448,7 +448,7 @@ def test_the_recorded_shardings_are_what_orbax_itself_would_record() -> None:
     item = plan_item(
         "default", pairs, node=0, node_of_process={0: 0}, replica_split_bytes=1 << 20, part_bytes=None
     ).item
-    found = [json.loads(str(orbax_sharding.text(item, row))) for row in item.shardings]
+    found = [json.loads(str(orbax_sharding.sharding_text(item, row))) for row in item.shardings]
     named = ocp.metadata.NamedShardingMetadata.from_jax_sharding(array.sharding).to_serialized_string()
     single = jax.sharding.SingleDeviceSharding(jax.devices()[2])
     lone = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(single).to_serialized_string()
