@@ -225,6 +225,7 @@ def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, in
     nodes = {node.name: node for node in row.nodes}
     longest = max((node.secs or 0.0 for node in row.nodes), default=0.0)
     most = max((node.nbytes for node in row.nodes), default=0)
+    slowest = row.slowest_node
 
     def mark(name: str) -> Mark:
         node = nodes.get(name)
@@ -242,7 +243,7 @@ def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, in
         # Without a duration that makes sense, the bar is half as high as the slowest one.
         timed = node.secs is not None and 0 < longest < math.inf and node.secs <= longest
         level = max(node.secs or 0.0, 0.0) / longest if timed else 0.5
-        return Mark(level, Tone.WARN if name == row.slowest_node else Tone.PLAIN, level if timed else 0.0, tip)
+        return Mark(level, Tone.WARN if name == slowest else Tone.PLAIN, level if timed else 0.0, tip)
 
     return Strip(tuple(map(mark, names)))
 
