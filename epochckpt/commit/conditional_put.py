@@ -161,6 +161,7 @@ class PutCommits(Commits):
             self._check_fence(epoch)
             if self.read_attempt(epoch) == replaces.attempt:
                 self._remove_record(self.folder(epoch))
+        # The decisive step: one conditional write.
         try:
             if old is None:
                 self.store.create(path, record)
@@ -174,12 +175,13 @@ class PutCommits(Commits):
         except Exception as error:
             if not self.is_there(epoch, attempt, error):
                 raise SaveError(epoch, f"putting its commit record failed: {error}") from error
+        # A run that took over meanwhile may have swept the data, or may have seen the epoch already.
         try:
             self._check_fence(epoch)
         except FencedError as error:
             try:
                 self.check_shallow(self.read_record(epoch))
-            except (EpochCheckpointError, OSError):  # the newer run has swept its data: it must not be seen
+            except (EpochCheckpointError, OSError):  # swept: it must not be seen
                 self._take_back(epoch, attempt, path, record, old)
                 raise error from None
             raise UncertainError(epoch, f"its record was put while a newer run took over: {error.reason}") from error
@@ -194,7 +196,7 @@ class PutCommits(Commits):
         return data if parsing.parse_epoch(path, data).attempt == replaces.attempt else None
 
     def _take_back(self, epoch: int, attempt: str, path: str, record: bytes, old: bytes | None) -> None:
-        """Takes a record away whose data a newer run has swept; an epoch that it replaced is there again."""
+        """Takes a record away whose data a newer run has swept; an epoch that it replaced comes back."""
         if old is None:
             if self.read_attempt(epoch) == attempt:
                 self.store.remove(path)

@@ -184,6 +184,7 @@ def open_directory(
             f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
             f"{coordinator.processes}; pass the one name of this process's node"
         )
+    # The primary looks at the directory, once it knows every node's name. The others take its answer.
     names = StepNames.of(options)
     if coordinator.processes == 1:
         answer = _decide(directory, options, names, own, item_names)
@@ -207,6 +208,7 @@ def open_directory(
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
         prefix = f"{base}/{answer['opening']}"
         coordination.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
+    # Each process opens the directory as the primary has resolved it.
     store = open_store(answer["directory"], folder_mode=folder_mode(options))
     commits = commits_of(store, names)
     found = tuple(answer["nodes"])
@@ -239,13 +241,11 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
     if missing:
         late = coordinator.named(missing)
         raise CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
-    nodes = [name] + [str(found[p]["node"]) for p in sorted(others)]
-    first: dict[str, int] = {}
-    for p, n in enumerate(nodes):
-        q = first.setdefault(n, p)
-        if p != q:
-            both = f"{coordinator.named([q])} and {coordinator.named([p])}"
-            raise InvalidArgumentError(f"{both} both call their node {n!r}; node= must be unique")
+    nodes = [name] + [str(found[process]["node"]) for process in sorted(others)]
+    for process, node in enumerate(nodes):
+        if (first := nodes.index(node)) != process:
+            both = f"{coordinator.named([first])} and {coordinator.named([process])}"
+            raise InvalidArgumentError(f"{both} both call their node {node!r}; node= must be unique")
     return nodes
 
 

@@ -211,7 +211,8 @@ class RenameCommits(Commits):
     ) -> Callable[[], None] | None:
         """See Commits."""
         staging = self._staging(attempt)
-        if epoch in self.hidden():  # nobody would see it
+        # A rollback that was interrupted would hide the new epoch, too.
+        if epoch in self.hidden():
             try:
                 self.finish_rollback()
             except UnfinishedError as error:
@@ -221,6 +222,7 @@ class RenameCommits(Commits):
             self.store.sync_folder(staging)
         except FileNotFoundError:
             raise self.lost(epoch) from None
+        # From here on the epoch may become visible. A damaged one gives way before, a good one by the rename itself.
         check()
         present = replaces is not None and self.read_attempt(epoch) == replaces.attempt
         replace = replaces is not None and present and not replaces.damage
@@ -256,10 +258,11 @@ class RenameCommits(Commits):
     def _arrived(self, epoch: int, attempt: str, error: OSError) -> bool:
         """Whether the staged epoch has been put in its place by a call that has reported an error.
 
-        Over a network that can be, and can still come: what has not moved is taken away, so that it never will.
+        Over a network that is possible, and it may still happen later: a staging folder that is still there is taken
+        away, so that it never will.
 
         Raises:
-            UncertainError: storage does not say.
+            UncertainError: storage does not answer.
         """
         staging = self._staging(attempt)
         try:

@@ -119,7 +119,7 @@ class Attempts:
     # -- on the training thread ----------------------------------------------------------------------------------
 
     def make_room(self, epoch: int, copied_bytes: int, runs_handlers: bool) -> None:
-        """Waits until one save at most is unwritten, and says so when that takes long; see `_in_the_way`.
+        """Waits until a new save may begin, see `_in_the_way`, and logs why when that takes long.
 
         Raises:
             InvalidArgumentError: this snapshot alone is more than the limit that was asked for.
@@ -130,23 +130,23 @@ class Attempts:
                 f"this save copies {_units.nbytes(copied_bytes)} to host memory, "
                 f"more than host_memory_limit_bytes allows ({_units.nbytes(limit)}); raise the limit"
             )
-        began, said = time.monotonic(), False
+        began, logged = time.monotonic(), False
         while found := self._in_the_way(copied_bytes, runs_handlers):
             older, event, reason = found
             if not event.wait(max(began + LONG_SECS - time.monotonic(), 0.0)):
-                said = True
+                logged = True
                 text = "save(%d) holds training: it waits for the save of epoch %d (%s), because %s"
                 logging.warning(text, epoch, older.epoch, older.state, reason)
             self._wait(older, event)
-        if said:
+        if logged:
             logging.warning("save(%d) blocked training for %s", epoch, _units.secs(time.monotonic() - began))
 
     def _in_the_way(self, copied_bytes: int, runs_handlers: bool) -> tuple[Attempt, _threads.Future[Any], str] | None:
-        """The older save that a new one waits for, what of it, and why.
+        """The older save that a new one waits for, the event of it, and the reason; None if there is none.
 
-        One save is written and one waits for that; where no other process decides, another is committed. Snapshots
-        stay within the bound on host memory, but one that is larger by itself is let through alone. A save that runs
-        handlers waits until they are done with the one before: they may keep things in themselves.
+        One save is written and one more may wait; in a job of one process a third may be committing. Snapshots together
+        stay within the bound on host memory, but a larger one is let through when it is alone. A save that runs handlers
+        waits until they are done with the save before, because handlers may keep state.
         """
         pending = self.pending()
         unwritten = [a for a in pending if not a.written.done()]
@@ -281,6 +281,7 @@ class Attempts:
         except Exception as caught:  # every failure becomes this process's report
             error = kept(caught)
             report = ProcessReport(error=error)
+        # The report is this process's last act on the staging: after it, the primary may commit.
         attempt.snapshot.drop()
         if not self._coordinator.primary:
             try:
