@@ -145,8 +145,8 @@ class Attempts:
         """The older save that a new one waits for, the event of it, and the reason; None if there is none.
 
         One save is written and one more may wait; in a job of one process a third may be committing. Snapshots together
-        stay within the bound on host memory, but a larger one is let through when it is alone. A save that runs handlers
-        waits until they are done with the save before, because handlers may keep state.
+        stay within the bound on host memory, but a larger one is let through when it is alone. A save that runs
+        handlers waits until they are done with the save before, because handlers may keep state.
         """
         pending = self.pending()
         unwritten = [a for a in pending if not a.written.done()]

@@ -18,10 +18,10 @@ import epochckpt as ec
 from epochckpt import _threads
 from epochckpt.commit import attempt, retention, saver
 from epochckpt.errors import EpochExistsError
-from epochckpt.manager import epochs, manager, outcomes
+from epochckpt.manager import manager, outcomes
 from tests.support.interrupting import ctrl_c, interrupt
 
-MODULES = [attempt, saver, epochs, manager, outcomes, retention, _threads]  # what the training thread runs of ours
+MODULES = [attempt, saver, manager, outcomes, retention, _threads]  # what the training thread runs of ours
 EVERY = [pytest.param(False, id="line"), pytest.param(True, id="opcode", marks=pytest.mark.long)]
 
 
