@@ -156,10 +156,10 @@ def kind_of(node: str, name: str, value: Any) -> str:
             )
     if stateful:
         return STATEFUL
-    if not any(_is_spread(leaf) for _, leaf in pairs):
+    if not any(_is_global(leaf) for _, leaf in pairs):
         return PER_NODE
     for path, leaf in pairs:
-        if tree_lib.leaf_kind(leaf) == "prng" and not _is_spread(leaf):
+        if tree_lib.leaf_kind(leaf) == "prng" and not _is_global(leaf):
             raise InvalidArgumentError(
                 f"node {node}, blob {name!r}, leaf {tree_lib.leaf_name(path)!r} is a random key of this process alone "
                 "among arrays of the whole job; make it under jit with out_shardings, or give it a blob of its own"
@@ -169,10 +169,10 @@ def kind_of(node: str, name: str, value: Any) -> str:
 
 def holds_global(value: Any) -> bool:
     """Whether a blob holds arrays that are spread over processes."""
-    return not is_stateful(value) and any(map(_is_spread, jax.tree.leaves(value)))
+    return not is_stateful(value) and any(map(_is_global, jax.tree.leaves(value)))
 
 
-def _is_spread(leaf: Any) -> bool:
+def _is_global(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
@@ -193,7 +193,7 @@ def split(tree: Any) -> tuple[Any, dict[str, Any]]:
         The tree, with arrays of this process alone as NumPy arrays; and its leaves that are not spread, by leaf name.
     """
     pairs, treedef = tree_lib.flatten(tree)
-    own = {tree_lib.leaf_name(path): leaf for path, leaf in pairs if not _is_spread(leaf)}
+    own = {tree_lib.leaf_name(path): leaf for path, leaf in pairs if not _is_global(leaf)}
     own = {name: leaf for name, leaf in own.items() if leaf is not None and not _is_empty_container(leaf)}
     leaves = [_on_host(leaf) for _, leaf in pairs]
     return tree_lib.unflatten(treedef, leaves), own
@@ -214,7 +214,7 @@ def _is_empty_container(leaf: Any) -> bool:
 
 
 def _on_host(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array) or _is_spread(leaf) or tree_lib.is_prng_dtype(leaf.dtype):
+    if not isinstance(leaf, jax.Array) or _is_global(leaf) or tree_lib.is_prng_dtype(leaf.dtype):
         return leaf
     return np.asarray(leaf)
 

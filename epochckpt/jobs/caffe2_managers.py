@@ -401,7 +401,6 @@ class MultiNodeCheckpointManager(Manager):
     """Saves and loads the workspaces of many nodes, each into its own folder of the epoch.
 
     >>> import pathlib
-    >>> import epochckpt as ec
     >>> pathlib.Path("run").mkdir()
     >>> session = ec.LocalSession()
     >>> for node in ("trainer", "reader"):

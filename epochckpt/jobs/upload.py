@@ -72,8 +72,6 @@ class CopyUpload(UploadTaskGroupBuilder):
     primary copies the step's folder; and with the managers of `epochckpt.caffe2`, where each node's copy appears by
     itself, as `<epoch>/<node>`, and the destination is a `db_prefix` then.
 
-    >>> import numpy as np
-    >>> import epochckpt as ec
     >>> job = ec.Job()
     >>> @job.init
     ... def init(ws):
