@@ -136,7 +136,7 @@ def chosen(names: Iterable[str], include: Sequence[str] | None, exclude: Sequenc
 
 
 def kind_of(node: str, name: str, value: Any) -> str:
-    """Whether a blob is spread over processes, a node's own, or an object with a state.
+    """What a blob is: global (it holds arrays that are spread over processes), per node, or an object with a state.
 
     Raises:
         InvalidArgumentError: something in it cannot be checkpointed; names it, and says what to do.
@@ -187,10 +187,10 @@ def refuse_global(node: str, values: Mapping[str, Any]) -> None:
 
 
 def split(tree: Any) -> tuple[Any, dict[str, Any]]:
-    """A blob that is spread over processes, and what else it holds.
+    """Splits a blob that holds global arrays into what is saved once and what is saved per node.
 
     Returns:
-        The tree, with arrays of this process alone as NumPy arrays; and its leaves that are not spread, by leaf name.
+        The tree, in which the other arrays are NumPy arrays; and its leaves that are not global, by leaf name.
     """
     pairs, treedef = tree_lib.flatten(tree)
     own = {tree_lib.leaf_name(path): leaf for path, leaf in pairs if not _is_global(leaf)}
@@ -200,7 +200,7 @@ def split(tree: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def join(tree: Any, own: Mapping[str, Any]) -> Any:
-    """The inverse of `split`: puts a node's own leaves over those that the primary had, where they differ."""
+    """The inverse of `split`: a node's own leaves replace those of the primary where the two differ."""
     pairs, treedef = tree_lib.flatten(tree)
     leaves = []
     for path, leaf in pairs:
