@@ -1,9 +1,8 @@
-"""Orbax's argument classes, taken apart into what epochckpt saves and restores.
+"""Turns Orbax's arguments into items to save, and restores items as an argument asks.
 
-Restores what differs per node (`NodeSave`): which old node's value goes to which node of this job.
-
-As many nodes as before: each takes the place of one of them. Another number: `reshard` makes new values of the old
-ones; without it, what was the same on every node goes to every node, and what was not is refused.
+An item that differs per node (`NodeSave`) is restored by node. In a job of as many nodes as before, each node takes the
+place of one of them. In a job of another number `NodeRestore(reshard=…)` makes new values of the old ones; without it,
+a value that was the same on every node goes to every node, and any other is refused.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from epochckpt.orbax.tree_metadata import plain_target
 
 
 class Nothing:
-    """In place of a value: the nodes of this process have none."""
+    """Stands for the value of an item that no node of this process has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RestoreContext:
-    """Who restores: needed for values that differ per node.
+    """The job that restores.
 
     Attributes:
         handlers: of the manager.
@@ -51,33 +50,35 @@ class RestoreContext:
     nodes: Nodes = dataclasses.field(default_factory=Nodes)
 
     def successions(self, names: Sequence[str]) -> list[int]:
-        """For each node of this job the number of the old node, of as many, whose place it takes.
+        """For each node of this job the number of the old node whose place it takes, of as many old nodes.
 
-        A node goes on where the one of its name was; the others take the places that are left, in order.
+        A node takes the place of the old node of its name; the other nodes take the remaining places in order.
         """
         old, now = {name: number for number, name in enumerate(names)}, set(self.nodes.names)
         left = iter([number for number, name in enumerate(names) if name not in now])
         return [old[name] if name in old else next(left) for name in self.nodes.names]
 
 
-def restore_node(reader: EpochReader, name: str, args: NodeRestore | None, here: RestoreContext) -> Any:
-    """Restores an item of kind `node`; without args for the process's node, or by node if it hosts several.
+def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, context: RestoreContext) -> Any:
+    """Restores an item of kind `node`: one value, or values by node name if the process hosts several nodes.
 
-    Returns:
-        The value, or values by node name; without args `Nothing` where there is none.
+    Without `args`, `Nothing` stands for a missing value.
 
     Raises:
-        InvalidArgumentError: it cannot be said what this process's nodes are to get; says what to pass.
+        InvalidArgumentError: the values of this process's nodes are not determined; says what to pass.
     """
-    nodes = here.nodes
+    nodes = context.nodes
     asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
     if not asked.by_node and len(nodes.hosted) > 1:
         raise InvalidArgumentError(
             f"item {name!r}: this process hosts {len(nodes.hosted)} nodes ({', '.join(nodes.hosted_names)}); pass "
             "NodeRestore(by_node=True), with targets by node name"
         )
-    targets = _targets(name, asked, nodes)
-    states = _states(reader, name, asked, here, targets)
+    given = {nodes.hosted[0]: asked.item}
+    if asked.by_node:
+        given = {} if asked.item is None else by_number(name, asked.item, nodes)
+    targets = {number: plain_target(target) for number, target in given.items()}
+    states = _states(reader, name, asked, context, targets)
     if asked.by_node:
         return {nodes.names[number]: state for number, state in states.items()}
     if states:
@@ -90,20 +91,11 @@ def restore_node(reader: EpochReader, name: str, args: NodeRestore | None, here:
     )
 
 
-def _targets(name: str, args: NodeRestore, nodes: Nodes) -> dict[int, Any]:
-    """Targets by node number."""
-    if not args.by_node:
-        return {nodes.hosted[0]: plain_target(args.item)}
-    if args.item is None:
-        return {}
-    return {number: plain_target(target) for number, target in by_number(name, args.item, nodes).items()}
-
-
 def by_number(name: str, values: Any, nodes: Nodes) -> dict[int, Any]:
-    """What was passed by node name, by node number, in node order.
+    """Values by node number, in that order, of values by node name.
 
     Raises:
-        InvalidArgumentError: no mapping, or one that names a node that this process does not host.
+        InvalidArgumentError: `values` is no mapping, or names a node that this process does not host.
     """
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(
@@ -120,22 +112,29 @@ def by_number(name: str, values: Any, nodes: Nodes) -> dict[int, Any]:
 
 
 def _states(
-    reader: EpochReader, name: str, args: NodeRestore, here: RestoreContext, targets: Mapping[int, Any]
+    reader: EpochReader, name: str, args: NodeRestore, context: RestoreContext, targets: Mapping[int, Any]
 ) -> dict[int, Any]:
-    """What each node of this process gets, by node number; a node that gets nothing is left out."""
-    record, nodes = reader.record, here.nodes
+    """The value for each node of this process, by node number; nodes without a value are left out."""
+    record, nodes = reader.record, context.nodes
     count, now = len(record.nodes), len(nodes)
     if count == now:
-        places = here.successions([n.name for n in record.nodes])
+        places = context.successions([n.name for n in record.nodes])
         sources = {number: places[number] for number in nodes.hosted}
     elif args.reshard is not None:
-        return _resharded(reader, name, args, nodes)
+        old = [
+            restore_tree(reader.of_node(n, name), name, TreeRequest()) if reader.has(n, name) else None
+            for n in range(count)
+        ]
+        new = list(args.reshard(old, count, now))
+        if len(new) != now:
+            raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {now} nodes")
+        return {number: new[number] for number in nodes.hosted}
     elif record.items[name].same:
         sources = {number: number % count for number in nodes.hosted}
     else:
         raise InvalidArgumentError(
-            f"item {name!r} of epoch {record.epoch} differs per node and was saved by {count} nodes; here are "
-            f"{now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
+            f"item {name!r} of epoch {record.epoch} differs per node and was saved by {count} nodes; this job "
+            f"has {now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
         )
     return {
         number: restore_tree(reader.of_node(old, name), name, TreeRequest(targets.get(number)))
@@ -144,21 +143,8 @@ def _states(
     }
 
 
-def _resharded(reader: EpochReader, name: str, args: NodeRestore, nodes: Nodes) -> dict[int, Any]:
-    count, now = len(reader.record.nodes), len(nodes)
-    assert args.reshard is not None, "callers look at it"
-    old = [
-        restore_tree(reader.of_node(n, name), name, TreeRequest()) if reader.has(n, name) else None
-        for n in range(count)
-    ]
-    new = list(args.reshard(old, count, now))
-    if len(new) != now:
-        raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {now} nodes")
-    return {number: new[number] for number in nodes.hosted}
-
-
 _ARRAY_RESTORE = (ocp.args.StandardRestore, ocp.args.PyTreeRestore, ocp.args.ArrayRestore)
-_PROTO_FILE = "proto.pbtxt"  # what Orbax's handler calls it
+_PROTO_FILE = "proto.pbtxt"  # the name that Orbax's handler uses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +154,12 @@ class SaveItem:
     Attributes:
         name: item name.
         kind: as in `ItemRecord`.
-        handler: the name under which Orbax knows what the item is.
+        handler: type name of the Orbax handler, as Orbax records it.
         tree: the pytree, for `arrays` and `node`.
         by_node: the tree is a dict of pytrees by node name.
         custom_metadata: JSON that belongs to the item.
-        content: the files, if the primary alone writes them and their bytes are known.
-        run: writes the files of every node by its own handler.
+        content: files of known content, which the primary alone writes.
+        run: starts the save of a handler that is not ours, which writes files on every node.
     """
 
     name: str
@@ -192,25 +178,18 @@ def named(args: Any) -> dict[str, Any]:
 
 
 def asked_for(args: Any, names: Iterable[str], default_item: bool) -> tuple[dict[str, Any], bool]:
-    """What a restore asks of an epoch.
+    """The argument of each item to restore, and whether the one unnamed item is returned by itself.
 
     Args:
-        args: its argument; None for all items, as they were saved.
+        args: the argument of `restore`; None for all items as they were saved.
         names: the epoch's items.
         default_item: the epoch has one unnamed item.
-
-    Returns:
-        The argument of each item, and whether the one unnamed item is to be given back alone.
     """
     return (dict.fromkeys(names), default_item) if args is None else (named(args), not options.is_multi(args))
 
 
 def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
-    """The item of arrays that is meant: the only one, if none is named.
-
-    Raises:
-        InvalidArgumentError: there is no such item; lists those that there are.
-    """
+    """The named item of arrays, or the only one; InvalidArgumentError, which lists the items, if there is none."""
     if item is None and len(arrays) == 1:
         return arrays[0]
     if item is None or item not in arrays:
@@ -219,7 +198,7 @@ def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
 
 
 def unknown_item(epoch: int, name: str, names: Iterable[str]) -> UnknownNameError:
-    """The error for an item that an epoch has not; lists those that it has."""
+    """The error for an item that an epoch lacks; lists its items."""
     return UnknownNameError(
         f"epoch {epoch} has no item {name!r}; it has: {', '.join(sorted(names)) or 'none'} (in Orbax's words: "
         f'Item "{name}" was not found in the checkpoint)'
@@ -227,11 +206,11 @@ def unknown_item(epoch: int, name: str, names: Iterable[str]) -> UnknownNameErro
 
 
 def to_save(args: Any, known: Handlers) -> list[SaveItem]:
-    """Takes a save argument apart; nothing is run or copied yet.
+    """The items of a save argument; nothing is run or copied yet.
 
     Raises:
-        InvalidArgumentError: not a save argument, or one with something in it that cannot be saved.
-        UnsupportedError: an argument class or field that epochckpt does not take.
+        InvalidArgumentError: not a save argument, or one that holds something that cannot be saved.
+        UnsupportedError: an argument class or field that epochckpt does not support.
     """
     if not isinstance(args, ocp.args.CheckpointArgs):
         raise InvalidArgumentError(
@@ -251,7 +230,7 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
         data = _json(name, args.item) if kind == "json" else _proto(name, args.item)
         file = _file_name(handler, kind)
         if not paths.is_file_path(file) or len(data) > MAX_RECORD_BYTES:
-            problem = f"{file!r} ({len(data)} bytes) is no file name, or it holds over {MAX_RECORD_BYTES} bytes"
+            problem = f"{file!r} ({len(data)} bytes) is no file name, or holds more than {MAX_RECORD_BYTES} bytes"
             raise InvalidArgumentError(f"item {name!r}: {problem}; pass an array item, or a handler of your own")
         return SaveItem(name, "files", handler_name, content=Content(name, {file: data}))
     if kind == "jax_key" and not isinstance(args.item, jax.Array):
@@ -259,7 +238,7 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
     if kind == "numpy_key" and not isinstance(args.item, tuple | dict):
         raise InvalidArgumentError(f"item {name!r}: expected numpy.random.get_state(), got {type(args.item).__name__}")
     if getattr(args, "ocdbt_target_data_file_size", None) is not None:
-        logging.log_first_n(logging.INFO, "ocdbt_target_data_file_size is about Orbax's own files: nothing changes", 1)
+        logging.log_first_n(logging.INFO, "ocdbt_target_data_file_size has no effect: it is about Orbax's files", 1)
     tree = casting.apply(name, args.item, getattr(args, "save_args", None))
     attached = getattr(args, "custom_metadata", None)
     attached = checksums.pack_json(attached, f"item {name!r}: custom_metadata")
@@ -267,7 +246,7 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
 
 
 def _file_name(handler: Any, kind: str) -> str:
-    """The name that the handler gives its one file."""
+    """The name of the handler's one file."""
     default = paths.JSON_FILE if kind == "json" else _PROTO_FILE
     return default if isinstance(handler, type) else getattr(handler, "_filename", default)
 
@@ -285,16 +264,16 @@ def _proto(name: str, value: Any) -> bytes:
     data = text_format.MessageToString(value).encode()
     again = text_format.Parse(data.decode(), type(value)())
     if again.SerializeToString(deterministic=True) != value.SerializeToString(deterministic=True):
-        raise InvalidArgumentError(f"item {name!r}: its text, which Orbax's format is, would lose fields unknown here")
+        raise InvalidArgumentError(f"item {name!r}: Orbax's format, protobuf text, would lose fields unknown here")
     return data
 
 
-def restore_item(reader: EpochReader, name: str, args: Any, here: RestoreContext) -> Any:
-    """Restores one item as its argument asks (None: as it was saved).
+def restore_item(reader: EpochReader, name: str, args: Any, context: RestoreContext) -> Any:
+    """Restores one item as its argument asks; None for the item as it was saved.
 
     Raises:
         InvalidArgumentError: the argument does not suit the item.
-        UnsupportedError: an argument class or field that epochckpt does not take.
+        UnsupportedError: an argument class or field that epochckpt does not support.
     """
     record = reader.record.items.get(name)
     if record is None:
@@ -302,29 +281,37 @@ def restore_item(reader: EpochReader, name: str, args: Any, here: RestoreContext
     if record.kind == "node" or isinstance(args, own.NodeRestore):
         if record.kind != "node" or not (args is None or isinstance(args, own.NodeRestore)):
             raise contradiction(name, record.handler or "NodeSave", args)
-        return restore_node(reader, name, args, here)
+        return _restore_node(reader, name, args, context)
     if record.kind == "arrays":
-        value = restore_tree(reader, name, tree_request(name, args, record.handler, here.handlers))
+        value = restore_tree(reader, name, tree_request(name, args, record.handler, context.handlers))
         is_state = record.handler == handlers.type_name(ocp.handlers.NumpyRandomKeyCheckpointHandler)
         return tuple(value) if is_state and isinstance(value, list) else value
     if args is None:
-        handler, args = here.handlers.of(name, record.handler)
+        handler, args = context.handlers.of(name, record.handler)
     elif isinstance(args, own.RenamedRestore):
         raise contradiction(name, record.handler, args)
     else:
-        handler = here.handlers.find(name, args, saving=False)
+        handler = context.handlers.find(name, args, saving=False)
     kind = handlers.kind_of(handler)
     if not handlers.same(handlers.type_name(handler), record.handler):
         raise contradiction(name, record.handler, args)
     if kind == "json":
-        return _restore_json(reader, name, _file_name(handler, kind))
+        file, data = _only_file(reader, name, _file_name(handler, kind))
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{reader.folder}/{name}/{file}", f"is not JSON: {error}") from None
     if kind == "proto":
-        return _restore_proto(reader, name, _file_name(handler, kind), args)
+        _, data = _only_file(reader, name, _file_name(handler, kind))
+        try:
+            return text_format.Parse(data.decode(), args.item())
+        except (text_format.ParseError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(f"item {name!r} is no {args.item.__name__}: {error}") from None
     return _with_files(reader, name, functools.partial(handler.restore, args=args))
 
 
 def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handlers) -> Any:
-    """What an item's handler says of the files that it wrote; None where it, or we, cannot say."""
+    """The metadata that an item's handler gives for its files; None if it gives none, or is not known here."""
     try:
         handler, _ = known.of(name, recorded)
     except InvalidArgumentError:
@@ -338,14 +325,14 @@ def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handler
 
 
 def contradiction(name: str, recorded: str, args: Any) -> InvalidArgumentError:
-    """The error for an argument that is for another kind of item."""
+    """The error for an argument that restores another kind of item."""
     return InvalidArgumentError(
         f"item {name!r} was saved by {recorded.rpartition('.')[2]}; {type(args).__name__} does not restore that"
     )
 
 
 def _only_file(reader: EpochReader, name: str, file: str) -> tuple[str, bytes]:
-    """(name, content) of the one file of an item, whatever it was called when it was saved."""
+    """(name, content) of an item's one file; it may have been saved under another name."""
     found = [f.name for _, f in reader.item_files(name)]
     chosen = file if file in found or len(found) != 1 else found[0]
     if chosen not in found:
@@ -353,24 +340,8 @@ def _only_file(reader: EpochReader, name: str, file: str) -> tuple[str, bytes]:
     return chosen, reader.read_file(name, chosen)
 
 
-def _restore_json(reader: EpochReader, name: str, file: str) -> Any:
-    file, data = _only_file(reader, name, file)
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{reader.folder}/{name}/{file}", f"is not JSON: {error}") from None
-
-
-def _restore_proto(reader: EpochReader, name: str, file: str, args: Any) -> Any:
-    _, data = _only_file(reader, name, file)
-    try:
-        return text_format.Parse(data.decode(), args.item())
-    except (text_format.ParseError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"item {name!r} is no {args.item.__name__}: {error}") from None
-
-
 def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRequest:
-    """What a restore argument asks of an array item, which was saved in the name of an Orbax handler."""
+    """The request of a restore argument for an array item that `recorded`, an Orbax handler, saved."""
     if args is None:
         return TreeRequest()
     if isinstance(args, own.RenamedRestore):
@@ -415,7 +386,7 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
 
 
 def check_names(names: Sequence[str], folders: Collection[str], known: Sequence[str]) -> None:
-    """Checks item names against the format, the nodes' folders, and those that the manager was given, if any."""
+    """Refuses item names that the format or the nodes' folders forbid, or that are not among `known`, if any."""
     for name in names:
         paths.check_item_name(name, folders)
         if known and name not in known:
@@ -423,11 +394,7 @@ def check_names(names: Sequence[str], folders: Collection[str], known: Sequence[
 
 
 def _with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]) -> Any:
-    """What a handler makes of the verified files that all nodes wrote for an item, in a local folder.
-
-    Raises:
-        DamagedError: bytes differ from what was written.
-    """
+    """Calls `use` with a local folder of the verified files that all nodes wrote for an item."""
     with tempfile.TemporaryDirectory(prefix="epochckpt-") as folder:
 
         def copy(node: int, file: DataFile) -> None:

@@ -1,6 +1,6 @@
-"""The plan of a save: a pure function of trees, shardings and the node list, the same on every node without talking.
+"""The plan of a save: a pure function of trees, shardings and the node list, so that all nodes compute the same one.
 
-Computed once per tree structure, shapes and shardings, and kept; `key` is what the training thread compares.
+A plan is computed once per tree structure, shapes and shardings, and kept; the training thread compares its `key`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from epochckpt._text import readable
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import ArrayItem, Box, Grid, Leaf
 from epochckpt.format import tree as tree_lib
-from epochckpt.format.grid import cell_box
+from epochckpt.format.grid import cell_box, slices
 from epochckpt.format.tree import ARRAY_KINDS
 
-_MAX_SPLIT = 8  # a replicated array is cut for at most this many of its holders
+_MAX_SPLIT = 8  # a replicated array is split between at most this many of its holders
+
+_Cells = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]  # counts and holders, as in `Grid`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +33,9 @@ class CellSource:
 
     Attributes:
         leaf: leaf number.
-        shard: which of the array's addressable shards holds it, -1 for NumPy and Python leaves.
-        cut: the part of that shard, or None for all of it.
-        staged: it lies on an accelerator, and has to be copied through host memory.
+        shard: index of the addressable shard that holds it; -1 for NumPy and Python leaves.
+        cut: the part of that shard; None for all of it.
+        staged: it lies on an accelerator, and is copied through host memory.
     """
 
     leaf: int
@@ -49,20 +51,20 @@ class ItemPlan:
     Attributes:
         item: its description.
         owned: (leaf, cell, bytes) of every cell that this node writes, in file order.
-        takes: where each of them is found.
-        part_ends: numbers of cells after which the data file goes on in another part.
+        sources: where each of these cells is found.
+        part_ends: numbers of cells after which the data file is continued in another part.
         copied_bytes: host memory that a snapshot allocates.
     """
 
     item: ArrayItem
     owned: tuple[np.ndarray, np.ndarray, np.ndarray]
-    takes: tuple[CellSource, ...]
+    sources: tuple[CellSource, ...]
     part_ends: tuple[int, ...]
     copied_bytes: int
 
 
 def key(leaves: Sequence[Any], treedef: Any) -> Any:
-    """What a plan depends on, hashable and cheap: structure, types, shapes, dtypes and shardings."""
+    """A hashable, cheap key of everything that a plan depends on: structure, types, shapes, dtypes and shardings."""
     return treedef, tuple([_leaf_key(leaf) for leaf in leaves])
 
 
@@ -79,15 +81,7 @@ def _leaf_key(leaf: Any) -> Any:
 
 
 def refuse_traced(name: str, tree: Any) -> None:
-    """Refuses a tree with values that jax is tracing: those of a function in `jit`, `grad`, `vmap` or `scan`.
-
-    Args:
-        name: of the item.
-        tree: the pytree.
-
-    Raises:
-        InvalidArgumentError: names the first such leaf.
-    """
+    """Raises InvalidArgumentError, with the first leaf, for a tree of item `name` with values that jax is tracing."""
     traced = [path for path, leaf in tree_lib.flatten(tree)[0] if isinstance(leaf, Tracer)]
     if traced:
         raise InvalidArgumentError(
@@ -114,21 +108,21 @@ def plan_item(
         pairs: (key path, leaf) in flattening order.
         node: number of this node.
         node_of_process: node number by JAX process index.
-        replica_split_bytes: replicated arrays larger than this are cut for several of their holders.
-        part_bytes: bound on the size of one data file, or None.
-        per_node: no other process may hold a part of it.
+        replica_split_bytes: larger replicated arrays are split between several of their holders.
+        part_bytes: bound on the size of one data file; None for none.
+        per_node: no other process may hold a part of the item.
 
     Raises:
-        InvalidArgumentError: a leaf that cannot be saved, by name.
+        InvalidArgumentError: a leaf cannot be saved; names it.
     """
     builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
     for path, value in pairs:
         builder.add(path, value)
     item = builder.finish()
     owned = item.owned(node)
-    takes = _takes(item, [value for _, value in pairs], owned, builder)
-    copied = sum(item.cell_bytes(t.leaf) for t in takes if t.staged or t.shard < 0)
-    return ItemPlan(item, owned, takes, tuple(item.part_ends(owned, part_bytes)), copied)
+    sources = _sources(item, [value for _, value in pairs], owned, builder)
+    copied = sum(item.cell_bytes(s.leaf) for s in sources if s.staged or s.shard < 0)
+    return ItemPlan(item, owned, sources, tuple(item.part_ends(owned, part_bytes)), copied)
 
 
 class _Builder:
@@ -142,8 +136,8 @@ class _Builder:
         self.sharding_rows: list[Any] = []
         self.meshes: dict[Any, int] = {}
         self.mesh_rows: list[Any] = []
-        self.cells: dict[Any, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {}
-        self.base_counts: list[tuple[int, ...]] = []  # the sharding's own grid, before replicated leaves are cut
+        self.cells: dict[Any, _Cells] = {}
+        self.base_counts: list[tuple[int, ...]] = []  # of the sharding's grid, before replicated leaves are split
 
     def add(self, path: tree_lib.KeyPath, value: Any) -> None:
         name = tree_lib.leaf_name(path)
@@ -160,6 +154,7 @@ class _Builder:
             self.leaves.append(Leaf(path, name, kind))
             self.base_counts.append(())
             return
+        # Shape and dtype of the stored bytes, and how the sharding cuts them.
         impl = None
         if kind in ("jax", "prng"):
             if value.is_deleted():
@@ -169,7 +164,7 @@ class _Builder:
                 impl = str(jax.random.key_impl(value))
                 inner = jax.eval_shape(jax.random.key_data, value)
                 shape, dtype = tuple(inner.shape), inner.dtype
-            counts, holders = self._sharding_cells(name, value, shape)
+            counts, holders = self._sharding_cells(name, value)
             sharding = self._sharding_row(value.sharding)
         else:
             if kind in ("longstr", "longbytes"):
@@ -187,7 +182,7 @@ class _Builder:
         self.leaves.append(Leaf(path, name, kind, stored, shape, row, 0, sharding, impl))
 
     def finish(self) -> ArrayItem:
-        """Gives each leaf its rotation: the leaves of a row take turns, largest first, so that loads even out."""
+        """Gives each leaf its rotation: the leaves of a grid row take turns, largest first, which balances the load."""
         turns = [0] * len(self.grids)
         grids = list(self.grids)
         steps = [_turn(grid) for grid in grids]
@@ -199,9 +194,8 @@ class _Builder:
                 turns[leaf.grid] += steps[leaf.grid]
         return ArrayItem(self.name, tuple(self.leaves), tuple(grids), tuple(self.sharding_rows), tuple(self.mesh_rows))
 
-    def _sharding_cells(
-        self, name: str, value: jax.Array, shape: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    def _sharding_cells(self, name: str, value: jax.Array) -> _Cells:
+        """The grid of an array's sharding, and the nodes that hold each cell; cached by sharding."""
         sharding = value.sharding
         known = (sharding, value.ndim if isinstance(sharding, NamedSharding) else value.shape)
         if known not in self.cells:
@@ -237,13 +231,9 @@ class _Builder:
         return counts, holders
 
     def _split(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        counts: tuple[int, ...],
-        holders: tuple[tuple[int, ...], ...],
-    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Cuts the cells of a large replicated leaf along the first axis that keeps pieces contiguous."""
+        self, shape: tuple[int, ...], itemsize: int, counts: tuple[int, ...], holders: tuple[tuple[int, ...], ...]
+    ) -> _Cells:
+        """Splits the cells of a large replicated leaf along the first axis that keeps the pieces contiguous."""
         width = min(map(len, holders))
         full = counts + (1,) * (len(shape) - len(counts))
         cell = [d // c for d, c in zip(shape, full, strict=True)]
@@ -265,31 +255,20 @@ class _Builder:
     def _sharding_row(self, sharding: Any) -> int:
         if sharding in self.shardings:
             return self.shardings[sharding]
-        row: Any = None
         if isinstance(sharding, NamedSharding):
             mesh = sharding.mesh
             if mesh not in self.meshes:
                 self.meshes[mesh] = len(self.mesh_rows)
-                devices = mesh_devices(mesh)
-                self.mesh_rows.append(
-                    {
-                        "platform": devices.flat[0].platform,
-                        "axes": list(mesh.axis_names),
-                        "axis_types": [t.name for t in mesh.axis_types],
-                        "shape": list(devices.shape),
-                        "devices": [d.id for d in devices.flat],
-                    }
-                )
+                self.mesh_rows.append(_mesh_row(mesh))
             spec = [list(e) if isinstance(e, tuple) else e for e in sharding.spec]
-            row = {"mesh": self.meshes[mesh], "spec": spec, "memory": sharding.memory_kind}
+            row: Any = {"mesh": self.meshes[mesh], "spec": spec, "memory": sharding.memory_kind}
         elif isinstance(sharding, SingleDeviceSharding):
             (device,) = sharding.device_set
             row = {"device": device.id, "platform": device.platform, "memory": sharding.memory_kind}
-        if row is None:
-            self.shardings[sharding] = -1
         else:
-            self.shardings[sharding] = len(self.sharding_rows)
-            self.sharding_rows.append(row)
+            return self.shardings.setdefault(sharding, -1)
+        self.shardings[sharding] = len(self.sharding_rows)
+        self.sharding_rows.append(row)
         return self.shardings[sharding]
 
 
@@ -298,8 +277,19 @@ def mesh_devices(mesh: Any) -> np.ndarray:
     return np.asarray(mesh.devices)
 
 
+def _mesh_row(mesh: Any) -> dict[str, Any]:
+    devices = mesh_devices(mesh)
+    return {
+        "platform": devices.flat[0].platform,
+        "axes": list(mesh.axis_names),
+        "axis_types": [t.name for t in mesh.axis_types],
+        "shape": list(devices.shape),
+        "devices": [d.id for d in devices.flat],
+    }
+
+
 def _turn(grid: Grid) -> int:
-    """How far a leaf is rotated against the one before it in its row: past the holders that its cells took."""
+    """Rotation of a leaf against the one before it in its grid row: past the holders that own the cells of that one."""
     first = grid.holders[0]
     taken = sorted({c % len(first) for c, holders in enumerate(grid.holders) if holders == first})
     return len(taken) if taken == list(range(len(taken))) else 1
@@ -308,7 +298,7 @@ def _turn(grid: Grid) -> int:
 def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], dict[Any, int]]:
     """The regular grid of a sharding: cells per dimension, and the cell that each device holds.
 
-    By index arithmetic over the mesh for NamedSharding, else from JAX's own map of devices to indices.
+    A NamedSharding takes index arithmetic over the mesh; others take JAX's map of devices to indices, which is slower.
     """
     if isinstance(sharding, NamedSharding):
         mesh, devices = sharding.mesh, mesh_devices(sharding.mesh)
@@ -335,19 +325,16 @@ def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...]
     return counts, cells
 
 
-def _takes(
-    item: ArrayItem,
-    values: Sequence[Any],
-    owned: tuple[np.ndarray, np.ndarray, np.ndarray],
-    builder: _Builder,
+def _sources(
+    item: ArrayItem, values: Sequence[Any], owned: tuple[np.ndarray, np.ndarray, np.ndarray], builder: _Builder
 ) -> tuple[CellSource, ...]:
     """Where this node finds each cell that it writes."""
     shards: dict[Any, tuple[dict[int, int], bool]] = {}
-    takes = []
+    sources = []
     for leaf, cell in zip(owned[0].tolist(), owned[1].tolist(), strict=True):
         info = item.leaves[leaf]
         if info.kind not in ("jax", "prng"):
-            takes.append(CellSource(leaf, -1, None))
+            sources.append(CellSource(leaf, -1, None))
             continue
         value = values[leaf]
         known = (value.sharding, value.shape)
@@ -360,21 +347,17 @@ def _takes(
             shards[known] = local, platforms != {"cpu"}
         local, staged = shards[known]
         if item.is_whole(leaf):
-            takes.append(
-                CellSource(leaf, next(iter(local.values())), None, staged)
-            )  # no cell 0 here: no elements at all
+            sources.append(CellSource(leaf, next(iter(local.values())), None, staged))  # maybe without elements
             continue
+        # The shard is a cell of the sharding's grid, and this cell all of it or, of a split leaf, a piece.
         base = builder.base_counts[leaf] + (1,) * (len(info.shape) - len(builder.base_counts[leaf]))
         box = item.cell_box(leaf, cell)
-        outer = [d // c for d, c in zip(info.shape, base, strict=True)]
-        at = [start // o if o else 0 for (start, _), o in zip(box, outer, strict=True)]
-        parent = int(np.ravel_multi_index(at, base)) if info.shape else 0
-        cut = None
-        if tuple(outer) != item.cell_shape(leaf):
-            origin = [i * o for i, o in zip(at, outer, strict=True)]
-            cut = tuple(slice(a - o, b - o) for (a, b), o in zip(box, origin, strict=True))
-        takes.append(CellSource(leaf, local[parent], cut, staged))
-    return tuple(takes)
+        outer = tuple(d // c for d, c in zip(info.shape, base, strict=True))
+        at = [start // side for (start, _), side in zip(box, outer, strict=True)]
+        parent = int(np.ravel_multi_index(at, base))
+        cut = None if outer == item.cell_shape(leaf) else slices(box, cell_box(parent, base, outer))
+        sources.append(CellSource(leaf, local[parent], cut, staged))
+    return tuple(sources)
 
 
 def boxes_of_devices(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:

@@ -1,12 +1,8 @@
-"""Reads parts of leaves out of nodes' data files, verified block by block.
+"""Reads parts of leaves out of the data files of nodes, verified block by block.
 
-Which bytes are needed, and where they lie, follows from `epoch.json` alone; the owners' `node.json` gives the
-checksums. Ranges are read as the blocks they touch, so nothing unverified reaches the caller.
-
-One data file of a node, read block by block and verified.
-
-A cell that fills a contiguous piece of the destination is read straight into it; everything else goes through one
-buffer per thread.
+`epoch.json` alone says which bytes are needed and where they lie; the `node.json` of their owners has the checksums. A
+range is read as the blocks that it touches, so that no unverified byte reaches the caller. A cell that fills a
+contiguous piece of its destination is read straight into it; other cells go through a buffer of a block or a row.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -38,80 +34,78 @@ from epochckpt.format import (
 from epochckpt.format.grid import slices
 from epochckpt.storage import Reader, Store
 
-Slices = tuple[slice, ...]
-
-
-class Epoch(Protocol):
-    """What a file needs to know of the epoch that it belongs to."""
-
-    store: Store
-    pool: Pool
-    verify: bool
-
-    def path(self, node: int, file: str) -> str:
-        """Path of a node's file."""
-        ...
-
-    def node_record(self, node: int) -> records.NodeRecord:
-        """A node's record."""
-        ...
-
-    def guard(self, path: str, read: Callable[[], Any]) -> Any:
-        """Runs a read; tells an epoch that went away from a damaged one."""
-        ...
-
-    def check_present(self, detail: str) -> None:
-        """Raises EpochDeletedError if the epoch went away."""
-        ...
+_CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy:
-    """One consumer of a cell: `out[into] = cell[source]`."""
+class Request:
+    """A part of a leaf and where to put it.
+
+    Attributes:
+        item: name of the item.
+        leaf: leaf number.
+        box: the part to read.
+        out: C-contiguous array of the box's shape and the stored dtype.
+    """
+
+    item: str
+    leaf: int
+    box: Box
+    out: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """One use of a cell: `out[into] = cell[source]`."""
 
     out: np.ndarray
-    into: Slices
-    source: Slices
+    into: tuple[slice, ...]
+    source: tuple[slice, ...]
 
 
 class NodeFile:
-    """One data file of a node, for reading."""
+    """One data file of a node.
 
-    def __init__(self, node: int, path: str, item: ArrayItem, part: Part, first: int, file: records.DataFile):
-        self.node, self.path, self.item, self.part = node, path, item, part
-        self.first, self.cells, self.size = first, file.cells, file.size
+    Args:
+        epoch: the epoch's reader.
+        node: node number.
+        path: of the file.
+        item: the item.
+        part: the cells in the file.
+        first: position of the file's first cell among the node's cells.
+        file: the file as `epoch.json` records it.
+    """
+
+    def __init__(
+        self, epoch: EpochReader, node: int, path: str, item: ArrayItem, part: Part, first: int, file: DataFile
+    ):
+        self.epoch, self.node, self.path, self.item, self.part = epoch, node, path, item, part
+        self.first, self.cells, self.size, self.data_start = first, file.cells, file.size, file.data_start
         self.offsets = part.offsets + file.data_start
-        self.data_start = file.data_start
-        self.positions: dict[tuple[int, int], int] | None = None
         self._reader: Reader | None = None
         self._ends = np.zeros(0, dtype=np.int64)
         self._cut_at = 0
         self._sums: tuple[str, ...] = ()
 
-    def open(self, epoch: Epoch) -> None:
-        """Opens the file and checks its size against both records."""
-        listed = [f for f in epoch.node_record(self.node).files if f.item == self.item.name]
-        where = epoch.path(self.node, paths.NODE_RECORD)
+    def open(self) -> None:
+        """Opens the file, and compares both records and its size."""
+        listed = [f for f in self.epoch.node_record(self.node).files if f.item == self.item.name]
+        where = self.epoch.path(self.node, paths.NODE_RECORD)
         mine = next((f for f in listed if paths.data_file(f.item, f.part) == self.path.rpartition("/")[2]), None)
-        if mine is None or (mine.size, mine.data_start, mine.cells) != (
-            self.size,
-            self.data_start,
-            self.cells,
-        ):
+        if mine is None or (mine.size, mine.data_start, mine.cells) != (self.size, self.data_start, self.cells):
             raise FormatError(where, f"does not describe {self.path} as the epoch's record does")
-        if self._cut_at != mine.block_bytes:  # leaves are also read one by one, and a file may hold thousands
+        if self._cut_at != mine.block_bytes:  # once: leaves are also read one by one, and a file may hold thousands
             self._ends = grid.blocks(np.diff(self.part.offsets), self.data_start, mine.block_bytes)
             self._cut_at = mine.block_bytes
         if len(self._ends) != len(mine.xxh3):
             raise FormatError(where, f"has {len(mine.xxh3)} checksums for the {len(self._ends)} blocks of {self.path}")
         self._sums = mine.xxh3
-        reader: Reader = epoch.guard(self.path, lambda: epoch.store.open_reader(self.path))
-        self._reader = reader
-        found = epoch.guard(self.path, lambda: reader.size)
-        if found != self.size:
+        self._reader = reader = self.epoch.guard(self.path, lambda: self.epoch.store.open_reader(self.path))
+        try:
+            self.epoch.check_size(self.path, self.size, lambda: reader.size, self._leaf_at)
+        except BaseException:
             self.close()
-            epoch.check_present(f"{self.path} has another size")
-            raise DamagedError(self.path, f"has {found} bytes, {self.size} were written", self._leaf_at(found))
+            raise
 
     def close(self) -> None:
         """Closes the file."""
@@ -119,11 +113,11 @@ class NodeFile:
             self._reader.close()
             self._reader = None
 
-    def verify(self, epoch: Epoch, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
-        """Reads every block, tells how many bytes each had; returns one error for each that is damaged."""
+    def verify(self, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
+        """Reads every block, and returns one error for each that is damaged; see `EpochReader.verify_all`."""
         problems: list[EpochCheckpointError] = []
         try:
-            self.stream(epoch, lambda start, data: progress(len(data)), problems.append)
+            self.stream(lambda start, data: progress(len(data)), problems.append)
         except EpochDeletedError:
             raise
         except EpochCheckpointError as error:
@@ -132,30 +126,28 @@ class NodeFile:
 
     def stream(
         self,
-        epoch: Epoch,
         use: Callable[[int, memoryview], None],
         damaged: Callable[[EpochCheckpointError], None] | None = None,
     ) -> None:
-        """Reads the whole file, block by block, in several threads and any order; memory: one block per thread.
+        """Reads the whole file by blocks, in several threads and any order, with one block of memory per thread.
 
         Args:
-            epoch: what it belongs to.
-            use: is given each block's offset and its bytes, verified, which are valid only during the call.
-            damaged: is told of each block that cannot be used; without it the first one ends the stream.
+            use: is called with each block's offset and its verified bytes, which are valid only during the call.
+            damaged: is called with the error of each block that cannot be used. Without it the first one is raised.
 
         Raises:
-            DamagedError, EpochDeletedError: see `open`, and without `damaged` those of a block, too.
+            DamagedError, EpochDeletedError: the file as a whole cannot be read.
         """
-        self.open(epoch)
+        self.open()
         largest = int(np.diff(self._ends, prepend=0).max(initial=0))
         local = threading.local()
 
-        def take(block: int) -> None:
+        def read(block: int) -> None:
             if not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(largest))
             start, end = self._bounds(block)
             try:
-                self._read(epoch, block, local.buffer[: end - start], always=True)
+                self._read(block, local.buffer[: end - start], always=True)
             except EpochDeletedError:
                 raise
             except EpochCheckpointError as error:
@@ -166,15 +158,15 @@ class NodeFile:
             use(start, local.buffer[: end - start])
 
         try:
-            epoch.pool.run([functools.partial(take, b) for b in range(len(self._ends))])
+            self.epoch.pool.run([functools.partial(read, b) for b in range(len(self._ends))])
         finally:
             self.close()
 
-    def tasks(self, epoch: Epoch, wanted: dict[int, list[Copy]]) -> list[Callable[[], None]]:
-        """Tasks that serve the wanted cells of this file."""
-        self.open(epoch)
+    def tasks(self, wanted: dict[int, list[_Copy]]) -> list[Callable[[], None]]:
+        """Opens the file; returns tasks that read the wanted cells, given by their positions in the file."""
+        self.open()
         tasks: list[Callable[[], None]] = []
-        runs: dict[int, list[tuple[int, list[Copy]]]] = collections.defaultdict(list)
+        runs: dict[int, list[tuple[int, list[_Copy]]]] = collections.defaultdict(list)
         cells = np.array(sorted(wanted), dtype=np.int64)
         firsts = np.searchsorted(self._ends, self.offsets[cells], side="right").tolist()
         lasts = np.searchsorted(self._ends, self.offsets[cells + 1], side="left").tolist()
@@ -184,16 +176,16 @@ class NodeFile:
                 continue
             direct = self._direct(cell, wanted[cell])
             if direct is not None and self._bounds(first)[0] == start and self._bounds(last)[1] == end:
-                for block in range(first, last + 1):
+                for block in range(first, last + 1):  # the cell is whole blocks, which go straight to their place
                     a, b = self._bounds(block)
-                    tasks.append(functools.partial(self._read, epoch, block, direct[a - start : b - start]))
+                    tasks.append(functools.partial(self._read, block, direct[a - start : b - start]))
             elif first == last:
                 runs[first].append((cell, wanted[cell]))
             else:
-                tasks.append(functools.partial(self._large, epoch, cell, wanted[cell]))
-        return tasks + [functools.partial(self._run, epoch, block, cells) for block, cells in runs.items()]
+                tasks.append(functools.partial(self._large, cell, wanted[cell]))
+        return tasks + [functools.partial(self._run, block, cells) for block, cells in runs.items()]
 
-    def _direct(self, cell: int, copies: list[Copy]) -> memoryview | None:
+    def _direct(self, cell: int, copies: list[_Copy]) -> memoryview | None:
         """The destination as bytes, if one whole cell goes to one contiguous place."""
         if len(copies) != 1:
             return None
@@ -202,21 +194,21 @@ class NodeFile:
             return None
         return part.reshape(-1).view(np.uint8).data
 
-    def _run(self, epoch: Epoch, block: int, cells: list[tuple[int, list[Copy]]]) -> None:
-        """A block with whole cells in it."""
+    def _run(self, block: int, cells: list[tuple[int, list[_Copy]]]) -> None:
+        """Reads a block with whole cells in it."""
         start, end = self._bounds(block)
         buffer = np.empty(end - start, dtype=np.uint8)
-        self._read(epoch, block, buffer.data)
+        self._read(block, buffer.data)
         for cell, copies in cells:
             raw = buffer[int(self.offsets[cell]) - start : int(self.offsets[cell + 1]) - start]
             array = self._array(cell, raw, self.item.cell_shape(int(self.part.leaves[cell])))
             for copy in copies:
                 copy.out[copy.into] = array[copy.source]
 
-    def _large(self, epoch: Epoch, cell: int, copies: list[Copy]) -> None:
-        """A part of a cell that spans several blocks: the blocks that it touches, of one row or rows next to another.
+    def _large(self, cell: int, copies: list[_Copy]) -> None:
+        """Reads a part of a cell that spans several blocks: only the blocks that hold the wanted rows.
 
-        Leading axes of which only one index is wanted are gone into, so that a piece of a long row costs only a piece.
+        Leading axes with one wanted index are descended into, so that a piece of a long row costs only a piece.
         """
         shape = self.item.cell_shape(int(self.part.leaves[cell]))
         start, end = int(self.offsets[cell]), int(self.offsets[cell + 1])
@@ -235,7 +227,7 @@ class NodeFile:
         buffer = np.empty(self._bounds(last)[1] - begin, dtype=np.uint8)
         for block in range(first, last + 1):
             a, b = self._bounds(block)
-            self._read(epoch, block, buffer[a - begin : b - begin].data)
+            self._read(block, buffer[a - begin : b - begin].data)
         sizes = [high - low for low, high in bounds]
         array = self._array(cell, buffer[start - begin : end - begin], (*sizes, *shape[len(sizes) :]))
         for copy in copies:
@@ -253,27 +245,21 @@ class NodeFile:
     def _bounds(self, block: int) -> tuple[int, int]:
         return (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
 
-    def _read(self, epoch: Epoch, block: int, into: memoryview, always: bool = False) -> None:
+    def _read(self, block: int, into: memoryview, always: bool = False) -> None:
         start, end = self._bounds(block)
         reader = self._reader
         assert reader is not None, "tasks run while the file is open"
         try:
             reader.read_into(start, into)
         except OSError as error:
-            epoch.check_present(str(error))
+            self.epoch.check_present(str(error))
             raise unreadable(self.path, error) from error
         except EOFError as error:
-            epoch.check_present(str(error))
-            raise DamagedError(
-                self.path, f"bytes {start}-{end} cannot be read: {error}", self._leaf_at(start)
-            ) from error
-        if not (epoch.verify or always):
-            return
-        found = f"{checksums.xxh3(into):016x}"
-        if found != self._sums[block]:
-            epoch.check_present(f"{self.path} changed")
-            problem = f"bytes {start}-{end} differ from what was written (xxh3 {self._sums[block]}, found {found})"
-            raise DamagedError(self.path, problem, self._leaf_at(start))
+            self.epoch.check_present(str(error))
+            problem = f"bytes {start}-{end} cannot be read: {error}"
+            raise DamagedError(self.path, problem, self._leaf_at(start)) from error
+        if self.epoch.verify or always:
+            self.epoch.check_sum(self.path, start, into, self._sums[block], self._leaf_at)
 
     def _leaf_at(self, offset: int) -> str | None:
         """The leaf whose bytes lie at an offset; None in the header."""
@@ -283,26 +269,6 @@ class NodeFile:
         return self.item.leaves[int(self.part.leaves[cell])].name
 
 
-_CHECK_FROM = 2**20  # smaller leaves are read without a look at their files first
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A part of a leaf and where to put it.
-
-    Attributes:
-        item: the item.
-        leaf: leaf number.
-        box: the part wanted.
-        out: C-contiguous array of the box's shape and the stored dtype.
-    """
-
-    item: str
-    leaf: int
-    box: Box
-    out: np.ndarray
-
-
 class EpochReader:
     """Reads one committed epoch.
 
@@ -310,7 +276,7 @@ class EpochReader:
         store: the directory.
         folder: the epoch's folder in it.
         record: its parsed `epoch.json`.
-        pool: who reads.
+        pool: threads that read.
         verify: compare checksums.
     """
 
@@ -319,16 +285,18 @@ class EpochReader:
         self._lock = threading.Lock()
         self._nodes: dict[int, NodeRecord] = {}
         self._parts: dict[tuple[str, int], list[NodeFile]] = {}
+        self._positions: dict[tuple[str, int], dict[tuple[int, int], int]] = {}
         self._checked: set[tuple[str, int]] = set()
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Fills every request's `out`.
+        """Fills the `out` of every request.
 
         Raises:
             DamagedError: a file is missing, short, or its bytes differ from what was written.
-            EpochDeletedError: the epoch went away meanwhile.
+            EpochDeletedError: the epoch was deleted or replaced meanwhile.
         """
-        wanted: dict[tuple[str, int], dict[int, list[Copy]]] = collections.defaultdict(
+        # Which cells of which owner's files are needed, by their positions among the owner's cells.
+        wanted: dict[tuple[str, int], dict[int, list[_Copy]]] = collections.defaultdict(
             lambda: collections.defaultdict(list)
         )
         for request in requests:
@@ -343,14 +311,14 @@ class EpochReader:
                     mine = {p - file.first: c for p, c in cells.items() if file.first <= p < file.first + file.cells}
                     if mine:
                         opened.append(file)
-                        tasks += file.tasks(self, mine)
+                        tasks += file.tasks(mine)
             self.pool.run(tasks)
         finally:
             for file in opened:
                 file.close()
 
     def item_files(self, item: str) -> list[tuple[int, DataFile]]:
-        """(node, file) of everything that handlers wrote for an item, on all nodes."""
+        """(node, file) of every file that handlers wrote for an item, on all nodes."""
         nodes = [n for n, entry in enumerate(self.record.nodes) if any(f.item == item for f in entry.files)]
         self.pool.run([functools.partial(self.node_record, node) for node in nodes])
         return [(node, f) for node in nodes for f in self.node_record(node).files if f.item == item and f.name]
@@ -359,7 +327,7 @@ class EpochReader:
         """The content of a small file that a handler wrote, verified.
 
         Raises:
-            FormatError: there is none, or it is too large for that.
+            FormatError: there is no such file, or it is too large.
             DamagedError: its bytes differ from what was written.
         """
         found = [(node, f) for node, f in self.item_files(item) if f.name == name]
@@ -378,21 +346,17 @@ class EpochReader:
         if len(starts) != len(file.xxh3):
             raise FormatError(path, f"is recorded with {len(file.xxh3)} checksums for {len(starts)} blocks")
         with self.guard(path, functools.partial(self.store.open_reader, path)) as reader:
-            size = self.guard(path, lambda: reader.size)
-            if size != file.size:
-                self.check_present(f"{path} changed")
-                raise DamagedError(path, f"its {size} bytes differ from the {file.size} bytes that were written")
+            self.check_size(path, file.size, lambda: reader.size)
             for start, expected in zip(starts, file.xxh3, strict=True):
                 data = bytearray(min(file.block_bytes, file.size - start))
                 if data:
                     self.guard(path, functools.partial(reader.read_into, start, memoryview(data)))
-                if self.verify and f"{checksums.xxh3(data):016x}" != expected:
-                    self.check_present(f"{path} changed")
-                    raise DamagedError(path, f"bytes [{start}, {start + len(data)}) differ from what was written")
+                if self.verify:
+                    self.check_sum(path, start, memoryview(data), expected)
                 yield bytes(data)
 
     def check_files(self, item: str, leaf: int, box: Box) -> None:
-        """Looks at the sizes of the files that hold a part of a leaf, before memory is taken for it.
+        """Checks the sizes of the files that hold a part of a leaf, before memory is allocated for it.
 
         Raises:
             FormatError, DamagedError: they cannot hold what the record says.
@@ -404,10 +368,7 @@ class EpochReader:
             if (item, owner) in self._checked:
                 continue
             for file in self.files(item, owner):
-                size = self.guard(file.path, functools.partial(self.store.size, file.path))
-                if size != file.size:
-                    self.check_present(f"{file.path} changed")
-                    raise DamagedError(file.path, f"has {size} bytes, {file.size} were written")
+                self.check_size(file.path, file.size, functools.partial(self.store.size, file.path))
             self._checked.add((item, owner))
 
     def path(self, node: int, file: str) -> str:
@@ -433,16 +394,15 @@ class EpochReader:
         return record
 
     def has(self, node: int, item: str) -> bool:
-        """Whether a node saved something of its own for an item."""
+        """Whether a node saved its own tree for an item."""
         return item in self.node_record(node).items
 
     def of_node(self, node: int, item: str) -> EpochReader:
-        """A reader of what one node saved of its own, as if it were an epoch by itself."""
+        """A reader of one node's own tree of an item, as if it were an epoch by itself."""
         own = self.node_record(node).items.get(item)
-        entry = self.record.nodes[node]
         if own is None:
             raise FormatError(self.path(node, paths.NODE_RECORD), f"has no tree of item {item!r}")
-        record = dataclasses.replace(self.record, nodes=(entry,), items={item: own})
+        record = dataclasses.replace(self.record, nodes=(self.record.nodes[node],), items={item: own})
         return EpochReader(self.store, self.folder, record, self.pool, self.verify)
 
     def files(self, item: str, node: int) -> list[NodeFile]:
@@ -450,33 +410,28 @@ class EpochReader:
         with self._lock:
             if (item, node) in self._parts:
                 return self._parts[item, node]
-        arrays = self._arrays(item)
-        entry = self.record.nodes[node]
+        arrays, entry = self._arrays(item), self.record.nodes[node]
         listed = [f for f in entry.files if f.item == item]
         where = paths.join(self.folder, paths.EPOCH_RECORD)
         owned = arrays.owned(node)
         ends = np.cumsum([f.cells for f in listed], dtype=np.int64).tolist()
         if [f.part for f in listed] != list(range(len(listed))) or (ends[-1] if ends else 0) != len(owned[0]):
-            raise FormatError(
-                where,
-                f"node {entry.name!r}, item {item!r}: its files do not hold the {len(owned[0])} cells it owns",
-            )
+            problem = f"node {entry.name!r}, item {item!r}: its files do not hold the {len(owned[0])} cells it owns"
+            raise FormatError(where, problem)
         found, first = [], 0
         for file, part in zip(listed, arrays.cut(owned, ends), strict=True):
             path = self.path(node, paths.data_file(item, file.part))
             if file.data_start + int(part.offsets[-1]) != file.size:
-                raise FormatError(
-                    where,
-                    f"{path} is recorded with {file.size} bytes, its shards need {int(part.offsets[-1])}",
-                )
-            found.append(NodeFile(node, path, arrays, part, first, file))
+                problem = f"{path} is recorded with {file.size} bytes, its shards need {int(part.offsets[-1])}"
+                raise FormatError(where, problem)
+            found.append(NodeFile(self, node, path, arrays, part, first, file))
             first += file.cells
         with self._lock:
             self._parts[item, node] = found
         return found
 
     def guard(self, path: str, read: Callable[[], Any]) -> Any:
-        """Runs a read; tells an epoch that went away from a damaged one."""
+        """Calls `read`; raises EpochDeletedError if the epoch is gone, else what a failure says of the file."""
         try:
             return read()
         except EpochCheckpointError:
@@ -488,11 +443,36 @@ class EpochReader:
             self.check_present(str(error))
             raise unreadable(path, error) from error
 
+    def check_size(
+        self, path: str, size: int, measure: Callable[[], int], leaf_at: Callable[[int], str | None] | None = None
+    ) -> None:
+        """Raises DamagedError unless a file has the recorded size; EpochDeletedError if the epoch is gone."""
+        found = self.guard(path, measure)
+        if found != size:
+            self.check_present(f"{path} has another size")
+            raise DamagedError(path, f"has {found} bytes, {size} were written", leaf_at(found) if leaf_at else None)
+
+    def check_sum(
+        self,
+        path: str,
+        start: int,
+        data: memoryview,
+        expected: str,
+        leaf_at: Callable[[int], str | None] | None = None,
+    ) -> None:
+        """Raises DamagedError unless a block has the recorded checksum; EpochDeletedError if the epoch is gone."""
+        found = f"{checksums.xxh3(data):016x}"
+        if found != expected:
+            self.check_present(f"{path} changed")
+            where = f"bytes {start}-{start + data.nbytes}"
+            problem = f"{where} differ from what was written (xxh3 {expected}, found {found})"
+            raise DamagedError(path, problem, leaf_at(start) if leaf_at else None)
+
     def check_present(self, detail: str) -> None:
         """Raises EpochDeletedError unless the commit record is still the one this reader began with.
 
         Raises:
-            AccessError, StorageError: nobody knows: storage does not say.
+            AccessError, StorageError: storage does not say.
         """
         path = paths.join(self.folder, paths.EPOCH_RECORD)
         try:
@@ -505,10 +485,10 @@ class EpochReader:
             raise EpochDeletedError(self.record.epoch, self.store.root, "another attempt is committed there now")
 
     def verify_all(self, progress: Callable[[int], None]) -> Iterator[EpochCheckpointError]:
-        """Reads every byte of the epoch and yields what is wrong, file by file.
+        """Reads every byte of the epoch, and yields one error per damaged block, or file that cannot be read.
 
         Args:
-            progress: is told how many bytes have been read, piece by piece, from any thread.
+            progress: is called with the number of bytes of each piece that was read, by any thread.
         """
         for node in range(len(self.record.nodes)):
             try:
@@ -519,19 +499,17 @@ class EpochReader:
                 yield error
                 continue
             for name, item in self.record.items.items():
+                written = [file for file in record.files if file.item == name]
                 try:
                     if item.arrays is not None:
                         for file in self.files(name, node):
-                            yield from file.verify(self, progress)
-                    elif item.kind == "node":
-                        if name not in record.items and not any(f.item == name for f in record.files):
-                            continue  # this node has none
+                            yield from file.verify(progress)
+                    elif item.kind != "node":
+                        for file in written:
+                            for block in self.blocks(node, file):
+                                progress(len(block))
+                    elif written or name in record.items:  # else this node has no tree of the item
                         yield from self.of_node(node, name).verify_all(progress)
-                    else:
-                        for file in record.files:
-                            if file.item == name:
-                                for block in self.blocks(node, file):
-                                    progress(len(block))
                 except EpochDeletedError:
                     raise
                 except EpochCheckpointError as error:
@@ -542,33 +520,32 @@ class EpochReader:
         assert arrays is not None, "callers choose array items"
         return arrays
 
-    def _cells(self, request: Request) -> Iterator[tuple[int, int, Copy]]:
+    def _cells(self, request: Request) -> Iterator[tuple[int, int, _Copy]]:
         """(owner, position among the owner's cells, copy) for every cell that a request needs."""
         arrays = self._arrays(request.item)
         if arrays.is_whole(request.leaf):
             if request.out.size:
                 owner = arrays.owner(request.leaf, 0)
-                copy = Copy(request.out, slices(request.box, request.box), slices(request.box))
-                yield owner, self._positions(request.item, owner)[request.leaf, 0], copy
+                copy = _Copy(request.out, slices(request.box, request.box), slices(request.box))
+                yield owner, self._positions_of(request.item, owner)[request.leaf, 0], copy
             return
         for cell in arrays.cells_touching(request.leaf, request.box):
             box = arrays.cell_box(request.leaf, cell)
             meet = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(request.box, box, strict=True))
             owner = arrays.owner(request.leaf, cell)
-            copy = Copy(request.out, slices(meet, request.box), slices(meet, box))
-            yield owner, self._positions(request.item, owner)[request.leaf, cell], copy
+            copy = _Copy(request.out, slices(meet, request.box), slices(meet, box))
+            yield owner, self._positions_of(request.item, owner)[request.leaf, cell], copy
 
-    def _positions(self, item: str, node: int) -> dict[tuple[int, int], int]:
-        files = self.files(item, node)
-        if not files:
-            raise FormatError(
-                paths.join(self.folder, paths.EPOCH_RECORD),
-                f"lists no file of node {self.record.nodes[node].name!r}",
-            )
-        if files[0].positions is None:
-            positions: dict[tuple[int, int], int] = {}
+    def _positions_of(self, item: str, node: int) -> dict[tuple[int, int], int]:
+        """Position among a node's cells by (leaf, cell)."""
+        found = self._positions.get((item, node))
+        if found is None:
+            files = self.files(item, node)
+            if not files:
+                problem = f"lists no file of node {self.record.nodes[node].name!r}"
+                raise FormatError(paths.join(self.folder, paths.EPOCH_RECORD), problem)
+            found = self._positions[item, node] = {}
             for file in files:
                 pairs = zip(file.part.leaves.tolist(), file.part.cells.tolist(), strict=True)
-                positions.update({pair: file.first + i for i, pair in enumerate(pairs)})
-            files[0].positions = positions
-        return files[0].positions
+                found.update({pair: file.first + i for i, pair in enumerate(pairs)})
+        return found

@@ -1,4 +1,4 @@
-"""Restores an item: what is wanted (targets), what to read for it (node_reader), and how it goes onto devices."""
+"""Restores an item: matches the target (`targets`), reads the bytes (`reader`), and places arrays on devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from epochckpt import _text, _units
 from epochckpt._text import readable, shown
@@ -21,10 +21,10 @@ from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, describe_l
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
 from epochckpt.format import ArrayItem, Box, EpochRecord, Leaf
 from epochckpt.format import tree as tree_lib
-from epochckpt.format.grid import whole
+from epochckpt.format.grid import box_shape, whole
 
 _NAMED = 5
-_ALIGNMENT = 64  # jax takes a NumPy buffer over without copying when it is aligned to this
+_ALIGNMENT = 64  # jax uses the memory of a NumPy buffer that is aligned to this, without a copy
 _ALIGN_FROM = 64 * 1024
 
 
@@ -33,13 +33,13 @@ class TreeRequest:
     """What to restore of an array item.
 
     Attributes:
-        target: pytree of what is expected, or None for the tree as it was saved.
-        restore_args: pytree of `ocp.RestoreArgs` over the target (or alone), or None.
+        target: pytree of expected leaves; None for the tree as it was saved.
+        restore_args: pytree of `ocp.RestoreArgs` like the target, or in its place; None for none.
         partial: see `Matcher.match`.
         fallback_sharding: for arrays whose saved sharding does not exist here.
-        layouts: arrays get the device-local layout that the target's leaves ask for.
-        resize: arrays of another shape are cut, or padded with zeros, to the target's.
-        sources: says which recorded leaf each leaf of the target is restored from; None: the one of its name.
+        layouts: arrays get the device-local layout of the target's leaves.
+        resize: arrays of another shape are cut, or padded with zeros, to the target's shape.
+        sources: gives the recorded leaf for each leaf of the target; None for the leaf of the same name.
     """
 
     target: Any = None
@@ -71,7 +71,13 @@ class ArraySource(Protocol):
 
 
 def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None) -> Any:
-    """Restores one array item; `shardings` are those that it was saved with, if its record does not have them.
+    """Restores one array item.
+
+    Args:
+        reader: the epoch.
+        name: of the item.
+        request: what to restore.
+        shardings: the saved shardings, if the epoch's record lacks them.
 
     Raises:
         MismatchError: the target does not fit; lists every leaf that does not.
@@ -82,53 +88,55 @@ def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings
     shardings = shardings or Shardings(item, request.fallback_sharding)
     treedef = None
     if request.target is None and request.restore_args is None:
-        wants = without_target(item, shardings)
+        requests = without_target(item, shardings)
     else:
-        wants, treedef = match(reader.record.epoch, name, item, request, shardings)
-    leaves = _Assembly(reader, name, item).run(wants)
+        requests, treedef = _match(reader.record.epoch, name, item, request, shardings)
+    leaves = _Assembly(reader, name, item).run(requests)
     if treedef is not None:
         tree = tree_lib.unflatten(treedef, leaves)
-        return jax.tree.map(laid_out, tree, request.target) if request.layouts else tree
+        return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
     where = f"{reader.folder}/epoch.json"
     return tree_lib.nest([(leaf.path, value) for leaf, value in zip(item.leaves, leaves, strict=True)], where)
 
 
-def laid_out(leaf: Any, target: Any) -> Any:
-    """An array in the device-local layout that its target asks for, if it asks for one."""
-    wanted = getattr(target, "format", None)
-    asks = isinstance(leaf, jax.Array) and getattr(wanted, "layout", None) is not None
-    return jax.device_put(leaf, wanted) if asks else leaf
+def _laid_out(leaf: Any, target: Any) -> Any:
+    """An array in the device-local layout of its target, if that names one."""
+    form = getattr(target, "format", None)
+    named = isinstance(leaf, jax.Array) and getattr(form, "layout", None) is not None
+    return jax.device_put(leaf, form) if named else leaf
 
 
-def match(
+def _match(
     epoch: int, name: str, item: ArrayItem, request: TreeRequest, shardings: Shardings
 ) -> tuple[list[LeafRequest], Any]:
-    """What each leaf of the target wants, and the treedef that puts them together; MismatchError if it does not fit."""
+    """A request for each leaf of the target, and the target's treedef; MismatchError if the target does not fit."""
     matcher = Matcher(item, shardings, request.resize)
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
     given = None if request.target is None else _restore_args(name, request.restore_args)
     sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
-    wants = matcher.match(pairs, request.partial, given, sources)
+    requests = matcher.match(pairs, request.partial, given, sources)
     if matcher.rows:
         raise MismatchError(name, epoch, matcher.rows)
     if matcher.absent and sources is None:
-        _tell_absent(f"epoch {epoch}, item {name}", matcher.absent, item.public_names)
+        _log_absent(f"epoch {epoch}, item {name}", matcher.absent, item.public_names)
     for leaf, shape in matcher.resized.items():
         saved = describe_leaf(item.leaves[leaf])
         message = "epoch %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
         logging.warning(message, epoch, name, item.leaves[leaf].name, saved, list(shape))
-    return wants, treedef
+    return requests, treedef
 
 
-def _tell_absent(where: str, absent: Sequence[str], known: Sequence[str]) -> None:
-    """Names the leaves that a partial restore leaves as they are: one of them may be misspelt."""
-    said = []
+def _log_absent(where: str, absent: Sequence[str], known: Sequence[str]) -> None:
+    """Logs the leaves that a partial restore leaves as they are: a name may be misspelt."""
+    shown_names = []
     for name in map(readable, absent[:_NAMED]):
         close = _text.near_names(name, known)
-        said.append(f"{shown(name)!r}" + (f" (near: {', '.join(repr(shown(n)) for n in close[:3])})" if close else ""))
+        shown_names.append(
+            f"{shown(name)!r}" + (f" (near: {', '.join(repr(shown(n)) for n in close[:3])})" if close else "")
+        )
     more = [f"… {len(absent) - _NAMED} more"] if len(absent) > _NAMED else []
     what = _units.several(len(absent), "leaf", "leaves")
-    logging.warning("%s: %s of the target not in it, left as given: %s", where, what, ", ".join([*said, *more]))
+    logging.warning("%s: %s of the target not in it, left as given: %s", where, what, ", ".join([*shown_names, *more]))
 
 
 def _restore_args(item: str, tree: Any) -> dict[str, ocp.RestoreArgs]:
@@ -145,21 +153,11 @@ def _restore_args(item: str, tree: Any) -> dict[str, ocp.RestoreArgs]:
     return found
 
 
-def matching(where: str, leaves: Sequence[Leaf], patterns: str | Sequence[str]) -> list[int]:
-    """Numbers of the leaves whose names match any of the shell patterns.
-
-    Args:
-        where: the item, for messages.
-        leaves: its leaves.
-        patterns: one or several.
-
-    Raises:
-        UnknownNameError: one of the patterns matches no leaf; names those that are near.
-    """
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+def _matching(where: str, leaves: Sequence[Leaf], patterns: str | Sequence[str]) -> list[int]:
+    """Numbers of the leaves whose names match any of the shell patterns; UnknownNameError for one without a match."""
     names = _text.public(leaf.name for leaf in leaves)
     found: set[int] = set()
-    for pattern in wanted:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         numbers = _text.matching(names, pattern)
         if names and not numbers:
             raise UnknownNameError(f"{where}: {_text.no_match(pattern, names)}")
@@ -171,7 +169,7 @@ def read_leaves(reader: ArraySource, name: str, patterns: str | Sequence[str]) -
     """Leaves whose names match any of the shell patterns, as NumPy arrays and Python values, by name."""
     item = reader.record.items[name].arrays
     assert item is not None, "callers choose array items"
-    chosen = matching(f"epoch {reader.record.epoch}, item {name!r}", item.leaves, patterns)
+    chosen = _matching(f"epoch {reader.record.epoch}, item {name!r}", item.leaves, patterns)
     return dict(zip((item.public_names[i] for i in chosen), read_values(reader, name, chosen), strict=True))
 
 
@@ -190,28 +188,30 @@ def read_values(reader: ArraySource, name: str, numbers: Sequence[int]) -> list[
 
 
 class _Assembly:
-    """Reads what is wanted and puts it together."""
+    """Reads the requested leaves of one item and builds their values."""
 
     def __init__(self, reader: ArraySource, name: str, item: ArrayItem):
         self.reader, self.name, self.item = reader, name, item
-        self.requests: list[Request] = []
+        self.reads: list[Request] = []
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # of buffers larger than what is read into them
         self.rows: list[Mismatch] = []
 
-    def run(self, wants: Sequence[LeafRequest]) -> list[Any]:
-        plans = [self._plan(w) for w in wants]
-        self.reader.read(self.requests)
+    def run(self, requests: Sequence[LeafRequest]) -> list[Any]:
+        """The value of each request."""
+        buffers = [self._plan(request) for request in requests]
+        self.reader.read(self.reads)
         for place, part in self.parts:
             place[...] = part
+        # One device_put for all leaves: a call per leaf would cost more than the copies of small ones.
         hosts: list[np.ndarray] = []
         places: list[Any] = []
-        for want, boxes in zip(wants, plans, strict=True):
+        for request, boxes in zip(requests, buffers, strict=True):
             for buffer, devices in boxes if isinstance(boxes, list) else ():
-                hosts += [self._cast(self.item.leaves[want.leaf], buffer, want.dtype)] * len(devices)
+                hosts += [self._cast(self.item.leaves[request.leaf], buffer, request.dtype)] * len(devices)
                 places += devices
         self._refuse()
         placed = iter(jax.device_put(hosts, places) if hosts else [])
-        out = [self._finish(want, boxes, placed) for want, boxes in zip(wants, plans, strict=True)]
+        out = [self._finish(request, boxes, placed) for request, boxes in zip(requests, buffers, strict=True)]
         self._refuse()
         return out
 
@@ -219,146 +219,133 @@ class _Assembly:
         if self.rows:
             raise MismatchError(self.name, self.reader.record.epoch, self.rows)
 
-    def _plan(self, want: LeafRequest) -> Any:
-        """Where the bytes of one leaf go: [(buffer, devices), …] for jax, a buffer otherwise, None without bytes."""
-        if want.leaf < 0 or self.item.leaves[want.leaf].dtype is None:
+    def _plan(self, request: LeafRequest) -> Any:
+        """Buffers for one leaf: [(buffer, devices), …] for jax, one buffer otherwise, None for a leaf without bytes."""
+        if request.leaf < 0 or self.item.leaves[request.leaf].dtype is None:
             return None
-        leaf = self.item.leaves[want.leaf]
-        shape = leaf.shape if want.shape is None else want.shape
-        if want.form != "jax":
-            return self._request(want.leaf, whole(shape))
-        inner = key_dims(leaf) if leaf.kind == "prng" else 0
-        if want.sharding is None or isinstance(want.sharding, SingleDeviceSharding):
-            device = want.sharding if want.sharding is not None else jax.local_devices()[0]
-            return [(self._request(want.leaf, whole(shape)), [device])]
-        logical = shape[: len(shape) - inner]
+        leaf = self.item.leaves[request.leaf]
+        shape = leaf.shape if request.shape is None else request.shape
+        if request.form != "jax":
+            return self._buffer(request.leaf, whole(shape))
+        if request.sharding is None or isinstance(request.sharding, SingleDeviceSharding):
+            device = request.sharding if request.sharding is not None else jax.local_devices()[0]
+            return [(self._buffer(request.leaf, whole(shape)), [device])]
+        logical = shape[: len(shape) - (key_dims(leaf) if leaf.kind == "prng" else 0)]
         boxes: dict[Box, list[Any]] = {}
-        for device, box in plan_lib.boxes_of_devices(want.sharding, logical).items():
+        for device, box in plan_lib.boxes_of_devices(request.sharding, logical).items():
             full = box + whole(shape[len(box) :])
-            boxes.setdefault(full, []).append(_place(device, want.sharding))
-        return [(self._request(want.leaf, box), devices) for box, devices in boxes.items()]
+            boxes.setdefault(full, []).append(_place(device, request.sharding))
+        return [(self._buffer(request.leaf, box), devices) for box, devices in boxes.items()]
 
-    def _request(self, leaf: int, box: Box) -> np.ndarray:
-        """A buffer for a box of a leaf; where the box reaches over the leaf's end, zeros."""
+    def _buffer(self, leaf: int, box: Box) -> np.ndarray:
+        """A buffer that a box of a leaf is read into; zeros where the box reaches beyond the leaf."""
         info = self.item.leaves[leaf]
         assert info.dtype is not None
         inside = tuple((min(a, n), min(b, n)) for (a, b), n in zip(box, info.shape, strict=True))
         read = inside == box or all(a < b for a, b in inside)
         if read:
-            self.reader.check_files(self.name, leaf, inside)  # before memory is taken
-        out = _empty([b - a for a, b in inside], info.dtype)
+            self.reader.check_files(self.name, leaf, inside)  # before memory is allocated
+        out = _empty(box_shape(inside), info.dtype)
         if read:
-            self.requests.append(Request(self.name, leaf, inside, out))
+            self.reads.append(Request(self.name, leaf, inside, out))
         if inside == box:
             return out
-        padded = np.zeros([b - a for a, b in box], info.dtype)
+        padded = np.zeros(box_shape(box), info.dtype)
         self.parts.append((padded[tuple(slice(0, n) for n in out.shape)], out))
         return padded
 
-    def _finish(self, want: LeafRequest, data: Any, placed: Any) -> Any:
-        if want.leaf < 0:
-            return want.value
-        leaf = self.item.leaves[want.leaf]
+    def _finish(self, request: LeafRequest, data: Any, placed: Any) -> Any:
+        """The value of a request; `placed` has the next arrays on devices."""
+        if request.leaf < 0:
+            return request.value
+        leaf = self.item.leaves[request.leaf]
         if isinstance(data, list):
-            arrays = [next(placed) for _, devices in data for _ in devices]
-            return _join(leaf, want, arrays)
+            return _join(leaf, request, [next(placed) for _, devices in data for _ in devices])
         if data is None:
-            return self._value(leaf, want)
-        if want.form == "python" and leaf.kind in ("longstr", "longbytes"):
+            return self._value(leaf, request)
+        if request.form == "python" and leaf.kind in ("longstr", "longbytes"):
             raw = data.tobytes()
             try:
                 return raw.decode("utf-8", "surrogatepass") if leaf.kind == "longstr" else raw
             except UnicodeDecodeError as error:
                 problem = f"leaf {leaf.name!r} is no text: {error}"
                 raise FormatError(f"{self.reader.folder}/epoch.json", problem) from None
-        data = self._cast(leaf, data, want.dtype)
-        if want.form == "numpy":
+        data = self._cast(leaf, data, request.dtype)
+        if request.form == "numpy":
             return data
-        return self._convert(leaf, data[()], want.kind) if want.form == "python" else data[()]
+        return self._convert(leaf, data[()], request.kind) if request.form == "python" else data[()]
 
-    def _value(self, leaf: Leaf, want: LeafRequest) -> Any:
-        raw = self.reader.record.items[self.name].values[want.leaf]
+    def _value(self, leaf: Leaf, request: LeafRequest) -> Any:
+        """A recorded Python value in the requested form."""
+        raw = self.reader.record.items[self.name].values[request.leaf]
         value = tree_lib.value_from_json(f"{self.reader.folder}/epoch.json", leaf.kind, raw)
-        if want.form == "python":
-            return self._convert(leaf, value, want.kind)
+        if request.form == "python":
+            return self._convert(leaf, value, request.kind)
         try:
-            array = np.asarray(value)
-            cast = self._cast(leaf, array, want.dtype)
+            data = self._cast(leaf, np.asarray(value), request.dtype)
         except (TypeError, ValueError, OverflowError) as error:
-            self.rows.append(Mismatch(leaf.name, "value", f"{leaf.kind} {value!r:.40}", f"{want.dtype} ({error})"))
+            self.rows.append(Mismatch(leaf.name, "value", f"{leaf.kind} {value!r:.40}", f"{request.dtype} ({error})"))
             return None
-        if want.form == "jax" and want.sharding is not None:
-            return jax.make_array_from_callback((), want.sharding, lambda index: cast[index], dtype=cast.dtype)
-        return cast if want.form == "numpy" else cast[()]
+        if request.form == "jax" and request.sharding is not None:
+            return jax.make_array_from_callback((), request.sharding, lambda index: data[index], dtype=data.dtype)
+        return data if request.form == "numpy" else data[()]
 
     def _convert(self, leaf: Leaf, value: Any, kind: type | None) -> Any:
-        return convert(self.rows, leaf, value, kind)
+        """A scalar as a Python type; notes a mismatch if the type cannot hold it exactly."""
+        if kind is None or type(value) is kind:
+            return value
+        plain = value.item() if isinstance(value, np.generic) else value
+        try:
+            out = kind(plain)
+        except (TypeError, ValueError, OverflowError):
+            out = None
+        nan = plain != plain
+        if out is None or (kind not in (float, complex) if nan else out != plain):
+            expected = f"{kind.__name__}, which cannot hold it exactly"
+            self.rows.append(Mismatch(leaf.name, "value", f"{plain!r:.40}", expected))
+        return out
 
     def _cast(self, leaf: Leaf, data: np.ndarray, dtype: Any) -> np.ndarray:
-        return cast(self.rows, leaf, data, dtype)
+        """An array with another dtype; notes a mismatch if the kind changes and not every value survives."""
+        if dtype is None or data.dtype == dtype:
+            return data
+        with np.errstate(all="ignore"):
+            out = _astype(data, dtype)
+            if not _only_precision(data.dtype, dtype) and not _survives(data, out):
+                expected = f"{np.dtype(dtype)}: not every value survives the cast"
+                self.rows.append(Mismatch(leaf.name, "dtype", str(data.dtype), expected))
+        return out
 
 
-def convert(rows: list[Mismatch], leaf: Leaf, value: Any, kind: type | None) -> Any:
-    """A scalar as a Python type; adds a row if that cannot hold it exactly."""
-    if kind is None or type(value) is kind:
-        return value
-    plain = value.item() if isinstance(value, np.generic) else value
-    try:
-        out = kind(plain)
-    except (TypeError, ValueError, OverflowError):
-        out = None
-    nan = plain != plain
-    if out is None or (kind not in (float, complex) if nan else out != plain):
-        rows.append(Mismatch(leaf.name, "value", f"{plain!r:.40}", f"{kind.__name__}, which cannot hold it exactly"))
-    return out
-
-
-def cast(rows: list[Mismatch], leaf: Leaf, data: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array with another dtype; adds a row if more than precision changes and not every value survives."""
-    if dtype is None or data.dtype == dtype:
-        return data
-    with np.errstate(all="ignore"):
-        out = _astype(data, dtype)
-        if not only_precision(data.dtype, dtype) and not _survives(data, out):
-            expected = f"{np.dtype(dtype)}: not every value survives the cast"
-            rows.append(Mismatch(leaf.name, "dtype", str(data.dtype), expected))
-    return out
-
-
-def _join(leaf: Leaf, want: LeafRequest, arrays: list[jax.Array]) -> jax.Array:
-    """Puts the parts on each device together as one array (typed keys: as keys)."""
-    if want.sharding is None or isinstance(want.sharding, SingleDeviceSharding):
+def _join(leaf: Leaf, request: LeafRequest, arrays: list[jax.Array]) -> jax.Array:
+    """One array of the parts on each device; typed keys of their data."""
+    if request.sharding is None or isinstance(request.sharding, SingleDeviceSharding):
         data = arrays[0]
     else:
-        sharding = want.sharding
+        sharding = request.sharding
         if leaf.kind == "prng":
             sharding = _with_key_dims(sharding, leaf)
-        shape = leaf.shape if want.shape is None else want.shape
-        data = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=want.dtype or leaf.dtype)
+        shape = leaf.shape if request.shape is None else request.shape
+        data = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=request.dtype or leaf.dtype)
     return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
 
 
 def _with_key_dims(sharding: Any, leaf: Leaf) -> Any:
-    """The sharding of key data, given that of the keys: more dimensions, not split."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
-        return jax.sharding.NamedSharding(
-            sharding.mesh, jax.sharding.PartitionSpec(*spec), memory_kind=sharding.memory_kind
-        )
-    return sharding
+    """The sharding of key data, given that of the keys: the additional dimensions are not split."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
 def _place(device: Any, sharding: Any) -> Any:
     kind = sharding.memory_kind
-    return (
-        device
-        if kind is None or kind == device.default_memory().kind
-        else SingleDeviceSharding(device, memory_kind=kind)
-    )
+    default = kind is None or kind == device.default_memory().kind
+    return device if default else SingleDeviceSharding(device, memory_kind=kind)
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
-    """An uninitialised C-contiguous array, aligned so that jax can take it over without a copy."""
+    """An uninitialised C-contiguous array, aligned so that jax can use its memory without a copy."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if nbytes < _ALIGN_FROM:
         return np.empty(shape, dtype)
@@ -367,21 +354,21 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def only_precision(before: Any, after: Any) -> bool:
+def _only_precision(before: Any, after: Any) -> bool:
     """Whether a cast changes the precision only: float to float, or complex to complex."""
     kinds = (np.complexfloating, np.floating)
     return any(tree_lib.issubdtype(before, kind) and tree_lib.issubdtype(after, kind) for kind in kinds)
 
 
 def _astype(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """A cast; complex to real keeps the real part, without NumPy's warning: `_survives` looks at the rest."""
+    """A cast; complex to real keeps the real part without NumPy's warning, because `_survives` compares the rest."""
     if tree_lib.issubdtype(array.dtype, np.complexfloating) and not tree_lib.issubdtype(dtype, np.complexfloating):
         array = np.real(array)
     return array.astype(dtype)
 
 
 def _survives(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether a cast kept every value exactly, in both directions."""
+    """Whether a cast kept every value exactly."""
     back = _astype(after, before.dtype)
     same = (back == before) | ((back != back) & (before != before))
     wide = [a.astype(np.float64) if a.dtype.itemsize < 4 else a for a in (before, after)]

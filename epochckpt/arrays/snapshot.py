@@ -282,12 +282,12 @@ def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list
     """
     # All transfers from accelerators are started before the first is awaited.
     started: dict[int, jax.Array] = {}
-    for i, t in enumerate(plan.takes):
+    for i, t in enumerate(plan.sources):
         if (t.staged or staged) and t.shard >= 0:
             data = _shard(plan, leaves, t)
             started[i] = _start(data if t.cut is None else data[t.cut])
     buffers: list[Buffer] = []
-    for i, t in enumerate(plan.takes):
+    for i, t in enumerate(plan.sources):
         if t.shard < 0:
             buffers.append(_host(leaves[t.leaf], plan.item.leaves[t.leaf].dtype))
         elif i in started:

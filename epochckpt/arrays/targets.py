@@ -1,6 +1,6 @@
-"""What a restore is to give back for each leaf: matching a target pytree with the recorded one, in one pass.
+"""Matches a target pytree with the recorded tree, in one pass: the form in which each leaf is restored.
 
-Every difference is collected; a target that does not fit is refused with one table of all of them.
+Every difference is collected, so that a target that does not fit is refused with one table of all of them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _TEXT_KINDS = frozenset({"str", "bytes", "longstr", "longbytes"})
 
 @dataclasses.dataclass(frozen=True)
 class LeafRequest:
-    """How one leaf is to come back.
+    """The form in which one leaf is restored.
 
     Attributes:
-        leaf: leaf number in the epoch, or -1 for something the target keeps as it is.
-        form: `jax`, `numpy`, `scalar` (a NumPy scalar), `python` (a Python value), `keep`.
-        dtype: to cast to; None keeps the stored one.
+        leaf: leaf number in the epoch; -1 for a value that is not restored.
+        form: `jax`, `numpy`, `scalar` (a NumPy scalar), `python` (a Python value), `keep` (`value`).
+        dtype: to cast to; None for the stored one.
         sharding: for `jax`.
         kind: Python type to convert to, for `python`.
-        value: what to return, for `keep`.
-        shape: to cut or pad the array to; None keeps the stored one.
+        value: for `keep`.
+        shape: to cut or pad the array to; None for the stored one.
     """
 
     leaf: int
@@ -47,7 +47,7 @@ class LeafRequest:
 
 
 class Shardings:
-    """The recorded shardings, as far as their devices exist in this process's job."""
+    """The recorded shardings of an item, as far as their devices exist in this job."""
 
     def __init__(self, item: ArrayItem, fallback: Sharding | None = None):
         self._item, self._fallback = item, fallback
@@ -56,13 +56,13 @@ class Shardings:
         self._devices: dict[tuple[str, int], Any] | None = None
 
     def of(self, leaf: Leaf) -> Sharding | None:
-        """The sharding that a leaf was saved with, the fallback, or None."""
+        """The sharding that a leaf was saved with, else the fallback, else None."""
         if leaf.sharding < 0:
             return self._fallback
         if leaf.sharding not in self._known:
             try:
                 self._known[leaf.sharding] = self._build(self._item.shardings[leaf.sharding])
-            except Exception:  # a row that this jax cannot express: it has many errors for that, bad_cast among them
+            except Exception:  # jax raises many types, even bad_cast, for a row that it cannot express
                 self._known[leaf.sharding] = None
         found = self._known[leaf.sharding]
         shape = logical_shape(leaf)
@@ -83,7 +83,7 @@ class Shardings:
             mesh = self._item.meshes[number]
             devices = [self._device(mesh["platform"], d) for d in mesh["devices"]]
             if len(set(devices)) != len(devices):
-                raise ValueError("a mesh with one device at two places")
+                raise ValueError("a mesh with one device in two places")
             types = tuple(AxisType[t] for t in mesh["axis_types"])
             grid = np.array(devices).reshape(mesh["shape"])
             self._meshes[number] = Mesh(grid, tuple(mesh["axes"]), axis_types=types)
@@ -93,7 +93,7 @@ class Shardings:
 
 
 def without_target(item: ArrayItem, shardings: Shardings) -> list[LeafRequest]:
-    """Arrays as they were saved where their devices exist, else as NumPy; everything else as it was."""
+    """Requests without a target: arrays as saved if their devices exist, else as NumPy; other leaves as saved."""
     return [_default(i, leaf, shardings) for i, leaf in enumerate(item.leaves)]
 
 
@@ -113,22 +113,21 @@ def _default(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
 
 def _canonical(dtype: Any) -> bool:
     """Whether jax can hold this dtype now (64-bit types need jax_enable_x64)."""
-    if np.dtype(dtype).kind in "mM":
-        return False
-    return jax.dtypes.canonicalize_dtype(dtype) == dtype
+    return np.dtype(dtype).kind not in "mM" and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 class Matcher:
-    """Matches target leaves with recorded leaves and collects what does not fit.
+    """Matches target leaves with recorded leaves, and collects the differences.
 
     Args:
-        item: what was recorded.
+        item: the recorded item.
         shardings: its shardings.
-        resize: arrays may be cut or padded to the target's shape; `resized` says which are, by leaf number.
+        resize: arrays may be cut or padded to the target's shape.
 
     Attributes:
-        rows: what does not fit.
-        absent: names of the target's leaves that the epoch has not, where that is allowed.
+        rows: the differences.
+        resized: shapes to cut or pad to, by leaf number.
+        absent: names of the target's leaves that the epoch lacks, where that is allowed.
     """
 
     def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool = False):
@@ -144,17 +143,17 @@ class Matcher:
         restore_args: Mapping[str, ocp.RestoreArgs] | None = None,
         sources: Mapping[str, int] | None = None,
     ) -> list[LeafRequest]:
-        """One Want per target leaf.
+        """One request per target leaf.
 
         Args:
             pairs: (key path, target leaf).
-            partial: leaves of the epoch that the target lacks (or has None or an empty container for) are left out, and
-                leaves that the epoch lacks are returned as the target has them.
+            partial: leaves of the epoch that the target lacks, or has as None or an empty container, are left out.
+                Leaves that the epoch lacks are returned as the target has them.
             restore_args: by leaf name; see `with_restore_args`.
-            sources: numbers of the recorded leaves by name of the target's; None: those of the same name.
+            sources: number of the recorded leaf by name of the target's leaf; None for leaves of the same name.
         """
         given, numbers = restore_args or {}, self.item.by_name if sources is None else sources
-        wants = []
+        requests = []
         seen: set[int] = set()
         names = [tree_lib.leaf_name(path) for path, _ in pairs]
         exact = frozenset(names)
@@ -163,48 +162,44 @@ class Matcher:
             if number is None and sources is None:
                 number = self._alike(name, exact)
             seen.update([] if number is None else [number])
-            if target is ...:
-                wants.append(LeafRequest(-1, "keep", value=...))
-            elif number is None:
-                if partial and not self._is_nothing(target):
-                    self.absent.append(name)
-                elif not self._is_nothing(target):
-                    self._row(name, "missing", "-", describe(target))
-                wants.append(LeafRequest(-1, "keep", value=target))
-            elif partial and self._is_nothing(target):
-                wants.append(LeafRequest(-1, "keep", value=target))
+            if number is None or target is ... or (partial and _is_empty(target)):
+                if number is None and target is not ... and not _is_empty(target):
+                    if partial:
+                        self.absent.append(name)
+                    else:
+                        self._row(name, "missing", "-", describe(target))
+                requests.append(LeafRequest(-1, "keep", value=target))
+                continue
+            leaf = self.item.leaves[number]
+            if readable(leaf.name) != readable(name):
+                leaf = dataclasses.replace(leaf, name=f"{name} (from {leaf.name})")
+            if name in given and not _is_empty(target):
+                requests.append(self.with_restore_args(number, leaf, given[name], target))
             else:
-                leaf = self.item.leaves[number]
-                if readable(leaf.name) != readable(name):
-                    leaf = dataclasses.replace(leaf, name=f"{name} (from {leaf.name})")
-                if name in given and not self._is_nothing(target):
-                    wants.append(self.with_restore_args(number, leaf, given[name], target))
-                else:
-                    wants.append(self._leaf(number, leaf, target))
+                requests.append(self._leaf(number, leaf, target))
         if not partial:
             for number, leaf in enumerate(self.item.leaves):
                 if number not in seen and leaf.kind not in EMPTY_KINDS:
                     self._row(leaf.name, "unexpected", describe_leaf(leaf), "-")
-        return wants
+        return requests
 
     def _alike(self, name: str, names: Container[str]) -> int | None:
-        """The recorded leaf that reads like a name (0 and "0" as keys), unless another leaf of the target means it."""
+        """The recorded leaf whose name reads the same (keys 0 and "0"), unless it has another leaf of the target."""
         number = self.item.by_either_name.get(readable(name))
         return None if number is None or self.item.leaves[number].name in names else number
-
-    @staticmethod
-    def _is_nothing(target: Any) -> bool:
-        return tree_lib.leaf_kind(target) in EMPTY_KINDS
 
     def _row(self, leaf: str, problem: str, found: str, expected: str) -> None:
         self.rows.append(Mismatch(leaf, problem, found, expected))
 
+    def _differs(self, problem: str, leaf: Leaf, target: Any) -> None:
+        self._row(leaf.name, problem, describe_leaf(leaf), describe(target))
+
     def _leaf(self, number: int, leaf: Leaf, target: Any) -> LeafRequest:
         if isinstance(target, ocp.RestoreArgs):
             return self.with_restore_args(number, leaf, target)
-        if leaf.kind in EMPTY_KINDS or self._is_nothing(target):
-            if leaf.kind not in EMPTY_KINDS or not self._is_nothing(target):
-                self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+        if leaf.kind in EMPTY_KINDS or _is_empty(target):
+            if leaf.kind not in EMPTY_KINDS or not _is_empty(target):
+                self._differs("type", leaf, target)
             return LeafRequest(-1, "keep", value=target)
         if leaf.kind in tree_lib.VALUE_KINDS and isinstance(target, ocp.metadata.ScalarMetadata):
             return LeafRequest(number, "python")
@@ -224,11 +219,11 @@ class Matcher:
 
     def _python(self, number: int, leaf: Leaf, target: Any) -> LeafRequest:
         if not isinstance(target, bool | int | float | complex):
-            self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+            self._differs("type", leaf, target)
         elif leaf.kind in ARRAY_KINDS and (leaf.shape != () or leaf.kind == "prng"):
-            self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
+            self._differs("shape", leaf, target)
         elif leaf.kind in _TEXT_KINDS:
-            self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+            self._differs("type", leaf, target)
         return LeafRequest(number, "python", kind=type(target))
 
     def _array(
@@ -242,17 +237,17 @@ class Matcher:
         if typed or leaf.kind == "prng":
             logical = logical_shape(leaf)
             if not typed or leaf.kind != "prng" or f"key<{_tag(leaf)}>" != str(dtype):
-                self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+                self._differs("type", leaf, target)
             elif shape != logical:
                 self._row(leaf.name, "shape", str(list(logical)), str(list(shape)))
             return LeafRequest(number, "jax", None, self._sharding(target, leaf))
         if leaf.kind in _TEXT_KINDS:
-            self._row(leaf.name, "type", describe_leaf(leaf), describe(target))
+            self._differs("type", leaf, target)
             return LeafRequest(number, "python")
         resized = None
         if shape != leaf.shape:
             if not (self.resize if resize is None else resize) or len(shape) != len(leaf.shape):
-                self._row(leaf.name, "shape", describe_leaf(leaf), describe(target))
+                self._differs("shape", leaf, target)
                 return LeafRequest(number, "numpy")
             self.resized[number] = resized = shape
         if isinstance(target, np.ndarray | np.generic):
@@ -277,21 +272,17 @@ class Matcher:
         return found if found is None or resized is None or divides(found, resized) else None
 
     def with_restore_args(self, number: int, leaf: Leaf, args: ocp.RestoreArgs, target: Any = None) -> LeafRequest:
-        """A leaf with explicit `ocp.RestoreArgs`: they say what it becomes, and the target's value is a placeholder.
+        """A leaf with explicit `ocp.RestoreArgs`, which say what it becomes; the target's value is a placeholder.
 
-        As in Orbax, an array with dimensions says more than that: its shape must be the stored one unless the arguments
-        name another, and an `ArrayRestoreArgs` without a dtype takes the array's.
+        As in Orbax, the shape of a target array with dimensions must be the stored one unless the arguments name
+        another, and `ArrayRestoreArgs` without a dtype take the target's.
         """
         kind, dtype = args.restore_type, args.dtype
         of_array = isinstance(args, ocp.ArrayRestoreArgs) and kind in (None, jax.Array)
         shapes = [getattr(args, name, None) for name in ("global_shape", "shape")] if of_array else []
         strict = getattr(args, "strict", True)
-        if (
-            strict
-            and getattr(target, "shape", ())
-            and hasattr(target, "dtype")
-            and not tree_lib.is_prng_dtype(target.dtype)
-        ):
+        is_array = getattr(target, "shape", ()) and hasattr(target, "dtype")
+        if strict and is_array and not tree_lib.is_prng_dtype(target.dtype):
             shapes = shapes if any(shape is not None for shape in shapes) else [target.shape]
             dtype = target.dtype if dtype is None and of_array else dtype
         typed = dtype is not None and tree_lib.is_prng_dtype(dtype)
@@ -305,9 +296,10 @@ class Matcher:
                     return LeafRequest(number, "numpy")
                 shape = tuple(asked)
         if of_array or typed:
-            want = dtype if dtype is not None else leaf.dtype if leaf.dtype is not None else _jax_dtype(leaf.kind)
-            abstract = jax.ShapeDtypeStruct(shape, want, sharding=_place(args))
-            return self._array(number, leaf, abstract, shape, want, self.resize or not strict)
+            if dtype is None:
+                dtype = leaf.dtype if leaf.dtype is not None else _jax_dtype(leaf.kind)
+            abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding_of(args))
+            return self._array(number, leaf, abstract, shape, dtype, self.resize or not strict)
         if kind in (int, float, bool, complex):
             return self._python(number, leaf, kind())
         if kind is str:
@@ -317,8 +309,13 @@ class Matcher:
         return _default(number, leaf, self.shardings)
 
 
-def _place(args: Any) -> Sharding | None:
-    """The sharding that `ocp.ArrayRestoreArgs` ask for."""
+def _is_empty(target: Any) -> bool:
+    """Whether a target leaf is None or an empty container."""
+    return tree_lib.leaf_kind(target) in EMPTY_KINDS
+
+
+def _sharding_of(args: Any) -> Sharding | None:
+    """The sharding that `ocp.ArrayRestoreArgs` name."""
     sharding: Any = getattr(args, "sharding", None)
     if hasattr(sharding, "to_jax_sharding"):
         return sharding.to_jax_sharding()
@@ -333,7 +330,7 @@ def _jax_dtype(kind: str) -> Any:
 
 
 def divides(sharding: Sharding, shape: Sequence[int]) -> bool:
-    """Whether an array of this shape can lie on devices so."""
+    """Whether a sharding divides an array of this shape evenly."""
     try:
         sharding.shard_shape(tuple(shape))
     except (ValueError, IndexError):
@@ -347,7 +344,7 @@ def logical_shape(leaf: Leaf) -> tuple[int, ...]:
 
 
 def of_keys(sharding: Sharding | None, leaf: Leaf) -> Sharding | None:
-    """The sharding of typed keys, given that of their data: without the dimensions that make up a key."""
+    """The sharding of typed keys, given that of their data, which has the dimensions of a key in addition."""
     rank = len(leaf.shape) - key_dims(leaf)
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= rank:
         return sharding
@@ -355,11 +352,7 @@ def of_keys(sharding: Sharding | None, leaf: Leaf) -> Sharding | None:
 
 
 def key_dims(leaf: Leaf) -> int:
-    """How many trailing dimensions of a leaf of typed keys are the data of one key.
-
-    Raises:
-        FormatError: this jax has no such keys, or their data looks otherwise.
-    """
+    """Trailing dimensions of a leaf of typed keys that are the data of one key; FormatError if jax has no such keys."""
     try:
         inner = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf.impl)))
     except (ValueError, TypeError) as error:

@@ -60,7 +60,7 @@ def write_arrays(
             start = end
         pool.run([task for file in files for task in file.tasks()])
         # A last look at memory that is not ours, before anything is made durable.
-        for source, buffer in zip(plan.takes, buffers, strict=True):
+        for source, buffer in zip(plan.sources, buffers, strict=True):
             if not buffer.unchanged():
                 raise BufferChangedError(epoch, item.leaves[source.leaf].name)
         pool.run([file.writer.finish for file in files])

@@ -1,7 +1,7 @@
-"""The header of a `.safetensors` file (format: github.com/huggingface/safetensors, README "Format").
+"""`.safetensors` files (format: github.com/huggingface/safetensors, README "Format"): the header, and our notes in it.
 
-Only the header is ours to write: 8 bytes of length, JSON, spaces up to a page. The data follows without holes. What is
-read may come from anybody, so `parse` believes nothing: sizes, types and offsets are checked against each other.
+A file is a header (8 bytes of length, JSON, spaces up to a page) and the data, without holes. Foreign files may be
+hostile, so `parse` checks sizes, types and offsets against each other.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from epochckpt.errors import FormatError, UnsupportedError
-from epochckpt.format.tree import DTYPES, fits
+from epochckpt.format import tree as tree_lib
+from epochckpt.format.tree import DTYPES, KeyPath, fits
+
+NOTES_KEY = "epochckpt"
+"""The entry of `__metadata__` that holds `Notes`."""
 
 ALIGNMENT = 4096
-MAX_READ_BYTES = 100_000_000  # what the format allows
-MAX_HEADER_BYTES = 50_000_000  # the format allows 100 MB; files are continued in another part before that
+MAX_READ_BYTES = 100_000_000  # of a header, by the format
+MAX_HEADER_BYTES = 50_000_000  # of our headers; a larger one is continued in another part
 
 _TYPES = {
     "bool": "BOOL",
@@ -41,13 +47,13 @@ _TYPES = {
     "float8_e5m2": "F8_E5M2",
     "float8_e8m0fnu": "F8_E8M0",
 }
-_FNUZ = {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"}  # younger than our data files: read only
+_FNUZ = {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ"}  # not in our data files, only read
 _DTYPES = {kind: DTYPES[name] for name, kind in {**_TYPES, **_FNUZ}.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file; `start` and `stop` are positions in the file, in bytes."""
+    """One tensor of a file; `start` and `stop` are byte offsets in the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -61,7 +67,7 @@ def has_type(dtype: np.dtype[Any]) -> bool:
 
 
 def tensor_type(dtype: np.dtype[Any], shape: Sequence[int]) -> tuple[str, list[int]]:
-    """The safetensors type and shape for an array; types that it lacks are bytes with one more dimension."""
+    """The safetensors type and shape of an array; types that the format lacks are bytes with one more dimension."""
     name = _TYPES.get(dtype.name)
     if name is not None:
         return name, list(shape)
@@ -69,7 +75,7 @@ def tensor_type(dtype: np.dtype[Any], shape: Sequence[int]) -> tuple[str, list[i
 
 
 def slice_name(leaf: str, bounds: Sequence[tuple[int, int]] | None) -> str:
-    """Name of a tensor: the leaf's own, with its slice in brackets where it is a shard of a larger leaf."""
+    """Name of a tensor: the leaf's name, and in brackets the slice of a shard."""
     if bounds is None:
         return leaf
     return f"{leaf}[{','.join(f'{start}:{stop}' for start, stop in bounds)}]"
@@ -78,7 +84,7 @@ def slice_name(leaf: str, bounds: Sequence[tuple[int, int]] | None) -> str:
 def header(
     tensors: Sequence[tuple[str, np.dtype[Any], Sequence[int], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Header for tensors (name, dtype, shape, bytes) in file order, padded so that the data starts page-aligned."""
+    """The header for tensors (name, dtype, shape, bytes) in file order, padded to a page."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "epochckpt-1"})}
     offset = 0
     for name, dtype, shape, nbytes in tensors:
@@ -91,7 +97,7 @@ def header(
 
 
 def header_bytes_bound(name_bytes: int, dims: int) -> int:
-    """Upper bound of what one tensor adds to the header."""
+    """Upper bound of the bytes that one tensor adds to the header."""
     return name_bytes + 96 + 21 * (dims + 1)
 
 
@@ -100,12 +106,12 @@ def parse(path: str, head: bytes, size: int) -> tuple[dict[str, Tensor], dict[st
 
     Args:
         path: for messages.
-        head: the first bytes of the file: at least `8 + length of the header`, as `header_length` gives it.
+        head: the first bytes of the file, at least `8 + header_length`.
         size: bytes of the whole file.
 
     Raises:
-        FormatError: it is not what the format allows.
-        UnsupportedError: a type that epochckpt does not know, by name of the tensor.
+        FormatError: the header is not what the format allows.
+        UnsupportedError: a tensor has an unknown type; names it.
     """
     start = 8 + header_length(path, head, size)
     try:
@@ -159,5 +165,98 @@ def _tensor(path: str, name: str, entry: Any, start: int) -> Tensor:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands there twice")
+        raise ValueError("it has a name twice")
     return found
+
+
+@dataclasses.dataclass
+class Notes:
+    """What the tensors of one export cannot say: key paths, Python values, PRNG keys.
+
+    `export` writes them to `__metadata__` under `NOTES_KEY`, and `import_` reads them; other readers ignore them. They
+    are JSON: `tensors` are [path, kind] or [path, kind, PRNG implementation] by name of the tensor; `values` are
+    [path, kind, value] of the leaves that are no tensors. Paths, kinds and values are as in `epoch.json`.
+
+    Attributes:
+        separator: stands between the keys in a name.
+        tensors: (path, kind, PRNG implementation or None) by name of the tensor, where the name and the bytes do not
+            say it all.
+        values: (path, kind, value as JSON) of the other leaves.
+    """
+
+    separator: str
+    tensors: dict[str, tuple[KeyPath, str, str | None]] = dataclasses.field(default_factory=dict)
+    values: list[tuple[KeyPath, str, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, name: str, path: KeyPath, kind: str, impl: str | None) -> None:
+        """Notes a tensor, if its name and bytes do not say it all."""
+        if split_name(name, self.separator) != path or kind not in ("jax", "numpy"):
+            self.tensors[name] = path, kind, impl
+
+    def only(self, names: Mapping[str, Any], *, values: bool) -> Notes:
+        """The notes for one of several files, with or without the values."""
+        tensors = {name: note for name, note in self.tensors.items() if name in names}
+        return Notes(self.separator, tensors, self.values if values else [])
+
+    def to_text(self) -> str:
+        """As JSON."""
+        rows = {n: [tree_lib.path_to_json(p), k, *([i] if i else [])] for n, (p, k, i) in self.tensors.items()}
+        values = [[tree_lib.path_to_json(p), k, v] for p, k, v in self.values]
+        note = {"version": 1, "separator": self.separator, "tensors": rows, "values": values}
+        return json.dumps(note, separators=(",", ":"))
+
+
+def split_name(name: str, separator: str | None) -> KeyPath:
+    """The key path in nested dicts that a name stands for; without a separator, in one dict."""
+    return tuple(("k", key) for key in (name.split(separator) if separator is not None else [name]))
+
+
+def parse_notes(path: str, text: str) -> Notes:
+    """Parses what `Notes.to_text` made; FormatError for anything else."""
+    problem = FormatError(path, f"its __metadata__ {NOTES_KEY!r} is not what epochckpt's export writes")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise problem from None
+    if not isinstance(data, dict) or data.get("version") != 1:
+        raise problem
+    separator, tensors, values = data.get("separator"), data.get("tensors"), data.get("values")
+    if not isinstance(separator, str) or not separator or not isinstance(tensors, dict) or not isinstance(values, list):
+        raise problem
+    rows = [*tensors.values(), *values]
+    if not all(isinstance(row, list) and len(row) in (2, 3) and isinstance(row[1], str) for row in rows):
+        raise problem
+    notes = Notes(separator)
+    for name, row in tensors.items():
+        impl = row[2] if len(row) == 3 else None
+        if row[1] not in tree_lib.ARRAY_KINDS or isinstance(impl, str) != (row[1] == "prng"):
+            raise problem
+        notes.tensors[name] = tree_lib.path_from_json(path, row[0]), row[1], impl
+    for row in values:
+        if len(row) != 3 or row[1] not in tree_lib.VALUE_KINDS | tree_lib.EMPTY_KINDS:
+            raise problem
+        notes.values.append((tree_lib.path_from_json(path, row[0]), row[1], row[2]))
+    return notes
+
+
+def value_of(path: str, kind: str, data: Any) -> Any:
+    """A leaf that is no tensor, from its note."""
+    if kind == "node":
+        return {}
+    return tree_lib.empty_value(kind) if kind in tree_lib.EMPTY_KINDS else tree_lib.value_from_json(path, kind, data)
+
+
+def array_of(path: str, array: np.ndarray, kind: str, impl: str | None) -> Any:
+    """A leaf from its tensor and its note; FormatError if they do not fit."""
+    try:
+        if kind == "prng":
+            return jax.random.wrap_key_data(jnp.array(array), impl=impl)
+        if kind == "scalar" and not array.ndim:
+            return np.array(array)[()]
+        if kind == "longbytes":
+            return array.tobytes()
+        if kind == "longstr":
+            return array.tobytes().decode("utf-8", "surrogatepass")
+    except (ValueError, TypeError, OverflowError) as error:
+        raise FormatError(path, f"a tensor is noted as {kind} and is none: {error}") from None
+    return array

@@ -54,7 +54,7 @@ def copy_node(reader: EpochReader, number: int, commits: Commits) -> None:
         part = reader.of_node(number, item) if own else reader
         for file in part.files(item, 0 if own else number):
             with writing(target, paths.join(base, file.path.rpartition("/")[2]), file.size) as writer:
-                file.stream(part, writer.write)
+                file.stream(writer.write)
     for file in files:
         copy_handler_file(reader, number, file, target, paths.join(base, file.path))
     data = _read_node(reader.store, paths.join(reader.folder, reader.record.node_folder(number)), reader.record, number)

@@ -21,7 +21,7 @@ from epochckpt.arrays import EpochReader, Request
 from epochckpt.arrays.snapshot import root_metadata
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import ArrayItem, Box, EpochRecord, grid, paths, safetensors
-from epochckpt.format.tensor_notes import KEY, Notes
+from epochckpt.format.safetensors import NOTES_KEY, Notes
 from epochckpt.manager import status
 from epochckpt.manager.copy import copy_handler_file
 from epochckpt.orbax import Views
@@ -69,7 +69,7 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_un
         folders.make(paths.join(base, path))
         for file in reader.files(item, numbers[name]):
             with writing(target, paths.join(base, path, file.path.rpartition("/")[2]), file.size) as writer:
-                file.stream(reader, writer.write)
+                file.stream(writer.write)
     custom = status.root_metadata(reader.store).custom_metadata
     if custom:
         folders.make(paths.ROOT_METADATA[0])
@@ -161,7 +161,7 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, options: Te
         name = FILE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         mine = {names[i]: i for i in leaves}
         text = notes.only(mine, values=number == 0).to_text()
-        _write_file(reader, arrays, mine, {"format": "flax", KEY: text}, target, name, options)
+        _write_file(reader, arrays, mine, {"format": "flax", NOTES_KEY: text}, target, name, options)
         weights.update(dict.fromkeys(mine, name))
     if len(files) > 1:
         total = sum(arrays.leaves[i].nbytes for leaves in files for i in leaves)

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from epochckpt.arrays.snapshot import checked_json
 from epochckpt.commit import commits_of
 from epochckpt.errors import EpochExistsError, FormatError, InvalidArgumentError, UnsupportedError
-from epochckpt.format import flax_msgpack, paths, safetensors, tensor_notes
+from epochckpt.format import flax_msgpack, paths, safetensors
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.manager import CheckpointManager
 from epochckpt.manager.reader import epoch_number
@@ -240,19 +240,19 @@ def _tensors(path: str, separator: str | None, listed: set[str] | None) -> _Pair
         some = ", ".join(repr(name) for name in sorted(listed ^ tensors.keys())[:5])
         raise FormatError(path, f"does not hold the tensors that the index lists for it; they differ in {some}")
     notes = None
-    if separator is not None and tensor_notes.KEY in metadata:
-        notes = tensor_notes.read(path, metadata[tensor_notes.KEY])
+    if separator is not None and safetensors.NOTES_KEY in metadata:
+        notes = safetensors.parse_notes(path, metadata[safetensors.NOTES_KEY])
         separator = notes.separator
     data = mmap.open_map(path)
     pairs: _Pairs = []
     for name, tensor in tensors.items():
         array: np.ndarray = data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)
-        key, kind, impl = tensor_notes.split(name, separator), "numpy", None
+        key, kind, impl = safetensors.split_name(name, separator), "numpy", None
         if notes is not None and name in notes.tensors:
             key, kind, impl = notes.tensors[name]
         if len(key) > flax_msgpack.MAX_DEPTH:
             raise FormatError(path, f"tensor {name[:200]!r} is nested deeper than {flax_msgpack.MAX_DEPTH}")
-        pairs.append((key, tensor_notes.array_of(path, array, kind, impl)))
+        pairs.append((key, safetensors.array_of(path, array, kind, impl)))
     for key, kind, value in notes.values if notes is not None else ():
-        pairs.append((key, tensor_notes.value_of(path, kind, value)))
+        pairs.append((key, safetensors.value_of(path, kind, value)))
     return pairs

@@ -178,7 +178,7 @@ def test_owners_cover_every_element_exactly_once(
     written = [0] * len(item.leaves)
     for node, plan in enumerate(plans):
         order = []
-        for leaf, cell, size, take in zip(*(a.tolist() for a in plan.owned), plan.takes, strict=True):
+        for leaf, cell, size, take in zip(*(a.tolist() for a in plan.owned), plan.sources, strict=True):
             info = item.leaves[leaf]
             assert item.owner(leaf, cell) == node
             assert take.leaf == leaf

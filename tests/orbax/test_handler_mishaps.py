@@ -364,7 +364,7 @@ def test_a_proto_whose_text_would_lose_something_is_refused(tmp_path: pathlib.Pa
     unknown.ParseFromString(struct_pb2.Value(string_value="x").SerializeToString())
     with (
         ec.CheckpointManager(tmp_path) as manager,
-        pytest.raises(ec.errors.InvalidArgumentError, match=r"item 'default': its text.* would lose fields"),
+        pytest.raises(ec.errors.InvalidArgumentError, match=r"item 'default': Orbax's format.* would lose fields"),
     ):
         manager.save(0, args=ocp.args.ProtoSave(unknown))
 
