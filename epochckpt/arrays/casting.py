@@ -1,4 +1,4 @@
-"""`SaveArgs(dtype=…)`: arrays that are saved with another precision than they have."""
+"""Casts of arrays before a save, as Orbax's `SaveArgs(dtype=…)` ask."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from epochckpt.format import tree as tree_lib
 
 
 def apply(item: str, tree: Any, save_args: Any) -> Any:
-    """The tree with the arrays cast as its `SaveArgs` ask.
+    """The tree with its arrays cast.
 
-    A cast changes the precision of floating and complex arrays, or the width of integers; what would change the kind
-    (integers to floats), and Python numbers, are saved as they are, and a warning says so.
+    A cast changes the precision of floating and complex arrays, or the width of integers. Python numbers, and arrays
+    whose kind would change (integers to floats), are saved as they are, with a warning.
 
     Args:
         item: item name, for messages.
-        tree: what to save.
-        save_args: pytree of `ocp.SaveArgs` like it, or None.
+        tree: the pytree to save.
+        save_args: pytree of `ocp.SaveArgs` of the same structure, or None.
 
     Raises:
-        InvalidArgumentError: the two are not alike, there is something else in `save_args`, or integers do not fit.
+        InvalidArgumentError: the structures differ, `save_args` has another type, or integers do not fit.
     """
     if save_args is None:
         return tree
@@ -37,9 +37,7 @@ def apply(item: str, tree: Any, save_args: Any) -> Any:
                 f"item {item!r}: save_args has a {type(args).__name__} at {where!r}, no SaveArgs"
             )
     if any(args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()) for _, args in asked if args):
-        logging.log_first_n(
-            logging.INFO, "SaveArgs: what concerns Orbax's own files (chunks, …) changes nothing here", 1
-        )
+        logging.log_first_n(logging.INFO, "SaveArgs: fields about Orbax's own files (chunks, …) have no effect", 1)
     wanted = {tree_lib.leaf_name(tree_lib.key_path(path)): args.dtype for path, args in asked if args is not None}
     if not any(dtype is not None for dtype in wanted.values()):
         return tree
@@ -47,7 +45,7 @@ def apply(item: str, tree: Any, save_args: Any) -> Any:
     names = [tree_lib.leaf_name(path) for path, _ in pairs]
     unknown = sorted(wanted.keys() - set(names))
     if unknown:
-        raise InvalidArgumentError(f"item {item!r}: save_args has {unknown[0]!r}, which the item has not")
+        raise InvalidArgumentError(f"item {item!r}: save_args has {unknown[0]!r}, which the item lacks")
     leaves = [_cast(name, leaf, wanted.get(name)) for name, (_, leaf) in zip(names, pairs, strict=True)]
     return tree_lib.unflatten(treedef, leaves)
 
@@ -75,7 +73,7 @@ def _keeps_kind(before: Any, after: Any) -> bool:
 
 
 def _fits(before: Any, after: Any) -> bool:
-    """Whether a cast of integers kept the values that are here."""
+    """Whether a cast of integers kept the values that this process holds."""
     if np.can_cast(before.dtype, after.dtype, "safe"):
         return True
     if isinstance(before, jax.Array):

@@ -1,7 +1,7 @@
-"""From which leaf of an epoch each leaf of a target is restored, where names have changed since it was saved.
+"""Finds the recorded leaf for each leaf of a target, if names have changed since the save.
 
-Names here are the keys of a leaf joined by `/`, all as text: `layers/0/kernel`, whether 0 is a number, text or a place
-in a list.
+Names in this module are the keys of a leaf joined by `/`, such as `layers/0/kernel`, whether 0 is a number, a text or a
+list index.
 """
 
 from __future__ import annotations
@@ -19,23 +19,20 @@ from epochckpt.format import KeyPath, Leaf
 from epochckpt.format import tree as tree_lib
 
 Sources = Callable[[Sequence[Leaf], Sequence[KeyPath]], Mapping[str, int]]
-"""Given an epoch's leaves and a target's paths: the number of the leaf for each of the target's, by leaf name.
-
-A leaf of the target that is not in it has none in the epoch.
-"""
+"""Maps an epoch's leaves and a target's paths to leaf numbers by name of the target's leaf; a new leaf has none."""
 
 
 def by_patterns(item: str, rename: Mapping[str, str]) -> Sources:
-    r"""The leaves of the epoch under new names.
+    r"""Sources that rename the leaves of the epoch.
 
     Args:
         item: item name, for messages.
-        rename: regular expressions over whole names in the epoch, and the new names, with `\1` for what the first
-            group matched; the first expression that matches counts, and what none matches keeps its name.
+        rename: new names by regular expression over whole names in the epoch, with `\1` for the first group. The first
+            expression that matches counts; a name without a match stays.
 
     Raises:
-        InvalidArgumentError: something in `rename` is no regular expression. By what is returned: an expression
-            matches nothing, or two leaves get one name.
+        InvalidArgumentError: a key is no regular expression. The sources raise it for an expression that matches
+            nothing, and for two leaves of one new name.
     """
     if not isinstance(rename, Mapping):
         raise InvalidArgumentError(f"item {item!r}: rename expects a dict of patterns, got a {type(rename).__name__}")
@@ -72,17 +69,17 @@ def _by_patterns(
 
 
 def by_transforms(item: str, transforms: Any, default_to_original: bool) -> Sources:
-    """The leaves that Orbax's `PyTreeRestore(transforms=…)` takes from an epoch; only renames are supported.
+    """Sources for Orbax's `PyTreeRestore(transforms=…)`; only renames are supported.
 
     Args:
         item: item name, for messages.
         transforms: pytree of `ocp.transform_utils.Transform`; its keys, joined by `/`, are regular expressions over
-            whole names in the target. As in Orbax the last that matches counts, in JAX's order of keys.
-        default_to_original: what no transform matches is taken from the epoch, if it is there; and `use_fallback` means
-            the target's value. If False, the other way round.
+            whole names in the target. As in Orbax, the last match in JAX's order of keys counts.
+        default_to_original: a leaf without a match comes from the epoch if it is there, and `use_fallback` means the
+            target's value. If False, the other way round.
 
     Raises:
-        InvalidArgumentError: a key is no regular expression. By what is returned: an `original_key` is no leaf's name.
+        InvalidArgumentError: a key is no regular expression. The sources raise it if the epoch lacks an `original_key`.
         UnsupportedError: a transform computes values.
     """
     found: list[tuple[re.Pattern[str], Any]] = []
@@ -126,7 +123,7 @@ def _by_transforms(
                 key = transform.original_key
                 source = _expanded(item, "transforms", found, key if isinstance(key, str) else "/".join(key))
             if asked and source not in numbers:
-                problem = f"transforms takes {name!r} from {source!r}, which the epoch has not"
+                problem = f"transforms takes {name!r} from {source!r}, which the epoch lacks"
                 raise InvalidArgumentError(f"item {item!r}: {problem}; {near(source, numbers)}")
             break
         if asked and source in numbers:

@@ -1,4 +1,4 @@
-"""xxh3-64 checksums of blocks of bytes, and of records that carry their own."""
+"""xxh3 checksums of blocks, records that carry their own checksum, and user data as strict JSON."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def xxh3(data: bytes | bytearray | memoryview) -> int:
 
 
 def digest(data: bytes) -> str:
-    """xxh3-128 of a record as 32 hex digits: names its exact content."""
+    """xxh3-128 of a record, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def seal(record: dict[str, Any]) -> bytes:
-    """Serialises a record as JSON whose first field is the checksum of the whole (taken with zeros in its place)."""
+    """A record as JSON. The first field is the checksum of the whole, computed with zeros in its place."""
     body = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
     zeroed = _FIELD + _ZEROS + b'"' + (b"," + body[1:] if body != b"{}" else b"}")
     return _FIELD + f"{xxh3(zeroed):016x}".encode() + zeroed[len(_FIELD) + 16 :]
@@ -38,18 +38,14 @@ def unseal(path: str, data: bytes) -> dict[str, Any]:
 
     Raises:
         DamagedError: the bytes are not those that were written.
-        FormatError: they are, but are not a JSON object of sane depth.
+        FormatError: the bytes are no JSON object, or it is nested too deeply.
     """
     check_seal(path, data)
     return parse_sealed(path, data)
 
 
 def check_seal(path: str, data: bytes) -> None:
-    """Compares a record with the checksum that it carries.
-
-    Raises:
-        DamagedError: the bytes are not those that were written.
-    """
+    """Raises DamagedError unless a record has the checksum that it carries."""
     start = len(_FIELD)
     if not data.startswith(b"{"):
         raise DamagedError(path, "is not a JSON record (empty, truncated or overwritten)")
@@ -62,11 +58,7 @@ def check_seal(path: str, data: bytes) -> None:
 
 
 def parse_sealed(path: str, data: bytes) -> dict[str, Any]:
-    """Parses the JSON of a record, or of a part of one that begins like it, without its checksum.
-
-    Raises:
-        FormatError: it is no JSON object of sane depth.
-    """
+    """Parses a record, or the beginning of one, without comparing its checksum; FormatError if it is no JSON."""
     try:
         record = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -119,7 +111,7 @@ def unpack_json(value: Any) -> Any:
 
 
 def pack_by_number(values: Mapping[int, Any], where: str) -> list[Any]:
-    """User data of several epochs as plain JSON; each of them may be as deep as `pack_json` takes it."""
+    """User data by number, as a JSON list of pairs; the depth limit holds for each value."""
     return [[number, pack_json(value, where)] for number, value in sorted(values.items())]
 
 

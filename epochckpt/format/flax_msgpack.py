@@ -1,11 +1,11 @@
-"""Reads what `flax.serialization.to_bytes` and `msgpack_serialize` wrote, without taking the arrays into memory.
+"""Reads flax's msgpack files larger than memory: arrays become views of the mapped file.
 
-The file is walked token by token (https://github.com/msgpack/msgpack/blob/master/spec.md), and an array becomes a view
-of the mapped file. The `msgpack` package would do the first, but not the second: its Unpacker gives a payload only as
-bytes, and even to skip one it first takes it whole into its buffer. Flax's own types are extensions: 1 an array as
-(shape, dtype, bytes), 2 a complex number, 3 a NumPy scalar; arrays beyond 1 GiB are a dict of flat pieces.
+The `msgpack` package cannot do that: its Unpacker copies every payload whole into its buffer, even to skip it. So this
+module walks the tokens itself (https://github.com/msgpack/msgpack/blob/master/spec.md). It reads what
+`flax.serialization.to_bytes` and `msgpack_serialize` write. Flax's types are extensions: 1 an array as (shape, dtype,
+bytes), 2 a complex number, 3 a NumPy scalar. An array beyond 1 GiB is a dict of flat pieces.
 
-Everything in the file may be hostile: lengths are checked against what is left of it, depth and memory are bounded.
+Files may be hostile: lengths are checked against the rest of the file, and depth and memory are bounded.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from epochckpt.storage import mmap
 MAX_DEPTH = 256
 MAX_DIMS = 32
 MAX_OBJECTS = 200_000
-"""Bound on keys, values and containers: each takes a few kilobytes on its way into an epoch. An array counts as one."""
+"""Most keys, values and containers: each costs a few kilobytes on its way into an epoch. An array counts as one."""
 MAX_VALUE_BYTES = 256 * 2**20
-"""Bound on strings and bytes outside of arrays; those are held in memory."""
+"""Most bytes of strings and bytes outside of arrays, which are held in memory."""
 
 _CHUNKED = "__msgpack_chunked_array__"
 _NDARRAY, _COMPLEX, _SCALAR = 1, 2, 3
@@ -49,16 +49,15 @@ _TIMES = re.compile(f"(datetime|timedelta)64{tree_lib.TIME_UNIT}")
 
 
 def load(path: str, scratch: str) -> Any:
-    """The tree of a file: dicts, lists, Python values, NumPy scalars, and arrays as `mapped.Mapped`.
+    """The tree of a file: dicts, lists, Python values, NumPy scalars, and arrays as `storage.mmap.Mapped`.
 
     Args:
         path: the file; it must not change while the arrays are used.
-        scratch: a folder on disk. Arrays that flax has cut into pieces are put together there, in a file without name.
+        scratch: a folder on disk. Arrays in pieces are joined there, in a file without a name.
 
     Raises:
-        FormatError: it is truncated, or not what flax writes.
-        UnsupportedError: something in it that epochckpt does not know, by its place in the file.
-        OSError: it cannot be read.
+        FormatError: the file is truncated, or not what flax writes.
+        UnsupportedError: the file has an unknown extension or dtype; says where.
     """
     if not os.path.getsize(path):
         raise FormatError(path, "is empty")
@@ -84,7 +83,7 @@ class _Reader:
         return FormatError(self.path, f"{what} (at byte {self.at})")
 
     def take(self, count: int) -> int:
-        """Where the next bytes begin; they are taken."""
+        """Consumes bytes, and returns the offset of the first one."""
         if count > self.end - self.at:
             raise self.problem(f"is truncated, or no msgpack file: {count} bytes expected, {self.end - self.at} left")
         self.at += count
@@ -160,7 +159,7 @@ class _Reader:
         return self.joined(out) if _CHUNKED in out else out
 
     def joined(self, parts: dict[Any, Any]) -> np.ndarray:
-        """One array from the pieces that flax made of it."""
+        """One array of the pieces that flax made of it."""
         shape = self.sequence(parts.get("shape"))
         chunks = self.sequence(parts.get("chunks"))
         flat = [c for c in chunks if isinstance(c, np.ndarray) and c.ndim == 1 and c.dtype == chunks[0].dtype]
@@ -197,7 +196,7 @@ class _Reader:
         return np.array(value)[()] if code == _SCALAR else value
 
     def numbers(self, most: int) -> list[Any] | None:
-        """A list of at most so many numbers; None for anything else, which is not looked into."""
+        """A list of at most `most` numbers; None for anything else."""
         kind, length = self.head()
         if kind != "list" or length > most:
             return None

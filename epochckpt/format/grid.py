@@ -1,12 +1,12 @@
-"""Index arithmetic of the format: which node writes which part of which leaf, and where in its files it lies.
+"""Index arithmetic of the format: which node writes which part of which leaf, and where that part lies in its files.
 
-Pure and deterministic: every node, and every later reader, computes the same from the same records. A leaf is cut
-into a regular grid of equal cells. A `Grid` row says into how many cells each dimension is cut and which nodes hold
-each cell; many leaves share one row. The owner, the one holder that writes a cell, is
-`holders[cell][(cell + rotation) mod len(holders[cell])]`, so that replicated bytes spread over nodes.
+Every node and every later reader computes the same from the same records. A leaf is cut into a regular grid of equal
+cells. A `Grid` row says into how many cells each dimension is cut, and which nodes hold each cell; many leaves share
+one row. The owner of a cell, the one holder that writes it, is `holders[cell][(cell + rotation) mod
+len(holders[cell])]`, so that replicated bytes spread over nodes.
 
 A node's file holds its cells ordered by item size (largest first, so that each tensor is aligned), then leaf, then
-cell, and is continued in a further part past `part_bytes`.
+cell. Beyond `part_bytes` it is continued in another part.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Grid:
     """One row of the grid table.
 
     Attributes:
-        counts: cells along each leading dimension; trailing ones are left out.
-        holders: for each cell (C order), the ascending node numbers that hold it.
+        counts: cells along each dimension, without trailing ones.
+        holders: for each cell, in C order, the numbers of the nodes that hold it, ascending.
     """
 
     counts: tuple[int, ...]
@@ -93,7 +93,7 @@ class Grid:
         return table, sizes
 
     def owners(self, rotation: int) -> np.ndarray:
-        """Node number of the owner of every cell, int64 of shape (cells,)."""
+        """Node number of the owner of every cell; int64 of shape (cells,)."""
         table, sizes = self._table
         cells = np.arange(len(sizes))
         return table[cells, (cells + rotation) % sizes]
@@ -118,12 +118,12 @@ class Leaf:
         path: key path.
         name: the path as text.
         kind: one of `tree.ARRAY_KINDS`, `VALUE_KINDS`, `EMPTY_KINDS`.
-        dtype: of the stored bytes (typed PRNG keys: of their key data); None for leaves without bytes in a data file.
-        shape: of the stored array (typed PRNG keys: of their key data).
-        grid: row in the grid table, -1 without bytes.
+        dtype: of the stored bytes, for typed PRNG keys of their data; None for leaves without bytes in a data file.
+        shape: of the stored array, for typed PRNG keys of their data.
+        grid: row in the grid table; -1 without bytes.
         rotation: shifts the owners of the row's cells.
-        sharding: row in the sharding table, -1 where there is none.
-        impl: the PRNG implementation of a typed key.
+        sharding: row in the sharding table; -1 for none.
+        impl: PRNG implementation of typed keys.
     """
 
     path: KeyPath
@@ -144,12 +144,12 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one part of a node's data file holds, in file order.
+    """The cells in one part of a node's data file, in file order.
 
     Attributes:
-        leaves: leaf numbers, one per cell.
+        leaves: leaf number of each cell.
         cells: cell numbers.
-        offsets: cumulative byte offsets from the start of the data, one more than there are cells.
+        offsets: byte offset of each cell from the start of the data, and of the end.
     """
 
     leaves: np.ndarray
@@ -159,13 +159,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayItem:
-    """An item whose leaves lie in data files: its tree, the grid table and the sharding tables.
+    """An item whose leaves lie in data files: its tree, its grids and its shardings.
 
     Attributes:
         name: item name.
         leaves: in JAX's flattening order.
         grids: the grid table.
-        shardings: JSON rows that say how leaves lay on devices (for restoring without a target).
+        shardings: JSON rows that say how leaves lay on devices, for a restore without a target.
         meshes: JSON rows that `shardings` refer to.
     """
 
@@ -177,7 +177,7 @@ class ArrayItem:
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is one array or value, not a tree of them."""
+        """Whether the item is a single leaf, not a tree."""
         return len(self.leaves) == 1 and not self.leaves[0].path
 
     @functools.cached_property
@@ -187,7 +187,7 @@ class ArrayItem:
 
     @functools.cached_property
     def public_names(self) -> list[str]:
-        """The names that the leaves go by outside the files."""
+        """The names of the leaves outside of the files."""
         return _text.public(leaf.name for leaf in self.leaves)
 
     @functools.cached_property
@@ -238,7 +238,7 @@ class ArrayItem:
         return cell_box(cell, self.counts(leaf), self.cell_shape(leaf))
 
     def cells_touching(self, leaf: int, box: Box) -> list[int]:
-        """The cells that intersect `box` (all cells of an array without elements: none)."""
+        """The cells that intersect `box`; none of an array without elements."""
         shape, counts = self.cell_shape(leaf), self.counts(leaf)
         if math.prod(self.leaves[leaf].shape) == 0 or any(stop <= start for start, stop in box):
             return []
@@ -270,7 +270,7 @@ class ArrayItem:
         return np.array(leaves, np.int64), np.array(cells, np.int64), np.array(sizes, np.int64)
 
     def cut(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], ends: Sequence[int]) -> list[Part]:
-        """Cuts a node's cells into parts that end after the given numbers of cells."""
+        """The parts of a node's cells that end after the given numbers of cells."""
         leaves, cells, sizes = owned
         parts, start = [], 0
         for end in ends:
@@ -280,7 +280,7 @@ class ArrayItem:
         return parts
 
     def part_ends(self, owned: tuple[np.ndarray, np.ndarray, np.ndarray], part_bytes: int | None) -> list[int]:
-        """Where a node's cells go on in another part: past `part_bytes`, or before the header gets too large."""
+        """Numbers of cells after which a new part begins, because of `part_bytes` or the size of the header."""
         leaves, _, sizes = owned
         if not len(leaves):
             return []
@@ -298,7 +298,7 @@ class ArrayItem:
         return [*ends, len(leaves)]
 
     def tensor(self, leaf: int, cell: int) -> tuple[str, np.dtype[Any], tuple[int, ...], int]:
-        """(name, dtype, shape, bytes) of a cell as a tensor of the data file."""
+        """(name, dtype, shape, bytes) of the tensor that holds a cell."""
         info = self.leaves[leaf]
         assert info.dtype is not None
         shape = self.cell_shape(leaf)
@@ -314,9 +314,9 @@ def blocks(sizes: np.ndarray, data_start: int, block_bytes: int) -> np.ndarray:
     """End offsets of a file's blocks: the header, then runs of whole small cells or pieces of one large cell.
 
     Args:
-        sizes: bytes of each cell in file order.
+        sizes: bytes of each cell, in file order.
         data_start: bytes of the header.
-        block_bytes: cells of at least this size are cut into pieces of it; smaller ones are collected up to it.
+        block_bytes: largest block. A cell of at least this size is cut into pieces; smaller cells are joined.
     """
     ends = [data_start]
     position = start = data_start

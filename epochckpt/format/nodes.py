@@ -1,4 +1,4 @@
-"""Which nodes a job has, and which of them a process hosts: one each, or, in a job of one process, all of them."""
+"""The nodes of a job. Each process hosts one of them; the only process of a job may host several."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Nodes:
     """The nodes of a job, as one of its processes sees them.
 
     Attributes:
-        names: of all nodes, in order; their numbers are their places in it.
+        names: of all nodes, by node number.
         process: number of this process.
-        processes: how many the job has; if several, node i is process i.
-        given: the names were given to the manager's constructor (`node=`), on this process or on another one.
-        ids: JAX process index of every process, by its number; empty: the numbers themselves.
+        processes: number of processes. With several, process i hosts node i.
+        given: a process passed its names to the manager's constructor (`node=`).
+        ids: JAX process index by process number; empty if the two are equal.
     """
 
     names: tuple[str, ...] = ("process_0",)
@@ -33,7 +33,7 @@ class Nodes:
 
     @property
     def hosted(self) -> range:
-        """Numbers of the nodes that this process hosts; the first one writes what the process has as a whole."""
+        """Numbers of the nodes that this process hosts. The first one writes the arrays of the process."""
         return self.numbers_of(self.process)
 
     @property
@@ -73,8 +73,8 @@ class Nodes:
         """The same processes with these nodes.
 
         Raises:
-            InvalidArgumentError: unusable or repeated names, a number of them that does not fit the processes, or
-                others than those that were given before.
+            InvalidArgumentError: a name is unusable or repeated, the number of names does not fit the processes, or
+                the constructor got other names.
         """
         asked = check_names(names)
         if asked == self.names:
@@ -93,11 +93,7 @@ class Nodes:
 
 
 def check_names(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Names of nodes as a tuple; one name will do.
-
-    Raises:
-        InvalidArgumentError: none, an unusable one, or one twice.
-    """
+    """One or several names of nodes as a tuple; InvalidArgumentError for none, an unusable or a repeated one."""
     listed = (names,) if isinstance(names, str) else tuple(names)
     if not listed:
         raise InvalidArgumentError("no node names; expected at least one")

@@ -1,7 +1,7 @@
-"""Names and paths of the format; no I/O.
+"""Names and paths of the format.
 
-A checkpoint directory holds `<epoch>/<node>/…` for committed epochs and one `incarnation-<id>.orbax-checkpoint-tmp`
-folder for everything that is not committed. All paths here are relative to the directory and use `/`.
+A checkpoint directory holds `<epoch>/<node>/…` for committed epochs, and one `incarnation-<id>.orbax-checkpoint-tmp`
+folder for everything that is not committed. Paths are relative to the directory and use `/`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ VERSION = 1
 EPOCH_RECORD = "epoch.json"
 NODE_RECORD = "node.json"
 ROLLBACK_RECORD = "rollback.json"
-OWNER_FILE = "owner.json"  # in an incarnation's folder: which process claimed the directory
+OWNER_FILE = "owner.json"  # in an incarnation's folder: the process that claimed the directory
 DEFAULT_ITEM = "default"
 JSON_FILE = "metadata"  # the name Orbax's JSON handler uses inside an item's folder
 DATA_SUFFIX = ".safetensors"
 ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata
+LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where older versions of Orbax keep it
 
-LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where it did before
-
-TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore every name with this in it
+TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore names that contain this
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+\Z")
-_IN_VIEWS = frozenset({"manifest.ocdbt", "index.0", "array_metadatas"})  # beside which links to nodes lie
+_IN_VIEWS = frozenset({"manifest.ocdbt", "index.0", "array_metadatas"})  # lie beside links to nodes
 _PART = re.compile(r"-\d{5}\Z")
 _INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _NODE_STAGING = re.compile(r"node-(.+)-([0-9a-f]{16})" + re.escape(TMP_SUFFIX) + r"\Z")
@@ -38,7 +37,7 @@ _ESCAPED, _HEX, _UNSAFE = "x-", re.compile(r"-([0-9a-f]{2})"), re.compile(r"[^A-
 _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )
-_ASIDE = ("rolled-back-", "damaged-")  # of folders of epochs that are kept out of sight
+_ASIDE = ("rolled-back-", "damaged-")  # prefixes of folders with quarantined epochs
 _OWN = frozenset({".", "..", ROOT_METADATA[0], ROLLBACK_RECORD})
 MAX_NAME = 120
 _MAX_PART = 255  # bytes, of most file systems
@@ -58,7 +57,7 @@ def is_name(name: object) -> bool:
 
 
 def is_free_folder(name: object) -> bool:
-    """Whether `name` may be a folder of the user's own beside the epochs: one folder, and none of the names of ours."""
+    """Whether a user may give the name to a folder beside the epochs."""
     return (
         isinstance(name, str)
         and len(name.encode("utf-8", "surrogatepass")) <= _MAX_PART
@@ -87,17 +86,17 @@ def is_node_name(name: object) -> bool:
 
 
 def folder_name(name: str) -> str:
-    """What the folder of a node is called: the node's name where that will do, else an escaped form of it.
+    """Name of a node's folder: the node's name if it is usable, else an escaped form; `shown_name` is the inverse.
 
-    No two names have one form, and `shown_name` gives the name back. `trainer:0` becomes `x-trainer-3a0`: `x-`, then
-    letters, digits, `.` and `_` as they are, and `-` with two hex digits for each byte (UTF-8) of other characters.
+    `trainer:0` becomes `x-trainer-3a0`: `x-`, then letters, digits, `.` and `_` as they are, and `-` with two hex
+    digits for each UTF-8 byte of another character. Different names have different folders.
     """
     usable = is_name(name) and name not in _RESERVED | _IN_VIEWS
     return name if usable and shown_name(name) == name else _escaped(name)
 
 
 def shown_name(folder: str) -> str:
-    """The name that `folder_name` made a form of."""
+    """The name of the node whose folder this is; the inverse of `folder_name`."""
     if not folder.startswith(_ESCAPED):
         return folder
     try:
@@ -117,8 +116,7 @@ def check_item_name(name: object, folders: Collection[str] = ()) -> str:
     """Returns `name` if it may name an item beside the folders of nodes, else raises InvalidArgumentError."""
     if not is_name(name) or name in _RESERVED or _PART.search(str(name)) or str(name).endswith(DATA_SUFFIX):
         raise InvalidArgumentError(
-            f"item name {name!r} is not usable: expected a letter or digit followed by letters, digits, "
-            f"'.', '_' or '-' "
+            f"item name {name!r} is not usable: expected a letter or digit followed by letters, digits, '.', '_', '-' "
             f"(at most {MAX_NAME}), not ending in '-' and five digits or '.safetensors', not one of {sorted(_RESERVED)}"
         )
     if name in folders:
@@ -129,7 +127,7 @@ def check_item_name(name: object, folders: Collection[str] = ()) -> str:
 
 
 def incarnation_folder(incarnation: str) -> str:
-    """Staging folder of one incarnation: 16 hex digits; 8 digits on object stores, where names claim the order."""
+    """Staging folder of an incarnation: 16 hex digits; on object stores 8 digits, which order the incarnations."""
     return f"incarnation-{incarnation}{TMP_SUFFIX}"
 
 
@@ -140,29 +138,29 @@ def parse_incarnation(name: str) -> str | None:
 
 
 def node_staging_folder(node: str, token: str) -> str:
-    """Staging folder of a job that saves epochs of one node by itself: carries the node, see `node_epochs`."""
+    """Staging folder of a job that saves epochs of one node only; see `jobs.caffe2_epochs`."""
     return f"node-{folder_name(node)}-{token}{TMP_SUFFIX}"
 
 
 def parse_node_staging(name: str) -> str | None:
-    """The node, if `name` is such a folder, else None."""
+    """The node, if `name` is a folder of `node_staging_folder`, else None."""
     found = _NODE_STAGING.match(name)
     return shown_name(found[1]) if found else None
 
 
 def metrics_file(source: str) -> str:
-    """Name of the file beside the commit record with metrics that were attached to an epoch, see `attached`."""
+    """Name of the file, beside the commit record, with the metrics that a source attached to an epoch."""
     return f"{METRICS_PREFIX}{source}.json"
 
 
 def parse_metrics_file(name: str) -> str | None:
-    """The source, if `name` is such a file, else None."""
+    """The source, if `name` is a file of `metrics_file`, else None."""
     found = _METRICS.match(name)
     return found[1] if found and is_name(found[1]) else None
 
 
 def data_file(item: str, part: int) -> str:
-    """Name of part `part` of an array item's data file, inside the node's folder."""
+    """Name of a part of an array item's data file, in the node's folder."""
     return f"{item}{DATA_SUFFIX}" if part == 0 else f"{item}-{part:05d}{DATA_SUFFIX}"
 
 
@@ -177,7 +175,7 @@ def parents(path: str) -> list[str]:
 
 
 def is_file_path(name: object) -> bool:
-    """Whether `name` may be the path of a handler's file inside its item's folder."""
+    """Whether `name` may be the path of a handler's file in its item's folder."""
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_FILE_PATH or not _PLAIN.match(name):
         return False
     return all(part not in ("", ".", "..") and len(part.encode()) <= _MAX_PART for part in name.split("/"))

@@ -1,8 +1,8 @@
-"""Pytrees as the format sees them: key paths, leaf names, leaf kinds, and the values of Python leaves.
+"""Pytrees in the format: key paths, names and kinds of leaves, dtypes, and the values of Python leaves.
 
 A key path is a tuple of `(type, key)` pairs. Types: `k` dict key, `s` sequence index, `a` attribute (NamedTuple,
-dataclass), `f` flattened index (a custom node that gives no keys). A leaf's *name* is its path as text, with reserved
-characters percent-escaped so that `{"a/b": x}` and `{"a": {"b": x}}`, and the keys `1` and `"1"`, get different names.
+dataclass), `f` flattened index (a custom node without keys). A leaf's *name* is its path as text. Reserved characters
+are percent-escaped, so that `{"a/b": x}` and `{"a": {"b": x}}`, and the keys `1` and `"1"`, have different names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from epochckpt.errors import FormatError, InvalidArgumentError
 
 KeyPath = tuple[tuple[str, Any], ...]
 
-# Kinds of leaves. The first group has bytes in a data file, the others have none.
+# Kinds of leaves. Only those of the first group have bytes in a data file.
 ARRAY_KINDS = frozenset({"jax", "prng", "numpy", "scalar", "longstr", "longbytes"})
 VALUE_KINDS = frozenset({"bool", "int", "float", "complex", "str", "bytes"})
 EMPTY_KINDS = frozenset({"none", "dict", "list", "tuple", "node"})
@@ -34,7 +34,7 @@ _SAFE = "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in '%/[]"\\')
 _INT_LIKE = re.compile(r"-?\d+\Z")
 _MAX_DEPTH = 256
 TIME_UNIT = r"(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z"
-"""What may stand behind the name of a datetime type. NumPy takes a multiplier of 0, too, and then divides by it."""
+"""The unit in the name of a datetime type. NumPy accepts a multiplier of 0, too, and then divides by it."""
 _TIME = re.compile(f"<[mM]8{TIME_UNIT}")
 
 _EXTRA_DTYPES = {
@@ -55,19 +55,19 @@ def is_prng_dtype(dtype: Any) -> bool:
 
 
 def issubdtype(dtype: Any, kind: Any) -> bool:
-    """NumPy's `issubdtype`, which also knows the types that JAX adds."""
+    """`np.issubdtype`, also for the types that JAX adds."""
     return bool(jnp.issubdtype(dtype, kind))
 
 
 def dtype_name(dtype: np.dtype[Any], where: str) -> str:
-    """The format's name of a NumPy dtype; datetimes keep their unit. Others raise InvalidArgumentError."""
+    """The format's name of a NumPy dtype; InvalidArgumentError, which names the leaf `where`, if it has none."""
     name = _dtype_name(dtype)
-    if name is not None:
-        return name
-    raise InvalidArgumentError(
-        f"leaf {where!r}: arrays of dtype {dtype} cannot be saved; "
-        "expected a number type of JAX or NumPy, or datetime64"
-    )
+    if name is None:
+        raise InvalidArgumentError(
+            f"leaf {where!r}: arrays of dtype {dtype} cannot be saved; "
+            "expected a number type of JAX or NumPy, or datetime64"
+        )
+    return name
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,11 +76,11 @@ def _dtype_name(dtype: np.dtype[Any]) -> str | None:
     if name in DTYPES:
         return name
     name = dtype.newbyteorder("<").str if dtype.kind in "mM" else ""
-    return name if _TIME.match(name) else None  # what could not be read again is not written
+    return name if _TIME.match(name) else None  # a unit that `parse_dtype` would refuse is not written
 
 
 def fits(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
-    """Whether NumPy can have such an array: it multiplies the dimensions of one without elements, too."""
+    """Whether NumPy can have such an array; it multiplies all dimensions but zeros."""
     return math.prod(d for d in shape if d) * dtype.itemsize < 2**63
 
 
@@ -95,26 +95,18 @@ def parse_dtype(path: str, name: object) -> np.dtype[Any]:
 
 
 def _is_empty(node: Any) -> bool:
-    """None, and containers without children, count as leaves so that they survive."""
-    if node is None:
-        return True
-    if isinstance(node, dict | list | tuple):
-        return not node
-    return False
+    """None and empty containers are kept as leaves."""
+    return node is None or (isinstance(node, dict | list | tuple) and not node)
 
 
 def flatten(tree: Any) -> tuple[list[tuple[KeyPath, Any]], Any]:
-    """Flattens a pytree, with None and empty containers kept as leaves.
-
-    Returns:
-        (path, leaf) pairs in JAX's order, and the treedef that puts them together again.
-    """
+    """(path, leaf) pairs of a pytree in JAX's order, and its treedef; None and empty containers are leaves."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
     return [(key_path(path), leaf) for path, leaf in pairs], treedef
 
 
 def flatten_leaves(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of `flatten` and the treedef, without paths: what the training thread can afford at each save."""
+    """The leaves of `flatten` and the treedef, without paths: cheap enough for the training thread."""
     return jax.tree_util.tree_flatten(tree, is_leaf=_is_empty)
 
 
@@ -124,7 +116,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def key_path(path: Sequence[Any]) -> KeyPath:
-    """JAX's key path as ours; InvalidArgumentError for a dict key that cannot be saved."""
+    """A key path of JAX in our form; InvalidArgumentError for a dict key that cannot be saved."""
     out: list[tuple[str, Any]] = []
     for entry in path:
         if isinstance(entry, jax.tree_util.DictKey):
@@ -162,11 +154,11 @@ def _segment(kind: str, key: Any) -> str:
 
 
 def leaf_name(path: KeyPath) -> str:
-    """A leaf's name: its path as text, unique inside its tree; the root leaf of a bare array is `value`."""
+    """A leaf's name: its path as text, unique in its tree. A tree of a single leaf has the name `value`."""
     if not path:
         return "value"
     name = "/".join(_segment(kind, key) for kind, key in path)
-    return "%5F" + name[1:] if name == "__metadata__" else name  # the one name that safetensors keeps for itself
+    return "%5F" + name[1:] if name == "__metadata__" else name  # safetensors reserves that name
 
 
 def path_to_json(path: KeyPath) -> list[Any]:
@@ -211,7 +203,7 @@ def path_from_json(where: str, data: object) -> KeyPath:
 
 
 def nest(pairs: Sequence[tuple[KeyPath, Any]], where: str) -> Any:
-    """Builds dicts and lists from paths, as Orbax does without a target: custom nodes become dict or list."""
+    """Builds dicts and lists from (path, value) pairs; custom nodes become dicts or lists, as in Orbax."""
     if len(pairs) == 1 and not pairs[0][0]:
         return pairs[0][1]
     root: dict[Any, Any] = {}
@@ -221,8 +213,7 @@ def nest(pairs: Sequence[tuple[KeyPath, Any]], where: str) -> Any:
         for depth, (kind, key) in enumerate(path):
             if kind in ("s", "f"):
                 sequences[id(node)] = node
-            last = depth == len(path) - 1
-            if last:
+            if depth == len(path) - 1:
                 if key in node:
                     raise FormatError(where, f"two leaves are named {leaf_name(path)!r}")
                 node[key] = value
@@ -235,7 +226,7 @@ def nest(pairs: Sequence[tuple[KeyPath, Any]], where: str) -> Any:
 
 
 class _Branch(dict[Any, Any]):
-    """A container that `nest` made, as opposed to a leaf that is a dict."""
+    """A dict that `nest` made; a leaf may be a dict, too."""
 
 
 def _collapse(node: dict[Any, Any], sequences: dict[int, dict[Any, Any]]) -> Any:
@@ -246,7 +237,7 @@ def _collapse(node: dict[Any, Any], sequences: dict[int, dict[Any, Any]]) -> Any
 
 
 def leaf_kind(leaf: Any) -> str | None:
-    """The kind of a leaf, or None for something that cannot be saved."""
+    """The kind of a leaf; None for one that cannot be saved."""
     if isinstance(leaf, jax.Array):
         return "prng" if is_prng_dtype(leaf.dtype) else "jax"
     if isinstance(leaf, np.ndarray):
@@ -269,12 +260,12 @@ def leaf_kind(leaf: Any) -> str | None:
 
 
 def empty_value(kind: str) -> Any:
-    """What stands for a leaf of an empty kind without a target: an empty container, or None."""
+    """The value of a leaf of an empty kind without a target: an empty container or None."""
     return {"dict": {}, "list": [], "tuple": ()}.get(kind)
 
 
 def value_to_json(value: Any) -> Any:
-    """A Python scalar, string or bytes as JSON that gives back exactly the same value (big ints, NaN, -0.0)."""
+    """A Python scalar, string or bytes as JSON, without loss: large ints, NaN, -0.0, surrogates."""
     if isinstance(value, bool):
         return bool(value)
     if isinstance(value, int):
@@ -289,7 +280,7 @@ def value_to_json(value: Any) -> Any:
 
 
 def _plain(text: str) -> bool:
-    """Whether JSON gives back exactly this text: it joins two surrogates that stand together into one character."""
+    """Whether JSON keeps this text; it joins two adjacent surrogates to one character."""
     try:
         text.encode()
     except UnicodeEncodeError:

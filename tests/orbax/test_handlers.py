@@ -465,7 +465,7 @@ def test_save_args_change_the_precision(tmp_path: pathlib.Path) -> None:
         assert got["count"].dtype == np.int32
         assert (int(got["count"]), got["python"]) == (16_777_217, 16_777_217)
         args = ocp.args.PyTreeSave(STATE, save_args={"other": ocp.SaveArgs(dtype=jnp.bfloat16)})
-        with pytest.raises(ec.errors.InvalidArgumentError, match="save_args has 'other', which the item has not"):
+        with pytest.raises(ec.errors.InvalidArgumentError, match="save_args has 'other', which the item lacks"):
             manager.save(1, args=ocp.args.Composite(state=args))
 
 
