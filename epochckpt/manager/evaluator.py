@@ -126,15 +126,15 @@ def attach_metrics(
         directory: where the epochs live: a path or a URL.
         epoch: its number.
         metrics: JSON by name; NumPy and jax scalars are fine.
-        source: who says so: letters, digits, `.`, `_`, `-`. A source that attaches again replaces what it said before.
-        save_id: the save that they are about, as `CheckpointManager.save_id(epoch)` said before the epoch was read;
+        source: name of the evaluator: letters, digits, `.`, `_`, `-`. Attaching again replaces its metrics.
+        save_id: the save that they are about: `CheckpointManager.save_id(epoch)` before the epoch was read;
             if the epoch was replaced since, nothing is attached.
         options: the step name format, if it is not the default.
 
     Raises:
         EpochNotFoundError: there is no such epoch.
         EpochDeletedError: it was deleted or replaced meanwhile; nothing is attached to anything.
-        InvalidArgumentError: the epoch has a metric of such a name from somebody else, or it is no JSON.
+        InvalidArgumentError: another source has a metric of such a name, or they are no JSON.
         UnsupportedError: stock Orbax wrote the epoch.
         AccessError: no permission to write there.
 

@@ -87,7 +87,7 @@ def export(
         max_buffer_bytes: safetensors: bound on the bytes that are held at a time.
         skip_unsupported: leave out, and log, what the format cannot express, instead of refusing.
         options: the step name format, if it is not the default.
-        progress: is told how many bytes were written, piece by piece, from any thread.
+        progress: is called with the bytes of each piece that was written, from any thread.
 
     Raises:
         EpochNotFoundError: there is no such epoch.
@@ -244,7 +244,7 @@ def _parents(parent: str) -> Generator[None]:
         PosixStore(missing[0] if missing else parent).make_root()
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # somebody else uses it already
+        with contextlib.suppress(OSError):  # another program uses it already
             for folder in missing:
                 if os.path.isdir(folder):
                     os.rmdir(folder)
@@ -265,7 +265,9 @@ def _staged(reader: EpochReader, above: PosixStore, name: str, write: _Write, pr
         try:
             above.rename(staging, name, replace=True)  # of folders only an empty one
         except (FileExistsError, NotADirectoryError) as error:
-            raise InvalidArgumentError(f"destination {place} was filled by somebody else meanwhile: {error}") from error
+            raise InvalidArgumentError(
+                f"destination {place} was filled by another program meanwhile: {error}"
+            ) from error
         above.sync_folder("")
     except BaseException:
         _threads.logged(f"{folder} stays", lambda: above.remove_tree(staging))
@@ -278,7 +280,7 @@ class _Counted(PosixStore):
 
     Args:
         root: its folder.
-        progress: is told.
+        progress: is called with the bytes of each write.
     """
 
     def __init__(self, root: str, progress: Callable[[int], None]):

@@ -185,7 +185,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._take_nodes(nodes)
 
     def introduce_handler(self) -> None:
-        """Tells the metadata handler of the nodes now, if it has not been told of them, instead of before a commit.
+        """Calls the metadata handler's `set_params` now, unless that was done, instead of before a commit.
 
         Raises:
             InvalidArgumentError: the handler says that it cannot serve this directory.
@@ -205,7 +205,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Makes this manager the writer of the directory now, instead of at its first write.
 
         An older run that is still alive can save and delete nothing from here on, so that the epochs that are listed
-        now stay the newest until this manager saves. For whoever is about to train: `JobRunner` calls it. In a job of
+        now stay the newest until this manager saves. `JobRunner` calls it before it trains. In a job of
         several processes all must call it.
 
         Raises:
@@ -418,7 +418,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Until that save is committed the epoch stays as it is, and at any moment, also after a crash, either the old
         one or the new one is there (on a file system that cannot exchange two folders, such as NFS: is there again
-        when the directory is next opened for writing). If somebody else changes the epoch meanwhile, that save fails.
+        when the directory is next opened for writing). If another process changes the epoch meanwhile, that save fails.
         A save that fails, or that raises, has used the permission up: call this again.
 
         Raises:
@@ -583,7 +583,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def verify(self, epoch: int) -> status.Verification:
         """Reads every byte of a committed epoch, of all nodes, and compares it with what was written.
 
-        Damage of the Orbax view, by which stock Orbax reads the epoch, is told apart: see `view_damage`, and
+        Damage of the Orbax view, by which stock Orbax reads the epoch, is listed apart: see `view_damage`, and
         `epochckpt.repair_view`.
 
         Stock Orbax keeps no checksums: of its epochs it says whether they are whole and can be read; see `note`.
@@ -649,7 +649,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._readers.open(epoch_number(epoch)).node_path(node)
 
     def source(self, epoch: int) -> tuple[Store, str, EpochReader | None]:
-        """Where an epoch lies, for who copies it: store, folder in it, and a reader unless stock Orbax wrote it.
+        """Where an epoch lies, for a copy of it: store, folder in it, and a reader unless stock Orbax wrote it.
 
         Raises:
             EpochNotFoundError: there is no such epoch.
@@ -664,7 +664,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             EpochNotFoundError: there is no such epoch.
-            UnfinishedError: nobody sees it any more, but its bytes could not be moved or removed.
+            UnfinishedError: it is not listed any more, but its bytes could not be moved or removed.
         """
         step = epoch_number(step)
         if self._options.read_only:
@@ -687,7 +687,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             EpochNotFoundError: there is no such epoch.
-            UnfinishedError: nobody sees them any more, but they could not be moved, and cannot be saved anew so far.
+            UnfinishedError: they are not listed any more, but they could not be moved, and cannot be saved anew so far.
 
         Example:
             >>> import orbax.checkpoint as ocp
@@ -712,19 +712,19 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _write(self, verb: str, epoch: int | None, decide: Callable[[], Any]) -> None:
         """The primary claims the directory, unless this manager has, and writes; everybody learns of it.
 
-        Epochs that nobody sees any more are not listed here either, also where they could not be moved away.
+        Epochs that are out of sight on storage are not listed here either, also where they could not be moved away.
         """
         self._check_not_forked(verb)
 
         def claimed() -> dict[str, Any]:  # in another thread: one that a signal handler interrupts may not hold a lock
             self._claim.check(epoch or 0)
-            told = _threads.start(lambda: self._claim.take(epoch or 0)).result()
+            claim = _threads.start(lambda: self._claim.take(epoch or 0)).result()
             decide()
-            return told
+            return claim
 
         try:
-            told = self._agree(f"{verb}({'' if epoch is None else epoch})", claimed)
-            _threads.start(lambda: self._claim.learn(told)).result()
+            claim = self._agree(f"{verb}({'' if epoch is None else epoch})", claimed)
+            _threads.start(lambda: self._claim.learn(claim)).result()
         except FencedError as error:
             self._claim.note(error)
             raise
@@ -755,14 +755,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Waits for everything, and ends this incarnation.
 
         Raises:
-            SaveError: if a save failed that nobody has been told of.
+            SaveError: if a save failed whose error has not been raised yet.
         """
         self._closed = True
         if self._ended or self._forked:
             return
         self._attempts.drain_removals()
         self._notifier.drain(self._storage.save_timeout_secs)
-        self._ended = True  # not before: Ctrl-C may end the waiting, and who closes again waits again
+        self._ended = True  # not before: Ctrl-C may end the waiting, and the next close() waits again
         if self._coordinator.primary:
             wait = self._storage.open_timeout_secs
             _threads.logged(f"{self._directory}: at its end", lambda: _threads.abandonable(self._claim.release, wait))

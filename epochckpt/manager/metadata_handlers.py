@@ -1,4 +1,4 @@
-"""Metadata handlers: they are told of a run while it trains, and asked where to resume when it starts again.
+"""Metadata handlers: they record what a run does, and say where to resume when it starts again.
 
 The protocol is that of Caffe2's `caffe2.python.checkpoint`; users find it in `epochckpt.metadata`. The methods of a
 handler are called on the primary only, also from background threads. What a handler raises is logged, and never harms
@@ -28,7 +28,7 @@ from epochckpt.storage import Store, expanded, open_store, path_text
 T = TypeVar("T")
 
 DB_TYPE = "epochckpt"
-"""The kind of storage that handlers are told of."""
+"""The kind of storage that handlers get as `db_type`."""
 
 _CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "set_params": (0, ("db_prefix", "db_type", "node_names", "path_prefix", "path_type")),
@@ -41,7 +41,7 @@ _CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 class AbstractMetadataHandler(abc.ABC):
-    """Is told what a run does, and knows at the next start which epoch was the last.
+    """Records what a run does, and knows at the next start which epoch was the last.
 
     All methods are called on the primary only, from any thread, once for each event, and as Caffe2 calls them:
     `set_params`, `last_epoch` and `write` by keyword, `report` and `cp_accessible` by position. A failure is logged and

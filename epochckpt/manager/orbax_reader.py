@@ -59,7 +59,7 @@ class OrbaxReader(CheckpointReader):
         commits: see CheckpointReader, as the next three.
         folder: the step's.
         record: what Orbax recorded of it.
-        context: who restores.
+        context: handlers and nodes of the process that restores.
         pool: reads.
     """
 
@@ -176,7 +176,7 @@ class OrbaxReader(CheckpointReader):
                     for part in item.boxes(row, grid.boxes(row.leaf.shape, PIECE_ELEMENTS)):
                         progress(part.nbytes)
             except UnsupportedError:
-                continue  # of a type that only somebody's own handler knows
+                continue  # only a user's type handler knows its type
             except EpochCheckpointError as error:
                 damage.append(error)
         return damage

@@ -16,17 +16,17 @@ from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.status import SaveResult
 from epochckpt.orbax.step_log import StepLog
 
-_KEPT = 1000  # outcomes that nobody has taken
+_KEPT = 1000  # outcomes that are kept until they are taken
 
 
 class Outcomes:
-    """The outcomes of saves that ended since somebody last took them; the newest, if they are many."""
+    """The outcomes of saves that ended since they were last taken; the newest, if they are many."""
 
     def __init__(self) -> None:
         self._ended: collections.deque[SaveResult] = collections.deque(maxlen=_KEPT)
 
     def add(self, attempt: Attempt, failure: SaveError | None) -> None:
-        """A save has ended; one that this process could not begin is none, its caller has been told."""
+        """A save has ended; one that this process could not begin is none: `save` has raised its error."""
         if attempt.error is not None:
             return
         detail = "" if failure is None else failure.reason

@@ -1,4 +1,4 @@
-"""Reads one epoch, whoever wrote it: an abstract class, and its implementation for epochs of ours.
+"""Reads one epoch, of ours or of stock Orbax: an abstract class, and its implementation for epochs of ours.
 
 Steps of stock Orbax have the other one, in `orbax_reader`; `readers` opens either. Reading needs a directory, and no
 other process.
@@ -30,11 +30,11 @@ from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verificat
 from epochckpt.orbax import TreeMetadata, view_files
 
 PIECE_ELEMENTS = 2**22
-"""How many elements a piece of an array has at most, unless told otherwise."""
+"""How many elements a piece of an array has at most, unless the caller asks for fewer."""
 
 
 def ignore(nbytes: int) -> None:
-    """The progress of nobody who asks."""
+    """A progress callback that does nothing."""
 
 
 class CheckpointReader(abc.ABC):
@@ -46,7 +46,7 @@ class CheckpointReader(abc.ABC):
         commits: the directory's epochs.
         folder: the epoch's folder in the directory.
         record: its record.
-        context: who restores.
+        context: handlers and nodes of the process that restores.
         native: reads blocks and files of an epoch of ours; None for a step of stock Orbax.
     """
 
@@ -99,7 +99,7 @@ class CheckpointReader(abc.ABC):
 
     @abc.abstractmethod
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
-        """Reads every byte; `progress` is told how many, piece by piece, from any thread."""
+        """Reads every byte; `progress` is called with the bytes of each piece, from any thread."""
 
     @abc.abstractmethod
     def _shardings(self, source: ArraySource, item: str) -> Shardings:
@@ -229,7 +229,7 @@ class NativeReader(CheckpointReader):
         commits: see CheckpointReader, as the next three.
         folder: the epoch's.
         record: the epoch's.
-        context: who restores.
+        context: handlers and nodes of the process that restores.
         pool: reads.
         verify: False: blocks are not verified, but by `verify`.
     """

@@ -23,7 +23,7 @@ class Readers:
         commits: the directory's epochs.
         pool: reads.
         verify: check every block before its bytes are used.
-        context: who restores; by default one process without handlers of its own.
+        context: handlers and nodes of the process that restores; by default one node and Orbax's handlers.
     """
 
     def __init__(self, commits: Commits, pool: Pool, verify: bool = True, context: RestoreContext | None = None):
@@ -62,7 +62,7 @@ class Readers:
         """Committed, damaged or absent.
 
         Raises:
-            AccessError, StorageError: it cannot be told.
+            AccessError, StorageError: storage does not say.
         """
         try:
             return self.open(epoch).status()

@@ -1,4 +1,4 @@
-"""`repair_view`: the Orbax view of an epoch, made anew from its record; needs nobody."""
+"""`repair_view`: the Orbax view of an epoch, made anew from its record; no other process is needed."""
 
 from __future__ import annotations
 

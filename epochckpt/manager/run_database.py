@@ -73,9 +73,9 @@ class RunRow:
         db_type: the kind of storage, as given.
         nodes: names of its nodes.
         started_secs: when it was first started.
-        seen_secs: when it last told anything.
+        seen_secs: when it last wrote anything.
         last_epoch: the epoch written last (after going back not the greatest), None before the first.
-        end_reason: why it ended, None if anything was told since.
+        end_reason: why it ended, None if anything was written since.
     """
 
     name: str
@@ -97,7 +97,7 @@ class RunEpochRow:
         epoch: the epoch.
         outcome: "written", "failed" (its save) or "ended" (the run, with this epoch).
         reason: why it failed or ended.
-        at_secs: when it was told.
+        at_secs: when it was written.
     """
 
     run: str
@@ -118,7 +118,7 @@ class RunStatRow:
         name: what the time was reported for, as given.
         node: the node that `name` is about.
         secs: seconds.
-        at_secs: when it was told.
+        at_secs: when it was written.
     """
 
     run: str

@@ -137,7 +137,7 @@ class HandlerSave:
         if self._late is not None:
             self._late.wait()
         for future in self._futures:
-            with contextlib.suppress(BaseException):  # nobody waits for it any more
+            with contextlib.suppress(BaseException):  # its save has ended already
                 future.result()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -43,7 +43,7 @@ from epochckpt.storage import Store
 from epochckpt.storage.object_store import errno_in
 
 UNKNOWN = "unknown"
-"""Kind of a leaf that cannot be looked into: it is damaged, or a type handler of somebody's own wrote it."""
+"""Kind of a leaf that cannot be looked into: it is damaged, or a user's type handler wrote it."""
 
 _EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}  # as Orbax restores them
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
@@ -64,7 +64,7 @@ class StoredLeaf:
         param: Orbax's name for it.
         write_shape: of the pieces that devices held; None where Orbax does not say.
         value: of leaves that lie in the msgpack file; an array of the mapped file. Of a leaf that only a type handler
-            of somebody's own can read: Orbax's name of the type.
+            of a user's can read: Orbax's name of the type.
         here: whether `value` is meant.
         problem: why it cannot be looked into; empty otherwise.
     """
@@ -252,7 +252,7 @@ class OrbaxItem:
 
         Raises:
             DamagedError: it cannot be read.
-            UnsupportedError: only a handler of somebody's own can read it.
+            UnsupportedError: only a user's type handler can read it.
         """
         leaf = row.leaf
         self._check(row)
@@ -363,8 +363,8 @@ class OrbaxItem:
             if "PERMISSION_DENIED" in str(error):
                 raise AccessError(f"{self._at}: {str(error)[:500]}") from error
             code = error.errno if isinstance(error, OSError) else errno_in(error)
-            if code and is_passing(told := OSError(code, str(error)[:500])):
-                raise StorageError(self._at, told) from error
+            if code and is_passing(found := OSError(code, str(error)[:500])):
+                raise StorageError(self._at, found) from error
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
             problem = f"cannot be read: {str(error)[:500]}"

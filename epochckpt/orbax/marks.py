@@ -9,7 +9,7 @@ zarr `.zarray`. POSIX only. A folder that is named like an epoch and has no `epo
 | `_CHECKPOINT_METADATA`, a JSON object with Orbax's fields | a step |
 | `_METADATA`, a JSON object with a `tree_metadata` | a step without folders of items, without its record |
 | a folder that is named like no epoch, and is no step itself, with such a `_METADATA` | a step without its record |
-| anything else | somebody else's: refused |
+| anything else | foreign: refused |
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def check_files(store: Store, at: str) -> None:
 
     Raises:
         DamagedError: the first one found.
-        StorageError: it cannot be told.
+        StorageError: storage does not say.
     """
     root = os.path.realpath(store.root)
     waiting, seen = [(at, os.path.realpath(_full(store, at)))], set[str]()
@@ -182,7 +182,7 @@ def check_files(store: Store, at: str) -> None:
             elif kind == "file" and (name in _SMALL or os.path.basename(place) == ARRAY_RECORDS):
                 try:
                     size = os.path.getsize(target)
-                except OSError:  # whoever reads it hears of that
+                except OSError:  # reading it will fail, too
                     continue
                 if size > MAX_BYTES:
                     problem = f"has {size} bytes; expected at most {MAX_BYTES} of such a file: it is not read"
@@ -219,7 +219,7 @@ def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapp
         if inner.get(paths.JSON_FILE) == "file" and _OUR_RECORD in _start(store, paths.join(at, paths.JSON_FILE)):
             return True  # the link to a node's record, followed by a copy
         if not others and any(n.endswith(paths.DATA_SUFFIX) and k == "file" for n, k in inner.items()):
-            return True  # others: files of somebody's own handler
+            return True  # others: files of a user's handler
         deeper = [paths.join(at, n) for n in _KEY_FOLDERS if inner.get(n) == "folder"]
         if _is_linked_index(inner) or any(_is_linked_index(look(store, d)) for d in deeper):
             return True

@@ -1,4 +1,4 @@
-"""What an Orbax logger is told: an entry for every commit and every restore, with the fields of Orbax's own statistics.
+"""What an Orbax logger gets: an entry for every commit and every restore, with the fields of Orbax's own statistics.
 
 Fields about what is not done here, or not on the training thread (`get_old_steps_…`), stay None.
 """

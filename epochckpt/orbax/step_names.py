@@ -125,8 +125,8 @@ def _advice(names: list[str]) -> str:
     if not options:
         return "pass no step_prefix and no step_format_fixed_length"
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options)
-    said = ", ".join(f"{name}={value!r}" for name, value in options)
-    return f"pass CheckpointManagerOptions({said}), or {flags} to the command"
+    arguments = ", ".join(f"{name}={value!r}" for name, value in options)
+    return f"pass CheckpointManagerOptions({arguments}), or {flags} to the command"
 
 
 def has_one(store: Store, folder: str, names: tuple[str, ...]) -> bool:

@@ -38,7 +38,7 @@ class OrbaxRecord(EpochRecord):
         folders: folder of each item, relative to the step's; `""` in the old layout that has no folders of items.
         handlers: the handler that Orbax recorded for each item, as far as it did.
         problems: what is wrong with small files that the step is read without, by path.
-        unread: which of them storage did not give: they may be good, and what is said without them may be wrong.
+        unread: which of them storage did not give: they may be good, and the record without them may be wrong.
         sure: nothing is missing that says what the folder is and how good; else retention leaves it alone.
     """
 

@@ -52,7 +52,7 @@ _COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax_marks: so i
 _MAX_NOTED = 100  # leaves that a record names as unsupported
 _FEW = 3
 MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
-"""Items with more cells get no view: the index would be read whole by whoever opens it; and it holds up a commit."""
+"""Items with more cells get no view: every reader would read the index whole, and writing it holds up a commit."""
 
 _EMPTY = {"none": "None", "node": "None", "dict": "Dict", "list": "List", "tuple": "Tuple"}
 _TYPES = {"jax": "jax.Array", "prng": "jax.Array", "numpy": "np.ndarray", "scalar": "scalar"}
@@ -97,7 +97,7 @@ class Views:
 
         Args:
             record: the epoch.
-            beside_nodes: it lies beside the nodes' folders. Orbax takes every folder for an item when it is not told
+            beside_nodes: it lies beside the nodes' folders. Orbax takes every folder for an item unless it is told
                 which to restore; so a node is shown as the JSON item that its record is, through a link of its own.
         """
         view = View()
@@ -393,7 +393,7 @@ def _json(value: Any) -> bytes:
 def _sharding_texts(arrays: ArrayItem, names: Mapping[int, str]) -> dict[str, str]:
     """Orbax's form of the recorded shardings, by parameter name in base64.
 
-    A row whose device is not there, or that is nonsense, has none: nobody checked it before.
+    A row whose device is not there, or that is nonsense, has none: such rows are not checked before.
     """
     rows: list[str | None] = []
     for row in arrays.shardings:

@@ -28,7 +28,7 @@ NO_SYMLINKS: Mapping[str, Mapping[str, str]] = {"*": {"*": "the file system has 
 """What a record says is left out of a view that the file system cannot hold: all of it."""
 
 _PREFIX = "view-"
-_told: set[str] = set()  # said once per directory and process
+_warned: set[str] = set()  # directories; once per process
 
 
 def link_node(store: Store, folder: str) -> None:
@@ -60,8 +60,8 @@ def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) 
     except io.UnsupportedOperation:
         for name in view.folders:
             store.remove_tree(paths.join(folder, name))
-        if store.root not in _told:
-            _told.add(store.root)
+        if store.root not in _warned:
+            _warned.add(store.root)
             logging.warning(
                 "%s: the file system has no symlinks, which the Orbax view needs: stock Orbax cannot read the epochs "
                 "that are saved there, epochckpt can. For stock Orbax export them, or copy them with CopyUpload to "
