@@ -44,11 +44,11 @@ def main(_):
         try:
             if METRIC in (manager.metrics(epoch) or {}):
                 continue
-            attempt = manager.attempt(epoch)  # a rollback may bring another epoch of this number
+            save_id = manager.save_id(epoch)  # a rollback may bring another epoch of this number
             leaves = manager.restore_leaves(epoch, "params/*", item="state")  # not the optimizer's state
             params = {name.removeprefix("params/"): leaf for name, leaf in leaves.items()}
             found = float(score(params, images, labels))
-            ec.attach_metrics(manager.directory, epoch, {METRIC: found}, source="evaluator", attempt=attempt)
+            ec.attach_metrics(manager.directory, epoch, {METRIC: found}, source="evaluator", save_id=save_id)
         except (ec.errors.EpochNotFoundError, ec.errors.DamagedError) as error:  # deleted meanwhile, or not readable
             print(f"epoch {epoch:3d}  is passed over: {error}", flush=True)
             continue
