@@ -18,7 +18,7 @@ from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentEr
 from epochckpt.format import EpochRecord, paths
 from epochckpt.inspection import describe
 from epochckpt.manager import CheckpointReader, Readers, Verification
-from epochckpt.manager.reader import PIECE_ELEMENTS, NativeReader, ignore
+from epochckpt.manager.reader import PIECE_ELEMENTS, ignore
 
 _THREADS = 4
 
@@ -72,7 +72,7 @@ class LeafReader:
             DamagedError: the node's record cannot be used.
         """
         reader = self._of(item, node)
-        return reader.of(item, node) if isinstance(reader, NativeReader) else None
+        return reader.native_of(item, node)
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         """Reads every byte, of all nodes; of steps of stock Orbax every array.

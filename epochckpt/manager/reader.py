@@ -181,6 +181,10 @@ class CheckpointReader(abc.ABC):
         number = arrays.by_either_name[leaf]
         return source, number, arrays.leaves[number]
 
+    def native_of(self, item: str, node: str = "") -> EpochReader | None:
+        """What reads the blocks of an item of an epoch of ours, of one node where each node has its own; else None."""
+        return None
+
     def metrics(self) -> Any:
         """All metrics of the epoch, as storage has them now."""
         return attached_metrics.merge(self.record.metrics, attached_metrics.of_epoch(self.commits, self.record))
@@ -283,6 +287,10 @@ class NativeReader(CheckpointReader):
         if number < 0 or not self.native.has(number, item):
             raise InvalidArgumentError(f"epoch {self.record.epoch}: node {node!r} has no item {item!r} of its own")
         return self.native.of_node(number, item)
+
+    def native_of(self, item: str, node: str = "") -> EpochReader:
+        """See CheckpointReader."""
+        return self.of(item, node)
 
     def file(self, item: str, name: str, node: str = "") -> bytes:
         """See CheckpointReader."""
