@@ -1,6 +1,6 @@
-"""Steps that stock Orbax wrote: what their small files say, and what is missing. `orbax_marks` says which folders are.
+"""Steps that stock Orbax wrote: what their small files say, and what is missing. `orbax.marks` says which folders are.
 
-Reads JSON and lists folders, nothing else; the arrays are read by Orbax's own handlers (`orbax_reader`). On POSIX
+Reads JSON and lists folders, nothing else; `orbax_reader` reads the arrays. On POSIX
 Orbax renames a finished step into place, so its folder under its final name is finished unless files were lost.
 """
 

@@ -48,7 +48,7 @@ _TEXT = "string"
 _NONE = {"value_type": "None", "skip_deserialize": True}
 _BARE = "checkpoint"  # what Orbax calls an array that is not in a tree
 
-_COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax_marks: so it is never taken for one of Orbax's
+_COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.marks: so it is never taken for one of Orbax's
 _MAX_NOTED = 100  # leaves that a record names as unsupported
 _FEW = 3
 MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000

@@ -32,7 +32,7 @@ _warned: set[str] = set()  # directories; once per process
 
 
 def link_node(store: Store, folder: str) -> None:
-    """Shows a node's record as an item of JSON, see `orbax_view`; by the node itself."""
+    """Shows a node's record as an item of JSON, see `orbax.view`; by the node itself."""
     with contextlib.suppress(io.UnsupportedOperation):  # `write` leaves the whole view out then
         store.link(paths.join(folder, paths.JSON_FILE), paths.NODE_RECORD)
 
