@@ -202,6 +202,7 @@ def test_a_stopped_node_costs_one_epoch_and_no_time_of_the_others(tmp_path: path
         assert max(held[2], held[4]) < 20 * normal + STOPPED_PEER_TIMEOUT / 10, held
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(110)
 def test_a_stopped_primary_never_splits_the_verdict(tmp_path: pathlib.Path) -> None:
     """The primary is stopped for longer than the save timeout before it began, before it looked at its deadline, and

@@ -571,7 +571,8 @@ def test_a_job_that_is_killed_while_it_replaces(tmp_path: pathlib.Path, path: st
         assert processes.wait(60)[0].returncode == -signal.SIGKILL
     left = 0 if exchange else 1
     assert content(str(tmp_path), "b", 1) == (left, 1)
-    train(multi(tmp_path), ec.LocalSession(), ["b"], 3, user_epoch=2, branch=2)
+    manager = multi(tmp_path)  # its staging folder goes with it
+    train(manager, ec.LocalSession(), ["b"], 3, user_epoch=2, branch=2)
     assert [content(str(tmp_path), "b", epoch) for epoch in (0, 1, 2, 3)] == [(1, 0), (left, 1), (0, 2), (2, 3)]
     (home,) = staging(tmp_path, "b")
     assert not list((tmp_path / home).iterdir())
