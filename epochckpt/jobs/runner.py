@@ -331,9 +331,10 @@ class JobRunner:
 
     def _notifier(self, session: Session, backend: CheckpointBackend | None) -> HandlerNotifier:
         """Tells the metadata handler: the manager's, or this runner's."""
+        primary, asks_manager = session.coordinator.primary, backend is not None and backend.asks_manager
         if backend is None or backend.handler is None:
-            return HandlerNotifier(self._handler, session.coordinator.primary)
-        return HandlerNotifier(backend.handler, session.coordinator.primary, backend.handler_calls)
+            return HandlerNotifier(self._handler, primary, asks_manager=asks_manager)
+        return HandlerNotifier(backend.handler, primary, backend.handler_calls, asks_manager)
 
     def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend, session: Session) -> None:
         """Tells the metadata handler which nodes save where, unless an earlier call has; the backend is open."""

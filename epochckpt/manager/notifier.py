@@ -34,10 +34,12 @@ class HandlerNotifier:
         handler: an `AbstractMetadataHandler`, anything with its methods, or None.
         active: this process is the primary.
         skip: the methods, and the actions to report, that are left to the checkpoint manager.
+        asks_manager: `cp_accessible` asks the checkpoint manager, too, also without a handler.
     """
 
-    def __init__(self, handler: Any, active: bool, skip: Collection[str] = ()):
+    def __init__(self, handler: Any, active: bool, skip: Collection[str] = (), asks_manager: bool = False):
         self._handler = handler if active else None
+        self._asks_manager = asks_manager and active
         self._skip = skip
         self._lane = _threads.Lane()
         self._nodes: tuple[str, Sequence[str]] | None = None  # until the handler knows them
@@ -128,19 +130,21 @@ class HandlerNotifier:
         return metadata_handlers.answered_epoch(answer, handler)
 
     def cp_accessible(self, epoch: int, manager: Callable[[int], bool]) -> bool:
-        """Whether neither the handler, nor the manager in its place, says that storage cannot be reached.
+        """Whether neither the manager, if it is asked, nor the handler says that storage cannot be reached.
 
         As in Caffe2 an error is no yes. An OSError is the exception: what the handler itself has to reach is away,
         which says nothing of the storage.
 
         Args:
             epoch: to be saved.
-            manager: asks the manager, if the manager asks its handler itself.
+            manager: asks the manager, which may ask its handler itself.
         """
-        handler = self._handler
-        if handler is None:
-            return True
-        ask = manager if "cp_accessible" in self._skip else handler.cp_accessible
+        asked = [manager] if self._asks_manager else []
+        if self._handler is not None and "cp_accessible" not in self._skip:
+            asked.append(self._handler.cp_accessible)
+        return all(self._agrees(ask, epoch) for ask in asked)
+
+    def _agrees(self, ask: Callable[[int], Any], epoch: int) -> bool:
         try:
             answer = self._ask(lambda: ask(epoch))
             if not isinstance(answer, bool | np.bool_):
@@ -163,5 +167,6 @@ class HandlerNotifier:
         """Whether the handler has returned in time; if it has not, it is given up."""
         if not future.wait(timeout_secs):
             logging.warning("metadata handler: it has not returned for %g s; it is not called any more", timeout_secs)
-            self._handler = None
-        return self._handler is not None
+            self._handler, self._asks_manager = None, False
+            return False
+        return True

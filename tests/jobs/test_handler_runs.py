@@ -155,3 +155,23 @@ def test_a_look_at_a_directory_tells_a_handler_nothing(tmp_path: pathlib.Path) -
     with ec.CheckpointManager(tmp_path, metadata_handler=handler) as manager:
         assert manager.all_steps() == []
     assert handler.calls == []
+
+
+@pytest.mark.parametrize("base", [ec.caffe2.CheckpointManager, ec.caffe2.MultiNodeCheckpointManager])
+@pytest.mark.parametrize("where", [None, "manager", "runner"])
+def test_a_manager_of_caffe2_is_asked_whether_storage_is_there(tmp_path: pathlib.Path, base: Any, where: Any) -> None:
+    """Once per epoch, whoever has a handler, or nobody; its no counts."""
+    asked: list[bool] = []
+
+    class Own(base):
+        def cp_accessible(self, epoch: int | None = None) -> bool:
+            asked.append(len(asked) != 1)  # no for epoch 1
+            return asked[-1]
+
+    node = ["a"] if base is ec.caffe2.CheckpointManager else []
+    handler = {where: FromCaffe2()}
+    manager = Own(tmp_path, *node, "epochckpt", handler.get("manager"))
+    runner = ec.JobRunner(job_of(["a"], 3), manager, metadata_handler=handler.get("runner"))
+    assert runner.train(ec.LocalSession()) == 3
+    assert asked == [True, False, True, True]
+    assert [epoch for epoch, _ in runner.result.failed_saves] == [1]

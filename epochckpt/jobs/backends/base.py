@@ -42,6 +42,7 @@ class CheckpointBackend(abc.ABC):
     Attributes:
         asks_jax: the manager itself asks JAX for its preemption notice, with its steps.
         chooses: the manager has its own say about the epoch to resume from, see `choose`.
+        asks_manager: the manager has its own say about whether storage can be reached, see `accessible`.
         per_node: an epoch exists per node; a node that is not checkpointed has no part in it.
         handler: the manager's own metadata handler, or None.
         handler_calls: the methods of its handler that the manager calls itself, and the actions that it reports.
@@ -50,6 +51,7 @@ class CheckpointBackend(abc.ABC):
 
     asks_jax = False
     chooses = False
+    asks_manager = False
     per_node = False
     handler: Any = None
     handler_calls: Collection[str] = ()

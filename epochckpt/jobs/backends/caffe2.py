@@ -24,7 +24,7 @@ from epochckpt.manager import SaveResult
 class Caffe2Backend(CheckpointBackend):
     """Caffe2's verbs."""
 
-    chooses = per_node = True
+    chooses = asks_manager = per_node = True
     handler_calls = frozenset(
         {"set_params", "last_epoch", "write", "cp_accessible", "checkpoint_save", "checkpoint_load"}
         | {"checkpoint_partial_load"}
