@@ -106,6 +106,8 @@ class OrbaxItem:
                 rows = self._recorded(steps.tree_record(store, at, epoch))
             else:
                 rows = self._aggregated()
+        except EpochCheckpointError:
+            raise
         except OSError as error:
             raise unreadable(at, error) from error
         if (bare or handler.endswith(_BARE_HANDLER)) and [row.leaf.path for row in rows] == [_BARE_PATH]:
@@ -205,7 +207,12 @@ class OrbaxItem:
             reads = [kv.read(f"{param}/{file}") for param in params]
         for param, read in zip(params, reads, strict=True):
             try:
-                got = read.result()
+                with self._tensorstore(""):
+                    got = read.result()
+            except DamagedError as error:
+                out[param] = f"cannot be read: {param}/{file}: {str(error.__cause__)[:300]}"
+                continue
+            try:
                 if got.state != "value":
                     out[param] = f"is missing: {param}/{file} is not there"
                     continue
@@ -217,7 +224,7 @@ class OrbaxItem:
                 if not tree_lib.fits(shape, dtype):
                     raise ValueError(f"shape {shape} is beyond what NumPy can have")
                 out[param] = shape, dtype
-            except (*_TOLERATED, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
                 out[param] = f"cannot be read: {param}/{file}: {str(error)[:300]}"
         return out
 

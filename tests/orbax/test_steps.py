@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import pathlib
 import shutil
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from flax import nnx
 
 import epochckpt as ec
@@ -618,6 +621,44 @@ def test_a_half_written_step_is_skipped_loudly_and_says_what_to_do(
         assert stock_states.differences(got, tree_of(1)) == []
         assert manager.all_steps() == [1]
     assert any("epoch 2" in r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR)
+
+
+class _Failing:
+    """What TensorStore's key-value stores are, where reads of some keys fail with an error of the system's."""
+
+    def __init__(self, kv: Any, part: str, code: int):
+        self.kv, self.part, self.code = kv, part, code
+
+    def read(self, key: str) -> Any:
+        return self if self.part in key else self.kv.read(key)
+
+    def result(self) -> Any:
+        status = "PERMISSION_DENIED" if self.code == errno.EACCES else "INTERNAL"
+        raise ValueError(f"{status}: Error reading file [os_error_code='{self.code}']")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_an_unreadable_array_record_is_no_damage(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """No older epoch is taken for it: storage did not answer, or this user may not read it."""
+    write(tmp_path, "folders-zarr2-single", {1: tree_of(1), 2: tree_of(2)})
+    opened = ts.KvStore.open
+
+    class Store:
+        @staticmethod
+        def open(*args: Any, **kwargs: Any) -> Any:
+            kv = opened(*args, **kwargs).result()
+            found = _Failing(kv, "w/.zarray", code) if "/2/" in kv.url else kv
+            return types.SimpleNamespace(result=lambda: found)
+
+    monkeypatch.setattr(ts, "KvStore", Store)
+    error = errors.AccessError if code == errno.EACCES else errors.StorageError
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
+        for step in (2, None):
+            with pytest.raises(error):
+                manager.restore(step, args=Restore(tree_of(0)))
+        assert manager.all_steps() == [1, 2]
 
 
 def test_a_step_without_any_item_is_damaged(run: pathlib.Path) -> None:
