@@ -84,7 +84,3 @@ __all__ = [
     "repair_view",
     "stop",
 ]
-
-for _name in __all__:  # tracebacks and reprs say what users write: epochckpt.CheckpointManager
-    if getattr(globals()[_name], "__module__", "").startswith(f"{__name__}.") and _name not in vars(errors):
-        globals()[_name].__module__ = __name__

@@ -11,6 +11,7 @@ How folders come to their places, and what a kill on the way leaves, is in `plac
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -191,9 +192,9 @@ class RenameCommits(Commits):
         staging = self._staging(record.attempt)
         try:
             view = self._views.build(record)
-        except Exception:  # whatever Orbax's form cannot take: the epoch itself is not in danger
+        except Exception as error:  # whatever Orbax's form cannot take: the epoch itself is not in danger
             logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
-            return record
+            return dataclasses.replace(record, orbax_unsupported={"*": {"*": say(error)}}, orbax_view=None)
         try:
             written = view_files.write(self.store, staging, record, view, run)
         except FileNotFoundError:

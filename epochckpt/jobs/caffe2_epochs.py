@@ -340,13 +340,14 @@ class NodeEpochs:
             custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
             snapshot=dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot(),
         )
+        attempt.deadline = Deadline(self._options.save_timeout_secs)  # without the snapshot's time
         identity = f"{commits.incarnation}-{attempt.name}"
         try:
             with commits.access():
                 record, remove = self._commit(attempt, identity)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too: what is staged must not stay
             _threads.logged("the remains of a save stay", lambda: commits.discard(epoch, identity))
-            if isinstance(error, EpochCheckpointError):
+            if isinstance(error, EpochCheckpointError) or not isinstance(error, Exception):
                 raise
             lost = isinstance(error, FileNotFoundError)
             raise (commits.lost(epoch) if lost else as_save_error(epoch, error)) from error

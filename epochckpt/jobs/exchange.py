@@ -82,6 +82,7 @@ class Exchange:
             mine = report()
         except BaseException as error:  # Ctrl-C and sys.exit, too
             self._abort(error)
+            self._phase, self._broadcasts = self._phase + 1, 0  # in step with the others, should they go on
             raise
         key, before = f"{self._prefix}/{self._phase}", self._phase - 1
         self._phase, self._broadcasts = self._phase + 1, 0

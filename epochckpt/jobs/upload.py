@@ -61,9 +61,9 @@ class CopyUpload(UploadTaskGroupBuilder):
     visible, all its files are there in their length. What has been written is not read back: `verify` of a manager of
     the destination does that. Steps of stock Orbax have no checksums.
 
-    Doing it again changes nothing if the copy is there, all files in their length; one that lacks something is made
-    anew. An upload writes to the destination as a run does: it takes over from whoever wrote there before, and removes
-    what a killed upload left. All nodes must see the destination under the same name.
+    Doing it again only looks if the copy is there, all files in their length; one that lacks something is made anew. An
+    upload that has something to copy writes to the destination as a run does: it takes over from whoever wrote there
+    before, and removes what a killed upload left. All nodes must see the destination under the same name.
 
     Memory is bounded by blocks; on stores without rename, which take a file whole, by the largest file of a node (see
     `StorageOptions.part_bytes`).
@@ -146,15 +146,18 @@ class _Source:
     folder: str
     reader: EpochReader | None
 
+    names: StepNames | None = None
+
     @classmethod
-    def of(cls, epoch: int, found: EpochReader) -> _Source:
+    def of(cls, epoch: int, found: EpochReader, names: StepNames | None = None) -> _Source:
         """An epoch of ours, every byte of which is verified."""
         reader = EpochReader(found.store, found.folder, found.record, _threads.Pool(_THREADS), verify=True)
-        return cls(epoch, found.store, found.folder, reader)
+        return cls(epoch, found.store, found.folder, reader, names)
 
-    @property
-    def names(self) -> StepNames:
-        """The format of the folder's name."""
+    def step_names(self) -> StepNames:
+        """The names of epochs' folders; those of stock Orbax's manager are told from this folder's name."""
+        if self.names is not None:
+            return self.names
         found = _NUMBERED.match(self.folder)
         prefix, number = (found[1], found[2]) if found else (None, "")
         length = len(number) if number.startswith("0") and len(number) > 1 else None
@@ -174,6 +177,7 @@ class _Copy:
         self._source, self.commits = source, commits
         self._replaces: ReplaceCondition | None = None
         self._done: set[str] = set()
+        self._may_be_visible = False
 
     @property
     def _attempt(self) -> str:
@@ -193,11 +197,17 @@ class _Copy:
             EpochExistsError: something else is there.
         """
         epoch, commits, store = self._source.epoch, self.commits, self.commits.store
+        there = paths.join(store.root, commits.folder(epoch))
+        # Whoever saves there is fenced off only for a copy that is to be made.
+        if self._is_there(replace):
+            logging.info("epoch %d is in %s already", epoch, there)
+            return False
         commits.claim(epoch, continues=self._attempt)
         try:
             commits.begin(epoch, self._attempt)
-            if self._is_there(replace):
-                logging.info("epoch %d is in %s already", epoch, paths.join(store.root, commits.folder(epoch)))
+            self._replaces = None
+            if self._is_there(replace):  # since that look
+                logging.info("epoch %d is in %s already", epoch, there)
                 commits.release()
                 return False
             if not store.renames:  # the copy's objects have the names of those that an earlier upload has left
@@ -266,26 +276,43 @@ class _Copy:
             elsewhere: the nodes whose folders other processes have copied.
         """
         source, commits = self._source, self.commits
-        if source.reader is not None:
-            self.nodes({entry.name for entry in source.reader.record.nodes} - set(elsewhere))
-            remove = copy.publish(source.reader, commits, self._replaces)
-        else:
-            assert isinstance(commits, RenameCommits), "stores without rename were refused"
-            staging = commits.make_staging(source.epoch, self._attempt)
-            copy.copy_tree(source.store, source.folder, commits.store, staging)
-            remove = commits.put_in_place(source.epoch, self._attempt, replace=self._replaces is not None)
+        try:
+            remove = self._publish(elsewhere)
+        except UncertainError:
+            self._may_be_visible = True
+            raise
+        self._may_be_visible = True
         root = commits.store.root
         if remove is not None:
             _threads.logged(f"{root}: an epoch that was replaced", remove)
         _threads.logged(f"{root}: the staging of an upload", commits.release)
         logging.info("epoch %d was uploaded to %s", source.epoch, paths.join(root, commits.folder(source.epoch)))
 
+    def _publish(self, elsewhere: Collection[str]) -> Callable[[], None] | None:
+        source, commits = self._source, self.commits
+        if source.reader is not None:
+            self.nodes({entry.name for entry in source.reader.record.nodes} - set(elsewhere))
+            return copy.publish(source.reader, commits, self._replaces)
+        assert isinstance(commits, RenameCommits), "stores without rename were refused"
+        staging = commits.make_staging(source.epoch, self._attempt)
+        copy.copy_tree(source.store, source.folder, commits.store, staging)
+        return commits.put_in_place(source.epoch, self._attempt, replace=self._replaces is not None)
+
     def give_up(self, error: Exception) -> None:
         """On the primary: removes what there is of the copy, as long as nobody can see it."""
         commits, what = self.commits, f"{self.commits.store.root}: what a failed upload left"
-        if not isinstance(error, UncertainError | EpochExistsError):
-            _threads.logged(what, lambda: commits.discard(self._source.epoch, self._attempt))
+        if not self._may_be_visible and not isinstance(error, EpochExistsError):
+            _threads.logged(what, self._discard)
         _threads.logged(what, commits.release)
+
+    def _discard(self) -> None:
+        """Removes what is staged. Another upload of the epoch has the same names: its objects are left alone."""
+        epoch, commits = self._source.epoch, self.commits
+        if not commits.store.renames:
+            commits.begin(epoch, self._attempt)  # raises if a newer run has claimed the destination
+            if commits.read_attempt(epoch) == self._attempt:
+                return
+        commits.discard(epoch, self._attempt)
 
 
 @contextlib.contextmanager
@@ -389,11 +416,14 @@ class _Upload:
             store = open_store(str(self._manager.directory))
             source = _Source(self._epoch, store, copy.find_step(store, self._epoch), None)
         else:
-            store, folder, reader = self._manager.source(self._epoch)
-            source = _Source(self._epoch, store, folder, None) if reader is None else _Source.of(self._epoch, reader)
+            store, folder, reader, names = self._manager.source(self._epoch)
+            if reader is None:
+                source = _Source(self._epoch, store, folder, None, names)
+            else:
+                source = _Source.of(self._epoch, reader, names)
         target = open_store(self._asked.destination)
         _check_place(source, target)
-        return _Copy(source, commits_of(target, source.names))
+        return _Copy(source, commits_of(target, source.step_names()))
 
 
 def _check_place(source: _Source, target: Store) -> None:

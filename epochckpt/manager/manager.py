@@ -389,6 +389,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 )
                 size, secs = _units.nbytes(attempt.snapshot.copied_bytes), _units.secs(time.monotonic() - room)
                 logging.log_first_n(logging.WARNING, text, 3, step, size, secs)
+            attempt.deadline = Deadline(timeout)  # the snapshot waits for the device: that is not the save's time
             attempt.started, attempt.blocked_secs = began, time.monotonic() - began
             attempt.started_ns = time.time_ns() - round(attempt.blocked_secs * 1e9)
             attempt.log_entry = self._step_log.begun(
@@ -648,14 +649,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         return self._readers.open(epoch_number(epoch)).node_path(node)
 
-    def source(self, epoch: int) -> tuple[Store, str, EpochReader | None]:
-        """Where an epoch lies, for a copy of it: store, folder in it, and a reader unless stock Orbax wrote it.
+    def source(self, epoch: int) -> tuple[Store, str, EpochReader | None, StepNames]:
+        """Where an epoch lies, for a copy of it: store, folder in it, a reader unless stock Orbax wrote it, and names.
 
         Raises:
             EpochNotFoundError: there is no such epoch.
         """
         reader = self._readers.open(epoch_number(epoch))
-        return reader.store, reader.folder, reader.native
+        return reader.store, reader.folder, reader.native, self._commits.names
 
     # -- taking epochs away --------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import caffe2, errors
 from epochckpt.format import paths
+from epochckpt.jobs import caffe2_epochs
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from epochckpt.storage import posix
 from tests.support import caffe2_jobs
@@ -865,3 +866,21 @@ def test_staging_names_carry_the_node() -> None:
         assert paths.parse_incarnation(name) is None
         assert "orbax-checkpoint-tmp" in name
     assert paths.parse_node_staging("incarnation-0123456789abcdef.orbax-checkpoint-tmp") is None
+
+
+def test_ctrl_c_in_a_save_leaves_nothing_staged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook a save may be interrupted many times; what was staged goes, and the next save works."""
+    session, manager = filled(), single(tmp_path)
+    session.run(manager.init())
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(caffe2_epochs.NodeCommits, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.run(manager.save(0))
+    (home,) = staging(tmp_path, "a")
+    assert [p.name for p in (tmp_path / home).iterdir() if p.name.startswith("0-")] == []
+    session.run(manager.save(0))
+    assert content(str(tmp_path), "a", 0) == (0, 0)

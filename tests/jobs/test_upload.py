@@ -17,6 +17,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
+from epochckpt.manager import copy
 from epochckpt.storage import open_store
 from tests.support.job_runs import reading_job
 from tests.support.processes import run_worker, start_processes
@@ -220,6 +221,9 @@ def test_a_killed_upload_is_not_seen_and_the_next_one_cleans_up(tmp_path: pathli
     if place != "durable":
         assert_is(final, epoch=2)
     send(tmp_path / "run", final)
+    if place == "durable":  # the copy is there and is only looked at: whoever writes there next cleans up
+        with ec.CheckpointManager(final, node=NODES) as manager:
+            manager.claim()
     assert temporary(final) == []
     assert_is(final)
 
@@ -330,3 +334,83 @@ def test_arguments_are_checked(tmp_path: pathlib.Path) -> None:
         ec.CopyUpload(tmp_path / "final").build(3, 5)
     with pytest.raises(errors.EpochNotFoundError, match="no epoch 9; committed: 3"):
         send(tmp_path / "run", tmp_path / "final", 9)
+
+
+@pytest.fixture
+def bucket(tmp_path: pathlib.Path) -> str:
+    """A store without rename that another process, and a second manager, may open."""
+    return f"file://{tmp_path}/bucket/"
+
+
+def test_an_upload_that_another_has_overtaken_removes_nothing_of_it(
+    tmp_path: pathlib.Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the same attempt, and so objects of the same names; the one that wakes up late leaves them alone."""
+    save(tmp_path / "run")
+    publish = copy.publish
+
+    def late(*args: Any) -> Any:
+        monkeypatch.setattr(copy, "publish", publish)
+        send(tmp_path / "run", bucket)  # while the first stands still
+        return publish(*args)
+
+    monkeypatch.setattr(copy, "publish", late)
+    with pytest.raises(errors.UploadError, match="newer run"):
+        send(tmp_path / "run", bucket)
+    assert_is(bucket)
+
+
+def test_an_upload_of_which_nobody_knows_whether_it_arrived_keeps_its_data(
+    tmp_path: pathlib.Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record may be visible: what it names stays."""
+    save(tmp_path / "run")
+    publish = copy.publish
+
+    def silent(*args: Any) -> Any:
+        publish(*args)
+        raise errors.UncertainError(3, "no answer came")
+
+    monkeypatch.setattr(copy, "publish", silent)
+    with pytest.raises(errors.UploadError, match="no answer came"):
+        send(tmp_path / "run", bucket)
+    assert_is(bucket)
+
+
+def test_an_upload_that_is_there_already_disturbs_no_run_that_saves_there(tmp_path: pathlib.Path) -> None:
+    """A finished job that is started again uploads once more: it only looks."""
+    save(tmp_path / "run")
+    send(tmp_path / "run", tmp_path / "final")
+    with ec.CheckpointManager(tmp_path / "final") as tuning:
+        tuning.save(4, args=Save({"x": 4}))
+        tuning.wait_until_finished()
+        send(tmp_path / "run", tmp_path / "final")
+        save(tmp_path / "run2", by=1)
+        with pytest.raises(errors.EpochExistsError):
+            send(tmp_path / "run2", tmp_path / "final")
+        tuning.save(5, args=Save({"x": 5}))
+        tuning.wait_until_finished()
+        assert tuning.all_steps() == [3, 4, 5]
+
+
+def test_the_folder_has_the_name_of_the_managers_format(tmp_path: pathlib.Path) -> None:
+    """Also one that cannot be told from the folder's name."""
+
+    class Names(ocp.path.step.NameFormat[Any]):
+        def build_name(self, step: int) -> str:
+            return f"epoch{step}"
+
+        def find_step(self, base_path: Any, step: int) -> Any:
+            raise NotImplementedError
+
+        def find_all(self, base_path: Any) -> Any:
+            raise NotImplementedError
+
+    options = ocp.CheckpointManagerOptions(step_name_format=Names())
+    with ec.CheckpointManager(tmp_path / "run", options=options) as manager:
+        manager.save(12, args=Save(WEIGHTS))
+        manager.wait_until_finished()
+        ec.LocalSession().run(ec.CopyUpload(tmp_path / "final").build(12, manager))
+    assert os.listdir(tmp_path / "final") == ["epoch12"]
+    with ec.CheckpointManager(tmp_path / "final", options=options) as manager:
+        assert manager.all_steps() == [12]

@@ -28,6 +28,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 import epochckpt as ec
 from epochckpt._threads import Deadline
+from epochckpt.arrays.snapshot import SavePlan
 from epochckpt.commit import memory, saver
 from epochckpt.errors import (
     DamagedError,
@@ -42,6 +43,7 @@ from epochckpt.errors import (
     UnfinishedError,
     UnsupportedError,
 )
+from epochckpt.manager import manager as manager_module
 from tests.support.managers import traced_memory
 
 WAIT_SECS = 30.0
@@ -1175,3 +1177,19 @@ def test_nodes_and_their_folders(directory: str) -> None:
     for bad in ("", "a/b", "x" * 200, "é" * 30):
         with pytest.raises(InvalidArgumentError, match="node name"):
             ec.CheckpointManager(directory, node=bad)
+
+
+def test_the_snapshots_time_is_not_the_saves_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the device to finish the step, however long that takes; the save's bound begins after it."""
+    now, snapshot = [0.0], SavePlan.snapshot
+
+    def slow(plan: SavePlan) -> Any:
+        now[0] += 100.0
+        return snapshot(plan)
+
+    monkeypatch.setattr(SavePlan, "snapshot", slow)
+    monkeypatch.setattr(manager_module, "Deadline", lambda secs: Deadline(secs, clock=lambda: now[0]))
+    with ec.CheckpointManager(tmp_path, storage=ec.StorageOptions(save_timeout_secs=10.0)) as m:
+        save(m, 1)
+        m.wait_until_finished()
+        assert m.latest_step() == 1
