@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ from epochckpt.manager.status import SaveResult
 
 T = TypeVar("T")
 
-_HANDLER_SECS = 60.0  # how long an answer of a metadata handler is waited for
+_HANDLER_SECS = 60.0  # how long one call of a metadata handler is waited for
 
 
 class HandlerNotifier:
@@ -25,7 +27,7 @@ class HandlerNotifier:
 
     Guarantees:
     - only the primary calls the handler, one call after the other, in a thread of its own;
-    - a notification is not waited for; an answer is, up to a minute;
+    - a notification is not waited for; an answer is, as long as no single call takes more than a minute;
     - the handler hears of the nodes before anything else, and not before there is something to tell: a look at a
       directory is no run;
     - what the handler raises is logged and harms nothing; a handler that hangs is not called again.
@@ -42,6 +44,7 @@ class HandlerNotifier:
         self._asks_manager = asks_manager and active
         self._skip = skip
         self._lane = _threads.Lane()
+        self._began: float | None = None  # when the call began that is running in the lane
         self._nodes: tuple[str, Sequence[str]] | None = None  # until the handler knows them
 
     def nodes(self, directory: str, names: Sequence[str]) -> None:
@@ -89,13 +92,18 @@ class HandlerNotifier:
         self._tell("run_ended", epoch, reason)
 
     def drain(self, timeout_secs: float | None = None) -> None:
-        """Waits until the handler has been told everything; gives up a handler that takes longer (a minute)."""
+        """Waits until the handler has been told everything; gives up a handler that hangs.
+
+        Args:
+            timeout_secs: wait no longer than this in total, and then leave it to a slow handler to catch up; None: as
+                long as no single call takes more than a minute.
+        """
         if self._handler is not None:
-            self._wait(self._lane.submit(lambda: None), _HANDLER_SECS if timeout_secs is None else timeout_secs)
+            self._wait(self._lane.submit(lambda: None), math.inf if timeout_secs is None else timeout_secs)
 
     def _tell(self, method: str, *args: Any, **named: Any) -> None:
         if getattr(self._handler, method, None) is not None:  # `save_failed` and `run_ended` are not Caffe2's
-            self._lane.submit(functools.partial(self._call, method, *args, **named))
+            self._lane.submit(self._timed(functools.partial(self._call, method, *args, **named)))
 
     def _call(self, method: str, *args: Any, **named: Any) -> None:
         handler = self._handler
@@ -158,15 +166,34 @@ class HandlerNotifier:
             return False
 
     def _ask(self, question: Callable[[], T]) -> T:
-        answer = self._lane.submit(question)
-        if not self._wait(answer, _HANDLER_SECS):
+        answer = self._lane.submit(self._timed(question))
+        if not self._wait(answer):
             raise TimeoutError("the metadata handler has not answered")
         return answer.result()
 
-    def _wait(self, future: _threads.Future[Any], timeout_secs: float) -> bool:
-        """Whether the handler has returned in time; if it has not, it is given up."""
-        if not future.wait(timeout_secs):
-            logging.warning("metadata handler: it has not returned for %g s; it is not called any more", timeout_secs)
-            self._handler, self._asks_manager = None, False
-            return False
+    def _timed(self, call: Callable[[], T]) -> Callable[[], T]:
+        def timed() -> T:
+            self._began = time.monotonic()
+            try:
+                return call()
+            finally:
+                self._began = None
+
+        return timed
+
+    def _wait(self, future: _threads.Future[Any], timeout_secs: float = math.inf) -> bool:
+        """Whether what was queued is done in time. A handler whose single call takes too long is given up."""
+        call_secs = _HANDLER_SECS if timeout_secs == math.inf else max(_HANDLER_SECS, timeout_secs)
+        end = _threads.Deadline(timeout_secs)
+        while not future.done():
+            began = self._began
+            left = call_secs if began is None else began + call_secs - time.monotonic()
+            if left <= 0:
+                logging.warning("metadata handler: it has not returned for %g s; it is not called any more", call_secs)
+                self._handler, self._asks_manager = None, False
+                return False
+            if end.passed():
+                logging.warning("metadata handler: it has not been told everything within %g s", timeout_secs)
+                return False
+            future.wait(min(left, end.left()))
         return True

@@ -30,7 +30,7 @@ from epochckpt.errors import (
     FormatVersionError,
     InvalidArgumentError,
 )
-from epochckpt.manager import metadata_handlers
+from epochckpt.manager import HandlerNotifier, metadata_handlers, notifier
 from epochckpt.manager.run_database import APPLICATION_ID, VERSION
 from epochckpt.storage.object_store import KvStore
 from tests.support import processes
@@ -724,3 +724,44 @@ def test_handlers_agree_whatever_was_written_and_when_the_job_was_restarted(
     assert begun(metadata.JsonMetadataHandler(), tmp_path).last_epoch() == expected
     assert begun(database(tmp_path), tmp_path).last_epoch() == expected
     assert [e.epoch for e in database(tmp_path).epochs()] == epochs
+
+
+class Slow(Caffe2Style):
+    """Notes what it is told, and then takes its time."""
+
+    def __init__(self, wait: Callable[[], Any]):
+        self.told, self.wait = list[int](), wait
+
+    def write(self, epoch: int) -> None:
+        self.told.append(epoch)
+        self.wait()
+
+
+def test_a_slow_handler_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long all calls take together: only a single call that takes too long is one that hangs."""
+    monkeypatch.setattr(notifier, "_HANDLER_SECS", 1.0)
+    handler = Slow(lambda: threading.Event().wait(0.1))
+    tells = HandlerNotifier(handler, active=True)
+    for epoch in range(12):
+        tells.committed(epoch, {})
+    assert tells.cp_accessible(12, lambda epoch: False)
+    assert handler.told == list(range(12))
+    for epoch in range(12, 24):
+        tells.committed(epoch, {})
+    tells.drain()
+    assert handler.told == list(range(24))
+
+
+def test_a_wait_that_ends_early_does_not_give_the_handler_up() -> None:
+    """It hears the rest when it has caught up."""
+    caught_up = threading.Event()
+    handler = Slow(lambda: caught_up.wait(60))
+    tells = HandlerNotifier(handler, active=True)
+    tells.committed(0, {})
+    tells.committed(1, {})
+    tells.drain(0.01)
+    assert handler.told in ([], [0])
+    caught_up.set()
+    tells.committed(2, {})
+    tells.drain()
+    assert handler.told == [0, 1, 2]
