@@ -189,6 +189,12 @@ class OrbaxReader(CheckpointReader):
     def _files_metadata(self, name: str) -> Any:
         return None
 
+    def _item_metadata(self, name: str, kind: str) -> Any:
+        if kind == "arrays":
+            with self.still_there():
+                self.item(name).check_whole()
+        return super()._item_metadata(name, kind)
+
     # -- what lies where -----------------------------------------------------------------------------------------
 
     def _at(self, name: str) -> str:

@@ -319,6 +319,9 @@ class NativeReader(CheckpointReader):
         return items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)
 
 
+_SCALARS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
+
+
 def _leaf_metadata(leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
     """Orbax's metadata of a leaf, one of `ocp.metadata.ArrayMetadata` and its kin; an empty node as it is."""
     common = {"name": leaf.name, "directory": directory}
@@ -327,8 +330,9 @@ def _leaf_metadata(leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
     if leaf.kind in ("str", "bytes", "longstr", "longbytes"):
         return ocp.metadata.StringMetadata(**common)
     if leaf.dtype is None:
-        dtype = np.dtype({"bool": np.bool_, "int": np.int64, "float": np.float64}.get(leaf.kind, np.complex128))
-        return ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=dtype)
+        if leaf.kind not in _SCALARS:
+            return ocp.metadata.Metadata(**common)  # of a user's type handler: no more is known
+        return ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=np.dtype(_SCALARS[leaf.kind]))
     sharding, described = shardings.of(leaf), None
     if isinstance(sharding, jax.sharding.NamedSharding):
         described = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)

@@ -155,6 +155,12 @@ class OrbaxItem:
         for row in self.leaves:
             self._check(row)
 
+    def check_whole(self) -> None:
+        """Raises DamagedError if a leaf is damaged; one that only a user's type handler can read is not."""
+        for row in self.leaves:
+            if row.problem:
+                self._check(row)
+
     # -- metadata ------------------------------------------------------------------------------------------------
 
     def _recorded(self, tree: Mapping[str, Any]) -> list[StoredLeaf]:

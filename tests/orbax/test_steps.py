@@ -623,6 +623,31 @@ def test_a_half_written_step_is_skipped_loudly_and_says_what_to_do(
     assert any("epoch 2" in r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR)
 
 
+def _as_type(path: pathlib.Path, leaf: str, name: str) -> None:
+    """Has the metadata of an item say that a leaf is of another type."""
+    record = json.loads((path / "_METADATA").read_text())
+    (row,) = [v for k, v in record["tree_metadata"].items() if leaf in k]
+    row["value_metadata"]["value_type"] = name
+    (path / "_METADATA").write_text(json.dumps(record))
+
+
+def test_metadata_of_a_leaf_that_cannot_be_looked_into_makes_no_number_of_it(tmp_path: pathlib.Path) -> None:
+    """Of a user's type: its name; of a damaged one: the damage."""
+    write(tmp_path, "folders-zarr2-single", {1: tree_of(1)})
+    _as_type(tmp_path / "1" / "default", "w", "Point")
+    _remove(tmp_path / "1" / "default" / "w")
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
+        found = manager.item_metadata(1)["w"]
+        assert type(found) is ocp.metadata.Metadata
+        assert found.name == "w"
+    _as_type(tmp_path / "1" / "default", "w", "jax.Array")
+    with (
+        ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager,
+        pytest.raises(errors.DamagedError, match="leaf 'w': is missing"),
+    ):
+        manager.item_metadata(1)
+
+
 class _Failing:
     """What TensorStore's key-value stores are, where reads of some keys fail with an error of the system's."""
 
