@@ -89,7 +89,7 @@ class OrbaxReader(CheckpointReader):
             target = request.target if request.target is not None else request.restore_args
             item = self.item(name, isinstance(args, ocp.args.ArrayRestore))
             with self.still_there():
-                item.check()
+                item.check(None if request.sources is not None else target)
             source = _Step(self, name, item, target)
             return restore_tree(source, name, request, self._shardings(source, name, request.fallback_sharding))
         if isinstance(args, own.RenamedRestore):

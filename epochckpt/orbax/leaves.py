@@ -141,19 +141,26 @@ class OrbaxItem:
             target: leaves get the names that they have in this tree, where a key may be a number or text.
         """
         pairs = [] if target is None else tree_lib.flatten(target)[0]
-        names = {tuple(str(key) for _, key in path): tree_lib.leaf_name(path) for path, _ in pairs}
+        names = {_as_text(path): tree_lib.leaf_name(path) for path, _ in pairs}
         leaves = []
         for row in self.leaves:
-            text = tuple(str(key) for _, key in row.leaf.path)
             kind = row.leaf.kind if row.leaf.dtype is not None else row.leaf.kind.removeprefix("long")
-            leaves.append(dataclasses.replace(row.leaf, kind=kind, name=names.get(text, row.leaf.name)))
+            leaves.append(
+                dataclasses.replace(row.leaf, kind=kind, name=names.get(_as_text(row.leaf.path), row.leaf.name))
+            )
         arrays = ArrayItem("", tuple(leaves), ())
         return ItemRecord("arrays", handler, arrays, _Values(self), self.custom_metadata)
 
-    def check(self) -> None:
-        """Raises DamagedError or UnsupportedError if a leaf cannot be looked into."""
+    def check(self, target: Any = None) -> None:
+        """Raises DamagedError or UnsupportedError if a leaf cannot be looked into.
+
+        Args:
+            target: only leaves that this tree has are asked for; None: all.
+        """
+        asked = None if target is None else {_as_text(p) for p, x in tree_lib.flatten(target)[0] if x is not ...}
         for row in self.leaves:
-            self._check(row)
+            if asked is None or _as_text(row.leaf.path) in asked:
+                self._check(row)
 
     def check_whole(self) -> None:
         """Raises DamagedError if a leaf is damaged; one that only a user's type handler can read is not."""
@@ -177,15 +184,16 @@ class OrbaxItem:
         inner = {path[:depth] for path, _ in entries for depth in range(len(path))}
         entries = [(path, value) for path, value in entries if path not in inner]  # left over from partial saves
         params = [".".join(str(key) for _, key in path) for path, _ in entries]
-        arrays = [p for p, (_, v) in zip(params, entries, strict=True) if v["value_type"] in _ARRAYS]
+        plain = {*_EMPTY, "string"}  # a user's type handler may write arrays, too
+        arrays = [p for p, (_, v) in zip(params, entries, strict=True) if v["value_type"] not in plain]
         found = self._zarr_metadata(arrays)
         impls = steps.prng_impls(self._store, self._at)
         rows = []
         for (path, value), param in zip(entries, params, strict=True):
             array = found.get(param)
-            problem = array if isinstance(array, str) else ""
-            shape, dtype = array if isinstance(array, tuple) else ((), None)
             written, impl = value["value_type"], impls.get(param)
+            problem = array if isinstance(array, str) and written in _ARRAYS else ""
+            shape, dtype = array if isinstance(array, tuple) else ((), None)
             if written in _EMPTY:
                 kind = tree_lib.leaf_kind(_EMPTY[written]) or UNKNOWN
             elif written == "string":
@@ -398,6 +406,11 @@ class _Values(Mapping[int, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _as_text(path: KeyPath) -> tuple[str, ...]:
+    """A key path as Orbax writes it."""
+    return tuple(str(key) for _, key in path)
 
 
 def _name(path: KeyPath) -> str:

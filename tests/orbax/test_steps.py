@@ -648,6 +648,25 @@ def test_metadata_of_a_leaf_that_cannot_be_looked_into_makes_no_number_of_it(tmp
         manager.item_metadata(1)
 
 
+def test_a_leaf_of_a_users_type_keeps_nothing_else_from_being_restored(tmp_path: pathlib.Path) -> None:
+    """An array is one whatever its handler calls it; what is none is refused only where it is asked for."""
+    write(tmp_path, "folders-zarr2-single", {1: tree_of(1)})
+    folder, expected = tmp_path / "1" / "default", tree_of(1)
+    _as_type(folder, "w", "Mine")
+    _as_type(folder, "n", "Point")
+    _remove(folder / "n")
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
+        wanted = {**tree_of(0), "n": ...}
+        got = manager.restore(1, args=ocp.args.PyTreeRestore(wanted))
+        assert stock_states.differences({**got, "n": 0}, {**expected, "n": 0}) == []
+        wanted = {"w": jnp.zeros((4, 3))}
+        got = manager.restore(1, args=ocp.args.PyTreeRestore(wanted, partial_restore=True))
+        assert stock_states.differences(got, {"w": expected["w"]}) == []
+        for args in (None, Restore(tree_of(0))):
+            with pytest.raises(errors.UnsupportedError, match="'Point'"):
+                manager.restore(1, args=args)
+
+
 class _Failing:
     """What TensorStore's key-value stores are, where reads of some keys fail with an error of the system's."""
 
