@@ -264,7 +264,7 @@ class _Step:
 
     def __init__(self, reader: OrbaxReader, name: str, item: OrbaxItem, target: Any):
         self._reader, self._item, self.folder = reader, item, reader.folder
-        recorded = item.record(reader.record.handlers.get(name, ""), target)
+        recorded = item.record(reader.record.handlers.get(name, ""), target, reader.still_there)
         self.record = dataclasses.replace(reader.record, items={name: recorded})
 
     def read(self, requests: Sequence[Request]) -> None:

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,12 +133,18 @@ class OrbaxItem:
                     out[base64.urlsafe_b64decode(key).decode()] = row
         return out
 
-    def record(self, handler: str = "", target: Any = None) -> ItemRecord:
+    def record(
+        self,
+        handler: str = "",
+        target: Any = None,
+        reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> ItemRecord:
         """The item as our records would have it; `Leaf.sharding` is the leaf's own number.
 
         Args:
             handler: that Orbax recorded.
             target: leaves get the names that they have in this tree, where a key may be a number or text.
+            reading: surrounds each read of a value that is no array.
         """
         pairs = [] if target is None else tree_lib.flatten(target)[0]
         names = {_as_text(path): tree_lib.leaf_name(path) for path, _ in pairs}
@@ -149,7 +155,7 @@ class OrbaxItem:
                 dataclasses.replace(row.leaf, kind=kind, name=names.get(_as_text(row.leaf.path), row.leaf.name))
             )
         arrays = ArrayItem("", tuple(leaves), ())
-        return ItemRecord("arrays", handler, arrays, _Values(self), self.custom_metadata)
+        return ItemRecord("arrays", handler, arrays, _Values(self, reading), self.custom_metadata)
 
     def check(self, target: Any = None) -> None:
         """Raises DamagedError or UnsupportedError if a leaf cannot be looked into.
@@ -395,11 +401,12 @@ class OrbaxItem:
 class _Values(Mapping[int, Any]):
     """The JSON forms of an item's Python leaves by leaf number, each read when it is asked for."""
 
-    def __init__(self, item: OrbaxItem):
-        self._item = item
+    def __init__(self, item: OrbaxItem, reading: Callable[[], contextlib.AbstractContextManager[None]]):
+        self._item, self._reading = item, reading
 
     def __getitem__(self, number: int) -> Any:
-        return tree_lib.value_to_json(self._item.value(self._item.leaves[number]))
+        with self._reading():
+            return tree_lib.value_to_json(self._item.value(self._item.leaves[number]))
 
     def __iter__(self) -> Iterator[int]:
         return (i for i, row in enumerate(self._item.leaves) if row.leaf.kind in tree_lib.VALUE_KINDS)

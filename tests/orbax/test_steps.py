@@ -667,6 +667,16 @@ def test_a_leaf_of_a_users_type_keeps_nothing_else_from_being_restored(tmp_path:
                 manager.restore(1, args=args)
 
 
+def test_a_step_that_is_deleted_before_its_numbers_are_read_is_not_called_damaged(run: pathlib.Path) -> None:
+    """`EpochDeletedError` of a leaf that is no array, as of arrays."""
+    with ec.CheckpointManager(run, options=READ_ONLY) as manager:
+        values = manager._readers.open(2).arrays("default").record.items["default"].values
+        number = next(iter(values))
+        shutil.rmtree(run / "2")
+        with pytest.raises(errors.EpochDeletedError, match="epoch 2"):
+            values[number]
+
+
 class _Failing:
     """What TensorStore's key-value stores are, where reads of some keys fail with an error of the system's."""
 
