@@ -293,6 +293,8 @@ class _SavedShardings(Shardings):
 
     def of(self, leaf: Leaf) -> Sharding | None:
         """See Shardings."""
+        if leaf.sharding < 0:
+            return self._fallback
         row = self._stored.shardings.get(self._stored.leaves[leaf.sharding].param)
         try:
             found = None if row is None else _sharding(row)

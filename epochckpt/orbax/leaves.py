@@ -262,12 +262,13 @@ class OrbaxItem:
         for number, (path, value) in enumerate(pairs):
             param, array = away.get(path, ""), found.get(away.get(path, ""))
             if isinstance(array, str):
-                leaf = Leaf(path, _name(path), UNKNOWN)
+                leaf = Leaf(path, _name(path), UNKNOWN, sharding=number)
             elif array is not None:
                 leaf = Leaf(path, _name(path), "jax", array[1], array[0], sharding=number)
             else:
                 kind = tree_lib.leaf_kind(value) or UNKNOWN
-                leaf = Leaf(path, _name(path), kind, getattr(value, "dtype", None), getattr(value, "shape", ()))
+                dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+                leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=number)
             problem = array if isinstance(array, str) else ""
             rows.append(StoredLeaf(leaf, param, value=None if param else value, here=not param, problem=problem))
         return rows

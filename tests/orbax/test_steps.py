@@ -677,6 +677,19 @@ def test_a_step_that_is_deleted_before_its_numbers_are_read_is_not_called_damage
             values[number]
 
 
+def test_an_array_in_the_old_file_has_no_sharding_of_another_leaf(tmp_path: pathlib.Path) -> None:
+    """Of a tree that is older than Orbax's metadata, some arrays lie in the file and some beside it."""
+    write(tmp_path, "folders-zarr2-single", {1: tree_of(1)})
+    folder = tmp_path / "1" / "default"
+    (folder / "_METADATA").unlink()
+    tree = {"a": np.arange(4.0), "w": "PLACEHOLDER://w"}
+    (folder / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
+        found = manager.item_metadata(1)
+        assert found["w"].sharding is not None
+        assert found["a"].sharding is None
+
+
 class _Failing:
     """What TensorStore's key-value stores are, where reads of some keys fail with an error of the system's."""
 
