@@ -52,7 +52,7 @@ _BARE_PATH, _BARE_HANDLER = (("k", "checkpoint"),), "ArrayCheckpointHandler"  # 
 _CACHE_BYTES = 2**32  # bound on decoded chunks that are kept while an array is read through
 _INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database, which is read once then
 _SLACK_BYTES = 2**24  # of the cache: entries take a little more than their chunks
-_TOLERATED = (ValueError, IndexError, NotImplementedError, RuntimeError, OSError)  # what tensorstore raises
+_TOLERATED = (ValueError, IndexError, RecursionError, OSError)  # what tensorstore raises
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,6 +387,8 @@ class OrbaxItem:
             yield
         except EpochCheckpointError:
             raise
+        except NotImplementedError as error:
+            raise UnsupportedError(f"{self._at}: {str(error)[:500]}") from error
         except _TOLERATED as error:
             if "PERMISSION_DENIED" in str(error):
                 raise AccessError(f"{self._at}: {str(error)[:500]}") from error

@@ -690,6 +690,24 @@ def test_an_array_in_the_old_file_has_no_sharding_of_another_leaf(tmp_path: path
         assert found["a"].sharding is None
 
 
+@pytest.mark.parametrize(
+    ("raised", "error"), [(RuntimeError, RuntimeError), (NotImplementedError, errors.UnsupportedError)]
+)
+def test_an_error_of_the_program_is_no_damage(
+    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch, raised: type[Exception], error: type[Exception]
+) -> None:
+    """It says nothing about the data: no older epoch is taken for it."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise raised("it went wrong")
+
+    with ec.CheckpointManager(run, options=READ_ONLY) as manager:
+        monkeypatch.setattr(ts, "open", fail)
+        with pytest.raises(error, match="it went wrong") as caught:
+            manager.restore(None, args=Restore(tree_of(0)))
+        assert not isinstance(caught.value, errors.DamagedError)
+
+
 class _Failing:
     """What TensorStore's key-value stores are, where reads of some keys fail with an error of the system's."""
 
