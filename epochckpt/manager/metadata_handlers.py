@@ -389,7 +389,7 @@ class SqliteMetadataHandler(_DirectoryHandler):
     Several processes and threads may write at once. A run that is started again goes on under its name, if one of its
     nodes was in it before: jobs that share a directory, each for its own nodes, are different runs. Nothing is ever
     overwritten: an epoch that is written again after a rollback has two rows, of which the later counts. The tables are
-    documented in `epochckpt.run_database`, which any SQLite tool can read.
+    documented in `epochckpt.manager.run_database`, which any SQLite tool can read.
 
     The protocol does not say which epoch a `report` is about: it is the one that this handler named or was named last
     (`last_epoch`, `write`, `save_failed`, `cp_accessible(epoch)`), else the last one that the run has written.
