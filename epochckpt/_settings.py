@@ -436,6 +436,18 @@ def checked(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     Raises:
         InvalidArgumentError: an unknown name (with near ones), a wrong value, or a contradiction.
     """
+    found = read(values, prefix)
+    for rule in RULES:
+        rule.check(found, prefix)
+    return found
+
+
+def read(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of some settings, each checked by itself; see `checked`.
+
+    Raises:
+        InvalidArgumentError: an unknown name (with near ones), or a wrong value.
+    """
     unknown = [f"{str(name)!r} ({_text.near(str(name), SETTINGS)})" for name in values if name not in SETTINGS]
     if unknown:
         raise InvalidArgumentError(f"no such setting: {', '.join(unknown)}")
@@ -445,8 +457,6 @@ def checked(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             found[name] = SETTINGS[name].kind.read(value)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{prefix}{name}: {error}") from None
-    for rule in RULES:
-        rule.check(found, prefix)
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import flags as absl_flags
 
-from epochckpt._settings import RULES, SETTINGS, Kind, Rule, Settings, checked, from_config
+from epochckpt._settings import RULES, SETTINGS, Kind, Rule, Settings, checked, from_config, read
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.jobs import Job, JobRunner
 from epochckpt.manager import CheckpointManager
@@ -53,10 +53,13 @@ class Flags:
             defaults: values by the names of settings.
 
         Raises:
-            InvalidArgumentError: no such setting, or a wrong value.
+            InvalidArgumentError: no such setting, or a wrong value; after parsing also a contradiction.
         """
         needed = [rule.other for rule in RULES if rule.needed]
-        values = checked(self._values() | defaults, f"--{self.prefix}_")
+        values = read(defaults, f"--{self.prefix}_")
+        if self.flag_values.is_parsed():  # else what contradicts a default may not be there, or not stay
+            free = {n: v for n, v in values.items() if self.flag_values[self.name(n)].using_default_value}
+            checked(self._values() | free, f"--{self.prefix}_")
         for name in sorted(defaults, key=lambda name: name not in needed):  # absl validates after each
             self.flag_values.set_default(self.name(name), values[name])
 

@@ -189,6 +189,21 @@ def test_defaults_that_depend_on_other_flags() -> None:
     assert found.settings() == settings
 
 
+def test_defaults_do_not_contradict_what_is_not_known_yet() -> None:
+    """Before parsing nothing is given yet; afterwards what was given stays, so that a default cannot contradict it."""
+    found = define("ckpt", values := absl_flags.FlagValues())
+    with pytest.raises(InvalidArgumentError, match="--ckpt_keep_period: expected"):
+        found.set_defaults(keep_period="often")
+    found.set_defaults(keep_period=5)
+    values(["program", "--ckpt_max_to_keep=3"])
+    found.set_defaults(max_to_keep=None)
+    assert (found.settings().keep_period, found.settings().max_to_keep) == (5, 3)
+    found = parsed()
+    with pytest.raises(InvalidArgumentError, match="--ckpt_keep_period=5 needs --ckpt_max_to_keep"):
+        found.set_defaults(keep_period=5)
+    assert found.settings().keep_period is None
+
+
 def test_without_a_directory_the_flag_is_named() -> None:
     """By what would need it; a manager that is given needs none."""
     found = parsed()
