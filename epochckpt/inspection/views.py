@@ -430,7 +430,10 @@ def _item(found: rows.ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *
         blocks.append(Tree(tree.Branch.grown(leaves), max(total_nbytes, found.nbytes)))
     if cuts := sharding.cuts(leaves):
         blocks.append(Cuts(tuple(cuts), labels))
-    blocks += [Problem((f"{node}: ", Span(own.problem, limit=600))) for node, own in found.nodes.items() if own.problem]
+    broken = [(node, own.problem) for node, own in found.nodes.items() if own.problem]
+    blocks += [Problem((f"{node}: ", Span(problem, limit=600))) for node, problem in broken[:_NODES]]
+    if (more := len(broken) - _NODES) > 0:
+        blocks.append(Problem(f"… and {_units.several(more, 'more node', 'more nodes')}"))
     if found.files:
         blocks.append(_files(found.files, max(total_nbytes, found.nbytes)))
         more = len(found.files) - _FILES

@@ -224,6 +224,14 @@ def test_an_attempt_is_measured_against_the_epoch_before() -> None:
     assert "██▁·" in lines[-1]
 
 
+def test_of_many_nodes_with_a_problem_some_are_named() -> None:
+    """A page about an item of thousands of nodes stays short."""
+    broken = {f"node_{i:02}": ItemRow("own", "arrays", problem="no record") for i in range(40)}
+    text = text_of(views.item(ItemRow("own", "node", nodes=broken), 8), 80)
+    assert [i for i in range(40) if f"node_{i:02}: no record" in text] == list(range(12))
+    assert "28 more nodes" in text
+
+
 def test_an_epoch_says_all_that_is_known_of_it() -> None:
     """Facts, nodes, items, what stock Orbax lacks, who attached a metric."""
     row = epoch_row(
