@@ -10,6 +10,7 @@ same, whichever node wrote them and whatever else changed in the tree.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -243,25 +244,29 @@ class _Comparison:
 
     def run(self, pairs: Sequence[_Pair]) -> tuple[DiffRow, ...]:
         """A row for each pair that can be compared."""
-        found = {pair.label: self._guarded(pair, self._without_reading) for pair in pairs}
-        to_read = [pair for pair in pairs if found[pair.label] is None and pair.label not in self._problems]
-        self._total = sum(pair.nbytes for pair in to_read)
+        found: dict[int, DiffRow | None] = {}  # by place: a leaf and a file may have one name
+        for place, pair in enumerate(pairs):
+            with self._guarded(pair):
+                found[place] = self._without_reading(pair)
+        to_read = [place for place, row in found.items() if row is None]
+        self._total = sum(pairs[place].nbytes for place in to_read)
         self._progress(0, self._total)
         end = 0
-        for pair in to_read:
-            end += pair.nbytes
-            found[pair.label] = self._guarded(pair, self._by_reading)
+        for place in to_read:
+            end += pairs[place].nbytes
+            with self._guarded(pairs[place]):
+                found[place] = self._by_reading(pairs[place])
             self._tell(end - self._done)
         return tuple(row for row in found.values() if row is not None)
 
-    def _guarded(self, pair: _Pair, look: Callable[[_Pair], DiffRow | None]) -> DiffRow | None:
+    @contextlib.contextmanager
+    def _guarded(self, pair: _Pair) -> Iterator[None]:
         try:
-            return look(pair)
+            yield
         except EpochDeletedError:
             raise
         except EpochCheckpointError as error:
             self._problems[pair.label] = say(error)
-            return None
 
     def _tell(self, nbytes: int) -> None:
         if nbytes:

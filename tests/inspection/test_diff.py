@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pathlib
@@ -27,7 +28,7 @@ from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import html as html_views
 from epochckpt.inspection import text as text_views
 from epochckpt.inspection.leaf_reader import LeafReader
-from epochckpt.inspection.rows import Diff, DiffRow
+from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow
 from epochckpt.inspection.stats import Change
 
 NODES = ("a", "b")
@@ -202,6 +203,21 @@ def test_items_of_nodes_and_files(run: pathlib.Path) -> None:
     files = {r.item: r for r in found.rows if "config" in r.item}
     assert (files["config"].change, files["same_config"].change) == ("changed", "unchanged")
     assert (files["config"].before, files["config"].after) == (None, None)
+
+
+def test_a_leaf_and_a_file_of_one_name(run: pathlib.Path) -> None:
+    """Each has its row."""
+
+    def with_file(detail: EpochDetail, nbytes: int) -> EpochDetail:
+        file = FileRow("step", "a", nbytes)
+        items = [dataclasses.replace(i, files=(file,)) if i.name == "state" else i for i in detail.items]
+        return dataclasses.replace(detail, items=tuple(items))
+
+    (one, before), (two, after) = side(run, 0), side(run, 1)
+    found = diffing.compare((with_file(one, 1), before), (with_file(two, 2), after))
+    (leaf, file) = [row for row in found.rows if (row.item, row.name) == ("state", "step")]
+    assert leaf == by_name(diff(run, 0, 1))["step"]
+    assert (file.change, file.detail) == ("changed", "1 → 2 bytes")
 
 
 def test_items_of_one_epoch_only(run: pathlib.Path) -> None:
