@@ -131,7 +131,8 @@ class _Moments:
         mean, total = float(finite.mean()), self.finite + finite.size
         off = mean - self.mean
         self.squared_distances += float(np.square(finite - mean).sum())
-        self.squared_distances += off * off * (self.finite * finite.size / total)
+        if self.finite:  # else there is no distance, and its square may be beyond float64
+            self.squared_distances += off * off * (self.finite * finite.size / total)
         self.mean += off * (finite.size / total)
         self.finite = total
 

@@ -265,3 +265,10 @@ def test_no_histogram_if_none_is_wanted() -> None:
     """Without bins all the rest is there."""
     found = of(np.arange(5.0), bins=0)
     assert (found.edges, found.histogram, found.mean) == ((), (), 2.0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_deviation_of_values_whose_squares_are_beyond_float64(size: int) -> None:
+    """It is known as long as the squares of the distances are not beyond it."""
+    array = 1e160 + np.array([0, 1e150, 2e150])
+    assert of(array, size).std == pytest.approx(float(array.astype(np.longdouble).std()), rel=1e-5)
