@@ -135,7 +135,7 @@ _EPOCHS = Kind(
     lambda value: ",".join(map(str, value)),
 )
 _RESUME = Kind("auto, never, must, or the number of an epoch", _resume)
-_HANDLER = _text_like("json, json:FILE or sqlite:FILE", r"json(:.*\S)?|sqlite:.*\S").optional()
+_HANDLER = _text_like("json, json:FILE or sqlite:FILE", r"json(:\S(.*\S)?)?|sqlite:\S(.*\S)?").optional()
 
 
 def _choice(*words: str) -> Kind:

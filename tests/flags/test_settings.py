@@ -288,6 +288,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("directory", pathlib.Path("gs://bucket/run"), "was a URL before pathlib.Path removed a slash"),
     ("metadata_handler", "postgres:x", "json, json:FILE or sqlite:FILE"),
     ("metadata_handler", "sqlite", "sqlite:FILE"),
+    ("metadata_handler", "json: x", "json:FILE"),
+    ("metadata_handler", "sqlite: x", "sqlite:FILE"),
     ("directory", b"x" * 1000, "…"),
 ]
 
