@@ -205,6 +205,23 @@ def test_three_separate_jobs_share_a_directory(tmp_path: pathlib.Path) -> None:
     assert not runner.load_blobs_from_checkpoints(["total"], 5, session)
 
 
+def test_single_blobs_are_loaded_by_the_managers_own_load_blobs_locally(tmp_path: pathlib.Path) -> None:
+    """As Caffe2's runner does with a manager of several nodes."""
+    asked: list[Any] = []
+
+    class Own(ec.caffe2.MultiNodeCheckpointManager):
+        def load_blobs_locally(self, nodes: Any, blob_names: Any, epoch: int, session: Any) -> bool:
+            asked.append((list(nodes), list(blob_names), epoch))
+            return super().load_blobs_locally(nodes, blob_names, epoch, session)
+
+    runner = ec.JobRunner(job_runs.node_job(1, {}), Own(tmp_path, "epochckpt"))
+    runner.train(ec.LocalSession())
+    assert runner.load_blobs_from_checkpoints(["total"], 1, session := ec.LocalSession())
+    assert [session.workspace(n)["total"] for n in NODES] == [expected(i, 1)[0] for i in range(3)]
+    assert not runner.load_blobs_from_checkpoints(["total"], 8, session)
+    assert asked == [(list(NODES), ["total"], 1), (list(NODES), ["total"], 8)]
+
+
 def test_a_process_whose_node_is_not_checkpointed(tmp_path: pathlib.Path) -> None:
     """It has no part in the epochs, and keeps nobody from resuming; blobs of one name may differ in kind."""
     arguments = {"directory": str(tmp_path)}

@@ -171,9 +171,16 @@ class Caffe2Backend(CheckpointBackend):
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """See CheckpointBackend."""
-        managers = self._manager.managers_of(self._nodes).values()
-        if not managers or not all(manager.has_epoch(epoch) for manager in managers):
+        managers = self._manager.managers_of(self._nodes)
+        if not managers:
             return False
-        self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
+        if isinstance(self._manager, MultiNodeCheckpointManager):
+            with joining(None):
+                if not self._manager.load_blobs_locally(list(managers), names, epoch, self._session):
+                    return False
+        elif all(manager.has_epoch(epoch) for manager in managers.values()):
+            self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
+        else:
+            return False
         self._report("checkpoint_partial_load", [self._stats()])
         return True
