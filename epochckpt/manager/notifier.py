@@ -26,7 +26,8 @@ class HandlerNotifier:
     """Tells a metadata handler what becomes of saves and runs, and asks it where to resume.
 
     Guarantees:
-    - only the primary calls the handler, one call after the other, in a thread of its own;
+    - only the primary calls the handler; the calls of one notifier come one after the other, in changing threads, and
+      manager and runner may each have one: a handler must be thread-safe;
     - a notification is not waited for; an answer is, as long as no single call takes more than a minute;
     - the handler hears of the nodes before anything else, and not before there is something to tell: a look at a
       directory is no run;
