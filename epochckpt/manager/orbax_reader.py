@@ -195,6 +195,12 @@ class OrbaxReader(CheckpointReader):
                 self.item(name).check_whole()
         return super()._item_metadata(name, kind)
 
+    def _leaf_metadata(self, item: str, leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
+        found = super()._leaf_metadata(item, leaf, shardings, directory)
+        if isinstance(found, ocp.metadata.Metadata) and leaf.sharding >= 0:
+            found.name = self.item(item).leaves[leaf.sharding].param or found.name
+        return found
+
     # -- what lies where -----------------------------------------------------------------------------------------
 
     def _at(self, name: str) -> str:

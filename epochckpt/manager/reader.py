@@ -211,8 +211,11 @@ class CheckpointReader(abc.ABC):
         source, directory = self.arrays(name), self.path / name
         item, shardings = source.record.items[name], self._shardings(source, name)
         assert item.arrays is not None, "its kind says so"
-        pairs = [(leaf.path, _leaf_metadata(leaf, shardings, directory)) for leaf in item.arrays.leaves]
+        pairs = [(leaf.path, self._leaf_metadata(name, leaf, shardings, directory)) for leaf in item.arrays.leaves]
         return TreeMetadata(tree_lib.nest(pairs, str(directory)), item.custom_metadata)
+
+    def _leaf_metadata(self, item: str, leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
+        return _leaf_metadata(leaf, shardings, directory)
 
     def step_metadata(self) -> Any:
         """Orbax's StepMetadata."""

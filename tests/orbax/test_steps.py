@@ -103,6 +103,7 @@ def test_every_layout_of_orbax_can_be_inspected(layouts: dict[str, pathlib.Path]
         assert 0 < found.init_timestamp_nsecs <= found.commit_timestamp_nsecs
         meta = manager.item_metadata(3) if single else manager.item_metadata(3)["state"]
         assert meta["params"]["both"].shape == (16, 24)
+        assert meta["params"]["both"].name == "params.both"
         assert (
             stock_states.differences(
                 manager.restore(3, args=Restore(meta) if single else Composite(state=Restore(meta)))[
