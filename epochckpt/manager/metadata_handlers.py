@@ -349,6 +349,8 @@ class JsonMetadataHandler(_DirectoryHandler):
 
 def _file_at(path: str) -> tuple[Store, str]:
     """The store and the name in it of a file."""
+    if path.startswith(("http://", "https://")):
+        raise InvalidArgumentError(f"JsonMetadataHandler(path) is {path!r}, which cannot be written to")
     folder, _, name = (path if "://" in path else os.path.abspath(path)).rpartition("/")
     return open_store(folder or "/"), name
 
