@@ -96,8 +96,8 @@ class HandlerNotifier:
         """Waits until the handler has been told everything; gives up a handler that hangs.
 
         Args:
-            timeout_secs: wait no longer than this in total, and then leave it to a slow handler to catch up; None: as
-                long as no single call takes more than a minute.
+            timeout_secs: wait no longer than this in total. A handler whose single call takes longer hangs; another one
+                catches up later. None: as long as no single call takes more than a minute.
         """
         if self._handler is not None:
             self._wait(self._lane.submit(lambda: None), math.inf if timeout_secs is None else timeout_secs)
@@ -184,7 +184,7 @@ class HandlerNotifier:
 
     def _wait(self, future: _threads.Future[Any], timeout_secs: float = math.inf) -> bool:
         """Whether what was queued is done in time. A handler whose single call takes too long is given up."""
-        call_secs = _HANDLER_SECS if timeout_secs == math.inf else max(_HANDLER_SECS, timeout_secs)
+        call_secs = _HANDLER_SECS if timeout_secs == math.inf else timeout_secs
         end = _threads.Deadline(timeout_secs)
         while not future.done():
             began = self._began
