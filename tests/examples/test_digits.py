@@ -23,10 +23,10 @@ import epochckpt as ec
 from tests.support.digits import EPOCHS, EXAMPLE, start
 from tests.support.processes import Process
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FOREVER = 5000  # more epochs than any test waits for
-TIMEOUT = 110.0
+TIMEOUT = 300.0
 
 
 def finish(

@@ -19,12 +19,12 @@ import pytest
 import epochckpt as ec
 from tests.support.processes import ROOT, Processes, start_processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLE = ROOT / "examples" / "train_lm.py"
 TINY = ["--width=32", "--context=32", "--batch_size=16", "--layers=1", "--say_every=10", "--epochs=4"]
 TWO, ONE = ((2, 1), 60), ((1, 2), 150)  # (processes, devices of each), steps per epoch
-TIMEOUT = 100.0
+TIMEOUT = 300.0
 
 
 def start(workdir: pathlib.Path, how: tuple[tuple[int, int], int]) -> Processes:
