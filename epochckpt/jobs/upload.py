@@ -139,13 +139,20 @@ class CopyUpload(UploadTaskGroupBuilder):
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """An epoch where it is: a store, the folder in it, and its reader; None if stock Orbax wrote it."""
+    """An epoch where it is.
+
+    Attributes:
+        epoch: its number.
+        store: where it lies.
+        folder: its folder there.
+        reader: reads it; None if stock Orbax wrote it.
+        names: how its manager names the folders of epochs; None if that is stock Orbax's manager.
+    """
 
     epoch: int
     store: Store
     folder: str
     reader: EpochReader | None
-
     names: StepNames | None = None
 
     @classmethod
@@ -197,17 +204,13 @@ class _Copy:
             EpochExistsError: something else is there.
         """
         epoch, commits, store = self._source.epoch, self.commits, self.commits.store
-        there = paths.join(store.root, commits.folder(epoch))
-        # Whoever saves there is fenced off only for a copy that is to be made.
+        # A run that saves there is fenced off only for a copy that is to be made.
         if self._is_there(replace):
-            logging.info("epoch %d is in %s already", epoch, there)
             return False
         commits.claim(epoch, continues=self._attempt)
         try:
             commits.begin(epoch, self._attempt)
-            self._replaces = None
             if self._is_there(replace):  # since that look
-                logging.info("epoch %d is in %s already", epoch, there)
                 commits.release()
                 return False
             if not store.renames:  # the copy's objects have the names of those that an earlier upload has left
@@ -221,7 +224,14 @@ class _Copy:
         return True
 
     def _is_there(self, replace: bool) -> bool:
-        """Whether this epoch is there, whole. What is to give way is in `_replaces` then."""
+        """Whether this epoch is there, whole; if not, `_replaces` names what is to give way."""
+        self._replaces = None
+        if there := self._look(replace):
+            folder = paths.join(self.commits.store.root, self.commits.folder(self._source.epoch))
+            logging.info("epoch %d is in %s already", self._source.epoch, folder)
+        return there
+
+    def _look(self, replace: bool) -> bool:
         source, store = self._source, self.commits.store
         folder = self.commits.folder(source.epoch)
         if not store.exists(folder if store.renames else paths.join(folder, paths.EPOCH_RECORD)):

@@ -15,7 +15,6 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -27,7 +26,6 @@ from hypothesis import strategies as st
 
 import epochckpt as ec
 from epochckpt.arrays import snapshot
-from epochckpt.commit import rename
 from epochckpt.commit.protocol import Rollback
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, NotACheckpointDirectoryError, SaveError
 from epochckpt.format import checksums, parsing
@@ -371,22 +369,6 @@ def test_garbled_text_is_refused_or_read_alike(records: list[bytes], data: st.Da
 
 
 # -- attempts --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Saves stop just before they become visible: (one has come so far, go on)."""
-    reached, go_on = threading.Event(), threading.Event()
-    publish = rename.RenameCommits.publish
-
-    def wait(*args: Any) -> Any:
-        reached.set()
-        assert go_on.wait(60)
-        return publish(*args)
-
-    monkeypatch.setattr(rename.RenameCommits, "publish", wait)
-    yield reached, go_on
-    go_on.set()
 
 
 def later(monkeypatch: pytest.MonkeyPatch, secs: float) -> None:

@@ -7,7 +7,6 @@ import pathlib
 import threading
 import types
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,22 +41,6 @@ def save(manager: ec.CheckpointManager, epoch: int) -> None:
 
 def seen(events: list[Event]) -> list[tuple[str, int]]:
     return [(event.kind, event.row.epoch) for event in events]
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Saves stop just before they become visible: (one has come so far, go on)."""
-    reached, go_on = threading.Event(), threading.Event()
-    publish = rename.RenameCommits.publish
-
-    def wait(*args: Any) -> Any:
-        reached.set()
-        assert go_on.wait(60)
-        return publish(*args)
-
-    monkeypatch.setattr(rename.RenameCommits, "publish", wait)
-    yield reached, go_on
-    go_on.set()
 
 
 def test_epochs_are_seen_as_they_are_committed_and_deleted(directory: str) -> None:
