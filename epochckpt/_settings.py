@@ -21,8 +21,9 @@ from absl import flags as absl_flags
 from epochckpt import _text, _units
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.jobs import Job, JobRunner
-from epochckpt.manager import CheckpointManager, metadata_handlers
+from epochckpt.manager import CheckpointManager
 from epochckpt.manager.evaluator import follow
+from epochckpt.metadata import AbstractMetadataHandler, JsonMetadataHandler, SqliteMetadataHandler
 from epochckpt.options import StorageOptions
 from epochckpt.storage import path_text
 
@@ -299,14 +300,14 @@ class Settings:
         """How bytes get to storage, and timeouts."""
         return StorageOptions(**self._options_of(STORAGE))
 
-    def handler(self) -> metadata_handlers.AbstractMetadataHandler | None:
+    def handler(self) -> AbstractMetadataHandler | None:
         """A new metadata handler, or None."""
         if self.metadata_handler is None:
             return None
         kind, _, path = self.metadata_handler.partition(":")
         if kind == "sqlite":
-            return metadata_handlers.SqliteMetadataHandler(path)
-        return metadata_handlers.JsonMetadataHandler(path or None)
+            return SqliteMetadataHandler(path)
+        return JsonMetadataHandler(path or None)
 
     def manager(self, **overrides: Any) -> CheckpointManager:
         """Opens the directory; in a job of several processes all must do so.

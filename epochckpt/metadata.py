@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from epochckpt.manager.metadata_handlers import (
-    AbstractMetadataHandler,
-    JsonMetadataHandler,
-    RunEpochRow,
-    RunRow,
-    RunStatRow,
-    SqliteMetadataHandler,
-)
+from epochckpt.manager.metadata_handlers import AbstractMetadataHandler, JsonMetadataHandler
+from epochckpt.manager.run_database import RunEpochRow, RunRow, RunStatRow, SqliteMetadataHandler
 
 __all__ = [
     "AbstractMetadataHandler",

@@ -131,7 +131,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         root_files: dict[tuple[str, str], bytes] = {}
         if metadata is not None and self._options.save_root_metadata:
             root_files[paths.ROOT_METADATA] = root_metadata(metadata)
-        self._notifier = HandlerNotifier(metadata_handler, coordinator.primary and not self._options.read_only)
+        tells = coordinator.primary and not self._options.read_only
+        self._notifier = HandlerNotifier(metadata_handler, tells, call_secs=self._storage.save_timeout_secs)
         self._listener = outcomes.Listener(self._commits, self._options, self._history, self._notifier, self._step_log)
         self._claim = Claim(self._commits, opened.refused, self._listener.claimed, root_files)
         self._attempts = Attempts(opened, self._claim, self._storage, self._listener)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,13 +10,13 @@ import numpy as np
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.errors import say
-from epochckpt.manager import metadata_handlers
+from epochckpt.errors import InvalidArgumentError, say
+from epochckpt.manager.metadata_handlers import answered_epoch
 from epochckpt.manager.status import SaveResult
 
 T = TypeVar("T")
 
-_HANDLER_SECS = 60.0  # how long one call of a metadata handler is waited for
+_CALL_SECS = 60.0  # a metadata handler hangs if one call takes longer
 
 
 class HandlerNotifier:
@@ -28,24 +25,31 @@ class HandlerNotifier:
     Guarantees:
     - only the primary calls the handler; the calls of one notifier come one after the other, in changing threads, and
       manager and runner may each have one: a handler must be thread-safe;
-    - a notification is not waited for; an answer is, as long as no single call takes more than a minute;
+    - a notification is not waited for; an answer is, as long as no single call hangs;
     - the handler hears of the nodes before anything else, and not before there is something to tell: a look at a
       directory is no run;
-    - what the handler raises is logged and harms nothing; a handler that hangs is not called again.
+    - what the handler raises is logged and harms nothing; a handler that hangs is given up, and not called again.
 
     Args:
         handler: an `AbstractMetadataHandler`, anything with its methods, or None.
         active: this process is the primary.
         skip: the methods, and the actions to report, that are left to the checkpoint manager.
         asks_manager: `cp_accessible` asks the checkpoint manager, too, also without a handler.
+        call_secs: a single call that takes longer hangs; a minute by default.
     """
 
-    def __init__(self, handler: Any, active: bool, skip: Collection[str] = (), asks_manager: bool = False):
+    def __init__(
+        self,
+        handler: Any,
+        active: bool,
+        skip: Collection[str] = (),
+        asks_manager: bool = False,
+        call_secs: float | None = None,
+    ):
         self._handler = handler if active else None
         self._asks_manager = asks_manager and active
-        self._skip = skip
+        self._skip, self._call_secs = skip, _CALL_SECS if call_secs is None else call_secs
         self._lane = _threads.Lane()
-        self._began: float | None = None  # when the call began that is running in the lane
         self._nodes: tuple[str, Sequence[str]] | None = None  # until the handler knows them
 
     def nodes(self, directory: str, names: Sequence[str]) -> None:
@@ -65,8 +69,17 @@ class HandlerNotifier:
 
     def _introduce(self) -> None:
         nodes, self._nodes = self._nodes, None
-        if nodes is not None and self._handler is not None:
-            metadata_handlers.introduce(self._handler, *nodes)
+        if nodes is None or self._handler is None:
+            return
+        directory, names = nodes
+        try:
+            self._handler.set_params(
+                db_prefix=directory, db_type="epochckpt", node_names=list(names), path_prefix=None, path_type=None
+            )
+        except InvalidArgumentError:
+            raise
+        except Exception as error:
+            logging.warning("the metadata handler's set_params failed: %s", say(error))
 
     # -- telling -------------------------------------------------------------------------------------------------
 
@@ -93,26 +106,21 @@ class HandlerNotifier:
         self._tell("run_ended", epoch, reason)
 
     def drain(self, timeout_secs: float | None = None) -> None:
-        """Waits until the handler has been told everything; gives up a handler that hangs.
-
-        Args:
-            timeout_secs: wait no longer than this in total. A handler whose single call takes longer hangs; another one
-                catches up later. None: as long as no single call takes more than a minute.
-        """
-        if self._handler is not None:
-            self._wait(self._lane.submit(lambda: None), math.inf if timeout_secs is None else timeout_secs)
+        """Waits until the handler has been told everything, no longer than `timeout_secs` if that is given."""
+        if self._handler is not None and not self._lane.submit(lambda: None).wait(timeout_secs):
+            logging.warning("metadata handler: it has not been told everything within %g s", timeout_secs)
 
     def _tell(self, method: str, *args: Any, **named: Any) -> None:
-        if getattr(self._handler, method, None) is not None:  # `save_failed` and `run_ended` are not Caffe2's
-            self._lane.submit(self._timed(functools.partial(self._call, method, *args, **named)))
+        call = getattr(self._handler, method, None)
+        if call is None:  # `save_failed` and `run_ended` are not Caffe2's
+            return
+        shown = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in named.items())])
 
-    def _call(self, method: str, *args: Any, **named: Any) -> None:
-        handler = self._handler
-        if handler is not None:
+        def tell() -> None:
             _threads.logged("metadata handler: set_params failed", self._introduce)
-            shown = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in named.items())])
-            call = functools.partial(getattr(handler, method), *args, **named)
-            _threads.logged(f"metadata handler: {method}({shown}) failed", call)
+            _threads.logged(f"metadata handler: {method}({shown}) failed", lambda: call(*args, **named))
+
+        self._lane.submit(lambda: self._bounded(tell))
 
     # -- asking --------------------------------------------------------------------------------------------------
 
@@ -136,17 +144,13 @@ class HandlerNotifier:
                 raise
             logging.warning("the metadata handler does not say what was saved last: %s", say(error))
             return None
-        return metadata_handlers.answered_epoch(answer, handler)
+        return answered_epoch(answer, handler)
 
     def cp_accessible(self, epoch: int, manager: Callable[[int], bool]) -> bool:
         """Whether neither the manager, if it is asked, nor the handler says that storage cannot be reached.
 
         As in Caffe2 an error is no yes. An OSError is the exception: what the handler itself has to reach is away,
         which says nothing of the storage.
-
-        Args:
-            epoch: to be saved.
-            manager: asks the manager, which may ask its handler itself.
         """
         asked = [manager] if self._asks_manager else []
         if self._handler is not None and "cp_accessible" not in self._skip:
@@ -167,34 +171,16 @@ class HandlerNotifier:
             return False
 
     def _ask(self, question: Callable[[], T]) -> T:
-        answer = self._lane.submit(self._timed(question))
-        if not self._wait(answer):
-            raise TimeoutError("the metadata handler has not answered")
-        return answer.result()
+        return self._lane.submit(lambda: self._bounded(question)).result()
 
-    def _timed(self, call: Callable[[], T]) -> Callable[[], T]:
-        def timed() -> T:
-            self._began = time.monotonic()
-            try:
-                return call()
-            finally:
-                self._began = None
-
-        return timed
-
-    def _wait(self, future: _threads.Future[Any], timeout_secs: float = math.inf) -> bool:
-        """Whether what was queued is done in time. A handler whose single call takes too long is given up."""
-        call_secs = _HANDLER_SECS if timeout_secs == math.inf else timeout_secs
-        end = _threads.Deadline(timeout_secs)
-        while not future.done():
-            began = self._began
-            left = call_secs if began is None else began + call_secs - time.monotonic()
-            if left <= 0:
-                logging.warning("metadata handler: it has not returned for %g s; it is not called any more", call_secs)
-                self._handler, self._asks_manager = None, False
-                return False
-            if end.passed():
-                logging.warning("metadata handler: it has not been told everything within %g s", timeout_secs)
-                return False
-            future.wait(min(left, end.left()))
-        return True
+    def _bounded(self, call: Callable[[], T]) -> T:
+        """Makes a call from the lane; gives the handler up, and raises TimeoutError, if it does not return in time."""
+        if self._handler is not None or self._asks_manager:
+            running = _threads.start(call)
+            if running.wait(self._call_secs):
+                return running.result()
+            logging.warning(
+                "metadata handler: it has not returned for %g s; it is not called any more", self._call_secs
+            )
+            self._handler, self._asks_manager = None, False
+        raise TimeoutError("the metadata handler has not answered")

@@ -1,4 +1,4 @@
-"""One SQLite database that remembers many runs, written by several processes and threads at once.
+"""`SqliteMetadataHandler`: one SQLite database that remembers many runs, written by several processes and threads.
 
 Times are seconds since 1970. The version of these tables is in `PRAGMA user_version`; `PRAGMA application_id` says
 that the file is ours. Rows of `epochs` and `stats` are only ever added: history stays, and the greatest id is the last.
@@ -24,6 +24,7 @@ import json
 import os
 import pathlib
 import sqlite3
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ from epochckpt.errors import (
     FormatVersionError,
     InvalidArgumentError,
 )
+from epochckpt.format import paths
+from epochckpt.manager.metadata_handlers import DirectoryHandler, check_epoch, check_times
+from epochckpt.storage import Store, expanded, path_text
 
 APPLICATION_ID = 0x45504348  # "EPCH"
 VERSION = 1
@@ -58,9 +62,19 @@ _SCHEMA = (
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {VERSION}",
 )
+_START = """INSERT INTO runs
+    VALUES (:id, :name, :db_prefix, :db_type, :path_prefix, :path_type, :nodes, :had, :now, :now)
+    ON CONFLICT(id) DO UPDATE SET
+        db_prefix = :db_prefix, db_type = :db_type, path_prefix = :path_prefix, path_type = :path_type,
+        nodes = :nodes, had = :had, seen_secs = :now"""
+_ADD_EPOCH = "INSERT INTO epochs(run_id, at_secs, epoch, outcome, reason) VALUES (?, ?, ?, ?, ?)"
 _LAST = "SELECT {} FROM epochs WHERE run_id = runs.id {} ORDER BY id DESC LIMIT 1"
 _LAST_WRITTEN = _LAST.format("epoch", "AND outcome = 'written'")
+_ADD_STAT = f"""INSERT INTO stats(run_id, at_secs, epoch, action, name, node, secs)
+    SELECT id, ?2, COALESCE(?3, ({_LAST_WRITTEN})), ?4, ?5, ?6, ?7 FROM runs WHERE id = ?1"""
 _END = f"SELECT reason FROM ({_LAST.format('outcome, reason', '')}) WHERE outcome = 'ended'"
+_OF_RUN = "JOIN runs ON runs.id = run_id WHERE (?1 IS NULL OR runs.name = ?1)"
+_MAX_TIMEOUT_SECS = 86_400  # SQLite counts milliseconds in an int of C
 
 
 @dataclass(frozen=True)
@@ -90,14 +104,11 @@ class RunRow:
 
 @dataclass(frozen=True)
 class RunEpochRow:
-    """One thing that happened to an epoch of a run.
+    """One event of an epoch of a run, at `at_secs`.
 
     Attributes:
-        run: name of the run.
-        epoch: the epoch.
         outcome: "written", "failed" (its save) or "ended" (the run, with this epoch).
         reason: why it failed or ended.
-        at_secs: when it was written.
     """
 
     run: str
@@ -109,16 +120,13 @@ class RunEpochRow:
 
 @dataclass(frozen=True)
 class RunStatRow:
-    """How long one action took one node.
+    """How long one action took one node; reported at `at_secs`.
 
     Attributes:
-        run: name of the run.
         epoch: the epoch that it was about, None where the run knew of none.
-        action: name of the action.
-        name: what the time was reported for, as given.
+        name: what the time was reported for, as given: a node or a folder of it.
         node: the node that `name` is about.
         secs: seconds.
-        at_secs: when it was written.
     """
 
     run: str
@@ -130,107 +138,148 @@ class RunStatRow:
     at_secs: float
 
 
-class RunDatabase:
-    """The database in one file; touches nothing before the first call.
+class SqliteMetadataHandler(DirectoryHandler):
+    """One SQLite database for many runs: which there are, what happened to their epochs, how long each node took.
+
+    Several processes and threads may write at once. A run that is started again goes on under its name, if one of its
+    nodes was in it before: jobs that share a directory, each for its own nodes, are different runs. Nothing is ever
+    overwritten: an epoch that is written again after a rollback has two rows, of which the later counts. Any SQLite
+    tool can read the tables, which the module `epochckpt.manager.run_database` documents.
+
+    The protocol does not say which epoch a `report` is about: it is the one that this handler named or was named last
+    (`last_epoch`, `write`, `save_failed`, `cp_accessible(epoch)`), else the last one that the run has written.
 
     Args:
-        path: the file, made absolute now. Its folder must exist, the file need not.
-        timeout_secs: how long to wait for others' locks.
+        path: the file, on a local or shared file system; its folder must exist.
+        run: the run's name; None for its db_prefix, as given.
+        timeout_secs: how long a call may wait for a lock that another process holds.
+
+    Example:
+        >>> import orbax.checkpoint as ocp
+        >>> import epochckpt as ec
+        >>> handler = ec.metadata.SqliteMetadataHandler("runs.db", run="first")
+        >>> with ec.CheckpointManager("run", metadata_handler=handler) as manager:
+        ...     saved = manager.save(3, args=ocp.args.StandardSave({"w": 1.5}))
+        >>> history = ec.metadata.SqliteMetadataHandler("runs.db")  # in a notebook, later
+        >>> [(run.name, run.last_epoch) for run in history.runs()]
+        [('first', 3)]
     """
 
-    def __init__(self, path: str | os.PathLike[str], timeout_secs: float):
-        self.path, self._timeout_secs = os.path.abspath(path), timeout_secs
+    def __init__(self, path: str | os.PathLike[str], run: str | None = None, *, timeout_secs: float = 30.0):
+        name = expanded(path_text(path, "SqliteMetadataHandler(path)"))
+        if "://" in name or name == ":memory:":
+            raise InvalidArgumentError(f"SqliteMetadataHandler(path) is {name!r}; SQLite needs a file on a file system")
+        if run is not None and (not isinstance(run, str) or not run):
+            raise InvalidArgumentError(f"SqliteMetadataHandler(run) must be a name, got {run!r}")
+        number = isinstance(timeout_secs, int | float) and not isinstance(timeout_secs, bool)
+        if not number or not 0 < timeout_secs <= _MAX_TIMEOUT_SECS:
+            raise InvalidArgumentError(
+                "SqliteMetadataHandler(timeout_secs) must be a number above 0, "
+                f"at most {_MAX_TIMEOUT_SECS}, got {timeout_secs!r}"
+            )
+        self._path, self._timeout_secs = os.path.abspath(name), float(timeout_secs)
+        self._run, self._nodes = run, frozenset[str]()
+        self._epoch: int | None = None
+        self._id: int | None = None
 
-    def start(self, name: str, params: Mapping[str, Any], nodes: Sequence[str], now_secs: float) -> int:
-        """Adds a run, or goes on with the one of that name that had one of these nodes; returns its id."""
+    def _begin(self, params: dict[str, Any], nodes: list[str], store: Store) -> None:
+        name, now_nodes = self._run or params["db_prefix"], frozenset(nodes)
         with self._transaction() as connection:
-            nodes_now, had, run_id = set(nodes), set(nodes), None
+            run_id, had = None, now_nodes
             for known_id, names in connection.execute("SELECT id, had FROM runs WHERE name = ? ORDER BY id", (name,)):
-                known = set(json.loads(names))
-                if known & nodes_now or not known or not nodes_now:
-                    run_id, had = known_id, known | nodes_now  # of several, which have become one, the last
-            row = {"name": name, **params, "nodes": json.dumps(list(nodes)), "seen_secs": now_secs}
-            if run_id is None:
-                row |= {"had": json.dumps(sorted(had)), "started_secs": now_secs}
-                values = ", ".join(f":{column}" for column in row)
-                run_id = connection.execute(f"INSERT INTO runs({', '.join(row)}) VALUES ({values})", row).lastrowid
-            else:
-                row |= {"had": json.dumps(sorted(had)), "id": run_id}
-                changed = ", ".join(f"{column} = :{column}" for column in row if column != "id")
-                connection.execute(f"UPDATE runs SET {changed} WHERE id = :id", row)
-            assert run_id is not None, "an insert has an id"
-            return run_id
+                known = frozenset(json.loads(names))
+                if known & now_nodes or not known or not now_nodes:
+                    run_id, had = known_id, known | now_nodes  # of several, which have become one, the last
+            row = {"id": run_id, "name": name, "now": time.time(), **params}
+            row |= {"nodes": json.dumps(nodes), "had": json.dumps(sorted(had))}
+            added = connection.execute(_START, row).lastrowid
+        self._id, self._nodes = added if run_id is None else run_id, now_nodes
 
-    def add_epoch(self, run: int, epoch: int, outcome: str, reason: str | None, now_secs: float) -> None:
-        """Adds what happened to an epoch."""
-        with self._transaction() as connection:
-            self._seen(connection, run, now_secs)
-            connection.execute(
-                "INSERT INTO epochs(run_id, epoch, outcome, reason, at_secs) VALUES (?, ?, ?, ?, ?)",
-                (run, epoch, outcome, reason, now_secs),
-            )
+    def last_epoch(self, user_epoch: int | None = None) -> int | None:
+        """The user's, else the one that the run wrote last; None if there is none."""
+        if user_epoch is not None:
+            self._epoch = check_epoch("last_epoch", user_epoch)
+        else:
+            rows = self._rows(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE id = ?", self._run_id)
+            self._epoch = rows[0][0] if rows else None
+        return self._epoch
 
-    def add_stats(
-        self, run: int, epoch: int | None, action: str, stats: Sequence[tuple[str, str, float]], now_secs: float
-    ) -> None:
-        """Adds (name, node, seconds) of one action; without an epoch they belong to the last one written."""
-        with self._transaction() as connection:
-            self._seen(connection, run, now_secs)
-            if epoch is None:
-                ((epoch,),) = connection.execute(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE id = ?", (run,))
-            connection.executemany(
-                "INSERT INTO stats(run_id, epoch, action, name, node, secs, at_secs) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [(run, epoch, action, name, node, secs, now_secs) for name, node, secs in stats],
-            )
+    def write(self, epoch: int) -> None:
+        """Adds the epoch."""
+        self._add_epoch(check_epoch("write", epoch), "written")
 
-    def last_epoch(self, run: int) -> int | None:
-        """The epoch that a run wrote last."""
-        rows = self._rows(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE id = ?", run)
-        return rows[0][0] if rows else None
+    def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
+        """Adds the times: of one name, or folder, the node is the last part of it that is a node's name."""
+        times = check_times(action_name, all_stats).items()
+        self._add(_ADD_STAT, [(self._epoch, action_name, name, self._node(name), secs) for name, secs in times])
+
+    def cp_accessible(self, epoch: int | None = None) -> bool:
+        """Whether the directory exists, see `JsonMetadataHandler`."""
+        if epoch is not None:
+            self._epoch = check_epoch("cp_accessible", epoch)
+        return super().cp_accessible(epoch)
+
+    def save_failed(self, epoch: int, reason: str) -> None:
+        """Adds the failure."""
+        self._add_epoch(check_epoch("save_failed", epoch), "failed", str(reason))
+
+    def run_ended(self, epoch: int, reason: str) -> None:
+        """Adds the reason."""
+        self._add_epoch(check_epoch("run_ended", epoch), "ended", str(reason))
 
     def runs(self) -> list[RunRow]:
-        """All runs, in the order in which they were first started."""
+        """All runs in the database, in the order in which they were first started."""
         found = self._rows(
             "SELECT name, db_prefix, db_type, nodes, started_secs, seen_secs, "
             f"({_LAST_WRITTEN}), ({_END}) FROM runs ORDER BY id"
         )
         return [RunRow(n, p, t, tuple(json.loads(nodes)), *rest) for n, p, t, nodes, *rest in found]
 
-    def epochs(self, run: str | None) -> list[RunEpochRow]:
-        """What happened to epochs, in that order."""
-        found = self._rows(
-            "SELECT runs.name, epoch, outcome, reason, at_secs FROM epochs JOIN runs ON runs.id = run_id "
-            "WHERE ?1 IS NULL OR runs.name = ?1 ORDER BY epochs.id",
-            run,
-        )
-        return [RunEpochRow(*row) for row in found]
+    def epochs(self, run: str | None = None) -> list[RunEpochRow]:
+        """What happened to the epochs of one run, or of all, in that order."""
+        columns = "runs.name, epoch, outcome, reason, at_secs"
+        return [RunEpochRow(*r) for r in self._rows(f"SELECT {columns} FROM epochs {_OF_RUN} ORDER BY epochs.id", run)]
 
-    def stats(self, run: str | None, epoch: int | None) -> list[RunStatRow]:
-        """Times, in the order in which they were reported."""
-        found = self._rows(
-            "SELECT runs.name, epoch, action, stats.name, node, secs, at_secs FROM stats JOIN runs ON runs.id = run_id "
-            "WHERE (?1 IS NULL OR runs.name = ?1) AND (?2 IS NULL OR epoch = ?2) ORDER BY stats.id",
-            run,
-            epoch,
-        )
-        return [RunStatRow(*row) for row in found]
+    def stats(self, run: str | None = None, epoch: int | None = None) -> list[RunStatRow]:
+        """Times of one run or of all, about one epoch or all, in the order in which they were reported."""
+        columns = "runs.name, epoch, action, stats.name, node, secs, at_secs"
+        query = f"SELECT {columns} FROM stats {_OF_RUN} AND (?2 IS NULL OR epoch = ?2) ORDER BY stats.id"
+        return [RunStatRow(*row) for row in self._rows(query, run, epoch)]
 
-    def slowest(self, run: str | None) -> tuple[str, float] | None:
-        """The node whose times add up to most."""
-        found = self._rows(
-            "SELECT node, SUM(secs) FROM stats JOIN runs ON runs.id = run_id WHERE ?1 IS NULL OR runs.name = ?1 "
-            "GROUP BY node ORDER BY 2 DESC, 1 LIMIT 1",
-            run,
-        )
-        return found[0] if found else None
+    def slowest(self, run: str | None = None) -> tuple[str, float] | None:
+        """The node whose times, of all actions, add up to most, and the sum in seconds; of one run or of all."""
+        query = f"SELECT node, SUM(secs) FROM stats {_OF_RUN} GROUP BY node ORDER BY 2 DESC, 1 LIMIT 1"
+        return next(iter(self._rows(query, run)), None)
 
-    def _seen(self, connection: sqlite3.Connection, run: int, now_secs: float) -> None:
-        if not connection.execute("UPDATE runs SET seen_secs = ? WHERE id = ?", (now_secs, run)).rowcount:
-            raise InvalidArgumentError(f"{self.path}: the run is not in it any more; call set_params first")
+    @property
+    def _run_id(self) -> int:
+        if self._id is None:
+            raise InvalidArgumentError("SqliteMetadataHandler: call set_params first")
+        return self._id
+
+    def _node(self, name: str) -> str:
+        if name in self._nodes:
+            return name
+        known = {paths.folder_name(node): node for node in self._nodes}
+        return next((known[part] for part in reversed(name.split("/")) if part in known), name)
+
+    # -- the database ----------------------------------------------------------------------------------------------
+
+    def _add_epoch(self, epoch: int, outcome: str, reason: str | None = None) -> None:
+        self._add(_ADD_EPOCH, [(epoch, outcome, reason)])
+        self._epoch = epoch
+
+    def _add(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Adds rows of this handler's run; `statement` gets the run's id and the time before the values of a row."""
+        run, now = self._run_id, time.time()
+        with self._transaction() as connection:
+            if not connection.execute("UPDATE runs SET seen_secs = ? WHERE id = ?", (now, run)).rowcount:
+                raise InvalidArgumentError(f"{self._path}: the run is not in it any more; call set_params first")
+            connection.executemany(statement, [(run, now, *row) for row in rows])
 
     def _rows(self, query: str, *values: Any) -> list[Any]:
-        if not os.path.exists(self.path):
-            raise InvalidArgumentError(f"{self.path}: there is no such file; expected what a run has written")
+        if not os.path.exists(self._path):
+            raise InvalidArgumentError(f"{self._path}: there is no such file; expected what a run has written")
         with self._opened("rw") as connection:  # not "ro": that could not undo what a killed writer left half done
             connection.execute("BEGIN")
             return connection.execute(query, values).fetchall() if self._has_tables(connection) else []
@@ -249,7 +298,7 @@ class RunDatabase:
     def _opened(self, mode: str) -> Generator[sqlite3.Connection]:
         """A connection; leaving it without COMMIT undoes all."""
         try:
-            uri = f"{pathlib.Path(self.path).as_uri()}?mode={mode}"
+            uri = f"{pathlib.Path(self._path).as_uri()}?mode={mode}"
             with closing(sqlite3.connect(uri, self._timeout_secs, isolation_level=None, uri=True)) as connection:
                 yield connection
         except sqlite3.Error as error:
@@ -262,29 +311,29 @@ class RunDatabase:
         if application == APPLICATION_ID:
             if version > VERSION:
                 problem = f"was written by a newer epochckpt (tables of version {version}; this one knows {VERSION})"
-                raise FormatVersionError(self.path, f"{problem}; update epochckpt, or use another file")
+                raise FormatVersionError(self._path, f"{problem}; update epochckpt, or use another file")
             return True
         ((tables,),) = connection.execute("SELECT COUNT(*) FROM sqlite_master")
         if application or version or tables:
-            raise FormatError(self.path, "is a database of another program; nothing was changed; use another file")
+            raise FormatError(self._path, "is a database of another program; nothing was changed; use another file")
         return False
 
     def _explained(self, error: sqlite3.Error) -> EpochCheckpointError | OSError:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of the bits says more than is needed here
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code, without its extension
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return CoordinationTimeoutError(
-                f"{self.path}: another process has kept it locked for more than {self._timeout_secs:g} s; "
+                f"{self._path}: another process has kept it locked for more than {self._timeout_secs:g} s; "
                 "nothing was written"
             )
         if code == sqlite3.SQLITE_NOTADB:
-            return FormatError(self.path, "is not an SQLite database; nothing was changed; use another file")
+            return FormatError(self._path, "is not an SQLite database; nothing was changed; use another file")
         if code == sqlite3.SQLITE_CORRUPT:
-            return DamagedError(self.path, f"is damaged ({error}); move it away, a new one is then begun")
+            return DamagedError(self._path, f"is damaged ({error}); move it away, a new one is then begun")
         if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
             return AccessError(
-                f"{self.path}: {error}; expected a file, or none yet, that may be written, in a folder that exists "
+                f"{self._path}: {error}; expected a file, or none yet, that may be written, in a folder that exists "
                 "and may be written"
             )
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-            return OSError(errno.ENOSPC if code == sqlite3.SQLITE_FULL else errno.EIO, str(error), self.path)
-        return FormatError(self.path, f"cannot be used: {error}")
+            return OSError(errno.ENOSPC if code == sqlite3.SQLITE_FULL else errno.EIO, str(error), self._path)
+        return FormatError(self._path, f"cannot be used: {error}")

@@ -336,7 +336,7 @@ def test_a_handler_that_hangs_does_not_hold_the_training(
         def cp_accessible(self, epoch: int | None = None) -> bool:
             return True
 
-    monkeypatch.setattr(notifier, "_HANDLER_SECS", 0.2)
+    monkeypatch.setattr(notifier, "_CALL_SECS", 0.2)
     with ec.CheckpointManager(tmp_path) as manager:
         result, _ = run(job_of(5), manager, metadata_handler=Hangs())
     gone.set()
