@@ -6,8 +6,8 @@ Nothing here decides whether an epoch exists: see `epochckpt.commit`.
 
 from __future__ import annotations
 
-from epochckpt.arrays.reader import EpochReader, Request
+from epochckpt.arrays.reader import EpochReader, NodeFile, Request
 from epochckpt.arrays.snapshot import Planner
 from epochckpt.arrays.targets import Shardings
 
-__all__ = ["EpochReader", "Planner", "Request", "Shardings"]
+__all__ = ["EpochReader", "NodeFile", "Planner", "Request", "Shardings"]

@@ -22,9 +22,10 @@ from etils import epath
 from google.protobuf import message, text_format
 
 from epochckpt import args as own
+from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
 from epochckpt.arrays import casting, renaming
-from epochckpt.arrays.reader import EpochReader
+from epochckpt.arrays.reader import EpochReader, NodeFile
 from epochckpt.arrays.restore import TreeRequest, restore_tree
 from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.format import DataFile, Nodes, checksums, paths
@@ -401,7 +402,7 @@ def _with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]
             path = pathlib.Path(folder, file.name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("xb") as out:
-                out.writelines(reader.blocks(node, file))
+                NodeFile(reader, node, file).stream(lambda _, block: out.write(block), pool=Pool(1))  # in order
 
         reader.pool.run([functools.partial(copy, node, file) for node, file in reader.item_files(item)])
         return use(epath.Path(folder))

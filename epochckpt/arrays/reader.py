@@ -1,6 +1,6 @@
-"""Reads parts of leaves out of the data files of nodes, verified block by block.
+"""Reads the files of an epoch, verified block by block.
 
-`epoch.json` alone says which bytes are needed and where they lie; the `node.json` of their owners has the checksums. A
+`epoch.json` alone says which bytes are needed and where they lie; the `node.json` of each node has the checksums. A
 range is read as the blocks that it touches, so that no unverified byte reaches the caller. A cell that fills a
 contiguous piece of its destination is read straight into it; other cells go through a buffer of a block or a row.
 """
@@ -8,11 +8,12 @@ contiguous piece of its destination is read straight into it; other cells go thr
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,21 +33,14 @@ from epochckpt.format import (
     records,
 )
 from epochckpt.format.grid import slices
-from epochckpt.storage import Reader, Store
+from epochckpt.storage import Reader, Store, writing
 
 _CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A part of a leaf and where to put it.
-
-    Attributes:
-        item: name of the item.
-        leaf: leaf number.
-        box: the part to read.
-        out: C-contiguous array of the box's shape and the stored dtype.
-    """
+    """A part of a leaf, and the C-contiguous array of its shape and of the stored dtype that it is read into."""
 
     item: str
     leaf: int
@@ -54,8 +48,7 @@ class Request:
     out: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class _Copy:
+class _Copy(NamedTuple):
     """One use of a cell: `out[into] = cell[source]`."""
 
     out: np.ndarray
@@ -63,80 +56,69 @@ class _Copy:
     source: tuple[slice, ...]
 
 
+@contextlib.contextmanager
+def _noting(damage: list[EpochCheckpointError]) -> Generator[None]:
+    """Adds an error of the data to a list. The deletion of the epoch is none, and is raised."""
+    try:
+        yield
+    except EpochDeletedError:
+        raise
+    except EpochCheckpointError as error:
+        damage.append(error)
+
+
 class NodeFile:
-    """One data file of a node.
+    """One file of a node: `name` is its path in the node's folder, `path` the one in the directory."""
 
-    Args:
-        epoch: the epoch's reader.
-        node: node number.
-        path: of the file.
-        item: the item.
-        part: the cells in the file.
-        first: position of the file's first cell among the node's cells.
-        file: the file as `epoch.json` records it.
-    """
-
-    def __init__(
-        self, epoch: EpochReader, node: int, path: str, item: ArrayItem, part: Part, first: int, file: DataFile
-    ):
-        self.epoch, self.node, self.path, self.item, self.part = epoch, node, path, item, part
-        self.first, self.cells, self.size, self.data_start = first, file.cells, file.size, file.data_start
-        self.offsets = part.offsets + file.data_start
+    def __init__(self, epoch: EpochReader, node: int, file: DataFile):
+        self.epoch, self.node, self.name, self.path = epoch, node, file.path, epoch.path(node, file.path)
+        self.size, self.data_start, self.cells = file.size, file.data_start, file.cells
         self._reader: Reader | None = None
         self._ends = np.zeros(0, dtype=np.int64)
-        self._cut_at = 0
         self._sums: tuple[str, ...] = ()
 
     def open(self) -> None:
         """Opens the file, and compares both records and its size."""
-        listed = [f for f in self.epoch.node_record(self.node).files if f.item == self.item.name]
-        where = self.epoch.path(self.node, paths.NODE_RECORD)
-        mine = next((f for f in listed if paths.data_file(f.item, f.part) == self.path.rpartition("/")[2]), None)
-        if mine is None or (mine.size, mine.data_start, mine.cells) != (self.size, self.data_start, self.cells):
-            raise FormatError(where, f"does not describe {self.path} as the epoch's record does")
-        if self._cut_at != mine.block_bytes:  # once: leaves are also read one by one, and a file may hold thousands
-            self._ends = grid.blocks(np.diff(self.part.offsets), self.data_start, mine.block_bytes)
-            self._cut_at = mine.block_bytes
-        if len(self._ends) != len(mine.xxh3):
-            raise FormatError(where, f"has {len(mine.xxh3)} checksums for the {len(self._ends)} blocks of {self.path}")
-        self._sums = mine.xxh3
+        if not self._sums:  # once: leaves are also read one by one, and a file may hold thousands
+            where = self.epoch.path(self.node, paths.NODE_RECORD)
+            mine = next((f for f in self.epoch.node_record(self.node).files if f.path == self.name), None)
+            if mine is None or (mine.size, mine.data_start, mine.cells) != (self.size, self.data_start, self.cells):
+                raise FormatError(where, f"does not describe {self.path} as the epoch's record does")
+            self._ends = ends = self._cut(mine.block_bytes)
+            if len(ends) != len(mine.xxh3):
+                raise FormatError(where, f"has {len(mine.xxh3)} checksums for the {len(ends)} blocks of {self.path}")
+            self._sums = mine.xxh3
         self._reader = reader = self.epoch.guard(self.path, lambda: self.epoch.store.open_reader(self.path))
         try:
-            self.epoch.check_size(self.path, self.size, lambda: reader.size, self._leaf_at)
+            self.check_size(lambda: reader.size)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, if it is open."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
-    def verify(self, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
-        """Reads every block, and returns one error for each that is damaged; see `EpochReader.verify_all`."""
-        problems: list[EpochCheckpointError] = []
-        try:
-            self.stream(lambda start, data: progress(len(data)), problems.append)
-        except EpochDeletedError:
-            raise
-        except EpochCheckpointError as error:
-            return [error]
-        return problems
+    def check_size(self, measure: Callable[[], int]) -> None:
+        """Raises DamagedError unless the file has the recorded size; EpochDeletedError if the epoch is gone."""
+        found = self.epoch.guard(self.path, measure)
+        if found != self.size:
+            self.epoch.check_present(f"{self.path} has another size")
+            raise DamagedError(self.path, f"has {found} bytes, {self.size} were written", self._leaf_at(found))
 
     def stream(
         self,
-        use: Callable[[int, memoryview], None],
-        damaged: Callable[[EpochCheckpointError], None] | None = None,
+        use: Callable[[int, memoryview], Any],
+        *,
+        damage: list[EpochCheckpointError] | None = None,
+        pool: Pool | None = None,
     ) -> None:
-        """Reads the whole file by blocks, in several threads and any order, with one block of memory per thread.
+        """Reads and verifies the whole file by blocks, in any order, with one block of memory per thread of the pool.
 
-        Args:
-            use: is called with each block's offset and its verified bytes, which are valid only during the call.
-            damaged: is called with the error of each block that cannot be used. Without it the first one is raised.
-
-        Raises:
-            DamagedError, EpochDeletedError: the file as a whole cannot be read.
+        `use` gets each block's offset and its bytes, which are valid only during the call. The errors of blocks that
+        cannot be used go into `damage`; without it the first one is raised.
         """
         self.open()
         largest = int(np.diff(self._ends, prepend=0).max(initial=0))
@@ -146,21 +128,56 @@ class NodeFile:
             if not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(largest))
             start, end = self._bounds(block)
-            try:
+            with contextlib.nullcontext() if damage is None else _noting(damage):
                 self._read(block, local.buffer[: end - start], always=True)
-            except EpochDeletedError:
-                raise
-            except EpochCheckpointError as error:
-                if damaged is None:
-                    raise
-                damaged(error)
-                return
-            use(start, local.buffer[: end - start])
+                use(start, local.buffer[: end - start])
 
         try:
-            self.epoch.pool.run([functools.partial(read, b) for b in range(len(self._ends))])
+            (pool or self.epoch.pool).run([functools.partial(read, b) for b in range(len(self._ends))])
         finally:
             self.close()
+
+    def copy(self, target: Store, path: str) -> None:
+        """Copies the file into a store, verified, and durable but for its name."""
+        with writing(target, path, self.size) as writer:
+            self.stream(writer.write)
+
+    def _cut(self, block_bytes: int) -> np.ndarray:
+        """The offsets at which the blocks end; an empty file is one block."""
+        return np.array([*range(block_bytes, self.size, block_bytes), self.size], dtype=np.int64)
+
+    def _bounds(self, block: int) -> tuple[int, int]:
+        return (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
+
+    def _read(self, block: int, into: memoryview, always: bool = False) -> None:
+        start, end = self._bounds(block)
+        reader = self._reader
+        assert reader is not None, "tasks run while the file is open"
+        if start < end:
+            read = functools.partial(reader.read_into, start, into)
+            self.epoch.guard(self.path, read, f"bytes {start}-{end} cannot be read: ", lambda: self._leaf_at(start))
+        if self.epoch.verify or always:
+            found = f"{checksums.xxh3(into):016x}"
+            if found != self._sums[block]:
+                self.epoch.check_present(f"{self.path} changed")
+                sums = f"xxh3 {self._sums[block]}, found {found}"
+                problem = f"bytes {start}-{end} differ from what was written ({sums})"
+                raise DamagedError(self.path, problem, self._leaf_at(start))
+
+    def _leaf_at(self, offset: int) -> str | None:
+        """The leaf whose bytes lie at an offset; None where there is none."""
+        return None
+
+
+class ArrayFile(NodeFile):
+    """A data file, in which each cell of `part` begins at one of the `offsets`."""
+
+    def __init__(self, epoch: EpochReader, node: int, file: DataFile, item: ArrayItem, part: Part):
+        super().__init__(epoch, node, file)
+        self.item, self.part, self.offsets = item, part, part.offsets + file.data_start
+
+    def _cut(self, block_bytes: int) -> np.ndarray:
+        return grid.blocks(np.diff(self.part.offsets), self.data_start, block_bytes)
 
     def tasks(self, wanted: dict[int, list[_Copy]]) -> list[Callable[[], None]]:
         """Opens the file; returns tasks that read the wanted cells, given by their positions in the file."""
@@ -242,25 +259,6 @@ class NodeFile:
             raw = raw.copy()
         return raw.view(dtype).reshape(shape)
 
-    def _bounds(self, block: int) -> tuple[int, int]:
-        return (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
-
-    def _read(self, block: int, into: memoryview, always: bool = False) -> None:
-        start, end = self._bounds(block)
-        reader = self._reader
-        assert reader is not None, "tasks run while the file is open"
-        try:
-            reader.read_into(start, into)
-        except OSError as error:
-            self.epoch.check_present(str(error))
-            raise unreadable(self.path, error) from error
-        except EOFError as error:
-            self.epoch.check_present(str(error))
-            problem = f"bytes {start}-{end} cannot be read: {error}"
-            raise DamagedError(self.path, problem, self._leaf_at(start)) from error
-        if self.epoch.verify or always:
-            self.epoch.check_sum(self.path, start, into, self._sums[block], self._leaf_at)
-
     def _leaf_at(self, offset: int) -> str | None:
         """The leaf whose bytes lie at an offset; None in the header."""
         if offset < self.data_start or not len(self.part.leaves):
@@ -270,23 +268,14 @@ class NodeFile:
 
 
 class EpochReader:
-    """Reads one committed epoch.
-
-    Args:
-        store: the directory.
-        folder: the epoch's folder in it.
-        record: its parsed `epoch.json`.
-        pool: threads that read.
-        verify: compare checksums.
-    """
+    """Reads one committed epoch, from its folder in the store; with `verify` False, leaves without checksums."""
 
     def __init__(self, store: Store, folder: str, record: EpochRecord, pool: Pool, verify: bool = True):
         self.store, self.folder, self.record, self.pool, self.verify = store, folder, record, pool, verify
-        self._lock = threading.Lock()
-        self._nodes: dict[int, NodeRecord] = {}
-        self._parts: dict[tuple[str, int], list[NodeFile]] = {}
-        self._positions: dict[tuple[str, int], dict[tuple[int, int], int]] = {}
-        self._checked: set[tuple[str, int]] = set()
+        self.node_record = functools.cache(self._node_record)
+        self.files = functools.cache(self._files)
+        self._places = functools.cache(self._places_of)
+        self._check_sizes = functools.cache(self._check_sizes_of)
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fills the `out` of every request.
@@ -295,26 +284,15 @@ class EpochReader:
             DamagedError: a file is missing, short, or its bytes differ from what was written.
             EpochDeletedError: the epoch was deleted or replaced meanwhile.
         """
-        # Which cells of which owner's files are needed, by their positions among the owner's cells.
-        wanted: dict[tuple[str, int], dict[int, list[_Copy]]] = collections.defaultdict(
-            lambda: collections.defaultdict(list)
-        )
+        wanted: dict[ArrayFile, dict[int, list[_Copy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
         for request in requests:
-            for owner, position, copy in self._cells(request):
-                wanted[request.item, owner][position].append(copy)
-        self.pool.run([functools.partial(self.node_record, owner) for owner in sorted({owner for _, owner in wanted})])
-        tasks: list[Callable[[], None]] = []
-        opened: list[NodeFile] = []
+            for (file, position), copy in self._cells(request):
+                wanted[file][position].append(copy)
+        self.pool.run([functools.partial(self.node_record, node) for node in sorted({file.node for file in wanted})])
         try:
-            for (item, owner), cells in wanted.items():
-                for file in self.files(item, owner):
-                    mine = {p - file.first: c for p, c in cells.items() if file.first <= p < file.first + file.cells}
-                    if mine:
-                        opened.append(file)
-                        tasks += file.tasks(mine)
-            self.pool.run(tasks)
+            self.pool.run([task for file, cells in wanted.items() for task in file.tasks(cells)])
         finally:
-            for file in opened:
+            for file in wanted:
                 file.close()
 
     def item_files(self, item: str) -> list[tuple[int, DataFile]]:
@@ -324,62 +302,38 @@ class EpochReader:
         return [(node, f) for node in nodes for f in self.node_record(node).files if f.item == item and f.name]
 
     def read_file(self, item: str, name: str) -> bytes:
-        """The content of a small file that a handler wrote, verified.
-
-        Raises:
-            FormatError: there is no such file, or it is too large.
-            DamagedError: its bytes differ from what was written.
-        """
+        """The content of a small file that a handler wrote, verified."""
         found = [(node, f) for node, f in self.item_files(item) if f.name == name]
         if len(found) != 1:
             raise FormatError(f"{self.folder}/{item}/{name}", "is not listed in its node's record")
-        node, file = found[0]
+        file = NodeFile(self, *found[0])
         if file.size > records.MAX_RECORD_BYTES:
-            problem = f"is recorded with {file.size} bytes, more than {records.MAX_RECORD_BYTES}"
-            raise FormatError(self.path(node, file.path), problem)
-        return b"".join(self.blocks(node, file))
+            raise FormatError(file.path, f"is recorded with {file.size} bytes, more than {records.MAX_RECORD_BYTES}")
+        data = bytearray(file.size)
 
-    def blocks(self, node: int, file: DataFile) -> Iterator[bytes]:
-        """The content of a file that a handler wrote, verified block by block."""
-        path = self.path(node, file.path)
-        starts = range(0, max(file.size, 1), file.block_bytes)
-        if len(starts) != len(file.xxh3):
-            raise FormatError(path, f"is recorded with {len(file.xxh3)} checksums for {len(starts)} blocks")
-        with self.guard(path, functools.partial(self.store.open_reader, path)) as reader:
-            self.check_size(path, file.size, lambda: reader.size)
-            for start, expected in zip(starts, file.xxh3, strict=True):
-                data = bytearray(min(file.block_bytes, file.size - start))
-                if data:
-                    self.guard(path, functools.partial(reader.read_into, start, memoryview(data)))
-                if self.verify:
-                    self.check_sum(path, start, memoryview(data), expected)
-                yield bytes(data)
+        def put(start: int, block: memoryview) -> None:
+            data[start : start + len(block)] = block
+
+        file.stream(put)
+        return bytes(data)
 
     def check_files(self, item: str, leaf: int, box: Box) -> None:
-        """Checks the sizes of the files that hold a part of a leaf, before memory is allocated for it.
-
-        Raises:
-            FormatError, DamagedError: they cannot hold what the record says.
-        """
+        """Checks the sizes of the files that hold a part of a leaf, before memory is allocated for it."""
         arrays = self._arrays(item)
-        if arrays.leaves[leaf].nbytes < _CHECK_FROM:
-            return
-        for owner in sorted({arrays.owner(leaf, cell) for cell in arrays.cells_touching(leaf, box)}):
-            if (item, owner) in self._checked:
-                continue
-            for file in self.files(item, owner):
-                self.check_size(file.path, file.size, functools.partial(self.store.size, file.path))
-            self._checked.add((item, owner))
+        if arrays.leaves[leaf].nbytes >= _CHECK_FROM:
+            for owner in sorted({arrays.owner(leaf, cell) for cell in arrays.cells_touching(leaf, box)}):
+                self._check_sizes(item, owner)
+
+    def _check_sizes_of(self, item: str, node: int) -> None:
+        for file in self.files(item, node):
+            file.check_size(functools.partial(self.store.size, file.path))
 
     def path(self, node: int, file: str) -> str:
         """Path of a node's file, relative to the directory."""
         return paths.join(self.folder, self.record.node_folder(node), file)
 
-    def node_record(self, node: int) -> NodeRecord:
+    def _node_record(self, node: int) -> NodeRecord:
         """A node's `node.json`, verified against `epoch.json`."""
-        with self._lock:
-            if node in self._nodes:
-                return self._nodes[node]
         entry = self.record.nodes[node]
         path = self.path(node, paths.NODE_RECORD)
         data = self.guard(path, lambda: self.store.read(path, limit_bytes=entry.record_size))
@@ -389,8 +343,6 @@ class EpochReader:
         record = parsing.parse_node(path, data)
         if (record.node, record.attempt, record.plan) != (entry.name, self.record.attempt, self.record.plan):
             raise FormatError(path, f"belongs to node {record.node!r}, attempt {record.attempt!r}, another save")
-        with self._lock:
-            self._nodes[node] = record
         return record
 
     def has(self, node: int, item: str) -> bool:
@@ -405,11 +357,8 @@ class EpochReader:
         record = dataclasses.replace(self.record, nodes=(self.record.nodes[node],), items={item: own})
         return EpochReader(self.store, self.folder, record, self.pool, self.verify)
 
-    def files(self, item: str, node: int) -> list[NodeFile]:
+    def _files(self, item: str, node: int) -> list[ArrayFile]:
         """The data files that a node wrote for an item."""
-        with self._lock:
-            if (item, node) in self._parts:
-                return self._parts[item, node]
         arrays, entry = self._arrays(item), self.record.nodes[node]
         listed = [f for f in entry.files if f.item == item]
         where = paths.join(self.folder, paths.EPOCH_RECORD)
@@ -418,19 +367,22 @@ class EpochReader:
         if [f.part for f in listed] != list(range(len(listed))) or (ends[-1] if ends else 0) != len(owned[0]):
             problem = f"node {entry.name!r}, item {item!r}: its files do not hold the {len(owned[0])} cells it owns"
             raise FormatError(where, problem)
-        found, first = [], 0
-        for file, part in zip(listed, arrays.cut(owned, ends), strict=True):
-            path = self.path(node, paths.data_file(item, file.part))
-            if file.data_start + int(part.offsets[-1]) != file.size:
-                problem = f"{path} is recorded with {file.size} bytes, its shards need {int(part.offsets[-1])}"
+        found = []
+        for recorded, part in zip(listed, arrays.cut(owned, ends), strict=True):
+            file = ArrayFile(self, node, recorded, arrays, part)
+            if int(file.offsets[-1]) != file.size:
+                problem = f"{file.path} is recorded with {file.size} bytes, its shards need {int(part.offsets[-1])}"
                 raise FormatError(where, problem)
-            found.append(NodeFile(self, node, path, arrays, part, first, file))
-            first += file.cells
-        with self._lock:
-            self._parts[item, node] = found
+            found.append(file)
         return found
 
-    def guard(self, path: str, read: Callable[[], Any]) -> Any:
+    def guard(
+        self,
+        path: str,
+        read: Callable[[], Any],
+        problem: str = "",
+        leaf: Callable[[], str | None] = lambda: None,
+    ) -> Any:
         """Calls `read`; raises EpochDeletedError if the epoch is gone, else what a failure says of the file."""
         try:
             return read()
@@ -438,42 +390,13 @@ class EpochReader:
             raise
         except (EOFError, ValueError) as error:
             self.check_present(str(error))
-            raise DamagedError(path, str(error)) from error
+            raise DamagedError(path, f"{problem}{error}", leaf()) from error
         except OSError as error:
             self.check_present(str(error))
             raise unreadable(path, error) from error
 
-    def check_size(
-        self, path: str, size: int, measure: Callable[[], int], leaf_at: Callable[[int], str | None] | None = None
-    ) -> None:
-        """Raises DamagedError unless a file has the recorded size; EpochDeletedError if the epoch is gone."""
-        found = self.guard(path, measure)
-        if found != size:
-            self.check_present(f"{path} has another size")
-            raise DamagedError(path, f"has {found} bytes, {size} were written", leaf_at(found) if leaf_at else None)
-
-    def check_sum(
-        self,
-        path: str,
-        start: int,
-        data: memoryview,
-        expected: str,
-        leaf_at: Callable[[int], str | None] | None = None,
-    ) -> None:
-        """Raises DamagedError unless a block has the recorded checksum; EpochDeletedError if the epoch is gone."""
-        found = f"{checksums.xxh3(data):016x}"
-        if found != expected:
-            self.check_present(f"{path} changed")
-            where = f"bytes {start}-{start + data.nbytes}"
-            problem = f"{where} differ from what was written (xxh3 {expected}, found {found})"
-            raise DamagedError(path, problem, leaf_at(start) if leaf_at else None)
-
     def check_present(self, detail: str) -> None:
-        """Raises EpochDeletedError unless the commit record is still the one this reader began with.
-
-        Raises:
-            AccessError, StorageError: storage does not say.
-        """
+        """Raises EpochDeletedError unless the commit record is still the one this reader began with."""
         path = paths.join(self.folder, paths.EPOCH_RECORD)
         try:
             now = parsing.read_record(self.store, path, parsing.parse_head)
@@ -484,68 +407,52 @@ class EpochReader:
         if now.attempt != self.record.attempt:
             raise EpochDeletedError(self.record.epoch, self.store.root, "another attempt is committed there now")
 
-    def verify_all(self, progress: Callable[[int], None]) -> Iterator[EpochCheckpointError]:
-        """Reads every byte of the epoch, and yields one error per damaged block, or file that cannot be read.
+    def verify_all(self, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
+        """Reads every byte of the epoch; returns one error per damaged block, and per file that cannot be read.
 
-        Args:
-            progress: is called with the number of bytes of each piece that was read, by any thread.
+        `progress` is called with the number of bytes of each block, by any thread.
         """
+        damage: list[EpochCheckpointError] = []
         for node in range(len(self.record.nodes)):
-            try:
+            with _noting(damage):
                 record = self.node_record(node)
-            except EpochDeletedError:
-                raise
-            except EpochCheckpointError as error:
-                yield error
-                continue
-            for name, item in self.record.items.items():
-                written = [file for file in record.files if file.item == name]
-                try:
-                    if item.arrays is not None:
-                        for file in self.files(name, node):
-                            yield from file.verify(progress)
-                    elif item.kind != "node":
-                        for file in written:
-                            for block in self.blocks(node, file):
-                                progress(len(block))
-                    elif written or name in record.items:  # else this node has no tree of the item
-                        yield from self.of_node(node, name).verify_all(progress)
-                except EpochDeletedError:
-                    raise
-                except EpochCheckpointError as error:
-                    yield error
+                for name, item in self.record.items.items():
+                    written = [file for file in record.files if file.item == name]
+                    with _noting(damage):
+                        if item.kind == "node":
+                            if written or name in record.items:  # else this node has no tree of the item
+                                damage += self.of_node(node, name).verify_all(progress)
+                            continue
+                        of_handlers = (NodeFile(self, node, file) for file in written)
+                        for file in self.files(name, node) if item.kind == "arrays" else of_handlers:
+                            with _noting(damage):
+                                file.stream(lambda _, block: progress(len(block)), damage=damage)
+        return damage
 
     def _arrays(self, item: str) -> ArrayItem:
         arrays = self.record.items[item].arrays
         assert arrays is not None, "callers choose array items"
         return arrays
 
-    def _cells(self, request: Request) -> Iterator[tuple[int, int, _Copy]]:
-        """(owner, position among the owner's cells, copy) for every cell that a request needs."""
+    def _cells(self, request: Request) -> Iterator[tuple[tuple[ArrayFile, int], _Copy]]:
+        """((file, position in it), copy) for every cell that a request needs."""
         arrays = self._arrays(request.item)
         if arrays.is_whole(request.leaf):
             if request.out.size:
-                owner = arrays.owner(request.leaf, 0)
+                places = self._places(request.item, arrays.owner(request.leaf, 0))
                 copy = _Copy(request.out, slices(request.box, request.box), slices(request.box))
-                yield owner, self._positions_of(request.item, owner)[request.leaf, 0], copy
+                yield places[request.leaf, 0], copy
             return
         for cell in arrays.cells_touching(request.leaf, request.box):
             box = arrays.cell_box(request.leaf, cell)
             meet = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(request.box, box, strict=True))
-            owner = arrays.owner(request.leaf, cell)
-            copy = _Copy(request.out, slices(meet, request.box), slices(meet, box))
-            yield owner, self._positions_of(request.item, owner)[request.leaf, cell], copy
+            places = self._places(request.item, arrays.owner(request.leaf, cell))
+            yield places[request.leaf, cell], _Copy(request.out, slices(meet, request.box), slices(meet, box))
 
-    def _positions_of(self, item: str, node: int) -> dict[tuple[int, int], int]:
-        """Position among a node's cells by (leaf, cell)."""
-        found = self._positions.get((item, node))
-        if found is None:
-            files = self.files(item, node)
-            if not files:
-                problem = f"lists no file of node {self.record.nodes[node].name!r}"
-                raise FormatError(paths.join(self.folder, paths.EPOCH_RECORD), problem)
-            found = self._positions[item, node] = {}
-            for file in files:
-                pairs = zip(file.part.leaves.tolist(), file.part.cells.tolist(), strict=True)
-                found.update({pair: file.first + i for i, pair in enumerate(pairs)})
+    def _places_of(self, item: str, node: int) -> dict[tuple[int, int], tuple[ArrayFile, int]]:
+        """Where each (leaf, cell) of a node lies: the file, and the position in it."""
+        found = {}
+        for file in self.files(item, node):
+            pairs = zip(file.part.leaves.tolist(), file.part.cells.tolist(), strict=True)
+            found.update({pair: (file, i) for i, pair in enumerate(pairs)})
         return found

@@ -10,12 +10,12 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from epochckpt.arrays import EpochReader
+from epochckpt.arrays import EpochReader, NodeFile
 from epochckpt.commit import Commits
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.errors import DamagedError, EpochNotFoundError, UploadError, unreadable
-from epochckpt.format import DataFile, EpochRecord, checksums, paths, records
-from epochckpt.storage import Store, copy_file, writing
+from epochckpt.format import EpochRecord, checksums, paths, records
+from epochckpt.storage import Store, copy_file
 
 _STEP = re.compile(r"(?:\A|_)(\d+)\Z")
 _STEP_RECORD = "_CHECKPOINT_METADATA"
@@ -53,22 +53,12 @@ def copy_node(reader: EpochReader, number: int, commits: Commits) -> None:
         own = item in recorded.items
         part = reader.of_node(number, item) if own else reader
         for file in part.files(item, 0 if own else number):
-            with writing(target, paths.join(base, file.path.rpartition("/")[2]), file.size) as writer:
-                file.stream(writer.write)
+            file.copy(target, paths.join(base, file.name))
     for file in files:
-        copy_handler_file(reader, number, file, target, paths.join(base, file.path))
+        NodeFile(reader, number, file).copy(target, paths.join(base, file.path))
     data = _read_node(reader.store, paths.join(reader.folder, reader.record.node_folder(number)), reader.record, number)
     view = record_for(reader.record, target).orbax_unsupported is not None
     commits.seal_node(epoch, attempt, entry.name, inner[::-1], data, view)
-
-
-def copy_handler_file(reader: EpochReader, node: int, file: DataFile, target: Store, path: str) -> None:
-    """Copies a file that a handler wrote, block by block, each verified."""
-    with writing(target, path, file.size) as writer:
-        start = 0
-        for block in reader.blocks(node, file):
-            writer.write(start, block)
-            start += len(block)
 
 
 def publish(reader: EpochReader, commits: Commits, replaces: ReplaceCondition | None) -> Callable[[], None] | None:

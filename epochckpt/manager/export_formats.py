@@ -17,13 +17,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from epochckpt.arrays import EpochReader, Request
+from epochckpt.arrays import EpochReader, NodeFile, Request
 from epochckpt.arrays.snapshot import root_metadata
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import ArrayItem, Box, EpochRecord, grid, paths, safetensors
 from epochckpt.format.safetensors import NOTES_KEY, Notes
 from epochckpt.manager import status
-from epochckpt.manager.copy import copy_handler_file
 from epochckpt.orbax import Views
 from epochckpt.orbax import view as orbax_view
 from epochckpt.storage import Store, Writer, writing
@@ -60,7 +59,7 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_un
         target.create(paths.join(base, path), data)
     for item in (name for name, entry in record.items.items() if entry.kind == "files"):
         for node, file in reader.item_files(item):
-            copy_handler_file(reader, node, file, target, paths.join(base, file.path))
+            NodeFile(reader, node, file).copy(target, paths.join(base, file.path))
     numbers = {entry.folder: i for i, entry in enumerate(record.nodes)}
     for path in view.links:
         item, name = path.split("/")[0], path.split("/")[-1]
@@ -68,8 +67,7 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_un
             continue
         folders.make(paths.join(base, path))
         for file in reader.files(item, numbers[name]):
-            with writing(target, paths.join(base, path, file.path.rpartition("/")[2]), file.size) as writer:
-                file.stream(writer.write)
+            file.copy(target, paths.join(base, path, file.name))
     custom = status.root_metadata(reader.store).custom_metadata
     if custom:
         folders.make(paths.ROOT_METADATA[0])
