@@ -1,10 +1,8 @@
 """How the processes of a running job agree: at the end of every epoch, and a few times before and after the epochs.
 
-Guarantees:
-- every exchange is bounded: when a process does not arrive, all others raise within the timeout, and the error names
-  its node;
-- an error of one process is raised on all of them;
-- every process gets the same answer: the primary's, which knows what all processes have reported.
+- Every exchange is bounded: when a process does not arrive, all others raise within the timeout, and name its node.
+- An error of one process is raised on all of them.
+- Every process gets the same answer: the primary's, which knows what all processes have reported.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from absl import logging
 
 from epochckpt._threads import Deadline
 from epochckpt.commit import Coordinator
-from epochckpt.errors import CoordinationError, CoordinationTimeoutError, InvalidArgumentError, from_wire, to_wire
+from epochckpt.errors import CoordinationError, CoordinationTimeoutError, from_wire, to_wire
 
 T = TypeVar("T")
 
@@ -30,16 +28,9 @@ class Exchange:
 
     The keys of `gather` number the phases of the run, and every broadcast belongs to the phase in which it is made: so
     a process that fails knows the keys that the others will read next, wherever they are.
-
-    Args:
-        coordinator: the processes.
-        nodes: node names by process, for messages.
-        timeout_secs: bound on every exchange.
     """
 
     def __init__(self, coordinator: Coordinator, nodes: Sequence[str], timeout_secs: float):
-        if not timeout_secs > 0:
-            raise InvalidArgumentError(f"exchange_timeout_secs must be positive, got {timeout_secs!r}")
         self._coordinator, self._nodes, self._timeout = coordinator, tuple(nodes), timeout_secs
         self._prefix = f"epochckpt/run/{next(_runs) if coordinator.processes > 1 else 0}"
         self._phase = self._broadcasts = 0
@@ -50,30 +41,24 @@ class Exchange:
         return self._coordinator.primary
 
     def broadcast(self, what: str, decide: Callable[[], T]) -> T:
-        """The primary decides, and all processes get its answer (JSON). The primary does not wait for them.
-
-        Raises:
-            whatever `decide` raised, on every process.
-            CoordinationTimeoutError: the primary's answer did not come in time.
-        """
+        """The primary decides, and all processes get its answer (JSON). The primary does not wait for them."""
         key = f"{self._prefix}/{self._phase}/broadcast/{self._broadcasts}"
         self._broadcasts += 1
         if self.primary:
             return self._coordinator.agree(key, decide, self._timeout)
         return self._answer(what, key, lambda: [0])
 
+    def together(self, what: str, fn: Callable[[], T]) -> T:
+        """Calls `fn` on every process, and returns what it returned on this one; an error of one is raised on all."""
+        returned: list[T] = []
+        self.gather(what, lambda: returned.append(fn()), lambda _: None)
+        return returned[0]
+
     def gather(self, what: str, report: Callable[[], Any], decide: Callable[[list[Any]], T]) -> T:
         """Every process reports, the primary decides from all reports, and all processes get its answer.
 
-        Args:
-            what: for messages.
-            report: on every process; returns its report (JSON). What it raises is raised on all processes. It may make
-                exchanges itself.
-            decide: on the primary; is given the reports by process, and returns the answer (JSON).
-
-        Raises:
-            what a `report` or `decide` raised, on every process.
-            CoordinationTimeoutError: a process did not arrive in time; names its node.
+        `report` returns JSON, and may make exchanges itself; `decide` gets the reports by process and returns JSON.
+        What either raises on one process is raised on all.
         """
         coordinator = self._coordinator
         if coordinator.processes == 1:
@@ -82,10 +67,10 @@ class Exchange:
             mine = report()
         except BaseException as error:  # Ctrl-C and sys.exit, too
             self._abort(error)
-            self._phase, self._broadcasts = self._phase + 1, 0  # in step with the others, should they go on
             raise
-        key, before = f"{self._prefix}/{self._phase}", self._phase - 1
-        self._phase, self._broadcasts = self._phase + 1, 0
+        finally:  # in step with the others, should they go on after an error
+            phase, self._phase, self._broadcasts = self._phase, self._phase + 1, 0
+        key = f"{self._prefix}/{phase}"
 
         def conclude() -> T:
             others = set(range(1, coordinator.processes))
@@ -95,7 +80,7 @@ class Exchange:
                 raise errors[0]
             if missing:
                 raise self._late(what, sorted(missing))
-            coordinator.forget(f"{self._prefix}/{before}")  # all processes are here: none reads it any more
+            coordinator.forget(f"{self._prefix}/{phase - 1}")  # all processes are here: none reads it any more
             return decide([mine, *(found[p]["value"] for p in sorted(others))])
 
         def missing() -> list[int]:
@@ -127,7 +112,7 @@ class Exchange:
             for one in keys:
                 self._coordinator.put(one, {"error": to_wire(error)})
         except CoordinationError as problem:
-            logging.warning("the other processes could not be told of an error: %s", problem)
+            logging.warning("the other processes do not learn of an error: %s", problem)
 
     def _late(self, what: str, processes: Sequence[int]) -> CoordinationTimeoutError:
         names = ", ".join(self._nodes[p] for p in processes)

@@ -26,9 +26,6 @@ def check_blobs(
     """Names the blobs in checkpointed workspaces that stay from epoch to epoch and are not among the `saved` ones.
 
     `chosen` picks the blobs that the user has not left out.
-
-    Raises:
-        InvalidArgumentError: there are some, and that is an error.
     """
     unsaved = {node: chosen([name for name in ws if name not in saved.get(node, ())]) for node, ws in spaces.items()}
     listed = [f"{', '.join(map(repr, names))} of node {node}" for node, names in unsaved.items() if names]
@@ -50,11 +47,8 @@ def check_metrics(
 ) -> None:
     """Names the metrics that are not kept, and what looks like a metric and is none.
 
-    Args:
-        returned: what the tasks of the epoch returned, in their order, by node of this process.
-        tasks: of the epoch group.
-        metrics: of the epoch.
-        primary: the node whose metrics count.
+    `returned` is what the `tasks` of the epoch group returned, by node of this process; the `primary` node's `metrics`
+    count.
     """
     numbers: dict[Task, str] = {}
     for node, values in returned.items():
@@ -63,11 +57,9 @@ def check_metrics(
                 numbers[task] = type(value).__name__
         lost = {name for value in values if isinstance(value, Mapping) for name in value} - metrics.keys()
         if lost:
+            names = sorted(map(str, lost))
             logging.warning(
-                "metrics %s of node %s are not kept: those of the first node, %s, count",
-                sorted(map(str, lost)),
-                node,
-                primary,
+                "metrics %s of node %s are not kept: those of the first node, %s, count", names, node, primary
             )
     for task, kind in numbers.items():
         logging.warning(

@@ -1,16 +1,10 @@
-"""What became of a run: `RunResult`, and the ledger of its saves."""
+"""What became of a run."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from absl import logging
 
 from epochckpt._units import several
-from epochckpt.errors import SaveError
 
 FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: start it again
@@ -39,20 +33,20 @@ class RunResult:
         total_secs: seconds that all runs of this job took until the last epoch.
     """
 
-    stop_reason: str
-    epoch: int
-    partial: bool
-    last_committed_epoch: int | None
-    unsaved: str
-    failed_saves: tuple[tuple[int, str], ...]
-    preempted: bool
-    finished: bool
-    fenced_off: bool
-    resumed_from: int | None
-    blocked_secs: float
-    slowest_node: tuple[str, float] | None
-    elapsed_secs: float
-    total_secs: float
+    stop_reason: str = ""
+    epoch: int = 0
+    partial: bool = False
+    last_committed_epoch: int | None = None
+    unsaved: str = ""
+    failed_saves: tuple[tuple[int, str], ...] = ()
+    preempted: bool = False
+    finished: bool = False
+    fenced_off: bool = False
+    resumed_from: int | None = None
+    blocked_secs: float = 0.0
+    slowest_node: tuple[str, float] | None = None
+    elapsed_secs: float = 0.0
+    total_secs: float = 0.0
 
     @property
     def exit_code(self) -> int:
@@ -83,40 +77,3 @@ class RunResult:
         if self.slowest_node is not None:
             parts.append("slowest node {} ({:.2f} s)".format(*self.slowest_node))
         return "; ".join(parts)
-
-
-class Ledger:
-    """The saves of a run, as all processes know them."""
-
-    def __init__(self) -> None:
-        self.last_committed: int | None = None
-        self.failed: list[tuple[int, str]] = []
-        self.consecutive_failures = 0
-        self.blocked_secs = 0.0
-        self._node_secs: collections.Counter[str] = collections.Counter()
-
-    def add(self, results: Iterable[Mapping[str, Any]]) -> None:
-        """Enters the results of saves, oldest first; each has the fields of a `SaveResult`."""
-        for one in results:
-            self._node_secs.update(one["nodes"])
-            if one["committed"]:
-                self.last_committed, self.consecutive_failures = one["epoch"], 0
-            else:
-                self.failed.append((one["epoch"], one["detail"]))
-                self.consecutive_failures += 1
-                logging.warning("epoch %d was not saved, training goes on: %s", one["epoch"], one["detail"])
-
-    @property
-    def slowest_node(self) -> tuple[str, float] | None:
-        """The node that took longest to write, and its seconds."""
-        return next(iter(self._node_secs.most_common(1)), None)
-
-    def check(self, limit: int | None) -> None:
-        """Raises SaveError if more saves in a row have failed than are allowed."""
-        if limit is not None and self.consecutive_failures > limit:
-            epoch, reason = self.failed[-1]
-            raise SaveError(
-                epoch,
-                f"{self.consecutive_failures} saves in a row have failed, more than max_consecutive_save_failures="
-                f"{limit}; the last: {reason}",
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
 from absl import logging
@@ -26,13 +26,7 @@ def choose(
     """Restores the epoch that the run goes on from; None: from scratch.
 
     A named epoch is a rollback, durable before anything is trained. Otherwise it is the newest that every node can
-    read, also where the metadata handler says less: the run may have died before the handler was told.
-
-    Raises:
-        EpochNotFoundError: the named epoch is not there, or there is none although there should be.
-        DamagedError: there are epochs, and none of them can be used.
-        FormatError: there are none, but folders that are named like epochs.
-        InvalidArgumentError: `resume="never"` in a directory that has epochs.
+    read, also where the metadata handler says less: the run may have died before it notified the handler.
     """
     backend.claim()
     if backend.chooses:
@@ -61,12 +55,12 @@ def choose(
                 directory,
                 f"it has no epoch, but something under the name of one: {foreign[-1]}. Nothing is started over there",
             )
+        if resume == NEVER and epochs:
+            raise InvalidArgumentError(
+                f"resume='never', but {directory} has epochs up to {epochs[-1]}; take another directory, delete "
+                "them, or resume='auto'"
+            )
         if resume == NEVER:
-            if epochs:
-                raise InvalidArgumentError(
-                    f"resume='never', but {directory} has epochs up to {epochs[-1]}; take another directory, delete "
-                    "them, or resume='auto'"
-                )
             return False
         # The handler knows of an epoch that is gone: a mistake in the path would train from scratch for days.
         known = handler.last_epoch()
@@ -85,10 +79,8 @@ def choose(
 def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:
     """A function that says what `init_group` makes, without computing it: for blobs whose types no epoch holds.
 
-    The function runs the tasks at its first call, under `jax.eval_shape` and on a copy of the workspace.
-
-    Raises (when called):
-        InvalidArgumentError: init cannot be traced; says why.
+    At its first call it runs the tasks under `jax.eval_shape`, on a copy of the workspace. It raises
+    InvalidArgumentError, with the reason, if init cannot be traced.
     """
     found: dict[str, containers.Container | None] = {}
 
@@ -100,28 +92,24 @@ def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[
         found.update({name: containers.of(blob_lib.state_of(value)) for name, value in scratch.items()})
 
     @functools.cache
-    def trace() -> InvalidArgumentError | None:
+    def trace() -> str:
         logging.info("node %s: init is run abstractly (jax.eval_shape), for the types of its blobs", workspace.node)
         try:
             jax.eval_shape(run)
         except Exception as error:  # init may do anything, and was written to run on real values
-            reason = say(error).splitlines()[0]
-            return InvalidArgumentError(f"init cannot be run abstractly (jax.eval_shape) to find out: {reason}")
-        return None
+            return f"init cannot be run abstractly (jax.eval_shape) to find out: {say(error).splitlines()[0]}"
+        return ""
 
     def made_by_init() -> Mapping[str, containers.Container | None]:
-        if (error := trace()) is not None:
-            raise error
+        if problem := trace():
+            raise InvalidArgumentError(problem)
         return found
 
     return made_by_init
 
 
 def warn_of_types(workspace: Workspace, names: Sequence[str], declared: Collection[str]) -> None:
-    """Names, after init, the blobs that a resume may not be able to give back as they are.
-
-    That is no worry for blobs that are `declared`: setup said how they come back.
-    """
+    """Names, after init, the blobs that a resume may not be able to give back as they are, but for `declared` ones."""
     for name in names:
         found = None if name in declared else containers.of(blob_lib.state_of(workspace[name]))
         lost = "" if found is None else found.loses()
@@ -137,29 +125,23 @@ def warn_of_types(workspace: Workspace, names: Sequence[str], declared: Collecti
             )
 
 
-def check_targets(restored: Restored, spaces: Mapping[str, Workspace], declared: Sequence[str], where: str) -> None:
-    """Refuses an epoch of another job: one that has no blob for which setup declared a target.
+def check_targets(
+    restored: Restored, spaces: Mapping[str, Workspace], chosen: Callable[[Iterable[str]], list[str]], directory: str
+) -> None:
+    """Refuses an epoch of another job: one that has none of the blobs for which setup declared a target.
 
-    An epoch that has some of these blobs may be older than the rest of the job: that is logged.
-
-    Args:
-        restored: what came back.
-        spaces: the workspaces of this process, by node.
-        declared: the blobs with targets that are checkpointed.
-        where: the directory, for messages.
-
-    Raises:
-        InvalidArgumentError: the epoch is another job's; says what it holds.
+    `chosen` picks the blobs that are checkpointed. An epoch that has some of those may be older than the rest of the
+    job: that is logged.
     """
     for node, workspace in spaces.items():
-        wanted = [name for name in declared if name in workspace.targets]
+        wanted = chosen(sorted(workspace.targets))
         missing = [name for name in wanted if name not in workspace]
         held = restored.names.get(node)
         if not missing or not held:
             continue
         problem = (
-            f"{where}: epoch {restored.epoch} holds {', '.join(held[:10])}{', …' if len(held) > 10 else ''} for node "
-            f"{node}, not {', '.join(missing)}, for which setup declared targets"
+            f"{directory}: epoch {restored.epoch} holds {', '.join(held[:10])}{', …' if len(held) > 10 else ''} for "
+            f"node {node}, not {', '.join(missing)}, for which setup declared targets"
         )
         if len(missing) == len(wanted):
             raise InvalidArgumentError(

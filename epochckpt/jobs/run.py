@@ -1,30 +1,29 @@
 """One run of a job, from setup to the last save. The order of steps is that of Caffe2's JobRunner.
 
-Every process goes through the same steps. An epoch is one exchange: each process trains the epoch and reports what its
-stop conditions say, whether it left the epoch in the middle, and whether it can save; the primary decides from all
-reports, and adds how earlier saves have ended. So stop, preemption and the results of saves are common to all
-processes. A save that fails never stops training; all processes know of it after their next exchange.
+An epoch is one exchange: each process trains the epoch and reports what its stop conditions say, whether it left the
+epoch in the middle, and whether it can save; the primary decides from all reports, and adds how earlier saves have
+ended. So stop, preemption and the results of saves are common to all processes. A save that fails never stops training.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from absl import logging
 
-from epochckpt.errors import CoordinationTimeoutError, InvalidArgumentError, say
+from epochckpt.errors import CoordinationTimeoutError, InvalidArgumentError, SaveError, say
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs import first_epoch, result, stop
+from epochckpt.jobs import first_epoch, stop
 from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Restored
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import ComputedCondition, Job, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.progress import ShowEpoch
+from epochckpt.jobs.result import RunResult
 from epochckpt.jobs.resume import check_targets, choose, warn_of_types
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
@@ -34,9 +33,8 @@ PREEMPTED, FINISHED, FENCED_OFF = "preempted", "was finished already", "fenced o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a runner was asked for; see `JobRunner`."""
+    """Arguments of `JobRunner`."""
 
-    resume_from_epoch: int | None
     resume: str
     include: Sequence[str] | None
     exclude: Sequence[str] | None
@@ -52,6 +50,7 @@ class _TrainedEpoch:
     number: int
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the primary's
     preempted: bool = False  # the preemption notice has reached all processes
+    interrupted: bool = False  # this process left the epoch in the middle
     prepared: Any = None  # what the backend saves, see `CheckpointBackend.prepare`
 
 
@@ -68,45 +67,38 @@ class _Verdict:
     results: list[dict[str, Any]]  # of saves that have ended, as JSON
 
 
+@dataclasses.dataclass(eq=False)
 class TrainingRun:
-    """One run of a job in a session that has the job's nodes. Without a backend nothing is saved.
+    """One run of a job in a session that has the job's nodes. Without a backend nothing is saved."""
 
-    Attributes:
-        names: the blobs that are checkpointed, by node of this process; empty before that is known.
-    """
+    job: Job
+    settings: RunSettings
+    resume_from_epoch: int | None
+    session: Session
+    exchange: Exchange
+    backend: CheckpointBackend | None
+    handler: HandlerNotifier
+    notice: Notice
+    show_epoch: ShowEpoch
+    upload: Callable[[int], TaskGroup | None]
 
-    def __init__(
-        self,
-        job: Job,
-        settings: RunSettings,
-        session: Session,
-        exchange: Exchange,
-        backend: CheckpointBackend | None,
-        handler: HandlerNotifier,
-        notice: Notice,
-        show_epoch: ShowEpoch,
-        upload: Callable[[int], TaskGroup | None],
-    ):
-        self._job, self._settings, self.session, self._exchange = job, settings, session, exchange
-        self.backend, self._handler, self._notice = backend, handler, notice
-        self._show_epoch, self._upload = show_epoch, upload
-        self.names: Names = {}
-        self._ledger = result.Ledger()
-        self._ended: list[SaveResult] = []  # saves that have ended and were not reported to the other processes yet
-        self._retry: Callable[[], None] | None = None  # saves the last epoch once more
+    def __post_init__(self) -> None:
+        self.names: Names = {}  # the blobs that are checkpointed; empty before that is known
+        self._result = RunResult()  # so far
         self._began, self._earlier_secs = time.monotonic(), 0.0
-        self._epoch, self._partial, self._reason, self._unsaved = 0, False, "", ""
-        self._finished = self._preempted = self._fenced_off = False
-        self._resumed_from: int | None = None
         self._in_epoch: int | None = 0  # None when the loop is over
         self._looked_back = False
         self._stop_states: Mapping[str, Any] = {}  # as they were after the last epoch that the conditions were shown
+        self._ended: list[SaveResult] = []  # saves that have ended and were not reported to the other processes yet
+        self._failures_in_a_row = 0
+        self._secs_by_node: collections.Counter[str] = collections.Counter()
+        self._retry: Callable[[], None] | None = None  # saves the last epoch once more
 
-    def train(self) -> result.RunResult:
+    def train(self) -> RunResult:
         """Runs the job; see `JobRunner.train`."""
         # Setup runs at every start: it makes the live objects, and says how blobs come back.
-        self._job.reset()
-        self._run_group(self._job.setup_group)
+        self.job.reset()
+        self._run_group(self.job.setup_group)
 
         # Either everything comes back from storage, or init makes it and epoch 0 is saved.
         restored = self._restore()
@@ -115,24 +107,25 @@ class TrainingRun:
         else:
             self._agree_on_names(restored.names)
             if self._is_finished(restored):
-                self._finished, self._reason = True, FINISHED
-                self._preempted = self._notice.ask(self._epoch)
-                logging.info("training was finished after epoch %d already: nothing to train", self._epoch)
-        if self._notice.heard and not self._finished:
-            self._preempted, self._reason = True, PREEMPTED
+                self._set(finished=True, stop_reason=FINISHED, preempted=self.notice.ask(restored.epoch))
+                logging.info("training was finished after epoch %d already: nothing to train", restored.epoch)
+        if self.notice.heard and not self._result.finished:
+            self._set(preempted=True, stop_reason=PREEMPTED)
 
         # An epoch that was saved in the middle is entered again.
-        while not self._reason:
-            self._train_epoch(self._epoch if self._partial else self._epoch + 1)
+        while not self._result.stop_reason:
+            self._train_epoch(self._result.epoch if self._result.partial else self._result.epoch + 1)
         self._in_epoch = None
 
         # What follows the loop needs the last epoch on storage, and is left to the next start when time is short.
-        if not self._fenced_off:
+        if not self._result.fenced_off:
             self._drain()
-        if not self._preempted and not self._fenced_off:
+        if not self._result.preempted and not self._result.fenced_off:
             self._conclude()
-        self._handler.run_ended(self._epoch, self._reason)
-        return self._result()
+        self.handler.run_ended(self._result.epoch, self._result.stop_reason)
+        elapsed, slowest = time.monotonic() - self._began, self._secs_by_node.most_common(1)
+        self._set(elapsed_secs=elapsed, total_secs=self._earlier_secs + elapsed, slowest_node=next(iter(slowest), None))
+        return self._result
 
     # -- before the first epoch ----------------------------------------------------------------------------------
 
@@ -145,48 +138,45 @@ class TrainingRun:
         spaces = self.session.workspaces()
 
         def restore() -> float:
-            began, settings = time.monotonic(), self._settings
-            named, resume = settings.resume_from_epoch, settings.resume
-            found.append(restored := choose(backend, named, resume, self._exchange, self._handler))
+            began, named, resume = time.monotonic(), self.resume_from_epoch, self.settings.resume
+            found.append(restored := choose(backend, named, resume, self.exchange, self.handler))
             if restored is not None:
-                declared = {name for workspace in spaces.values() for name in workspace.targets}
-                check_targets(restored, spaces, self._chosen(sorted(declared)), backend.directory)
+                check_targets(restored, spaces, self._chosen, backend.directory)
             return time.monotonic() - began
 
-        secs = self._exchange.gather("restore", restore, list)
+        secs = self.exchange.gather("restore", restore, list)
         (restored,) = found
         if restored is None:
             return None
-        self._epoch = self._in_epoch = self._resumed_from = self._ledger.last_committed = restored.epoch
-        self._partial = bool(restored.notes.get("partial"))
-        earlier = restored.notes.get("total_secs")
+        epoch, notes = restored.epoch, restored.notes
+        self._set(epoch=epoch, resumed_from=epoch, last_committed_epoch=epoch, partial=bool(notes.get("partial")))
+        self._in_epoch, earlier = epoch, notes.get("total_secs")
         self._earlier_secs = float(earlier) if isinstance(earlier, int | float) else 0.0
-        self._stop_states = restored.notes.get("stop") or {}
-        stop.load_states(self._job.stop_conditions, restored.notes.get("stop"))
+        self._stop_states = notes.get("stop") or {}
+        stop.load_states(self.job.stop_conditions, notes.get("stop"))
         for workspace in spaces.values():
-            workspace.epoch = restored.epoch
-        self._handler.report("checkpoint_load", dict(zip(self.session.nodes, secs, strict=False)))
-        logging.info("resumed from epoch %d%s", restored.epoch, " (partial)" if self._partial else "")
+            workspace.epoch = epoch
+        self.handler.report("checkpoint_load", dict(zip(self.session.nodes, secs, strict=False)))
+        logging.info("resumed from epoch %d%s", epoch, " (partial)" if self._result.partial else "")
         return restored
 
     def _initialize(self) -> None:
         """From scratch: runs init and saves epoch 0. The blobs that exist then are checkpointed."""
-        declared = {node: blob_lib.with_targets(ws) for node, ws in self.session.workspaces().items()}
-        self._run_group(self._job.init_group)
         spaces = self.session.workspaces()
+        declared = {node: blob_lib.with_targets(ws) for node, ws in spaces.items()}
+        self._run_group(self.job.init_group)
         self._agree_on_names({node: list(ws) if node in self._kept_nodes() else [] for node, ws in spaces.items()})
         if self.backend is not None:
             for node, names in self.names.items():
                 warn_of_types(spaces[node], names, declared[node])
             epoch = _TrainedEpoch(0)
-            verdict = self._agree(epoch, lambda: self._report(epoch, [], False))
-            self._save(epoch, verdict, force=True)
-        self._notice.ask(0)
+            self._save(epoch, self._agree(epoch, list), force=True)
+        self.notice.ask(0)
 
     def _agree_on_names(self, names: Names) -> None:
         names = {node: self._chosen(blobs) for node, blobs in names.items()}
         if self.backend is not None:
-            self.backend.agree_on_names(self.session, self._exchange, names)
+            self.backend.agree_on_names(self.session, self.exchange, names)
             self.names = names
 
     def _is_finished(self, restored: Restored) -> bool:
@@ -196,18 +186,19 @@ class TrainingRun:
         does not end the run: a task's output, a blob, a callable that fails here. A callable may count its calls: it is
         asked only if the run had ended.
         """
-        if self._settings.resume_from_epoch is not None or self._partial:
+        if self.resume_from_epoch is not None or self._result.partial:
             return False
-        metrics = restored.notes.get("metrics")
-        ctx = self._context(restored.epoch, metrics if isinstance(metrics, dict) else {})
-        ctx = dataclasses.replace(ctx, elapsed_secs=0.0, total_secs=self._earlier_secs)  # nothing has been trained yet
+        notes, conditions = restored.notes, self.job.stop_conditions
+        metrics = notes.get("metrics")
+        ctx = self._context(restored.epoch, metrics if isinstance(metrics, dict) else {}, 0.0)
 
         def holds(condition: stop.Condition) -> bool:
-            if not stop.is_foreign(condition):
-                return condition.holds(ctx)
+            foreign = stop.is_foreign(condition)
             try:
-                return bool(restored.notes.get("finished")) and condition.holds(ctx)
+                return condition.holds(ctx) if not foreign or notes.get("finished") else False
             except Exception as error:
+                if not foreign:
+                    raise
                 logging.warning(
                     "stop condition %r cannot be evaluated before an epoch has been trained, so one is: %s",
                     condition,
@@ -216,41 +207,38 @@ class TrainingRun:
                 return False
 
         def report() -> bool:
-            held = [holds(condition) for condition in self._job.stop_conditions]
-            stop.load_states(self._job.stop_conditions, restored.notes.get("stop"))  # callables may have counted this
+            held = [holds(condition) for condition in conditions]
+            stop.load_states(conditions, notes.get("stop"))  # callables may have counted this
             return any(held)
 
-        return self._exchange.gather("whether training is over", report, any)
+        return self.exchange.gather("whether training is over", report, any)
 
     # -- one epoch -----------------------------------------------------------------------------------------------
 
     def _train_epoch(self, number: int) -> None:
-        self._in_epoch = number
-        stopper = Stopper(self._notice, self._exchange, self._job.resumable, self._settings.deadline_secs)
+        epoch, self._in_epoch = _TrainedEpoch(number), number
+        stopper = Stopper(self.notice, self.exchange, self.job.resumable, self.settings.deadline_secs)
         for workspace in self.session.workspaces().values():
             workspace.epoch = number
             workspace.set_stopper(stopper.of_one_node())
-        epoch = _TrainedEpoch(number)
 
-        def train() -> dict[str, Any]:
+        def train() -> list[str | None]:
             # Conditions on metrics answer alike everywhere: every process shows them the primary's.
-            returned = self.session.run(self._job.epoch_group)
-            primary = self.session.nodes[0]
-            epoch.metrics = self._exchange.broadcast(
-                f"metrics of epoch {number}", lambda: merge_metrics(returned.get(primary, []))
+            returned = self.session.run(self.job.epoch_group)
+            epoch.metrics = self.exchange.broadcast(
+                f"metrics of epoch {number}", lambda: merge_metrics(returned.get(self.session.nodes[0], []))
             )
-            epoch.preempted = self._notice.ask(number)
+            epoch.preempted, epoch.interrupted = self.notice.ask(number), stopper.stopped
+            if epoch.interrupted:
+                return []
 
             # Every condition looks at every finished epoch: one that counts must not miss any.
-            reasons: list[str | None] = []
-            if not stopper.stopped:
-                self._look_back(epoch, returned)
-                ctx = self._context(number, epoch.metrics, epoch.preempted)
-                conditions = self._job.stop_conditions
-                answers = [stop.checked(c, c(ctx), number) for c in conditions]
-                self._stop_states = stop.save_states(conditions)
-                reasons = [_reason(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
-            return self._report(epoch, reasons, stopper.stopped)
+            self._look_back(epoch, returned)
+            ctx = self._context(number, epoch.metrics, time.monotonic() - self._began, epoch.preempted)
+            conditions = self.job.stop_conditions
+            answers = [stop.checked(c, c(ctx), number) for c in conditions]
+            self._stop_states = stop.save_states(conditions)
+            return [_reason(c, true, ctx) for c, true in zip(conditions, answers, strict=True)]
 
         verdict = self._agree(epoch, train)
         if verdict.fenced_off:
@@ -261,36 +249,32 @@ class TrainingRun:
         stops = {} if verdict.interrupted else verdict.stop
         if epoch.preempted:
             stops = {condition: why for condition, why in stops.items() if why != repr(stop.preempted)}
-        self._finished, self._preempted = bool(stops), epoch.preempted
-        self._reason = "; ".join([PREEMPTED] * epoch.preempted + list(stops.values()))
-        if verdict.interrupted and not self._job.resumable:
+        reason = "; ".join([PREEMPTED] * epoch.preempted + list(stops.values()))
+        self._set(finished=bool(stops), preempted=epoch.preempted, stop_reason=reason)
+        if verdict.interrupted and not self.job.resumable:
             logging.warning("epoch %d was left in the middle and is dropped; epoch %d is the last", number, number - 1)
             return
 
-        self._epoch, self._partial = number, verdict.interrupted
-        self._show_epoch(number, epoch.metrics)
-        self._save(epoch, dataclasses.replace(verdict, stop=stops), force=bool(self._reason))
+        self._set(epoch=number, partial=verdict.interrupted)
+        self.show_epoch(number, epoch.metrics)
+        self._save(epoch, dataclasses.replace(verdict, stop=stops), force=bool(reason))
 
-    def _report(self, epoch: _TrainedEpoch, reasons: Sequence[str | None], interrupted: bool) -> dict[str, Any]:
-        """What this process reports at the end of an epoch; prepares the save.
+    def _agree(self, epoch: _TrainedEpoch, train: Callable[[], list[str | None]]) -> _Verdict:
+        """The exchange at the end of an epoch; prepares the save.
 
-        Args:
-            epoch: the epoch.
-            reasons: of each stop condition why it is true here, "" if it is false, None if it has no vote here.
-            interrupted: this process left the epoch in the middle.
+        `train` gives for each stop condition why it is true here, "" if it is false, None if it has no vote here.
         """
-        problem, backend = "", self.backend
-        if backend is not None and (self._job.resumable or not interrupted):
-            try:
-                epoch.prepared = backend.prepare(epoch.number, self.names)
-            except Exception as error:
-                problem = say(error)
-        fenced_off = "" if backend is None else backend.fenced_off()
-        return {"reasons": reasons, "interrupted": interrupted, "problem": problem, "fenced_off": fenced_off}
+        conditions, backend = self.job.stop_conditions, self.backend
 
-    def _agree(self, epoch: _TrainedEpoch, report: Callable[[], dict[str, Any]]) -> _Verdict:
-        """The exchange at the end of an epoch; see `_report`."""
-        conditions, backend = self._job.stop_conditions, self.backend
+        def report() -> dict[str, Any]:
+            reasons, problem = train(), ""
+            if backend is not None and (self.job.resumable or not epoch.interrupted):
+                try:
+                    epoch.prepared = backend.prepare(epoch.number, self.names)
+                except Exception as error:
+                    problem = say(error)
+            fenced_off = "" if backend is None else backend.fenced_off()
+            return {"reasons": reasons, "interrupted": epoch.interrupted, "problem": problem, "fenced_off": fenced_off}
 
         def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
             # A condition is true if it is on any process that has a vote, and some process must have one.
@@ -303,9 +287,8 @@ class TrainingRun:
                     stops[repr(condition)] = next(filter(None, votes))
 
             # The epoch is saved if every process can save its part, and storage can be reached.
-            refusal = problem = next((r["problem"] for r in reports if r["problem"]), "")
-            accessible = backend is None or problem or self._handler.cp_accessible(epoch.number, backend.accessible)
-            if not accessible:
+            refusal = problem = _first(reports, "problem")
+            if backend is not None and not problem and not self._is_accessible(epoch.number):
                 refusal = "the metadata handler does not say that the storage can be reached"
             if refusal:
                 self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
@@ -315,15 +298,21 @@ class TrainingRun:
                 save=not refusal,
                 retry=not problem,
                 exists=backend is not None and epoch.number in backend.epochs(),
-                fenced_off=next((r["fenced_off"] for r in reports if r["fenced_off"]), ""),
+                fenced_off=_first(reports, "fenced_off"),
                 results=self._take_results(),
             )
             return dataclasses.asdict(verdict)
 
-        verdict = _Verdict(**self._exchange.gather(f"end of epoch {epoch.number}", report, decide))
-        self._ledger.add(verdict.results)
-        if not verdict.fenced_off:
-            self._ledger.check(self._settings.max_consecutive_save_failures)
+        verdict = _Verdict(**self.exchange.gather(f"end of epoch {epoch.number}", report, decide))
+        self._enter(verdict.results)
+        limit, failures = self.settings.max_consecutive_save_failures, self._failures_in_a_row
+        if limit is not None and failures > limit and not verdict.fenced_off:
+            failed, reason = self._result.failed_saves[-1]
+            raise SaveError(
+                failed,
+                f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}; the last: "
+                f"{reason}",
+            )
         return verdict
 
     def _look_back(self, epoch: _TrainedEpoch, returned: Mapping[str, Sequence[Any]]) -> None:
@@ -331,49 +320,64 @@ class TrainingRun:
         if self._looked_back:
             return
         self._looked_back = True
-        first_epoch.check_metrics(returned, self._job.epoch_group.tasks(), epoch.metrics, self.session.nodes[0])
+        first_epoch.check_metrics(returned, self.job.epoch_group.tasks(), epoch.metrics, self.session.nodes[0])
         if self.backend is not None:
             spaces = {node: ws for node, ws in self.session.workspaces().items() if node in self._kept_nodes()}
-            first_epoch.check_blobs(epoch.number, spaces, self.names, self._chosen, self._settings.unsaved_blobs)
+            first_epoch.check_blobs(epoch.number, spaces, self.names, self._chosen, self.settings.unsaved_blobs)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _save(self, epoch: _TrainedEpoch, verdict: _Verdict, force: bool) -> None:
         """Begins to save an epoch. The last one of a run (`force`) may be tried once more."""
-        backend, number = self.backend, epoch.number
+        backend, number, metrics = self.backend, epoch.number, dict(epoch.metrics)
         if backend is None:
             return
-        more = {"finished": list(verdict.stop) or None, "metrics": dict(epoch.metrics)}
-        notes = {**self._notes(self._partial), **more}
+        more = {"finished": list(verdict.stop) or None, "metrics": metrics}
+        notes = {**self._notes(self._result.partial), **more}
 
         def save() -> None:
             began = time.monotonic()
             try:
                 if verdict.exists:  # a part of the epoch, or what `save_checkpoints` has saved as the epoch
                     backend.allow_overwrite(number)
-                backend.save(number, epoch.prepared, dict(epoch.metrics), notes, force or verdict.exists)
+                backend.save(number, epoch.prepared, metrics, notes, force or verdict.exists)
             except CoordinationTimeoutError:
                 raise
             except Exception as error:
                 logging.warning("epoch %d could not be saved: %s", number, say(error))
                 self._ended.append(SaveResult(number, False, say(error), 0.0, 0.0, {}))
-            self._ledger.blocked_secs += time.monotonic() - began
+            self._set(blocked_secs=self._result.blocked_secs + time.monotonic() - began)
 
         self._retry = save if force and verdict.retry else None
         if verdict.save:
             save()
+
+    def _is_accessible(self, epoch: int) -> bool:
+        backend = self.backend
+        return backend is None or self.handler.cp_accessible(epoch, backend.accessible)
 
     def _take_results(self) -> list[dict[str, Any]]:
         """On the primary: how saves ended since the last call, as JSON; notifies the metadata handler."""
         results, self._ended = [*self._ended, *(self.backend.outcomes() if self.backend is not None else ())], []
         results.sort(key=lambda one: one.epoch)
         for one in results:
-            self._handler.saved(one)
+            self.handler.saved(one)
         return [{**vars(one), "nodes": dict(one.nodes)} for one in results]
+
+    def _enter(self, results: Iterable[Mapping[str, Any]]) -> None:
+        """Enters how saves ended, oldest first, as all processes know it; each has the fields of a `SaveResult`."""
+        for one in results:
+            self._secs_by_node.update(one["nodes"])
+            self._failures_in_a_row = 0 if one["committed"] else self._failures_in_a_row + 1
+            if one["committed"]:
+                self._set(last_committed_epoch=one["epoch"])
+            else:
+                self._set(failed_saves=(*self._result.failed_saves, (one["epoch"], one["detail"])))
+                logging.warning("epoch %d was not saved, training goes on: %s", one["epoch"], one["detail"])
 
     def _drain(self) -> None:
         """Waits for the saves in flight. The last epoch, if it could not be saved, is tried once more."""
-        backend, epoch = self.backend, self._epoch
+        backend, epoch = self.backend, self._result.epoch
         if backend is None:
             return
 
@@ -382,27 +386,27 @@ class TrainingRun:
             return backend.fenced_off()
 
         def decide(fenced_off: list[str]) -> dict[str, Any]:
-            results = self._take_results()
-            saved = self._ledger.last_committed == epoch or backend.discarded(epoch)
+            results, why = self._take_results(), next(filter(None, fenced_off), "")
+            saved = self._result.last_committed_epoch == epoch or backend.discarded(epoch)
             saved = saved or any(one["committed"] and one["epoch"] == epoch for one in results)
-            answer = {"results": results, "saved": saved, "fenced_off": next(filter(None, fenced_off), "")}
-            retry = self._retry is not None and not saved and not answer["fenced_off"]
-            return {**answer, "retry": retry and self._handler.cp_accessible(epoch, backend.accessible)}
+            retry = self._retry is not None and not saved and not why and self._is_accessible(epoch)
+            return {"results": results, "saved": saved, "fenced_off": why, "retry": retry}
 
         for _ in range(2):
-            answer = self._exchange.gather("last save", report, decide)
-            self._ledger.add(answer["results"])
+            answer = self.exchange.gather("last save", report, decide)
+            self._enter(answer["results"])
             if answer["saved"]:
                 return
             if answer["fenced_off"]:
                 self._end_fenced_off(epoch, answer["fenced_off"])
                 return
-            if self._retry is None or not answer["retry"]:
-                break
             retry, self._retry = self._retry, None
+            if retry is None or not answer["retry"]:
+                break
             retry()
-        self._unsaved = dict(self._ledger.failed).get(epoch, "it was not asked for")
-        logging.error("the last epoch, %d, was not saved: %s", epoch, self._unsaved)
+        unsaved = dict(self._result.failed_saves).get(epoch, "it was not asked for")
+        self._set(unsaved=unsaved)
+        logging.error("the last epoch, %d, was not saved: %s", epoch, unsaved)
 
     def _notes(self, partial: bool) -> dict[str, Any]:
         return {
@@ -416,17 +420,15 @@ class TrainingRun:
     def notes_beside(self, epoch: int, session: Session) -> dict[str, Any]:
         """The notes for an epoch that `JobRunner.save_checkpoints` is about to save while this run goes on.
 
-        Waits for the run's own saves, and keeps their results: those that come later are not the run's.
-
-        Returns:
-            In this run's session the notes with which a run may go on from the epoch.
+        Waits for the run's own saves, and keeps their results: those that come later are not the run's. In the run's
+        own session the notes are such that a run may go on from the epoch.
         """
         backend = self.backend
         if backend is not None:
             backend.drain()
             self._ended += backend.outcomes()
         own, current = session is self.session, self._in_epoch
-        notes = self._notes(current == epoch and self._job.resumable) if own else {}
+        notes = self._notes(current == epoch and self.job.resumable) if own else {}
         if current is not None and (epoch > current or not own):
             notes[BESIDE] = True
         if current is not None and epoch > current:
@@ -445,71 +447,53 @@ class TrainingRun:
 
     def _conclude(self) -> None:
         """Upload, download, exit. A run that is preempted here does all of it again when it is started again."""
-        upload = None
-        if self._ledger.last_committed == self._epoch:
-            upload = self._together("upload", lambda: self._upload(self._epoch))
-        for group in (upload, self._job.download_group, self._job.exit_group):
-            self._preempted = self._notice.ask(self._epoch)
-            if self._preempted:
+        epoch, upload = self._result.epoch, None
+        if self._result.last_committed_epoch == epoch:
+            upload = self.exchange.together("upload", lambda: self.upload(epoch))
+        for group in (upload, self.job.download_group, self.job.exit_group):
+            self._set(preempted=self.notice.ask(epoch))
+            if self._result.preempted:
                 return
             if group is not None:
                 self._run_group(group)
-        self._preempted = self._notice.ask(self._epoch)
+        self._set(preempted=self.notice.ask(epoch))
 
     def _end_fenced_off(self, epoch: int, why: str) -> None:
         """A newer run saves to the directory: whatever this one would train could not be saved."""
-        self._epoch, self._fenced_off, self._reason, self._unsaved = epoch, True, f"{FENCED_OFF}: {why}", why
+        self._set(epoch=epoch, fenced_off=True, stop_reason=f"{FENCED_OFF}: {why}", unsaved=why)
         logging.error("the run ends after epoch %d: %s", epoch, why)
 
-    def _result(self) -> result.RunResult:
-        elapsed, ledger = time.monotonic() - self._began, self._ledger
-        return result.RunResult(
-            stop_reason=self._reason,
-            epoch=self._epoch,
-            partial=self._partial,
-            last_committed_epoch=ledger.last_committed,
-            unsaved=self._unsaved,
-            failed_saves=tuple(ledger.failed),
-            preempted=self._preempted,
-            finished=self._finished,
-            fenced_off=self._fenced_off,
-            resumed_from=self._resumed_from,
-            blocked_secs=ledger.blocked_secs,
-            slowest_node=ledger.slowest_node,
-            elapsed_secs=elapsed,
-            total_secs=self._earlier_secs + elapsed,
-        )
-
     # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _set(self, **changes: Any) -> None:
+        self._result = dataclasses.replace(self._result, **changes)
 
     def _run_group(self, group: TaskGroup) -> None:
         """Runs a group that runs once; an error on one process is raised on all."""
         for workspace in self.session.workspaces().values():
-            workspace.set_stopper(self._notice.poll)
-        self._together(f"group {group.name}", lambda: self.session.run(group))
-
-    def _together(self, what: str, fn: Callable[[], Any]) -> Any:
-        """Calls `fn` on every process; an error of one is raised on all."""
-        returned: list[Any] = []
-        self._exchange.gather(what, lambda: returned.append(fn()), lambda _: None)
-        return returned[0]
+            workspace.set_stopper(self.notice.poll)
+        self.exchange.together(f"group {group.name}", lambda: self.session.run(group))
 
     def _chosen(self, names: Iterable[str]) -> list[str]:
-        return blob_lib.chosen(names, self._settings.include, self._settings.exclude)
+        return blob_lib.chosen(names, self.settings.include, self.settings.exclude)
 
     def _kept_nodes(self) -> Sequence[str]:
-        return self._job.nodes_to_checkpoint() or self.session.nodes
+        return self.job.nodes_to_checkpoint() or self.session.nodes
 
-    def _context(self, epoch: int, metrics: Mapping[str, Any], preempted: bool = False) -> stop.Context:
-        elapsed = time.monotonic() - self._began
+    def _context(self, epoch: int, metrics: Mapping[str, Any], secs: float, preempted: bool = False) -> stop.Context:
         return stop.Context(
             epoch=epoch,
             metrics=metrics,
             workspace=self.session.root,
-            elapsed_secs=elapsed,
-            total_secs=self._earlier_secs + elapsed,
+            elapsed_secs=secs,
+            total_secs=self._earlier_secs + secs,
             preempted=preempted,
         )
+
+
+def _first(reports: Iterable[Mapping[str, Any]], key: str) -> str:
+    """The first text that is not empty."""
+    return next((report[key] for report in reports if report[key]), "")
 
 
 def _reason(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | None:
@@ -522,10 +506,8 @@ def _reason(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | N
 def merge_metrics(returned: Iterable[Any]) -> dict[str, bool | int | float]:
     """One mapping of the mappings that the tasks of a node returned, with Python scalars as values.
 
-    A value that is still being computed is waited for. What is no mapping is left out.
-
-    Raises:
-        InvalidArgumentError: two tasks returned a metric of the same name, or a metric is not a scalar.
+    Waits for values that are still being computed. Raises InvalidArgumentError if two tasks return metrics of one name,
+    or a metric is no scalar.
     """
     merged: dict[str, bool | int | float] = {}
     for name, value in (pair for one in returned if isinstance(one, Mapping) for pair in one.items()):
@@ -533,10 +515,8 @@ def merge_metrics(returned: Iterable[Any]) -> dict[str, bool | int | float]:
             raise InvalidArgumentError(f"the names of metrics are strings, got {name!r}")
         if name in merged:
             raise InvalidArgumentError(f"two tasks returned a metric {name!r}; rename one")
-        scalar = value
-        if isinstance(value, np.generic | np.ndarray | jax.Array) and value.shape == ():
-            scalar = np.asarray(value).item()
-        if not isinstance(scalar, bool | int | float):
+        scalar = stop.as_scalar(value)
+        if scalar is None:
             shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
             raise InvalidArgumentError(
                 f"metric {name!r} must be a scalar (a number, or a 0-d array), got a {type(value).__name__}{shape}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import inspect
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from epochckpt.jobs.session import DistributedSession, Session
 from epochckpt.manager import HandlerNotifier, metadata_handlers
 from epochckpt.manager.reader import epoch_number
 
+_RESUME, _UNSAVED = (AUTO, NEVER, MUST), (WARN, ERROR, IGNORE)
 _ASSIGNABLE = ("job", "checkpoint_manager", "resume_from_epoch", "upload_task_group_builder")
 
 
@@ -34,12 +34,7 @@ class UploadTaskGroupBuilder(abc.ABC):
 
     @abc.abstractmethod
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
-        """The task group that uploads an epoch; called when the epoch is committed, on every process.
-
-        Args:
-            epoch: its number.
-            checkpoint_manager: the runner's.
-        """
+        """The task group that uploads an epoch; called on every process when the epoch is committed."""
 
 
 class JobRunner:
@@ -67,8 +62,8 @@ class JobRunner:
     >>> train(epochs=4)
     (2, 10)
 
-    As in Caffe2, `job`, `checkpoint_manager`, `resume_from_epoch` and `upload_task_group_builder` are also attributes;
-    what is assigned to them counts from the next call on. Nothing else can be assigned.
+    As in Caffe2, the first four arguments are also attributes; what is assigned to them counts from the next call on.
+    Nothing else can be assigned.
 
     Args:
         job: what to run.
@@ -78,7 +73,7 @@ class JobRunner:
         upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
         resume: `auto`: from the newest epoch, if there is one; `never`: from scratch, refused if there are epochs;
             `must`: refused if there are none.
-        metadata_handler: is told of what is saved; may be given to the manager instead.
+        metadata_handler: hears what is saved; may be given to the manager instead.
         include: shell patterns of the blobs to checkpoint; None: all.
         exclude: shell patterns of blobs not to checkpoint.
         deadline_secs: how long after a preemption notice an epoch may still be worked on by tasks that ask
@@ -112,26 +107,23 @@ class JobRunner:
         exchange_timeout_secs: float = 600.0,
         progress: bool | None = None,
     ):
-        if resume not in (AUTO, NEVER, MUST):
-            raise InvalidArgumentError(f"resume must be {AUTO!r}, {NEVER!r} or {MUST!r}, got {resume!r}")
-        _check_seconds("deadline_secs", deadline_secs, zero=True)
-        _check_seconds("exchange_timeout_secs", exchange_timeout_secs)
+        for name, value, choices in (("resume", resume, _RESUME), ("unsaved_blobs", unsaved_blobs, _UNSAVED)):
+            if value not in choices:
+                raise InvalidArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
         limit = max_consecutive_save_failures
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise InvalidArgumentError(f"max_consecutive_save_failures is an integer of at least 0, got {limit!r}")
-        if unsaved_blobs not in (WARN, ERROR, IGNORE):
-            raise InvalidArgumentError(
-                f"unsaved_blobs must be {WARN!r}, {ERROR!r} or {IGNORE!r}, got {unsaved_blobs!r}"
-            )
+        if deadline_secs is not None:
+            _check_seconds("deadline_secs", deadline_secs, zero=True)
+        _check_seconds("exchange_timeout_secs", exchange_timeout_secs)
         for name, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
                 raise InvalidArgumentError(f"{name} is a sequence of patterns, got one string: [{patterns!r}]?")
         self.job, self.checkpoint_manager = job, checkpoint_manager
         self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
-        self._introduced: Any = None  # the manager of whose directory and nodes the handler has been told
+        self._introduced: Any = None  # the manager whose directory and nodes the handler knows
         self._settings = RunSettings(
-            resume_from_epoch=None,  # `train` looks at the attribute
             resume=resume,
             include=include,
             exclude=exclude,
@@ -153,11 +145,7 @@ class JobRunner:
         super().__setattr__(name, value)
 
     def _check(self) -> CheckpointBackend | None:
-        """Checks the attributes, which may have been set since the construction; returns a backend of the manager.
-
-        Raises:
-            InvalidArgumentError: they do not fit together.
-        """
+        """Checks the attributes, which may have been set since the construction; returns a backend of the manager."""
         manager, builder = self.checkpoint_manager, self.upload_task_group_builder
         if not isinstance(self.job, Job):
             raise InvalidArgumentError(f"JobRunner runs an epochckpt.Job, got {type(self.job).__name__}")
@@ -209,8 +197,7 @@ class JobRunner:
             CoordinationTimeoutError: a node did not arrive at the end of an epoch; names it.
         """
         self._result = None
-        backend = self._open(session)
-        exchange, handler = self._exchange(session), self._notifier(session, backend)
+        backend, exchange, handler = self._open(session)
 
         def open_backend() -> None:
             if backend is not None:
@@ -218,18 +205,18 @@ class JobRunner:
                 self._introduced = None
                 self._introduce(handler, backend, session)
 
-        exchange.gather("beginning of the run", open_backend, lambda _: None)
+        exchange.together("beginning of the run", open_backend)
         distributed = isinstance(session, DistributedSession)
         with (
             listening(distributed, backend is not None and backend.asks_jax) as notice,
             bar(self._progress, exchange.primary, self.job.stop_conditions) as show_epoch,
         ):
-            settings = dataclasses.replace(self._settings, resume_from_epoch=self.resume_from_epoch)
-            self._run = run = TrainingRun(
-                self.job, settings, session, exchange, backend, handler, notice, show_epoch, self._upload
+            named = self.resume_from_epoch
+            self._run = TrainingRun(
+                self.job, self._settings, named, session, exchange, backend, handler, notice, show_epoch, self._upload
             )
             try:
-                result = run.train()
+                result = self._run.train()
             except BaseException:
                 self._run = None
                 raise
@@ -257,13 +244,12 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        backend = self._require(session, "load_blobs_from_checkpoints")
-        backend.open(session, self._exchange(session), beside=True)
+        backend, exchange, handler = self._open_saved(session, "load_blobs_from_checkpoints")
+        backend.open(session, exchange, beside=True)
         names = [blob_names] if isinstance(blob_names, str) else list(blob_names)
         began = time.monotonic()
         loaded = backend.load_blobs(names, epoch_number(epoch))
         secs = {session.hosted[0]: time.monotonic() - began}
-        handler = self._notifier(session, backend)
         self._introduce(handler, backend, session)
         handler.report("checkpoint_partial_load", secs)
         handler.drain()
@@ -286,8 +272,7 @@ class JobRunner:
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
-        backend: CheckpointBackend = self._require(session, "save_checkpoints")
-        exchange, handler = self._exchange(session), self._notifier(session, backend)
+        backend, exchange, handler = self._open_saved(session, "save_checkpoints")
         run, notes = self._run, dict[str, Any]()
 
         def look() -> list[bool]:
@@ -326,16 +311,6 @@ class JobRunner:
                 logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
         handler.drain()
 
-    def _exchange(self, session: Session) -> Exchange:
-        return Exchange(session.coordinator, session.nodes, self._timeout)
-
-    def _notifier(self, session: Session, backend: CheckpointBackend | None) -> HandlerNotifier:
-        """Tells the metadata handler: the manager's, or this runner's."""
-        primary, asks_manager = session.coordinator.primary, backend is not None and backend.asks_manager
-        if backend is None or backend.handler is None:
-            return HandlerNotifier(self._handler, primary, asks_manager=asks_manager)
-        return HandlerNotifier(backend.handler, primary, backend.handler_calls, asks_manager)
-
     def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend, session: Session) -> None:
         """Tells the metadata handler which nodes save where, unless an earlier call has; the backend is open."""
         if self._introduced is not self.checkpoint_manager:
@@ -354,19 +329,14 @@ class JobRunner:
             )
         return group
 
-    def _require(self, session: Session, verb: str) -> CheckpointBackend:
-        """A backend for a session.
-
-        Raises:
-            InvalidArgumentError: there is no checkpoint manager.
-        """
-        backend = self._open(session) if self.checkpoint_manager is not None else None
+    def _open_saved(self, session: Session, verb: str) -> tuple[CheckpointBackend, Exchange, HandlerNotifier]:
+        backend, exchange, handler = self._open(session)
         if backend is None:
             raise InvalidArgumentError(f"{verb} needs a checkpoint manager; give JobRunner one")
-        return backend
+        return backend, exchange, handler
 
-    def _open(self, session: Session) -> CheckpointBackend | None:
-        """Gives job, session and manager the same nodes; returns a backend for this session, if there is a manager."""
+    def _open(self, session: Session) -> tuple[CheckpointBackend | None, Exchange, HandlerNotifier]:
+        """Gives job, session and manager the same nodes; makes what a run, or one call, uses the manager with."""
         backend = self._check()
         if not isinstance(session, Session):
             raise InvalidArgumentError(
@@ -375,23 +345,27 @@ class JobRunner:
         expected = self.job.session_class
         if expected is not None and not isinstance(session, expected):
             raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {type(session).__name__}")
-        everywhere = self.job.nodes()
-        if backend is None:
-            session.open(everywhere or session.nodes)
-            return None
+
         # In a distributed job every process has its part in a save, if only to say that it has nothing.
-        distributed = isinstance(session, DistributedSession) and not backend.per_node
-        wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
-        nodes = backend.nodes(wanted or everywhere, session)
+        everywhere, nodes = self.job.nodes(), session.nodes
+        if backend is not None:
+            distributed = isinstance(session, DistributedSession) and not backend.per_node
+            wanted = everywhere if distributed else self.job.nodes_to_checkpoint()
+            nodes = backend.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
         for workspace in session.workspaces().values():
             workspace.set_init_tracer(traced_init(self.job.init_group, workspace))
-        return backend
+
+        # The metadata handler is the manager's, or this runner's.
+        handler, calls = self._handler, frozenset[str]()
+        if backend is not None and backend.handler is not None:
+            handler, calls = backend.handler, backend.handler_calls
+        primary, asks_manager = session.coordinator.primary, backend is not None and backend.asks_manager
+        notifier = HandlerNotifier(handler, primary, calls, asks_manager)
+        return backend, Exchange(session.coordinator, session.nodes, self._timeout), notifier
 
 
-def _check_seconds(name: str, value: float | None, zero: bool = False) -> None:
-    if value is None:
-        return
+def _check_seconds(name: str, value: Any, zero: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (value > 0 or (zero and value == 0)):
         raise InvalidArgumentError(f"{name} is a number of seconds, got {value!r}")

@@ -1,11 +1,9 @@
 """Stop conditions: small objects that look at each finished epoch and say whether the run should end.
 
-Guarantees:
-- `|` and `&` show every epoch to every operand: a condition that counts epochs never misses one because of another;
-- an answer that is no bool is an error that names the condition and the epoch: a forgotten `return` cannot make a run
-  train for ever, and a number cannot stop it;
-- the state of a condition is a JSON value, saved under the condition's `repr`; a condition whose `repr` has changed is
-  another one and starts fresh. A state that cannot be used is logged: it never keeps a run from resuming.
+- `|` and `&` show every epoch to every operand: a condition that counts epochs never misses one.
+- An answer that is no bool is an error: a forgotten `return` cannot make a run train for ever.
+- The state of a condition is a JSON value, saved under the condition's `repr`. A condition whose `repr` has changed
+  starts fresh; so does one whose state cannot be used, with a warning: no state keeps a run from resuming.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
@@ -65,7 +62,7 @@ class Condition(abc.ABC):
     """
 
     operands: Sequence[Condition] = ()
-    """What it is composed of; nothing for most."""
+    """The conditions that `|` or `&` has joined; empty for all others."""
 
     def __call__(self, ctx: Context) -> bool:
         """Looks at a finished epoch, once for each epoch; may change the condition's state. By default: `holds`."""
@@ -79,11 +76,14 @@ class Condition(abc.ABC):
         """
 
     def get_state(self) -> Any:
-        """What it has to remember from run to run, as a JSON value; None if nothing."""
+        """What the next run has to know, as a JSON value; None if nothing."""
         return None
 
     def set_state(self, state: Any) -> None:
-        """Restores what `get_state` returned in an earlier run; None, or with a warning a wrong state, starts fresh."""
+        """Restores what `get_state` returned in an earlier run; None starts fresh.
+
+        A state that it refuses with an error is logged, and the condition starts fresh.
+        """
         del state
 
     def __or__(self, other: Condition | Callable[[Context], Any]) -> Condition:
@@ -107,7 +107,7 @@ class Condition(abc.ABC):
 
 
 class _Both(Condition):
-    """Two conditions, joined by `|` or `&`. It has no state of its own: see `save_states`."""
+    """Two conditions, joined by `|` or `&`. Only its operands have a state."""
 
     def __init__(self, sign: str, *operands: Condition):
         self.sign, self.operands = sign, operands
@@ -133,7 +133,7 @@ class _Wrapped(Condition):
         name = getattr(function, "__qualname__", None)
         self._name = name if isinstance(name, str) else type(function).__qualname__
         self._stateful = all(callable(getattr(function, method, None)) for method in ("get_state", "set_state"))
-        self._fresh: list[Any] = []  # the state that it began with, once that is known
+        self._fresh: list[Any] = []  # the state before the first run
 
     def holds(self, ctx: Context) -> bool:
         return checked(self, self._function(ctx), ctx.epoch)
@@ -144,40 +144,42 @@ class _Wrapped(Condition):
     def set_state(self, state: Any) -> None:
         if not self._stateful:
             return
-        if state is not None:
-            self._function.set_state(state)
-        elif self._fresh:  # a user's object need not know what None stands for
-            self._function.set_state(copy.deepcopy(self._fresh[0]))
-        else:  # it has not been used yet
-            with suppress(Exception):  # the end of the first epoch raises it
+        if state is None and not self._fresh:  # the first run begins
+            with suppress(Exception):  # raised at the end of the first epoch
                 self._fresh.append(copy.deepcopy(self._function.get_state()))
+        else:  # a user's object need not know what None stands for
+            self._function.set_state(copy.deepcopy(self._fresh[0]) if state is None else state)
 
     def __repr__(self) -> str:
         return self._name
 
 
-class max_epochs(Condition):
-    """True once so many epochs have been completed, by all runs together.
+class _Shipped(Condition):
+    """A condition whose `repr` is the call that makes it."""
 
-    Args:
-        n: how many, at least 1.
+    _made_by: str
+
+    def __repr__(self) -> str:
+        return self._made_by
+
+
+class max_epochs(_Shipped):
+    """True once `n` epochs, at least 1, have been completed by all runs together.
 
     Attributes:
-        epochs: the same.
+        epochs: n.
     """
 
     def __init__(self, n: int):
         self.epochs = _count("max_epochs(n)", n)
+        self._made_by = f"max_epochs({self.epochs})"
 
     def holds(self, ctx: Context) -> bool:
         """Whether the epoch's number has come to n."""
         return ctx.epoch >= self.epochs
 
-    def __repr__(self) -> str:
-        return f"max_epochs({self.epochs})"
 
-
-class max_time(Condition):
+class max_time(_Shipped):
     """True after the first epoch that ends when the time is up.
 
     Args:
@@ -193,22 +195,21 @@ class max_time(Condition):
         self._secs, self._total = _number("max_time(secs)", number), total
         _check(self._secs > 0, "max_time(secs)", "more than 0", secs)
         _check(isinstance(total, bool), "max_time(total)", "True or False", total)
+        self._made_by = f"max_time({self._secs}, total={total})"
 
     def holds(self, ctx: Context) -> bool:
         """Whether the time is up."""
         return (ctx.total_secs if self._total else ctx.elapsed_secs) >= self._secs
 
-    def __repr__(self) -> str:
-        return f"max_time({self._secs}, total={self._total})"
 
-
-class _OfMetric(Condition):
+class _OfMetric(_Shipped):
     """A condition on the value of one metric."""
 
-    def __init__(self, metric: str):
-        fits = isinstance(metric, str) and metric != ""
-        _check(fits, f"{type(self).__name__}(metric)", "the name of a metric", metric)
-        self._metric = metric
+    def __init__(self, metric: str, mode: Mode = "max"):
+        name = type(self).__name__
+        _check(isinstance(metric, str) and metric != "", f"{name}(metric)", "the name of a metric", metric)
+        _check(isinstance(mode, str) and mode in ("max", "min"), f"{name}(mode)", '"max" or "min"', mode)
+        self._metric, self._sign = metric, 1 if mode == "max" else -1
 
     def __call__(self, ctx: Context) -> bool:
         """Looks at the metric, which must be there."""
@@ -250,14 +251,12 @@ class target(_OfMetric):
     """
 
     def __init__(self, metric: str, value: float, mode: Mode = "max"):
-        super().__init__(metric)
-        self._value, self._mode = _number("target(value)", value), _checked_mode("target(mode)", mode)
+        super().__init__(metric, mode)
+        self._value = _number("target(value)", value)
+        self._made_by = f"target({metric!r}, {self._value}, mode={mode!r})"
 
     def _look(self, value: float) -> bool:
-        return value >= self._value if self._mode == "max" else value <= self._value
-
-    def __repr__(self) -> str:
-        return f"target({self._metric!r}, {self._value}, mode={self._mode!r})"
+        return self._sign * value >= self._sign * self._value
 
 
 class nan(_OfMetric):
@@ -267,11 +266,12 @@ class nan(_OfMetric):
         metric: its name.
     """
 
+    def __init__(self, metric: str):
+        super().__init__(metric)
+        self._made_by = f"nan({metric!r})"
+
     def _look(self, value: float) -> bool:
         return math.isnan(value)
-
-    def __repr__(self) -> str:
-        return f"nan({self._metric!r})"
 
 
 class no_improvement(_OfMetric):
@@ -287,16 +287,16 @@ class no_improvement(_OfMetric):
     """
 
     def __init__(self, metric: str, patience: int, min_delta: float = 0.0, mode: Mode = "max"):
-        super().__init__(metric)
+        super().__init__(metric, mode)
         self._patience = _count("no_improvement(patience)", patience)
         self._min_delta = _number("no_improvement(min_delta)", min_delta)
-        self._mode = _checked_mode("no_improvement(mode)", mode)
         _check(self._min_delta >= 0, "no_improvement(min_delta)", "0 or more", min_delta)
+        parameters = f"patience={self._patience}, min_delta={self._min_delta}, mode={mode!r}"
+        self._made_by = f"no_improvement({metric!r}, {parameters})"
         self.set_state(None)
 
     def _look(self, value: float) -> bool:
-        sign = 1 if self._mode == "max" else -1
-        improved = sign * value > sign * self._best + self._min_delta
+        improved = self._sign * value > self._sign * self._best + self._min_delta
         self._best, self._count = (value, 0) if improved else (self._best, self._count + 1)
         return self._count >= self._patience
 
@@ -311,37 +311,29 @@ class no_improvement(_OfMetric):
 
     def set_state(self, state: Any) -> None:
         """Restores the state; see `Condition.set_state`."""
-        self._best, self._count = (-math.inf if self._mode == "max" else math.inf), 0
         if state is None:
+            self._best, self._count = -self._sign * math.inf, 0
             return
-        try:
-            best, count = state["best"], _count("count", state["count"], least=0)
-            best = {"inf": math.inf, "-inf": -math.inf}[best] if isinstance(best, str) else _number("best", best)
-            self._best, self._count = best, count
-        except (TypeError, LookupError, InvalidArgumentError):
-            _warn_unusable(self, state, '{"best": number, "count": whole number}')
-
-    def __repr__(self) -> str:
-        rest = f"patience={self._patience}, min_delta={self._min_delta}, mode={self._mode!r}"
-        return f"no_improvement({self._metric!r}, {rest})"
+        best, count = float(state["best"]), _count("count", state["count"], least=0)
+        _check(not math.isnan(best), "best", "a number", best)
+        self._best, self._count = best, count
 
 
-class _Preempted(Condition):
+class _Preempted(_Shipped):
+    _made_by = "preempted"
+
     def __call__(self, ctx: Context | None = None) -> Any:
         return self if ctx is None else self.holds(ctx)  # so that `preempted()` is a condition, too
 
     def holds(self, ctx: Context) -> bool:
         return ctx.preempted
 
-    def __repr__(self) -> str:
-        return "preempted"
-
 
 preempted = _Preempted()
 """True after an epoch during which the run was asked to end soon. `preempted()` is the same."""
 
 
-class file_exists(Condition):
+class file_exists(_Shipped):
     """True after an epoch at whose end a file or folder exists: a way to end a run from outside.
 
     A look that fails is logged and counts as "not there": an outage of storage ends no run.
@@ -351,12 +343,13 @@ class file_exists(Condition):
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._name = path_text(path, "file_exists(path)")
+        name = path_text(path, "file_exists(path)")
+        self._made_by = f"file_exists({name!r})"
         try:
-            self._path = epath.Path(expanded(self._name))
+            self._path = epath.Path(expanded(name))
         except KeyError:  # etils does not know the scheme
             raise InvalidArgumentError(
-                f"file_exists(path) is {self._name!r}: expected a local path, gs://… or s3://…"
+                f"file_exists(path) is {name!r}: expected a local path, gs://… or s3://…"
             ) from None
 
     def holds(self, ctx: Context) -> bool:
@@ -368,9 +361,6 @@ class file_exists(Condition):
         except Exception as error:  # every store has its own
             logging.warning("stop condition %r, epoch %d: cannot look: %s", self, ctx.epoch, say(error))
             return False
-
-    def __repr__(self) -> str:
-        return f"file_exists({self._name!r})"
 
 
 def as_condition(obj: Any) -> Condition:
@@ -394,15 +384,10 @@ def as_condition(obj: Any) -> Condition:
 
 
 def checked(condition: Any, answer: Any, epoch: int) -> bool:
-    """A condition's answer, which must be a bool: Python's, NumPy's, or an array of one without dimensions.
-
-    Raises:
-        InvalidArgumentError: it is not; names the condition, the epoch and the answer.
-    """
-    if isinstance(answer, bool | np.bool_):
-        return bool(answer)
-    if isinstance(answer, np.ndarray | jax.Array) and answer.dtype == np.bool_ and answer.shape == ():
-        return bool(answer)
+    """A condition's answer; raises InvalidArgumentError, with condition, epoch and answer, if it is no bool."""
+    found = as_scalar(answer)
+    if isinstance(found, bool):
+        return found
     raise InvalidArgumentError(
         f"stop condition {condition!r}, epoch {epoch}: answered {_shown(answer)}; expected a bool (of Python or NumPy, "
         "or an array of one without dimensions): return True to stop after this epoch, else False"
@@ -427,16 +412,17 @@ def is_foreign(condition: Condition) -> bool:
     return isinstance(condition, _Wrapped) or any(map(is_foreign, condition.operands))
 
 
+# -- states ------------------------------------------------------------------------------------------------------
+
+
 def save_states(conditions: Sequence[Condition]) -> dict[str, Any]:
     """The states of the conditions that have one, as JSON, by their `repr`; of equal ones the second is `…#2`.
 
     The parts of a composition are kept one by one, so that `max_epochs(10) | c` may become `c | max_epochs(20)`.
-
-    Raises:
-        InvalidArgumentError: a state is not JSON; names the condition.
+    Raises InvalidArgumentError, with the condition, if a state is not JSON.
     """
     saved: dict[str, Any] = {}
-    for key, condition in _keyed(conditions):
+    for key, condition in _keyed(conditions).items():
         state = checksums.pack_json(condition.get_state(), f"the state of stop condition {key}")
         # NaN and infinities in a user's state are not JSON, and their packed form may not be packed once more
         text = json.dumps(state, allow_nan=False)
@@ -445,22 +431,26 @@ def save_states(conditions: Sequence[Condition]) -> dict[str, Any]:
     return saved
 
 
-def load_states(conditions: Sequence[Condition], saved: Mapping[str, Any] | None) -> None:
-    """Gives conditions the states that `save_states` returned, as far as they are still the same conditions.
-
-    One whose state is absent, or cannot be used (which is logged), starts fresh; never raises.
-    """
+def load_states(conditions: Sequence[Condition], saved: Any) -> None:
+    """Gives conditions the states that `save_states` returned, as far as they are still the same; never raises."""
     if saved is not None and not isinstance(saved, Mapping):
         logging.warning("states of stop conditions are %s; expected a mapping: all start fresh", _shown(saved))
         saved = None
-    states: dict[str, Any] = {str(key): state for key, state in (saved or {}).items()}
-    for key, condition in _keyed(conditions):
-        _restore(condition, states.pop(key, None))
+    states = dict(saved or {})
+    for key, condition in _keyed(conditions).items():
+        state = states.pop(key, None)
+        try:
+            packed = isinstance(state, dict) and state.keys() == {_JSON}
+            condition.set_state(checksums.unpack_json(json.loads(state[_JSON])) if packed else state)
+        except Exception as error:  # a user's own code, or a state of another version of it
+            logging.warning("stop condition %r starts fresh: its state is %s: %s", condition, _shown(state), say(error))
+            with suppress(Exception):  # half of the state may be set
+                condition.set_state(None)
     for key in states:
         logging.info("the state of stop condition %s is dropped: there is no such condition any more", key)
 
 
-def _keyed(conditions: Sequence[Condition]) -> list[tuple[str, Condition]]:
+def _keyed(conditions: Sequence[Condition]) -> dict[str, Condition]:
     keyed: dict[str, Condition] = {}
     for condition in _parts(conditions):
         key, number = repr(condition), 1
@@ -468,7 +458,7 @@ def _keyed(conditions: Sequence[Condition]) -> list[tuple[str, Condition]]:
             number += 1
             key = f"{condition!r}#{number}"
         keyed[key] = condition
-    return list(keyed.items())
+    return keyed
 
 
 def _parts(conditions: Sequence[Condition]) -> Iterator[Condition]:
@@ -476,36 +466,26 @@ def _parts(conditions: Sequence[Condition]) -> Iterator[Condition]:
         yield from _parts(condition.operands) if condition.operands else (condition,)
 
 
-def _restore(condition: Condition, state: Any) -> None:
+# -- values ------------------------------------------------------------------------------------------------------
+
+
+def as_scalar(value: Any) -> bool | int | float | None:
+    """A bool or real number of Python, or one of NumPy or jax without dimensions, as Python's; None for all else."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array) and value.shape == ():
+        value = np.asarray(value).item()
+    return value if isinstance(value, bool | int | float) else None
+
+
+def _as_float(value: Any) -> float | None:
+    scalar = as_scalar(value)
     try:
-        if isinstance(state, dict) and state.keys() == {_JSON}:
-            state = checksums.unpack_json(json.loads(state[_JSON]))
-        condition.set_state(state)
-    except Exception as error:  # a user's own code, or a state of another version of it
-        _warn_unusable(condition, state, f"what it can take ({say(error)})")
-        with suppress(Exception):  # half of the state may be set
-            condition.set_state(None)
-
-
-def _warn_unusable(condition: Condition, state: Any, expected: str) -> None:
-    logging.warning("stop condition %r starts fresh: its state is %s; expected %s", condition, _shown(state), expected)
+        return None if scalar is None else float(scalar)
+    except OverflowError:  # an int beyond all floats
+        return None
 
 
 def _shown(value: Any) -> str:
     return f"{_text.shown(repr(value), limit=120)} ({type(value).__name__})"
-
-
-def _as_float(value: Any) -> float | None:
-    """A real number of Python, or one of NumPy or jax without dimensions, as float; None if it is something else."""
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        kinds = (np.floating, np.integer, np.bool_)
-        real = value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
-    else:
-        real = isinstance(value, int | float)
-    try:
-        return float(value) if real else None
-    except OverflowError:  # an int beyond all floats
-        return None
 
 
 def _check(fits: bool, what: str, expected: str, found: Any) -> None:
@@ -526,8 +506,3 @@ def _count(what: str, value: Any, least: int = 1) -> int:
         count = least - 1
     _check(count >= least and not isinstance(value, bool), what, f"a whole number, at least {least}", value)
     return count
-
-
-def _checked_mode(what: str, value: Any) -> str:
-    _check(isinstance(value, str) and value in ("max", "min"), what, '"max" or "min"', value)
-    return value
