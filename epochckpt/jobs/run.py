@@ -176,7 +176,7 @@ class TrainingRun:
     def _agree_on_names(self, names: Names) -> None:
         names = {node: self._chosen(blobs) for node, blobs in names.items()}
         if self.backend is not None:
-            self.backend.agree_on_names(self.session, self.exchange, names)
+            self.backend.agree_on_names(names)
             self.names = names
 
     def _is_finished(self, restored: Restored) -> bool:

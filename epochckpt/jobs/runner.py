@@ -290,7 +290,7 @@ class JobRunner:
                 backend.open(session, exchange, beside=run is not None and bool(run.names))
                 kept = self.job.nodes_to_checkpoint() or session.nodes
                 names = {node: list(ws) if node in kept else [] for node, ws in session.workspaces().items()}
-                backend.agree_on_names(session, exchange, names)
+                backend.agree_on_names(names)
 
             accessible, exists = exchange.broadcast("whether storage is there", look)
             if accessible:
@@ -314,7 +314,7 @@ class JobRunner:
     def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend, session: Session) -> None:
         """Tells the metadata handler which nodes save where, unless an earlier call has; the backend is open."""
         if self._introduced is not self.checkpoint_manager:
-            handler.nodes(backend.directory, backend.handler_nodes(session))
+            handler.nodes(backend.directory, backend.handler_nodes())
             handler.introduce()
             self._introduced = self.checkpoint_manager
 

@@ -5,34 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.jobs import caffe2_managers as caffe2
 from epochckpt.jobs.backends.base import CheckpointBackend
 from epochckpt.jobs.backends.caffe2 import Caffe2Backend
 from epochckpt.jobs.backends.native import NativeBackend
 from epochckpt.jobs.backends.orbax import OrbaxBackend
+from epochckpt.jobs.caffe2_managers import Manager
 from epochckpt.manager import CheckpointManager
 
-_VERBS = (
-    "all_steps",
-    "should_save",
-    "save",
-    "restore",
-    "metadata",
-    "wait_until_finished",
-)  # a protocol cannot be asked
+_VERBS = ("all_steps", "should_save", "save", "restore", "metadata", "wait_until_finished")  # of Orbax's interface
 
 
 def backend_of(manager: Any) -> CheckpointBackend | None:
-    """The backend of a manager; None for none.
-
-    Raises:
-        InvalidArgumentError: it is no checkpoint manager.
-    """
+    """The backend of a manager; None for none. InvalidArgumentError: it is no checkpoint manager."""
     if manager is None:
         return None
     if isinstance(manager, CheckpointManager):
         return NativeBackend(manager)
-    if isinstance(manager, caffe2.CheckpointManager | caffe2.MultiNodeCheckpointManager):
+    if isinstance(manager, Manager):
         return Caffe2Backend(manager)
     if all(callable(getattr(manager, name, None)) for name in _VERBS):
         return OrbaxBackend(manager)

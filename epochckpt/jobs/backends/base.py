@@ -20,17 +20,11 @@ Names = Mapping[str, Sequence[str]]  # the blobs that are checkpointed, by node 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a restore found; the blobs are in the workspaces.
-
-    Attributes:
-        epoch: its number.
-        notes: what the runner wrote with it.
-        names: the blobs that came back, by node of this process.
-    """
+    """What a restore found; the blobs are in the workspaces."""
 
     epoch: int
-    notes: Mapping[str, Any]
-    names: Names
+    notes: Mapping[str, Any]  # what the runner wrote with the epoch
+    names: Names  # the blobs that came back
 
 
 class CheckpointBackend(abc.ABC):
@@ -38,47 +32,34 @@ class CheckpointBackend(abc.ABC):
 
     The session is the backend's, not the manager's: a run has one backend; what is loaded or saved beside the run in
     another session has another.
-
-    Attributes:
-        asks_jax: the manager itself asks JAX for its preemption notice, with its steps.
-        chooses: the manager has its own say about the epoch to resume from, see `choose`.
-        asks_manager: the manager has its own say about whether storage can be reached, see `accessible`.
-        per_node: an epoch exists per node; a node that is not checkpointed has no part in it.
-        handler: the manager's own metadata handler, or None.
-        handler_calls: the methods of its handler that the manager calls itself, and the actions that it reports.
-        directory: for messages.
     """
 
-    asks_jax = False
-    chooses = False
-    asks_manager = False
-    per_node = False
-    handler: Any = None
-    handler_calls: Collection[str] = ()
-    directory = ""
+    asks_jax = False  # the manager itself asks JAX for its preemption notice, with its steps
+    chooses = False  # the manager has its own say about the epoch to resume from, see `choose`
+    asks_manager = False  # the manager has its own say about whether storage can be reached, see `accessible`
+    per_node = False  # an epoch exists per node; a node that is not checkpointed has no part in it
+    handler: Any = None  # the manager's own metadata handler
+    handler_calls: Collection[str] = ()  # its methods that the manager calls itself, and the actions that it reports
+
+    def __init__(self, manager: Any, directory: str):
+        self._manager, self.directory = manager, directory
+        self._ended: list[SaveResult] = []
 
     @abc.abstractmethod
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
-        """The nodes of the job, all of them; takes those that the job names, if it names any.
-
-        Raises:
-            InvalidArgumentError: the manager is one of other nodes.
-        """
+        """All nodes of the job; takes those that the job names. InvalidArgumentError: the manager is one of others."""
 
     def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
         """Called once, before anything but `nodes`.
 
-        Args:
-            session: whose workspaces are saved and restored.
-            exchange: the other processes.
-            beside: a run uses the manager in another session, or has; what it told the manager stays.
+        With `beside`, a run uses the manager in another session, or has: what it told the manager stays.
         """
         del beside
         self._session, self._exchange = session, exchange
 
-    def handler_nodes(self, session: Session) -> list[str]:
+    def handler_nodes(self) -> list[str]:
         """The nodes that a metadata handler is told of: those that are checkpointed."""
-        return list(session.nodes)
+        return list(self._session.nodes)
 
     @abc.abstractmethod
     def epochs(self) -> list[int]:
@@ -89,15 +70,11 @@ class CheckpointBackend(abc.ABC):
         return []
 
     def foreign(self) -> Mapping[int, str]:
-        """What lies under the number of an epoch and is none, in words, by number."""
+        """Folders that have the number of an epoch and hold none, in words, by number."""
         return {}
 
     def claim(self) -> None:
-        """The run begins to write: an older one must not commit anything from here on. All processes call it.
-
-        Raises:
-            AccessError: nothing can be written.
-        """
+        """The run begins to write: an older one must not commit anything from here on. All processes call it."""
         return  # nothing to claim where no run fences off another
 
     def fenced_off(self) -> str:
@@ -116,15 +93,22 @@ class CheckpointBackend(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, epoch: int | None) -> Restored:
-        """Restores an epoch into the workspaces; None: the newest that a run may go on from, and every node can read.
+        """Restores an epoch into the workspaces; EpochNotFoundError lists the epochs that there are.
+
+        None stands for the newest epoch that a run may go on from, and that every node can read.
+        """
+
+    @abc.abstractmethod
+    def agree_on_names(self, names: Names) -> None:
+        """Looks at the blobs that are to be checkpointed, on all nodes together.
 
         Raises:
-            EpochNotFoundError: there is no such epoch; lists those that there are.
+            InvalidArgumentError: one cannot be checkpointed.
         """
 
     @abc.abstractmethod
     def prepare(self, epoch: int, names: Names) -> Any:
-        """What `save` is to be given, taken from the workspaces; talks to nobody.
+        """Takes from the workspaces what `save` is to be given; makes no exchange.
 
         Raises:
             InvalidArgumentError: a blob is gone, or cannot be saved.
@@ -134,9 +118,10 @@ class CheckpointBackend(abc.ABC):
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """Begins a save; returns whether it did."""
 
-    @abc.abstractmethod
     def outcomes(self) -> list[SaveResult]:
-        """Saves that have ended since the last call, as this process knows."""
+        """The saves that have ended since the last call, as this process knows."""
+        ended, self._ended = self._ended, []
+        return ended
 
     @abc.abstractmethod
     def drain(self) -> None:
@@ -149,12 +134,7 @@ class CheckpointBackend(abc.ABC):
 
     @abc.abstractmethod
     def roll_back(self, epoch: int) -> None:
-        """Makes an earlier epoch the latest, durably.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-            UnsupportedError: the manager cannot do that.
-        """
+        """Makes an earlier epoch the latest, durably; UnsupportedError if the manager cannot do that."""
 
     @abc.abstractmethod
     def allow_overwrite(self, epoch: int) -> None:
@@ -164,23 +144,10 @@ class CheckpointBackend(abc.ABC):
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """Loads single blobs of an epoch into the workspaces; False if the epoch is not there."""
 
-    @abc.abstractmethod
-    def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
-        """Looks at the blobs that are to be checkpointed, on all nodes together.
-
-        Raises:
-            InvalidArgumentError: one cannot be checkpointed.
-        """
-
-
-def check_blobs(session: Session, names: Names) -> dict[str, str]:
-    """The kind of each blob of this process.
-
-    Raises:
-        InvalidArgumentError: one cannot be checkpointed.
-    """
-    return {
-        name: blob_lib.kind_of(node, name, session.workspace(node)[name])
-        for node, blobs in names.items()
-        for name in blobs
-    }
+    def _kinds_of(self, names: Names) -> dict[str, str]:
+        """The kind of each blob of this process; InvalidArgumentError if one cannot be checkpointed."""
+        return {
+            name: blob_lib.kind_of(node, name, self._session.workspace(node)[name])
+            for node, blobs in names.items()
+            for name in blobs
+        }

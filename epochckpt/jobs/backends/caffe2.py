@@ -6,6 +6,7 @@ rollback, later epochs are replaced one by one. A save is committed, on each nod
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,28 +14,28 @@ from typing import Any
 from epochckpt import _threads
 from epochckpt.errors import FencedError, InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored, check_blobs
-from epochckpt.jobs.caffe2_managers import CheckpointManager, MultiNodeCheckpointManager
+from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
+from epochckpt.jobs.caffe2_managers import CheckpointManager, Manager
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Task, TaskGroup, joining
 from epochckpt.jobs.session import Session
 from epochckpt.manager import SaveResult
+
+_VERBS = ("set_params", "last_epoch", "write", "cp_accessible")
+_ACTIONS = ("checkpoint_save", "checkpoint_load", "checkpoint_partial_load")
 
 
 class Caffe2Backend(CheckpointBackend):
     """Caffe2's verbs."""
 
     chooses = asks_manager = per_node = True
-    handler_calls = frozenset(
-        {"set_params", "last_epoch", "write", "cp_accessible", "checkpoint_save", "checkpoint_load"}
-        | {"checkpoint_partial_load"}
-    )
+    handler_calls = frozenset(_VERBS + _ACTIONS)
 
-    def __init__(self, manager: CheckpointManager | MultiNodeCheckpointManager):
-        self._manager, self.directory, self.handler = manager, manager.db_prefix, manager.metadata_handler
+    def __init__(self, manager: Manager):
+        super().__init__(manager, manager.db_prefix)
+        self.handler = manager.metadata_handler
         self._wanted: list[str] = []
         self._nodes: list[str] = []  # those that the manager saves: of the job, or with one of one node of this process
-        self._ended: list[SaveResult] = []
         self._ready = False  # the manager knows its blobs
         self._fenced = ""
 
@@ -53,7 +54,7 @@ class Caffe2Backend(CheckpointBackend):
         if not beside or not self._manager.introduced:
             self._manager.set_params(self._nodes)
 
-    def handler_nodes(self, session: Session) -> list[str]:
+    def handler_nodes(self) -> list[str]:
         """See CheckpointBackend. A manager of one node has a name for it."""
         return self._manager.take_nodes(self._nodes)
 
@@ -64,7 +65,7 @@ class Caffe2Backend(CheckpointBackend):
         )
 
     def epochs(self) -> list[int]:
-        """See CheckpointBackend. Each node has its own; nobody asks."""
+        """See CheckpointBackend. Each node has its own, which the runner does not need."""
         return []
 
     def restore(self, epoch: int | None) -> Restored:
@@ -82,30 +83,30 @@ class Caffe2Backend(CheckpointBackend):
         """The managers of the nodes of this process."""
         return self._manager.managers_of(n for n in self._nodes if n in self._session.hosted)
 
-    def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
-        """See CheckpointBackend."""
-
-        def check() -> None:
-            for node, blobs in names.items():  # each node saves by itself: what they call alike may differ
-                workspace = session.workspace(node)
-                blob_lib.refuse_global(node, {name: workspace[name] for name in blobs if name in workspace})
-            if not self._ready:
-                check_blobs(session, names)
-
-        left_out = {n: sorted(set(session.workspace(n)) - set(blobs)) for n, blobs in names.items() if n in self._nodes}
-        if any(left_out.values()) and not self._ready:
-            raise InvalidArgumentError(
-                f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {left_out}"
-            )
-        exchange.gather("the blobs to checkpoint", check, lambda _: None)
-        if not self._ready:
-            self._run(lambda: self._manager.init(self._nodes))
-
     def _run(self, verb: Callable[[], Task | TaskGroup]) -> None:
-        """Runs what a manager's verb gives; it joins no group that surrounds the call of the runner."""
+        """Runs what a manager's verb returns; it joins no group that surrounds the call of the runner."""
         with joining(None):
             runnable = verb()
         self._session.run(runnable)
+
+    def agree_on_names(self, names: Names) -> None:
+        """See CheckpointBackend. Each node saves by itself: blobs of one name may differ from node to node."""
+        spaces = self._session.workspaces()
+
+        def check() -> None:
+            for node, blobs in names.items():
+                blob_lib.refuse_global(node, {name: spaces[node][name] for name in blobs if name in spaces[node]})
+            if not self._ready:
+                self._kinds_of(names)
+
+        unsaved = {n: sorted(set(spaces[n]) - set(blobs)) for n, blobs in names.items() if n in self._nodes}
+        if any(unsaved.values()) and not self._ready:
+            raise InvalidArgumentError(
+                f"Caffe2's managers save all blobs that exist after init; include= and exclude= leave out {unsaved}"
+            )
+        self._exchange.gather("the blobs to checkpoint", check, lambda _: None)
+        if not self._ready:
+            self._run(lambda: self._manager.init(self._nodes))
 
     def prepare(self, epoch: int, names: Names) -> Any:
         """See CheckpointBackend. The save itself looks at the blobs."""
@@ -115,12 +116,12 @@ class Caffe2Backend(CheckpointBackend):
         return self._manager.cp_accessible(epoch=None)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
-        """See CheckpointBackend."""
+        """See CheckpointBackend. An error becomes an outcome on all processes, and training goes on."""
         self._manager.notes = dict(notes)
         began, error, fenced = time.monotonic(), "", ""
         try:
             self._run(lambda: self._manager.save(epoch))
-        except Exception as caught:  # the others are told, and training goes on
+        except Exception as caught:
             error = say(caught)
             cause = caught if isinstance(caught, FencedError) else caught.__cause__
             fenced = cause.reason if isinstance(cause, FencedError) else ""
@@ -147,14 +148,9 @@ class Caffe2Backend(CheckpointBackend):
         return found
 
     def _report(self, action: str, stats: Sequence[Mapping[str, tuple[str, float]]]) -> None:
-        """Reports the seconds of all nodes together, also of those of other processes."""
+        """Reports the seconds of the nodes of all processes together."""
         by_name = dict(each for one in stats for each in one.values())
         _threads.logged("the metadata handler's report", lambda: self._manager.report(action, by_name))
-
-    def outcomes(self) -> list[SaveResult]:
-        """See CheckpointBackend."""
-        ended, self._ended = self._ended, []
-        return ended
 
     def fenced_off(self) -> str:
         """See CheckpointBackend."""
@@ -172,15 +168,9 @@ class Caffe2Backend(CheckpointBackend):
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """See CheckpointBackend."""
         managers = self._manager.managers_of(self._nodes)
-        if not managers:
+        if not managers or not all(manager.has_epoch(epoch) for manager in managers.values()):
             return False
-        if isinstance(self._manager, MultiNodeCheckpointManager):
-            with joining(None):
-                if not self._manager.load_blobs_locally(list(managers), names, epoch, self._session):
-                    return False
-        elif all(manager.has_epoch(epoch) for manager in managers.values()):
-            self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
-        else:
-            return False
+        for manager in managers.values():
+            self._run(functools.partial(manager.load_blobs_from_checkpoint, names, epoch))
         self._report("checkpoint_partial_load", [self._stats()])
         return True

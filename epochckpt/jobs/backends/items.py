@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import abc
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.backends.base import BESIDE, NOTES, CheckpointBackend, Names, Restored, check_blobs
-from epochckpt.jobs.exchange import Exchange
-from epochckpt.jobs.session import Session
+from epochckpt.jobs.backends.base import BESIDE, NOTES, CheckpointBackend, Names, Restored
 from epochckpt.jobs.workspace import Workspace
 
 BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
@@ -27,7 +26,7 @@ class ItemBackend(CheckpointBackend):
     """A manager of Orbax's interface. The runner's notes, with the types of the blobs, are custom metadata."""
 
     def __init__(self, manager: Any):
-        self._manager, self.directory = manager, str(manager.directory)
+        super().__init__(manager, str(manager.directory))
         self._kinds: Mapping[str, str] = {}  # of all nodes' blobs
         self._items: Mapping[str, str] = {}  # by blob
         self._recorder = containers.Recorder()
@@ -57,13 +56,26 @@ class ItemBackend(CheckpointBackend):
 
     @abc.abstractmethod
     def _item_names(self, epoch: int) -> Sequence[str]:
-        """The items of an epoch."""
+        """The items of an epoch that are blobs."""
 
     @abc.abstractmethod
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         """The notes of an epoch, and its blobs; `only`: just these blobs, which go to these nodes."""
 
-    def _restored(self, epoch: int, notes: Mapping[str, Any], values: Values) -> Restored:
+    def _as_saved(
+        self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A blob by node of this process, out of its `form` in an item, in the containers that it was saved in."""
+        spaces, made = self._spaces(), dict[str, Any]()
+        for node, value in by_node.items():
+            if form == "json":
+                value = _of_this_node(blob, value, nodes, spaces[node])
+            elif form == "bare":
+                value = value[BARE]
+            made[node] = blob_lib.as_saved(spaces[node], blob, value, notes.get("types"))
+        return made
+
+    def _put_back(self, epoch: int, notes: Mapping[str, Any], values: Values) -> Restored:
         """Puts what was read into the workspaces: only now that all of it is there."""
         spaces = self._spaces()
         names: dict[str, list[str]] = {node: [] for node in spaces}
@@ -73,11 +85,11 @@ class ItemBackend(CheckpointBackend):
                 names[node].append(blob)
         return Restored(epoch, notes, names)
 
-    def resumable(self) -> list[int]:
-        """The epochs that a run may go on from without being told, ascending; the primary's word.
+    def _resumable(self) -> list[int]:
+        """The epochs that a run may go on from by itself, ascending; the primary decides.
 
         Raises:
-            InvalidArgumentError: there are only such as were saved beside a run that has none.
+            InvalidArgumentError: all were saved beside a run of which no epoch is left.
         """
 
         def look() -> list[int]:
@@ -105,7 +117,7 @@ class ItemBackend(CheckpointBackend):
     def _is_beside(self, epoch: int) -> bool:
         try:
             return bool(self.notes(epoch).get(BESIDE))
-        except (DamagedError, FormatError, EpochNotFoundError):  # the restore says it
+        except (DamagedError, FormatError, EpochNotFoundError):  # the restore raises it
             return False
 
     @abc.abstractmethod
@@ -118,8 +130,7 @@ class ItemBackend(CheckpointBackend):
             return False
         nodes, wanted = self._spaces().keys(), dict[str, set[str]]()
         try:
-            blob_of = self.notes(epoch).get("blobs") or {}
-            available = {blob_of.get(item, item) for item in self._item_names(epoch)}
+            available = set(blobs_of(self._item_names(epoch), self.notes(epoch)).values())
             for name in names:  # of all nodes, or `node/blob`
                 node, _, blob = name.partition("/")
                 if name in available:
@@ -129,7 +140,7 @@ class ItemBackend(CheckpointBackend):
             notes, values = self._read(epoch, wanted)
         except EpochNotFoundError:  # deleted just now
             return False
-        self._restored(epoch, notes, {b: {n: v for n, v in got.items() if n in wanted[b]} for b, got in values.items()})
+        self._put_back(epoch, notes, {b: {n: v for n, v in got.items() if n in wanted[b]} for b, got in values.items()})
         return True
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -138,15 +149,14 @@ class ItemBackend(CheckpointBackend):
     def _taken_names(self) -> Sequence[str]:
         """Names that no item may have."""
 
-    def agree_on_names(self, session: Session, exchange: Exchange, names: Names) -> None:
+    def agree_on_names(self, names: Names) -> None:
         """See CheckpointBackend."""
 
         def report() -> dict[str, Any]:
-            kinds, types = check_blobs(session, names), dict[str, Any]()
-            if not exchange.primary:
+            kinds, types = self._kinds_of(names), dict[str, Any]()
+            if not self._exchange.primary:
                 per_node = {n: [b for b in blobs if kinds[b] != blob_lib.GLOBAL] for n, blobs in names.items()}
-                recorded = self._recorded(self._states(session.workspaces(), per_node))
-                types = {key: one for key, one in recorded.items() if one is not None}
+                types = {key: one for key, one in self._recorded(self._states(per_node)).items() if one is not None}
             return {"kinds": kinds, "types": types}
 
         def decide(reports: list[Any]) -> dict[str, str]:
@@ -164,16 +174,12 @@ class ItemBackend(CheckpointBackend):
                         )
             return union
 
-        self._kinds = exchange.gather("the blobs to checkpoint", report, decide)
+        self._kinds = self._exchange.gather("the blobs to checkpoint", report, decide)
         self._items = blob_lib.item_names(self._kinds, self._taken_names())
 
-    @staticmethod
-    def _states(spaces: Mapping[str, Workspace], names: Names) -> dict[tuple[str, str], Any]:
-        """What blobs are saved as, by node and name.
-
-        Raises:
-            InvalidArgumentError: one is gone.
-        """
+    def _states(self, names: Names) -> dict[tuple[str, str], Any]:
+        """What blobs are saved as, by node and name; InvalidArgumentError if one is gone."""
+        spaces = self._session.workspaces()
         for node, blobs in names.items():
             for gone in (blob for blob in blobs if blob not in spaces[node]):
                 raise InvalidArgumentError(
@@ -200,8 +206,20 @@ class ItemBackend(CheckpointBackend):
         return {"blobs": {item: blob for blob, item in self._items.items() if item != blob}, "types": types}
 
 
+def blobs_of(items: Iterable[str], notes: Mapping[str, Any], only: Collection[str] | None = None) -> dict[str, str]:
+    """The blob that each item of an epoch holds, or of those that hold one of `only`, by item."""
+    names = notes.get("blobs") or {}
+    blobs = {item: names.get(item, item) for item in items}
+    return {item: blob for item, blob in blobs.items() if only is None or blob in only}
+
+
+def arrays_argument(target: Any, form: str | None) -> ocp.args.StandardRestore:
+    """How an item of arrays is restored as a target; None: as saved."""
+    return ocp.args.StandardRestore({BARE: target} if form == "bare" and target is not None else target)
+
+
 def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..., Any] | None) -> list[Any]:
-    """States of as many nodes as there are now, from those of another number.
+    """States of as many nodes as there are now, from those of another number of nodes.
 
     Raises:
         InvalidArgumentError: there is no `reshard`, or it returned another number of states.
@@ -217,15 +235,9 @@ def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..
     return new
 
 
-def of_this_node(name: str, by_node: Mapping[str, Any], nodes: Sequence[str], workspace: Workspace) -> Any:
-    """A blob that was kept as JSON with stock Orbax, one value per node, as this node is to have it.
-
-    Raises:
-        InvalidArgumentError: the values differ, were of another number of nodes, and there is no `reshard`.
-    """
-    decoded = {
-        node: base64.b64decode(data[BYTES]) if isinstance(data, dict) else data[0] for node, data in by_node.items()
-    }
+def _of_this_node(name: str, by_node: Mapping[str, Any], nodes: Sequence[str], workspace: Workspace) -> Any:
+    """A blob that was saved as JSON with stock Orbax, one value per node, as this node is to have it."""
+    decoded = {n: base64.b64decode(data[BYTES]) if isinstance(data, dict) else data[0] for n, data in by_node.items()}
     states, me = list(decoded.values()), nodes.index(workspace.node)
     if len(states) == len(nodes):
         return decoded.get(workspace.node, states[me])

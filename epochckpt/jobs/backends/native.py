@@ -15,7 +15,7 @@ from epochckpt import args as own_args
 from epochckpt.errors import EpochExistsError, SaveError, UnsupportedError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import NOTES, Names, Restored
-from epochckpt.jobs.backends.items import BARE, ItemBackend, Values, of_this_node, resharded
+from epochckpt.jobs.backends.items import ItemBackend, Values, arrays_argument, blobs_of, resharded
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
@@ -38,11 +38,7 @@ class NativeBackend(ItemBackend):
         return self._manager.node_names
 
     def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
-        """See CheckpointBackend.
-
-        Raises:
-            UnsupportedError: other processes save with the manager than run the job.
-        """
+        """See CheckpointBackend. UnsupportedError: other processes save with the manager than run the job."""
         processes = self._manager.processes
         if processes not in (None, session.coordinator.ids):
             raise UnsupportedError(
@@ -52,9 +48,8 @@ class NativeBackend(ItemBackend):
         super().open(session, exchange, beside)
         self._manager.introduce_handler()
 
-    def handler_nodes(self, session: Session) -> list[str]:
+    def handler_nodes(self) -> list[str]:
         """See CheckpointBackend."""
-        del session
         return list(self._manager.node_names)
 
     def _spaces(self) -> dict[str, Workspace]:
@@ -82,78 +77,62 @@ class NativeBackend(ItemBackend):
     def restore(self, epoch: int | None) -> Restored:
         """See CheckpointBackend."""
         if epoch is None:
-            newest, found = self._manager.restore_newest(self._read, self.resumable())
-            return self._restored(newest, *found)
+            newest, found = self._manager.restore_newest(self._read, self._resumable())
+            return self._put_back(newest, *found)
         self._require(epoch)
-        return self._restored(epoch, *self._read(epoch))
+        return self._put_back(epoch, *self._read(epoch))
 
     def _item_names(self, epoch: int) -> Sequence[str]:
-        return list(self._manager.item_kinds(epoch))
+        return _blob_items(self._manager.item_kinds(epoch))
 
     def _stored_epochs(self) -> Sequence[int]:
         return self._manager.all_steps(read=True)
 
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
-        manager, spaces = self._manager, self._spaces()
+        manager, spaces, everyone = self._manager, self._spaces(), self._manager.node_names
         notes, kinds = self.notes(epoch), manager.item_kinds(epoch)
-        first = next(iter(spaces.values()))
-        blob_of, forms = dict(notes.get("blobs") or {}), dict(notes.get("forms") or {})  # forms: as with stock Orbax
-        count, now = max(len(manager.nodes(epoch)), 1), len(manager.node_names)
-        asked: dict[str, Any] = {}
-        for item, kind in kinds.items():
-            blob = blob_of.get(item, item)
-            base = item.removesuffix(blob_lib.OWN_SUFFIX)
-            beside = base != item and kinds.get(base) == "arrays"
-            blob = blob_of.get(base, base) if beside else blob
-            if only is not None and blob not in only:
-                continue
-            target = first.targets.get(blob)
-            reshard = target.reshard if target is not None else None
-            if kind == "node":
-                trees = {} if beside else {n: blob_lib.target_of(ws, blob) for n, ws in spaces.items()}
-                trees = {n: t for n, t in trees.items() if t is not None}
-                asked[item] = own_args.NodeRestore(trees or None, reshard if count != now else None, by_node=True)
-            elif kind == "arrays":
-                remade = reshard is not None and count == 1 != now
-                wanted = None if remade else blob_lib.target_of(first, blob)
-                bare = forms.get(item) == "bare" and wanted is not None
-                asked[item] = ocp.args.StandardRestore({BARE: wanted} if bare else wanted)
+        blobs, forms = (
+            blobs_of(_blob_items(kinds), notes, only),
+            notes.get("forms") or {},
+        )  # forms: saved with stock Orbax
+        hosted, first = list(spaces), next(iter(spaces.values()))
+        count = max(len(manager.nodes(epoch)), 1)
+        # What each item is restored as. A state that one node saved for all is resharded here, once it is read.
+        asked, to_reshard = dict[str, Any](), dict[str, Any]()
+        for item, blob in blobs.items():
+            target, own = first.targets.get(blob), item + blob_lib.OWN_SUFFIX
+            reshard = target.reshard if target is not None and count != len(everyone) else None
+            if kinds[item] == "node":
+                targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
+                asked[item] = own_args.NodeRestore(targets or None, reshard, by_node=True)
+            elif kinds[item] == "arrays" and reshard is not None and count == 1:
+                asked[item], to_reshard[item] = arrays_argument(None, None), reshard
+            elif kinds[item] == "arrays":
+                asked[item] = arrays_argument(blob_lib.target_of(first, blob), forms.get(item))
+                if kinds.get(own) == "node":
+                    asked[own] = own_args.NodeRestore(None, reshard, by_node=True)
             else:
                 asked[item] = None
         got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
+        # What each node gets of it.
         values: dict[str, dict[str, Any]] = {}
-        for item, kind in kinds.items():
-            base = item.removesuffix(blob_lib.OWN_SUFFIX)
-            if item not in asked or (base != item and kinds.get(base) == "arrays"):
-                continue
-            blob = blob_of.get(item, item)
-            values[blob] = self._by_node(item, blob, kind, got, count)
-            if forms.get(item) == "bare":
-                values[blob] = {node: value[BARE] for node, value in values[blob].items()}
-            elif forms.get(item) == "json":
-                everyone = self._manager.node_names
-                values[blob] = {n: of_this_node(blob, v, everyone, spaces[n]) for n, v in values[blob].items()}
-            made = {n: blob_lib.as_saved(spaces[n], blob, v, notes.get("types")) for n, v in values[blob].items()}
-            values[blob] = made
+        for item, blob in blobs.items():
+            if kinds[item] == "node":
+                by_node = got[item]
+            elif item in to_reshard:
+                new = resharded(blob, [got[item]], len(everyone), to_reshard[item])
+                by_node = {node: new[everyone.index(node)] for node in hosted}
+            else:
+                own = got.get(item + blob_lib.OWN_SUFFIX) or {}
+                by_node = {hosted[0]: got[item]}
+                by_node |= {node: jax.tree.map(_copied, got[item]) for node in hosted[1:]}
+                by_node |= {node: blob_lib.join(got[item], own[node]) for node in hosted if node in own}
+            values[blob] = self._as_saved(blob, by_node, forms.get(item), everyone, notes)
         return notes, values
-
-    def _by_node(self, item: str, blob: str, kind: str, got: Any, count: int) -> dict[str, Any]:
-        hosted, everyone = list(self._spaces()), self._manager.node_names
-        if kind == "node":
-            return dict(got[item])
-        target = self._session.workspace(hosted[0]).targets.get(blob)
-        if target is not None and target.reshard is not None and count == 1 != len(everyone):
-            new = resharded(blob, [got[item]], len(everyone), target.reshard)
-            return {node: new[everyone.index(node)] for node in hosted}
-        own = got.get(item + blob_lib.OWN_SUFFIX) if item + blob_lib.OWN_SUFFIX in got.keys() else None  # noqa: SIM118
-        whole = {node: blob_lib.join(got[item], own[node]) for node in hosted if own and node in own}
-        first, *others = hosted
-        copies = {node: jax.tree.map(_copied, got[item]) for node in others}
-        return {first: got[item], **copies, **whole}
 
     def prepare(self, epoch: int, names: Names) -> Any:
         """See CheckpointBackend."""
-        states, several = self._states(self._spaces(), names), len(self._manager.node_names) > 1
+        states, several = self._states(names), len(self._manager.node_names) > 1
         items: dict[str, Any] = {}
         for blob, item in self._items.items():
             trees = {node: tree for (node, name), tree in states.items() if name == blob}
@@ -206,6 +185,12 @@ class NativeBackend(ItemBackend):
     def allow_overwrite(self, epoch: int) -> None:
         """See CheckpointBackend."""
         self._manager.allow_overwrite(epoch)
+
+
+def _blob_items(kinds: Mapping[str, str]) -> list[str]:
+    """The items that are blobs; beside one of arrays may be another, with what each node has of its own in the blob."""
+    beside = {item + blob_lib.OWN_SUFFIX for item, kind in kinds.items() if kind == "arrays"}
+    return [item for item, kind in kinds.items() if kind != "node" or item not in beside]
 
 
 def _copied(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ refused by name: rollback, several nodes in one process.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from epochckpt.format import paths
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
 from epochckpt.jobs.backends.base import NOTES, Names, Restored
-from epochckpt.jobs.backends.items import BARE, BYTES, ItemBackend, Values, of_this_node
+from epochckpt.jobs.backends.items import BARE, BYTES, ItemBackend, Values, arrays_argument, blobs_of
 from epochckpt.jobs.session import Session
 from epochckpt.manager import SaveResult
 
@@ -35,8 +36,7 @@ class OrbaxBackend(ItemBackend):
 
     def __init__(self, manager: ocp.CheckpointManager):
         super().__init__(manager)
-        self._asked: tuple[int, float, float] | None = None
-        self._ended: list[SaveResult] = []
+        self._asked: tuple[int, float, float] | None = None  # the save in flight: epoch, began, blocked seconds
         self._replace: set[int] = set()
         self._discarded: int | None = None
 
@@ -58,14 +58,14 @@ class OrbaxBackend(ItemBackend):
     def restore(self, epoch: int | None) -> Restored:
         """See CheckpointBackend. Orbax does not verify: the newest is the newest that it lists."""
         if epoch is None:
-            epoch = self.resumable()[-1]
+            epoch = self._resumable()[-1]
         self._require(epoch)
         if (self._manager.directory / str(epoch) / paths.EPOCH_RECORD).exists():
             raise UnsupportedError(
                 f"{self.directory}: epoch {epoch} was written by epochckpt.CheckpointManager; resume it with that. "
                 "Stock Orbax reads its arrays, but not what differs per node"
             )
-        return self._restored(epoch, *self._read(epoch))
+        return self._put_back(epoch, *self._read(epoch))
 
     def _stored_epochs(self) -> Sequence[int]:
         self._manager.reload()
@@ -73,28 +73,19 @@ class OrbaxBackend(ItemBackend):
 
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         notes = self.notes(epoch)
-        forms = notes.get("forms") or dict.fromkeys(self._item_names(epoch), "arrays")
-        blob_of = {item: (notes.get("blobs") or {}).get(item, item) for item in forms}
-        forms = {item: form for item, form in forms.items() if only is None or blob_of[item] in only}
+        blobs, forms = blobs_of(self._item_names(epoch), notes, only), notes.get("forms") or {}
         ((node, workspace),) = self._spaces().items()
-        asked: dict[str, Any] = {}
-        for item, form in forms.items():
-            target = blob_lib.target_of(workspace, blob_of[item])
-            if form == "json":
-                asked[item] = ocp.args.JsonRestore()
-            elif target is None:
-                asked[item] = ocp.args.StandardRestore()
-            else:
-                asked[item] = ocp.args.StandardRestore({BARE: target} if form == "bare" else target)
+        asked = {
+            item: ocp.args.JsonRestore()
+            if forms.get(item) == "json"
+            else arrays_argument(blob_lib.target_of(workspace, blob), forms.get(item))
+            for item, blob in blobs.items()
+        }
         got = self._manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
-        values: dict[str, dict[str, Any]] = {}
-        for item, form in forms.items():
-            blob, value = blob_of[item], got[item]
-            if form == "json":
-                value = of_this_node(blob, value, self._session.nodes, workspace)
-            value = value[BARE] if form == "bare" else value
-            values[blob] = {node: blob_lib.as_saved(workspace, blob, value, notes.get("types"))}
-        return notes, values
+        nodes = self._session.nodes
+        return notes, {
+            blob: self._as_saved(blob, {node: got[item]}, forms.get(item), nodes, notes) for item, blob in blobs.items()
+        }
 
     def _item_names(self, epoch: int) -> Sequence[str]:
         if forms := self.notes(epoch).get("forms"):
@@ -113,52 +104,56 @@ class OrbaxBackend(ItemBackend):
     def prepare(self, epoch: int, names: Names) -> Any:
         """See CheckpointBackend."""
         (node,) = self._spaces()
-        states = self._states(self._spaces(), names)
-        out: dict[str, tuple[str, Any]] = {}
+        states = self._states(names)
+        items: dict[str, tuple[str, Any]] = {}  # form and value
         for blob, item in self._items.items():
             value = states.get((node, blob))
             leaves = jax.tree.leaves(value)
-            if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
-                bare = len(leaves) == 1 and leaves[0] is value
-                out[item] = ("bare", {BARE: value}) if bare else ("arrays", value)
+            if not any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+                items[item] = ("json", _encode(node, blob, value))
+            elif len(leaves) == 1 and leaves[0] is value:
+                items[item] = ("bare", {BARE: value})
             else:
-                out[item] = ("json", _encode(node, blob, value))
-        return out, self._blob_notes(states)
+                items[item] = ("arrays", value)
+        return items, self._blob_notes(states)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """See CheckpointBackend. Orbax's policies refuse what is older than the newest: so they are not asked."""
         if not force and not any(e > epoch for e in self.epochs()) and not self._manager.should_save(epoch):
             return False
         self._settle()
-        args: dict[str, Any] = {}
         items, blob_notes = prepared
-        for item, (form, value) in items.items():
-            if form == "json":
-                args[item] = ocp.args.JsonSave(self._by_node(f"blob of item {item}", value))
-            else:
-                args[item] = ocp.args.StandardSave(value)
-        extra = {NOTES: {**notes, **blob_notes, "forms": {item: form for item, (form, _) in items.items()}}}
+        args = {
+            item: ocp.args.JsonSave(self._by_node(f"blob of item {item}", value))
+            if form == "json"
+            else ocp.args.StandardSave(value)
+            for item, (form, value) in items.items()
+        }
+        save = functools.partial(
+            self._manager.save,
+            epoch,
+            args=ocp.args.Composite(**args),
+            metrics=metrics or None,
+            force=True,
+            custom_metadata={
+                NOTES: {**notes, **blob_notes, "forms": {item: form for item, (form, _) in items.items()}}
+            },
+        )
         if epoch in self._replace:
             self._manager.delete(epoch)
             self._replace.discard(epoch)
         began = time.monotonic()
         try:
-            saved = self._save(epoch, args, metrics, extra)
-        finally:
-            held = time.monotonic() - began
-        if saved:
-            self._asked = (epoch, began, held)
-        return saved
-
-    def _save(self, epoch: int, args: Mapping[str, Any], metrics: Any, extra: Mapping[str, Any]) -> bool:
-        arguments = {"args": ocp.args.Composite(**args), "metrics": metrics or None, "custom_metadata": dict(extra)}
-        try:
-            return self._manager.save(epoch, force=True, **arguments)
+            saved = save()
         except Exception as error:  # often of the save before: Orbax raises it here, and does not save
             logging.warning("stock Orbax did not save epoch %d, trying once more: %s", epoch, say(error))
-            return self._manager.save(epoch, force=True, **arguments)
+            saved = save()
+        if saved:
+            self._asked = (epoch, began, time.monotonic() - began)
+        return saved
 
     def _by_node(self, what: str, mine: Any) -> dict[str, Any]:
+        """The values of all nodes, by node."""
         nodes = self._session.nodes
         return self._exchange.gather(what, lambda: mine, lambda found: dict(zip(nodes, found, strict=True)))
 
@@ -166,8 +161,7 @@ class OrbaxBackend(ItemBackend):
         """See CheckpointBackend."""
         if self._asked is not None and not self._manager.is_saving_in_progress():
             self._settle()
-        ended, self._ended = self._ended, []
-        return ended
+        return super().outcomes()
 
     def _settle(self) -> None:
         """Waits for the save in flight, if there is one, and looks at what became of it."""
