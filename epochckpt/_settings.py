@@ -1,8 +1,7 @@
 """`Settings`: all that can be said about checkpoints without code, from flags, config files or a program.
 
 The fields of `Settings` are the table of settings: the default, the kind of value, the one option that the setting
-decides, and its help. A value is checked by its kind when it is given; `RULES` refuse contradictions; everything else
-is checked by what the settings make: `StorageOptions`, `CheckpointManager`, `JobRunner`.
+decides, and its help. Kinds check values, `RULES` refuse contradictions, and what the settings make checks the rest.
 """
 
 from __future__ import annotations
@@ -36,30 +35,19 @@ MANAGER, RUNNER, FOLLOW = "CheckpointManager", "JobRunner", "follow"
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a setting may be.
+    """What a setting may be."""
 
-    Attributes:
-        expected: for errors and help.
-        parse: makes the value of a text or an object; ValueError and TypeError mean that it is none of this kind.
-        write: makes a text that `parse` reads as this value.
-        none: the text that stands for None; None if there must be a value.
-    """
-
-    expected: str
-    parse: Callable[[Any], Any]
-    write: Callable[[Any], str] = str
-    none: str | None = None
+    expected: str  # for errors and help
+    parse: Callable[[Any], Any]  # makes the value of a text or an object; raises for what is none of this kind
+    write: Callable[[Any], str] = str  # makes a text that `parse` reads as this value
+    none: str | None = None  # the text that stands for None; None if there must be a value
 
     def optional(self, none: str = "none") -> Kind:
         """A value of this kind, or None."""
         return dataclasses.replace(self, expected=f"{self.expected}, or {none or 'nothing'}", none=none)
 
     def read(self, value: Any) -> Any:
-        """The value that a text, or an object of a program, stands for.
-
-        Raises:
-            InvalidArgumentError: says what was expected and what was found.
-        """
+        """The value that a text, or an object of a program, stands for; InvalidArgumentError if it stands for none."""
         empty = value is None or (isinstance(value, str) and value.strip().lower() in ("", self.none))
         if empty and self.none is not None:
             return None
@@ -110,10 +98,14 @@ def _text_like(expected: str, pattern: str = r"[^\0]+") -> Kind:
     return Kind(expected, parse)
 
 
-def _list_of(parse: Callable[[Any], Any], value: Any) -> list[Any]:
+def _list_of(kind: Kind, value: Any) -> tuple[Any, ...]:
     if isinstance(value, bytes | Mapping):
         raise TypeError("it is no list")
-    return [parse(item) for item in (absl_flags.ListParser().parse(value) if isinstance(value, str) else value)]
+    return tuple(map(kind.parse, absl_flags.ListParser().parse(value) if isinstance(value, str) else value))
+
+
+def _choice(*words: str) -> Kind:
+    return Kind(" or ".join(words), absl_flags.EnumParser(words).parse)
 
 
 def _resume(value: Any) -> str | int:
@@ -125,39 +117,24 @@ _PATH = Kind("a path or URL", path_text).optional("")
 _TEXT = _text_like("a text").optional("")
 _PREFIX = _text_like("letters, digits, '.', '_' and '-', a letter or digit first", "[A-Za-z0-9][A-Za-z0-9._-]*")
 _ITEM = _text_like("a text without spaces around it", r"\S|\S.*\S")
-_TEXTS = Kind(
-    "texts with commas between them",
-    lambda value: tuple(_list_of(_ITEM.parse, value)),
-    absl_flags.CsvListSerializer(",").serialize,
-)
+_CSV = absl_flags.CsvListSerializer(",").serialize
+_TEXTS = Kind("texts with commas between them", functools.partial(_list_of, _ITEM), _CSV)
 _EPOCHS = Kind(
     "epochs (integers of at least 0) with commas between them",
-    lambda value: tuple(sorted(set(_list_of(_integer().parse, value)))),
+    lambda value: tuple(sorted(set(_list_of(_integer(), value)))),
     lambda value: ",".join(map(str, value)),
 )
 _RESUME = Kind("auto, never, must, or the number of an epoch", _resume)
 _HANDLER = _text_like("json, json:FILE or sqlite:FILE", r"json(:\S(.*\S)?)?|sqlite:\S(.*\S)?").optional()
 
 
-def _choice(*words: str) -> Kind:
-    return Kind(" or ".join(words), absl_flags.EnumParser(words).parse)
-
-
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A row of the table of settings.
-
-    Attributes:
-        kind: what it may be.
-        owner: the class or function that has the option which it decides, such as `JobRunner`.
-        option: the option's name there.
-        default: its default.
-        help: what it is for, with units.
-    """
+    """A row of the table of settings."""
 
     kind: Kind
-    owner: str
-    option: str = ""
+    owner: str  # the class or function that has the option which it decides, such as `JobRunner`
+    option: str = ""  # its name there
     default: Any = None
     help: str = ""
 
@@ -302,12 +279,10 @@ class Settings:
 
     def handler(self) -> AbstractMetadataHandler | None:
         """A new metadata handler, or None."""
-        if self.metadata_handler is None:
-            return None
-        kind, _, path = self.metadata_handler.partition(":")
+        kind, _, path = (self.metadata_handler or "").partition(":")
         if kind == "sqlite":
             return SqliteMetadataHandler(path)
-        return JsonMetadataHandler(path or None)
+        return JsonMetadataHandler(path or None) if kind else None
 
     def manager(self, **overrides: Any) -> CheckpointManager:
         """Opens the directory; in a job of several processes all must do so.
@@ -319,8 +294,7 @@ class Settings:
             InvalidArgumentError: there is no directory. To train without saving, leave this and the runner's manager
                 out: `epochckpt.JobRunner(job)`.
         """
-        arguments = self._options_of(MANAGER) | overrides
-        _check_directory(arguments["directory"])
+        arguments = _with_directory(self._options_of(MANAGER) | overrides)
         for name, make in (("options", self.options), ("storage", self.storage), ("metadata_handler", self.handler)):
             if name not in overrides:
                 arguments[name] = make()
@@ -358,9 +332,8 @@ class Settings:
         Raises:
             InvalidArgumentError: there is no directory.
         """
-        arguments = self._options_of(FOLLOW) | {"directory": self.directory, "options": self.options()} | overrides
-        _check_directory(arguments["directory"])
-        return follow(**arguments)
+        own = {"directory": self.directory, "options": self.options()}
+        return follow(**_with_directory(self._options_of(FOLLOW) | own | overrides))
 
 
 @functools.cache  # equal settings make equal options
@@ -368,21 +341,20 @@ def _by_metric(name: str) -> Callable[[Any], Any]:
     return lambda metrics: metrics[name]
 
 
-def _check_directory(directory: Any) -> None:
-    if directory is None:
+def _with_directory(arguments: dict[str, Any]) -> dict[str, Any]:
+    if arguments["directory"] is None:
         raise InvalidArgumentError("directory is not given: where are the epochs?")
+    return arguments
 
 
 def _table() -> dict[str, Setting]:
     helps = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", Settings.__doc__ or "", re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in helps}
-    return {
-        field.name: dataclasses.replace(
-            row, option=row.option or field.name, default=field.default, help=texts.get(field.name, "")
-        )
-        for field in dataclasses.fields(Settings)
-        for row in [field.metadata["setting"]]
-    }
+    table = {}
+    for field in dataclasses.fields(Settings):
+        row, name = field.metadata["setting"], field.name
+        table[name] = dataclasses.replace(row, option=row.option or name, default=field.default, help=texts[name])
+    return table
 
 
 SETTINGS: Mapping[str, Setting] = _table()
@@ -430,12 +402,8 @@ RULES = (
 def checked(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of some settings, read and checked by themselves and together; absent ones are at their defaults.
 
-    Args:
-        values: by name.
-        prefix: stands before the names in errors: `--ckpt_` for flags.
-
-    Raises:
-        InvalidArgumentError: an unknown name (with near ones), a wrong value, or a contradiction.
+    InvalidArgumentError names an unknown name (with near ones), a wrong value, or a contradiction; `prefix` stands
+    before the names: `--ckpt_` for flags.
     """
     found = read(values, prefix)
     for rule in RULES:
@@ -444,11 +412,7 @@ def checked(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of some settings, each checked by itself; see `checked`.
-
-    Raises:
-        InvalidArgumentError: an unknown name (with near ones), or a wrong value.
-    """
+    """The values of some settings, each checked by itself; see `checked`."""
     unknown = [f"{str(name)!r} ({_text.near(str(name), SETTINGS)})" for name in values if name not in SETTINGS]
     if unknown:
         raise InvalidArgumentError(f"no such setting: {', '.join(unknown)}")
@@ -465,7 +429,7 @@ def from_config(config: Any) -> Settings:
     """Settings from a mapping: a part of a JSON or TOML file, or of an `ml_collections.ConfigDict`.
 
     Args:
-        config: values by name. None, as of a placeholder that nobody has filled in, means the default.
+        config: values by name. None, as of an empty placeholder, means the default.
 
     Raises:
         InvalidArgumentError: an unknown name (with near ones), or see `Settings`.
@@ -474,10 +438,8 @@ def from_config(config: Any) -> Settings:
         raise InvalidArgumentError(f"settings come from a mapping, got {type(config).__name__}")
     values = {}
     for name in list(config.keys()):
-        try:  # one by one: some values of a ConfigDict, which is no Mapping, raise
-            value = config[name]
-        except Exception as error:  # the mapping's own: a required placeholder that nobody has filled in
+        try:  # a required placeholder of a ConfigDict, which is no Mapping, raises an error of its own
+            values[name] = config[name]
+        except Exception as error:
             raise InvalidArgumentError(f"{name}: has no value ({say(error)})") from error
-        if value is not None:
-            values[name] = value
-    return Settings(**checked(values))
+    return Settings(**checked({name: value for name, value in values.items() if value is not None}))

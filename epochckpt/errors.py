@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -81,22 +81,15 @@ class WorkspaceAttributeError(InvalidArgumentError, AttributeError):
 
 
 class EpochNotFoundError(EpochCheckpointError, FileNotFoundError):
-    """There is no such committed epoch.
-
-    Attributes:
-        epoch: the epoch that was asked for; None for the latest.
-        directory: where it was looked for.
-        available: the committed epochs, ascending.
-    """
+    """The `directory` has no such committed `epoch` (None: not any); `available` are those that it has, ascending."""
 
     def __init__(self, epoch: int | None, directory: str, available: Sequence[int]):
-        what = "no epoch" if epoch is None else f"no epoch {epoch}"
-        if not available:
-            have = "it holds no committed epoch"
-        else:
-            shown = ", ".join(map(str, available[-20:]))
-            have = f"committed: {'… ' if len(available) > 20 else ''}{shown}"
-        stock = f"No steps found in {directory}" if epoch is None else f"Checkpoint at {directory}/{epoch} not found"
+        what, stock = f"no epoch {epoch}", f"Checkpoint at {directory}/{epoch} not found"
+        if epoch is None:
+            what, stock = "no epoch", f"No steps found in {directory}"
+        have = "it holds no committed epoch"
+        if available:
+            have = f"committed: {'… ' if len(available) > 20 else ''}{', '.join(map(str, available[-20:]))}"
         super().__init__(f"{directory}: {what}; {have} (in Orbax's words: {stock})")
         self.epoch, self.directory, self.available = epoch, directory, list(available)
 
@@ -124,12 +117,9 @@ class AccessError(EpochCheckpointError, PermissionError):
 
 
 class StorageError(EpochCheckpointError, OSError):
-    """Storage did not answer, not even a second time. This says nothing about the data, and decides nothing.
+    """Storage did not answer at `path`, not even a second time: see `problem` and `errno`.
 
-    Attributes:
-        path: the file or folder.
-        problem: what happened.
-        errno: the operating system's number of the error.
+    This says nothing about the data, and decides nothing.
     """
 
     errno: int | None = None  # OSError's own does not survive pickling
@@ -145,12 +135,7 @@ class StorageError(EpochCheckpointError, OSError):
 
 
 class FormatError(EpochCheckpointError, ValueError):
-    """A record is not what the format allows.
-
-    Attributes:
-        path: the file, relative to the checkpoint directory.
-        problem: what is wrong with it.
-    """
+    """A record is not what the format allows: see `path`, relative to the checkpoint directory, and `problem`."""
 
     def __init__(self, path: str, problem: str):
         super().__init__(f"{path}: {problem}")
@@ -164,14 +149,11 @@ class FormatVersionError(FormatError):
 class DamagedError(EpochCheckpointError, ValueError):
     """Bytes on storage differ from what was written.
 
-    Attributes:
-        path: the file, relative to the checkpoint directory.
-        problem: what is wrong with it.
-        leaf: the leaf that the bytes belong to; None if they belong to no leaf.
+    See `path`, relative to the checkpoint directory, `problem`, and `leaf`, which is None for bytes of no leaf.
     """
 
     def __init__(self, path: str, problem: str, leaf: str | None = None):
-        where = f"{path}, leaf {readable(leaf)!r}" if leaf is not None else path
+        where = path if leaf is None else f"{path}, leaf {readable(leaf)!r}"
         super().__init__(f"{where}: {problem}")
         self.path, self.problem, self.leaf = path, problem, leaf
 
@@ -187,28 +169,23 @@ class Mismatch:
 
 
 class MismatchError(EpochCheckpointError, ValueError):
-    """The target does not fit the epoch: one table of every leaf that is missing, unexpected or different.
-
-    Attributes:
-        item: the item that was to be restored.
-        epoch: its epoch.
-        rows: all differences.
-    """
+    """The target does not fit the `item` of the `epoch`; a table shows the `rows`: every leaf that differs."""
 
     def __init__(self, item: str, epoch: int, rows: Sequence[Mismatch]):
-        head = ("leaf", "problem", "in the epoch", "in the target")
-        shown = [(readable(r.leaf), r.problem, r.found, r.expected) for r in rows[:200]]
-        widths = [max(len(row[i]) for row in [head, *shown]) for i in range(4)]
-        lines = [
-            "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *shown]
-        ]
-        if len(rows) > len(shown):
-            lines.append(f"  … and {len(rows) - len(shown)} more")
-        head_line = f"epoch {epoch}, item {item!r} does not fit the target ({several(len(rows), 'leaf', 'leaves')}):"
-        super().__init__("\n".join([head_line, *lines, _advice({r.problem for r in rows})]))
+        lines = [f"epoch {epoch}, item {item!r} does not fit the target ({several(len(rows), 'leaf', 'leaves')}):"]
+        table = [("leaf", "problem", "in the epoch", "in the target")]
+        table += [(readable(row.leaf), row.problem, row.found, row.expected) for row in rows[:_ROWS]]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for cells in table:
+            padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+            lines.append(f"  {'  '.join(padded)}".rstrip())
+        if len(rows) > _ROWS:
+            lines.append(f"  … and {len(rows) - _ROWS} more")
+        super().__init__("\n".join([*lines, *_advice({row.problem for row in rows})]))
         self.item, self.epoch, self.rows = item, epoch, list(rows)
 
 
+_ROWS = 200  # that the message shows
 _REMEDIES = {
     "missing unexpected": (
         "Leaves that only one of the two has: correct their names, say with rename= what they are called now, or leave "
@@ -226,20 +203,15 @@ _REMEDIES = {
 }
 
 
-def _advice(problems: Iterable[str]) -> str:
+def _advice(problems: set[str]) -> list[str]:
     """What helps against the problems in a table, and nothing else."""
-    said = [remedy for names, remedy in _REMEDIES.items() if not set(names.split()).isdisjoint(problems)]
+    remedies = [remedy for names, remedy in _REMEDIES.items() if not problems.isdisjoint(names.split())]
     last = "restore_leaves(epoch, patterns) gives single leaves, and no target at all gives everything as it was saved."
-    return "\n".join(["Nothing was restored.", *said, last])
+    return ["Nothing was restored.", *remedies, last]
 
 
 class SaveError(EpochCheckpointError, RuntimeError):
-    """An attempt to save an epoch failed. Earlier epochs are untouched.
-
-    Attributes:
-        epoch: the epoch that was not committed.
-        reason: why.
-    """
+    """The `epoch` was not committed: see `reason`. Earlier epochs are untouched."""
 
     _message = "epoch {} was not committed: {}"
 
@@ -249,11 +221,7 @@ class SaveError(EpochCheckpointError, RuntimeError):
 
 
 class LateNodesError(SaveError, TimeoutError):
-    """Some nodes did not report within the save timeout.
-
-    Attributes:
-        nodes: their names.
-    """
+    """The `nodes` did not report within the save timeout."""
 
     def __init__(self, epoch: int, nodes: Sequence[str], timeout_secs: float):
         SaveError.__init__(self, epoch, f"no report within {timeout_secs:g} s from {', '.join(nodes)}")
@@ -267,19 +235,14 @@ class FencedError(SaveError):
 
 
 class BufferChangedError(SaveError):
-    """Memory that was being written changed under the writer.
-
-    Attributes:
-        leaf: the leaf that the memory belongs to.
-    """
+    """The memory of a `leaf` changed while it was being written."""
 
     def __init__(self, epoch: int, leaf: str):
-        SaveError.__init__(
-            self,
-            epoch,
+        reason = (
             f"the memory of leaf {readable(leaf)!r} changed while it was being written. jax can alias NumPy memory on "
-            "CPU: do not modify an array in place that was handed to jax.device_put, or hand over a copy",
+            "CPU: do not modify an array in place that was handed to jax.device_put, or hand over a copy"
         )
+        super().__init__(epoch, reason)
         self.leaf = leaf
 
 
@@ -294,12 +257,7 @@ class UncertainError(SaveError):
 
 
 class SaveErrorGroup(SaveError):
-    """Several saves failed, and their errors are raised as one.
-
-    Attributes:
-        errors: the errors of the saves, oldest first.
-        epoch: the newest of their epochs.
-    """
+    """Several saves failed: see `errors`, oldest first; `epoch` is the newest of their epochs."""
 
     def __init__(self, errors: Sequence[SaveError]):
         head = f"{several(len(errors), 'save', 'saves')} failed:"
@@ -309,13 +267,10 @@ class SaveErrorGroup(SaveError):
 
 
 class UnfinishedError(EpochCheckpointError, RuntimeError):
-    """A rollback or a deletion is recorded and holds, but its epochs could not be moved or removed yet.
+    """A rollback or a deletion is recorded and holds, but its `epochs` could not be moved or removed yet.
 
     No reader sees these epochs any more, and their numbers cannot be saved until they are moved. The next run's first
     write, a rollback, or a save of one of the numbers moves them, once the cause is gone.
-
-    Attributes:
-        epochs: the numbers of the epochs.
     """
 
     def __init__(self, directory: str, epochs: Sequence[int], reason: str):
@@ -328,13 +283,7 @@ class UnfinishedError(EpochCheckpointError, RuntimeError):
 
 
 class UploadError(EpochCheckpointError, RuntimeError):
-    """An epoch could not be copied to another place. The epoch itself, and other epochs there, are untouched.
-
-    Attributes:
-        epoch: its number.
-        destination: where it was to be copied.
-        reason: why it was not.
-    """
+    """The `epoch` could not be copied to the `destination`: see `reason`. No committed epoch was touched."""
 
     def __init__(self, epoch: int, destination: str, reason: str):
         super().__init__(
@@ -347,12 +296,8 @@ class UploadError(EpochCheckpointError, RuntimeError):
 class TaskError(EpochCheckpointError, RuntimeError):
     """A task of a job raised an error, which is the cause of this one. Committed epochs are untouched.
 
-    Attributes:
-        task: its name.
-        group: its phase: setup, init, epoch, download or exit.
-        node: the node that ran it.
-        epoch: the epoch that was being trained; 0 before the first.
-        reason: what it raised.
+    `group` is the phase of the `task` (setup, init, epoch, download or exit), `epoch` the one that was being trained
+    on the `node` (0 before the first), and `reason` what the task raised.
     """
 
     def __init__(self, task: str, group: str, node: str, epoch: int, reason: str):
@@ -373,10 +318,7 @@ _ANSWERS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM}) |
 
 
 def is_passing(error: OSError) -> bool:
-    """Whether a failed read says nothing about what is stored: a time-out, a bad sector, too many open files.
-
-    Not passing: there is no such file, its kind cannot be read, or this user may not read it.
-    """
+    """Whether a failed read says nothing about what is stored: a time-out, a bad sector, too many open files."""
     return error.errno is not None and error.errno not in _ANSWERS and not isinstance(error, EpochCheckpointError)
 
 
@@ -445,18 +387,20 @@ def _lines(trace: TracebackType | None) -> list[str]:
 
 def to_wire(error: BaseException) -> dict[str, Any]:
     """An error as JSON for another process: its type, its message and its plain attributes; no pickle."""
-    data = {k: v for k, v in getattr(error, "__dict__", {}).items() if k != "__notes__"}
-    plain = {k: v for k, v in data.items() if isinstance(v, str | int | list | type(None))}
-    plain = {k: v for k, v in plain.items() if not isinstance(v, list) or all(isinstance(e, str | int) for e in v)}
-    return {"type": type(error).__name__, "message": str(error) or repr(error), "data": plain}
+    data = {k: v for k, v in vars(error).items() if k != "__notes__" and _is_plain(v)}
+    return {"type": type(error).__name__, "message": str(error) or repr(error), "data": data}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(each, str | int) for each in value)
+    return value is None or isinstance(value, str | int)
 
 
 def from_wire(data: dict[str, Any]) -> EpochCheckpointError:
     """The error that `to_wire` described: of the same class if that is one of ours, else a CoordinationError."""
     cls = globals().get(str(data.get("type")))
-    if not (isinstance(cls, type) and issubclass(cls, EpochCheckpointError)) or cls in (
-        SaveErrorGroup,
-        MismatchError,
-    ):
+    wide = (SaveErrorGroup, MismatchError)  # they hold more than plain attributes
+    if not isinstance(cls, type) or not issubclass(cls, EpochCheckpointError) or cls in wide:
         return CoordinationError(f"{data.get('type')} in another process: {data.get('message')}")
     return _rebuild(cls, (str(data.get("message")),), dict(data.get("data") or {}))

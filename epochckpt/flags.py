@@ -7,8 +7,9 @@ or what was assigned to them (`FLAGS.ckpt_max_to_keep = 3`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -28,12 +29,7 @@ absl_flags.disclaim_key_flags()
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """The flags of one prefix, and what their values make.
-
-    Attributes:
-        prefix: flags are named `--<prefix>_<setting>`.
-        flag_values: where they are defined.
-    """
+    """The flags `--<prefix>_<setting>`, defined in `flag_values`, and what their values make."""
 
     prefix: str
     flag_values: absl_flags.FlagValues = dataclasses.field(repr=False)
@@ -55,12 +51,12 @@ class Flags:
         Raises:
             InvalidArgumentError: no such setting, or a wrong value; after parsing also a contradiction.
         """
-        needed = [rule.other for rule in RULES if rule.needed]
         values = read(defaults, f"--{self.prefix}_")
-        if self.flag_values.is_parsed():  # else what contradicts a default may not be there, or not stay
+        if self.flag_values.is_parsed():  # before, a default that contradicts one of these may still change
             free = {n: v for n, v in values.items() if self.flag_values[self.name(n)].using_default_value}
             checked(self._values() | free, f"--{self.prefix}_")
-        for name in sorted(defaults, key=lambda name: name not in needed):  # absl validates after each
+        needed = {rule.other for rule in RULES if rule.needed}
+        for name in sorted(values, key=lambda name: name not in needed):  # absl validates after each
             self.flag_values.set_default(self.name(name), values[name])
 
     def options(self) -> ocp.CheckpointManagerOptions:
@@ -92,13 +88,11 @@ class Flags:
         """
         lines = []
         for name, value in dataclasses.asdict(self.settings()).items():
-            text = SETTINGS[name].kind.text(value)
+            text, flag = SETTINGS[name].kind.text(value), self.name(name)
             if not text.isprintable() or text != text.strip():
-                raise InvalidArgumentError(
-                    f"--{self.prefix}_{name}: {text!r} cannot be written as a line of a flagfile"
-                )
-            if value != self.flag_values[self.name(name)].default:
-                lines.append(f"--{self.prefix}_{name}={text}\n")
+                raise InvalidArgumentError(f"--{flag}: {text!r} cannot be written as a line of a flagfile")
+            if value != self.flag_values[flag].default:
+                lines.append(f"--{flag}={text}\n")
         return "".join(lines)
 
     def name(self, setting: str) -> str:
@@ -141,19 +135,17 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
         raise InvalidArgumentError(f"expected a prefix of letters, digits and '_', a letter first; found {prefix!r}")
     found, own = Flags(prefix, flag_values), checked(defaults)
     there = {name: flag_values[found.name(name)] for name in SETTINGS if found.name(name) in flag_values}
-    if not there:
-        _define(found, own)
-        return found
-    for flag in there.values():
+    for name, flag in there.items():
         if not isinstance(flag.parser, _Parser) or len(there) < len(SETTINGS):
             where = flag_values.find_module_defining_flag(flag.name)
             raise InvalidArgumentError(f"--{flag.name} is defined already, by {where}; choose another prefix")
-    for name, value in own.items():
-        if value != there[name].default:
+        if own.get(name, flag.default) != flag.default:
             raise InvalidArgumentError(
-                f"--{found.name(name)} is defined already, with the default {there[name].default!r} and not {value!r}; "
+                f"--{flag.name} is defined already, with the default {flag.default!r} and not {own[name]!r}; "
                 "set_defaults() changes it"
             )
+    if not there:
+        _define(found, own)
     return found
 
 
@@ -181,19 +173,16 @@ def _define(flags: Flags, defaults: Mapping[str, Any]) -> None:
         absl_flags.DEFINE_flag(flag, flags.flag_values)
     for rule in RULES:
         names = [flags.name(rule.name), flags.name(rule.other)]
-        absl_flags.register_multi_flags_validator(names, _validator(flags, rule), flag_values=flags.flag_values)
+        validate = functools.partial(_validate, flags, rule)
+        absl_flags.register_multi_flags_validator(names, validate, flag_values=flags.flag_values)
 
 
-def _validator(flags: Flags, rule: Rule) -> Callable[[Mapping[str, Any]], bool]:
+def _validate(flags: Flags, rule: Rule, values: Mapping[str, Any]) -> bool:
     """Has absl refuse a command line with contradictions, as it does wrong values."""
-
-    def validate(values: Mapping[str, Any]) -> bool:
-        if flags.flag_values.is_parsed():  # in a notebook one after the other is assigned: `settings` checks
-            read = {name: SETTINGS[name].kind.read(values[flags.name(name)]) for name in (rule.name, rule.other)}
-            try:
-                rule.check(read, f"--{flags.prefix}_")
-            except InvalidArgumentError as error:
-                raise absl_flags.ValidationError(str(error)) from None
-        return True
-
-    return validate
+    if flags.flag_values.is_parsed():  # in a notebook one after the other is assigned: `settings` checks
+        found = {name: SETTINGS[name].kind.read(values[flags.name(name)]) for name in (rule.name, rule.other)}
+        try:
+            rule.check(found, f"--{flags.prefix}_")
+        except InvalidArgumentError as error:
+            raise absl_flags.ValidationError(str(error)) from None
+    return True

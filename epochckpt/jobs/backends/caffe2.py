@@ -6,7 +6,6 @@ rollback, later epochs are replaced one by one. A save is committed, on each nod
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from epochckpt import _threads
 from epochckpt.errors import FencedError, InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
-from epochckpt.jobs.caffe2_managers import CheckpointManager, Manager
+from epochckpt.jobs.caffe2_managers import CheckpointManager, Manager, MultiNodeCheckpointManager
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Task, TaskGroup, joining
 from epochckpt.jobs.session import Session
@@ -168,9 +167,15 @@ class Caffe2Backend(CheckpointBackend):
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         """See CheckpointBackend."""
         managers = self._manager.managers_of(self._nodes)
-        if not managers or not all(manager.has_epoch(epoch) for manager in managers.values()):
+        if not managers:
             return False
-        for manager in managers.values():
-            self._run(functools.partial(manager.load_blobs_from_checkpoint, names, epoch))
+        if isinstance(self._manager, MultiNodeCheckpointManager):
+            with joining(None):
+                if not self._manager.load_blobs_locally(list(managers), names, epoch, self._session):
+                    return False
+        elif all(manager.has_epoch(epoch) for manager in managers.values()):
+            self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
+        else:
+            return False
         self._report("checkpoint_partial_load", [self._stats()])
         return True
