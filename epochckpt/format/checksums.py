@@ -34,12 +34,7 @@ def seal(record: dict[str, Any]) -> bytes:
 
 
 def unseal(path: str, data: bytes) -> dict[str, Any]:
-    """Parses what `seal` made.
-
-    Raises:
-        DamagedError: the bytes are not those that were written.
-        FormatError: the bytes are no JSON object, or it is nested too deeply.
-    """
+    """Parses what `seal` made; DamagedError for other bytes than were written, FormatError if they are no JSON."""
     check_seal(path, data)
     return parse_sealed(path, data)
 
@@ -74,8 +69,7 @@ def _refuse_constant(name: str) -> Any:
 def pack_json(value: Any, where: str, depth: int = 0) -> Any:
     """User data as plain JSON: NumPy and jax scalars become numbers; NaN and infinities `{"$float": "nan"}`.
 
-    Raises:
-        InvalidArgumentError: something in it is not JSON; `where` names the argument.
+    Anything else raises InvalidArgumentError; `where` names the argument.
     """
     if depth > _MAX_DEPTH:
         raise InvalidArgumentError(f"{where} is nested deeper than {_MAX_DEPTH}")

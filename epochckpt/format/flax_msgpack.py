@@ -51,13 +51,8 @@ _TIMES = re.compile(f"(datetime|timedelta)64{tree_lib.TIME_UNIT}")
 def load(path: str, scratch: str) -> Any:
     """The tree of a file: dicts, lists, Python values, NumPy scalars, and arrays as `storage.mmap.Mapped`.
 
-    Args:
-        path: the file; it must not change while the arrays are used.
-        scratch: a folder on disk. Arrays in pieces are joined there, in a file without a name.
-
-    Raises:
-        FormatError: the file is truncated, or not what flax writes.
-        UnsupportedError: the file has an unknown extension or dtype; says where.
+    The file must not change while the arrays are used. Arrays in pieces are joined in a nameless file in `scratch`. A
+    file that flax did not write raises FormatError, an unknown extension or dtype UnsupportedError.
     """
     if not os.path.getsize(path):
         raise FormatError(path, "is empty")

@@ -50,12 +50,7 @@ def cell_box(cell: int, counts: Sequence[int], shape: Sequence[int]) -> Box:
 
 
 def boxes(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
-    """Cuts an array into boxes, each contiguous in C order and next to the one before; without elements, none.
-
-    Args:
-        shape: of the array.
-        max_elements: the most that a box may have, at least 1.
-    """
+    """Cuts an array into boxes, each contiguous in C order and next to the one before; without elements, none."""
     if math.prod(shape) == 0:
         return
     axis, inner = 0, math.prod(shape)  # the first axis whose rows fit
@@ -311,12 +306,9 @@ def _itemsize(leaf: Leaf) -> int:
 
 
 def blocks(sizes: np.ndarray, data_start: int, block_bytes: int) -> np.ndarray:
-    """End offsets of a file's blocks: the header, then runs of whole small cells or pieces of one large cell.
+    """End offsets of a file's blocks: the header of `data_start` bytes, then the cells, of these sizes in file order.
 
-    Args:
-        sizes: bytes of each cell, in file order.
-        data_start: bytes of the header.
-        block_bytes: largest block. A cell of at least this size is cut into pieces; smaller cells are joined.
+    A cell of `block_bytes` or more is cut into pieces; smaller cells are joined to blocks of at most that size.
     """
     ends = [data_start]
     position = start = data_start

@@ -12,21 +12,13 @@ from epochckpt.format import paths
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, as one of its processes sees them.
+    """The nodes of a job, as one of its processes sees them. With several processes, process i hosts node i."""
 
-    Attributes:
-        names: of all nodes, by node number.
-        process: number of this process.
-        processes: number of processes. With several, process i hosts node i.
-        given: a process passed its names to the manager's constructor (`node=`).
-        ids: JAX process index by process number; empty if the two are equal.
-    """
-
-    names: tuple[str, ...] = ("process_0",)
-    process: int = 0
+    names: tuple[str, ...] = ("process_0",)  # by node number
+    process: int = 0  # number of this process
     processes: int = 1
-    given: bool = False
-    ids: tuple[int, ...] = ()
+    given: bool = False  # a process passed its names to the manager's constructor (`node=`)
+    ids: tuple[int, ...] = ()  # JAX process index by process number; empty if the two are equal
 
     def __len__(self) -> int:
         return len(self.names)
@@ -70,12 +62,7 @@ class Nodes:
         return [self.names[number] for number in self.numbers_of(process)]
 
     def renamed(self, names: Sequence[str]) -> Nodes:
-        """The same processes with these nodes.
-
-        Raises:
-            InvalidArgumentError: a name is unusable or repeated, the number of names does not fit the processes, or
-                the constructor got other names.
-        """
+        """The same processes with these nodes; InvalidArgumentError for names that do not fit them."""
         asked = check_names(names)
         if asked == self.names:
             return self

@@ -73,19 +73,10 @@ class _Fields:
 def read_record(
     store: Store, path: str, parse: Callable[[str, bytes], T], *, limit_bytes: int = MAX_RECORD_BYTES
 ) -> T | None:
-    """Reads a small file and parses it.
-
-    Args:
-        store: where it lies.
-        path: of the file; error messages name it.
-        parse: makes the result of path and content, and raises DamagedError or FormatError if it cannot.
-        limit_bytes: a larger file is not read.
-
-    Returns:
-        What `parse` returns; None if there is no such file.
+    """Reads a small file and returns what `parse` makes of path and content; None if there is no such file.
 
     Raises:
-        DamagedError, FormatError: the file cannot be used.
+        DamagedError, FormatError: the file cannot be used, or is larger than the limit.
         AccessError, StorageError: storage does not give it, which says nothing about its content.
     """
     try:
@@ -148,13 +139,7 @@ def _parse_file(fields: _Fields) -> DataFile:
 
 
 def parse_epoch(path: str, data: bytes) -> EpochRecord:
-    """Parses `epoch.json`.
-
-    Raises:
-        DamagedError: the bytes are not those that were written.
-        FormatVersionError: written by a newer epochckpt.
-        FormatError: something in it is not what the format allows.
-    """
+    """Parses `epoch.json`; raises DamagedError, FormatVersionError (of a newer epochckpt) or FormatError."""
     fields = _open(path, data, "epoch")
     nodes = _parse_nodes(fields)
     items = {name: _parse_item(path, name, entry, len(nodes)) for name, entry in fields.mapping("items").items()}

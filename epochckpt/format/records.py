@@ -88,10 +88,8 @@ class NodeEntry:
     """One node in `epoch.json`.
 
     Attributes:
-        name: name of the node.
         process: JAX process index of its process.
-        record_size: bytes of its `node.json`.
-        record_digest: xxh3-128 of its `node.json`.
+        record_size: bytes of its `node.json`, of which `record_digest` is the xxh3-128.
         files: its files, without checksums.
         secs: how long the node took to write them.
     """
@@ -228,10 +226,6 @@ def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
 
     Shardings are left out, because devices have different numbers on every process. Equal arrays that different
     shardings cut differently count as different.
-
-    Args:
-        item: the tree, as its node records it.
-        files: the data files that the node wrote for it.
     """
     assert item.arrays is not None, "a node's own items are trees"
     described = array_item_json(item.arrays)

@@ -102,16 +102,10 @@ def header_bytes_bound(name_bytes: int, dims: int) -> int:
 
 
 def parse(path: str, head: bytes, size: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, by name in file order, and its `__metadata__`.
+    """The tensors of a file of `size` bytes, by name in file order, and its `__metadata__`.
 
-    Args:
-        path: for messages.
-        head: the first bytes of the file, at least `8 + header_length`.
-        size: bytes of the whole file.
-
-    Raises:
-        FormatError: the header is not what the format allows.
-        UnsupportedError: a tensor has an unknown type; names it.
+    `head` has at least `8 + header_length` bytes. A header that the format does not allow raises FormatError, a tensor
+    of an unknown type UnsupportedError.
     """
     start = 8 + header_length(path, head, size)
     try:
@@ -173,14 +167,12 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class Notes:
     """What the tensors of one export cannot say: key paths, Python values, PRNG keys.
 
-    `export` writes them to `__metadata__` under `NOTES_KEY`, and `import_` reads them; other readers ignore them. They
-    are JSON: `tensors` are [path, kind] or [path, kind, PRNG implementation] by name of the tensor; `values` are
-    [path, kind, value] of the leaves that are no tensors. Paths, kinds and values are as in `epoch.json`.
+    `export` writes them as JSON to `__metadata__` under `NOTES_KEY`, and `import_` reads them; other readers ignore
+    them. Paths, kinds and values are as in `epoch.json`.
 
     Attributes:
         separator: stands between the keys in a name.
-        tensors: (path, kind, PRNG implementation or None) by name of the tensor, where the name and the bytes do not
-            say it all.
+        tensors: (path, kind, PRNG implementation or None) by name of the tensor, where its name and bytes lack one.
         values: (path, kind, value as JSON) of the other leaves.
     """
 

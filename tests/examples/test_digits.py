@@ -129,7 +129,7 @@ def test_a_complete_run_started_again_has_nothing_left_to_do(undisturbed, tmp_pa
 @pytest.mark.parametrize(
     ("kills", "epochs"),
     [
-        pytest.param(3, 60, marks=pytest.mark.timeout(400)),
+        pytest.param(2, 40, marks=pytest.mark.timeout(400)),
         pytest.param(20, 400, marks=[pytest.mark.long, pytest.mark.timeout(850)]),
     ],
 )
@@ -163,6 +163,7 @@ def test_a_run_killed_at_random_moments_ends_bit_for_bit_equal(
     assert final_hash(last) == final_hash(output)
 
 
+@pytest.mark.long
 def test_a_killed_run_stops_early_where_it_would_have_stopped(tmp_path: pathlib.Path) -> None:
     """Early stopping counts over the kill: the last epoch, the reason and the parameters are the same."""
     undisturbed = finish(tmp_path / "undisturbed", 200, patience=4)
@@ -178,6 +179,7 @@ def test_a_killed_run_stops_early_where_it_would_have_stopped(tmp_path: pathlib.
     assert final_hash(last) == final_hash(undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_killed_run_finishes_on_other_topologies(undisturbed, tmp_path: pathlib.Path) -> None:
     """Two processes saved; one finishes, with fewer and with as many devices, within the stated tolerance."""
@@ -201,6 +203,7 @@ def test_a_killed_run_finishes_on_other_topologies(undisturbed, tmp_path: pathli
             np.testing.assert_allclose(array, reference[name], rtol=0, atol=float(tolerance), err_msg=name)
 
 
+@pytest.mark.long
 def test_a_damaged_epoch_is_trained_again(undisturbed, tmp_path: pathlib.Path) -> None:
     """One flipped bit in one process's part: the run resumes one epoch earlier and ends bit for bit equal."""
     workdir, output = undisturbed(EPOCHS)
@@ -236,7 +239,7 @@ def test_a_killed_launcher_takes_its_processes_along(tmp_path: pathlib.Path) -> 
     assert job.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_job_asked_to_stop_saves_its_epoch_first(tmp_path: pathlib.Path, signum: signal.Signals) -> None:
     """The epoch that it names is on storage and the exit status says that it is to be started again, each time."""
     stopped = -1

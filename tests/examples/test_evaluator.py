@@ -25,6 +25,7 @@ def scores_in(output: str) -> dict[int, float]:
     return {int(epoch): float(score) for epoch, score in re.findall(r"epoch +(\d+)  robust_accuracy (\S+)", output)}
 
 
+@pytest.mark.slow
 def test_an_evaluator_beside_a_run_decides_which_epoch_is_kept(tmp_path: pathlib.Path) -> None:
     """It begins first, survives epochs that are deleted under it, and the best one that it found is still there."""
     with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=20") as (evaluator,):

@@ -97,7 +97,8 @@ def test_it_learns_more_than_how_frequent_bytes_are(undisturbed) -> None:
     assert np.mean(losses[-20:]) < float(entropy) - 0.5
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(15, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [2, 15])
 def test_killed_at_random_moments_the_curve_is_the_same(undisturbed, tmp_path: pathlib.Path, kills: int) -> None:
     """SIGKILL of all processes at once: bit for bit. And on other processes and devices the same but for rounding."""
     expected, output = undisturbed(TWO)

@@ -35,6 +35,7 @@ def test_two_managers_of_one_job_do_not_meet(tmp_path: pathlib.Path) -> None:
     assert results == [[[0, 1], [0, 5]], [[0, 1], [0, 5]]]
 
 
+@pytest.mark.slow
 def test_a_call_that_one_process_makes_alone_harms_no_later_one(tmp_path: pathlib.Path) -> None:
     """It ends in time and names who did not come; what all call together afterwards, all are answered alike.
 

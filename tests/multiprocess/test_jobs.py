@@ -92,7 +92,8 @@ def test_a_blob_that_one_process_would_lose_is_an_error_on_all(on_two: list[dict
     assert ["'momentum' of node process_1" in ends["unsaved_on_one"] for ends in on_two] == [True, True]
 
 
-@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
 def test_a_node_that_does_not_arrive_makes_the_others_raise_and_is_named(tmp_path: pathlib.Path, who: int) -> None:
     """Within the timeout; what was committed is there."""
     found = run("one_stays_away", 3, directory=str(tmp_path), who=who)
