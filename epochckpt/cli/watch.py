@@ -94,7 +94,7 @@ def line(event: Event, best: bool = False) -> Line:
     parts.append((2, Text(f"{views.BEST} best" if best else "", GOOD)))
     detail = row.detail if damaged else event.detail
     parts.append((9 if event.kind == SAVING else 2, text(detail, FAINT if event.kind == SAVING else WARN, limit=300)))
-    return Line(parts)
+    return Line(*parts)
 
 
 def _progress(event: Event) -> Text:
@@ -164,12 +164,11 @@ def under_way(event: Event) -> RenderableType:
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
     strip = views.node_strip(row, names, had) if len(names) > 1 else None
     table = TextTable(
-        [Column("all", least=10), views.strip_column(len(names))],
+        [Column("all" if strip else "", least=10), views.strip_column(len(names))],
         [Row((Cell(drawing=Bar(event.done or 0.0, 40, Tone.LIVE)), Cell(drawing=strip)))],
         indent=2,
-        heads=strip is not None,
     )
-    return Group(Line([(0, head), (1, _progress(event)), (2, text(event.detail, FAINT))]), table)
+    return Group(Line((0, head), (1, _progress(event)), (2, text(event.detail, FAINT))), table)
 
 
 @contextlib.contextmanager

@@ -65,17 +65,10 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """One bar of a `Strip`: a node.
+    """One bar of a `Strip`: a node. Where several marks share a bar, the one of the greatest weight is drawn."""
 
-    Attributes:
-        level: how high, from 0 to 1.
-        tone: BAD: damaged; FAINT: the epoch does not have this node.
-        weight: where several marks share a bar, the one of the greatest weight is drawn.
-        tip: the node and what is known of it.
-    """
-
-    level: float
-    tone: Tone
+    level: float  # height, from 0 to 1
+    tone: Tone  # BAD: the node is damaged; FAINT: the epoch does not have it
     weight: float
     tip: str
 
@@ -95,7 +88,7 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """Elements per bin, and what the drawing says in words."""
+    """Elements per bin, and the range of the bins in words."""
 
     counts: tuple[int, ...]
     words: str
@@ -117,20 +110,12 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table. One whose cells are all empty is not shown.
-
-    Attributes:
-        title: its head.
-        rank: 0: always shown; the greater, the sooner a narrow terminal leaves it out.
-        right: aligned to the right.
-        least: a narrow terminal may shorten cells to so many characters; None: never.
-        tip: what the column means.
-    """
+    """A column of a table. One whose cells are all empty is not shown."""
 
     title: str
-    rank: int = 0
+    rank: int = 0  # 0: always shown; the greater, the sooner a narrow terminal leaves it out
     right: bool = False
-    least: int | None = None
+    least: int | None = None  # a narrow terminal may shorten cells to so many characters; None: never
     tip: str = ""
 
 
@@ -142,19 +127,12 @@ class Row:
     below: Words = ""
 
 
-# Blocks.
-
-
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows below heads.
+    """Rows below heads, each with a cell per column.
 
-    Attributes:
-        columns: from left to right.
-        rows: as many cells each as there are columns.
-        recent: if it is not 0, rows ascend in time, and the last so many matter most: a page, which is read from the
-            top, shows these first, newest first, and folds the others.
-        older: what the others are, in words.
+    If `recent` is not 0, rows ascend in time and the last so many matter most. A page, which is read from the top,
+    shows these first, newest first, and folds the others, which `older` describes.
     """
 
     columns: tuple[Column, ...]
@@ -235,7 +213,7 @@ Cells = Callable[[T], Cell | Words]
 
 
 def table(found: Sequence[T], *columns: tuple[Column, Cells[T]], below: Cells[T] = lambda row: "") -> Table:
-    """A table with a row for each of `found`; what a column shows of one stands beside the column."""
+    """A table with a row for each of `found`; each column comes with the function that makes its cells."""
 
     def cell(made: Cell | Words) -> Cell:
         return made if isinstance(made, Cell) else Cell(made)
@@ -272,7 +250,7 @@ def leaf_count(count: int) -> str:
 
 
 def problems(found: Mapping[str, str]) -> list[Block]:
-    """What could not be looked at, and why, by path; a problem of the directory as a whole has no path."""
+    """Why something could not be looked at, by path; a problem of the directory as a whole has no path."""
     blocks: list[Block] = [
         Problem((Span(f"{where}: " if where else "", Tone.STRONG, 100), Span(why, limit=600)))
         for where, why in list(found.items())[:_PROBLEMS]

@@ -8,27 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from epochckpt import _text, _units
+from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import rows, sharding, tree
-from epochckpt.inspection.blocks import (
-    Bar,
-    Block,
-    Cell,
-    Cells,
-    Column,
-    Histogram,
-    Line,
-    Span,
-    Summary,
-    Table,
-    Tone,
-    Words,
-    leaf_count,
-    percent,
-    problems,
-    ratio,
-    share,
-    table,
-)
+from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Span, Summary, Tone, Words, leaf_count, table
 
 LISTED = 200  # leaves of a difference
 _CHANGES = {
@@ -53,25 +35,19 @@ TREE_COLUMNS = (
 
 def branch_cells(branch: tree.Branch, total_nbytes: int) -> tuple[Cell, ...]:
     """A branch of a tree as cells for `TREE_COLUMNS`."""
-    size = Span(_units.nbytes(branch.nbytes) if branch.nbytes else "", Tone.PLAIN if branch.leaf else Tone.FAINT)
-    sizes = Cell(size), share(branch.nbytes, total_nbytes)
     leaf = branch.leaf
+    size = Span(_units.nbytes(branch.nbytes) if branch.nbytes else "", Tone.PLAIN if leaf else Tone.FAINT)
+    sizes = Cell(size), kinds.share(branch.nbytes, total_nbytes)
     if leaf is None:
         name = Span(branch.label, Tone.FAINT if branch.hidden else Tone.STRONG)
         elements = f"{_magnitude(branch.elements)} elements" if branch.elements else ""
         count = Cell(Span(leaf_count(branch.count), Tone.FAINT))
         return Cell(name), count, Cell(Span(elements, Tone.FAINT)), *sizes, Cell(), Cell()
-    lies = leaf.sharding or rows.ShardingRow(())
-    parts = Span(sharding.in_words(lies) if leaf.sharding else "", Tone.FAINT)
+    spec = leaf.sharding.spec if leaf.sharding else ""
+    parts = Span(sharding.in_words(leaf.sharding) if leaf.sharding else "", Tone.FAINT)
     shape = Cell(_shape(leaf), tip="" if leaf.dtype else leaf.value)
-    return (
-        Cell(branch.label, tip=leaf.name),
-        Cell(_type(leaf, Tone.GOOD)),
-        shape,
-        *sizes,
-        Cell(parts, tip=lies.spec),
-        Cell(Span(lies.spec, Tone.FAINT)),
-    )
+    where = Cell(parts, tip=spec), Cell(Span(spec, Tone.FAINT))
+    return Cell(branch.label, tip=leaf.name), Cell(_type(leaf, Tone.GOOD)), shape, *sizes, *where
 
 
 def cut_lines(cut: sharding.Cut) -> Iterator[Words]:
@@ -88,18 +64,20 @@ def cut_lines(cut: sharding.Cut) -> Iterator[Words]:
 
 def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
     """Statistics of arrays with their histograms; of many arrays, those with NaN or Inf come first."""
+    if not found:
+        return [Summary(("no arrays",))]
     wrong = [each for each in found if each.nans or each.infs]
     elements = _units.count(sum(each.count for each in found))
-    summary: list[Words] = [
-        f"{_units.several(len(found), 'array', 'arrays')}, {elements} elements" if found else "no arrays"
-    ]
+    finite = Span("no NaN, no Inf", Tone.GOOD)
     if wrong:
         some = ", ".join(_text.shown(each.leaf.name, 40) for each in wrong[:3])
         more = f" and {_units.count(len(wrong) - 3)} more" if len(wrong) > 3 else ""
-        summary.append(Span(f"NaN or Inf in {_units.count(len(wrong))}: {some}{more}", Tone.BAD))
-    elif found:
-        summary.append(Span("no NaN, no Inf", Tone.GOOD))
+        finite = Span(f"NaN or Inf in {_units.count(len(wrong))}: {some}{more}", Tone.BAD)
     first = sorted(found, key=lambda each: not (each.nans or each.infs)) if len(found) > LISTED else found
+
+    def zeros(each: rows.LeafStats) -> str:
+        return kinds.percent(each.zeros / each.count) if each.zeros and each.count else ""
+
     made = table(
         first,
         *_leaf_columns(first, first),
@@ -112,13 +90,10 @@ def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
         (Column("norm", 5, right=True), lambda each: _figure(each.norm)),
         (Column("NaN", 0, right=True), lambda each: Span(_units.count(each.nans) if each.nans else "", Tone.BAD)),
         (Column("inf", 0, right=True), lambda each: Span(_units.count(each.infs) if each.infs else "", Tone.BAD)),
-        (
-            Column("zero", 8, right=True),
-            lambda each: percent(each.zeros / each.count) if each.zeros and each.count else "",
-        ),
+        (Column("zero", 8, right=True), zeros),
         (Column("histogram", 3, least=10), _histogram),
     )
-    return [Summary(tuple(summary)), *([made] if found else [])]
+    return [Summary((f"{_units.several(len(found), 'array', 'arrays')}, {elements} elements", finite)), made]
 
 
 def _histogram(found: rows.LeafStats) -> Cell:
@@ -127,17 +102,14 @@ def _histogram(found: rows.LeafStats) -> Cell:
     if found.min is not None and found.min == found.max:
         return Cell(Span(f"all are {_units.number(found.min)}", Tone.FAINT))
     words = f"{_units.number(found.edges[0])} to {_units.number(found.edges[-1])}"
-    return Cell(drawing=Histogram(found.histogram, words))
+    return Cell(drawing=kinds.Histogram(found.histogram, words))
 
 
 def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = False, hint: str = "") -> list[Block]:
     """What changed between two epochs: how much, then leaf by leaf, those that changed most before the others.
 
-    Args:
-        found: the difference.
-        listed: so many leaves; None: all.
-        unchanged: list also leaves that did not change.
-        hint: how to see more leaves.
+    At most `listed` leaves have a line each (None: all), those that did not change only if `unchanged` is set; `hint`
+    says how to see the rest.
     """
     there: Words = (Span(found.other_directory, Tone.STRONG, 1000), " epoch ") if found.other_directory else ()
     title: Words = (Span(found.directory, Tone.STRONG, 1000), f" epoch {found.before} → ", *there, str(found.after))
@@ -145,28 +117,25 @@ def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = Fal
     said = [Span(f"{_units.count(counts[each])} {each}", _CHANGES[each][1]) for each in _CHANGES if counts[each]]
     if found.rows and counts[rows.UNCHANGED] == len(found.rows) and not found.problems:
         said.append(Span("nothing changed", Tone.GOOD))
-    blocks: list[Block] = [Line(title, title=True), Summary(tuple(said or [Span("no leaves", Tone.FAINT)]))]
+    view: list[Block] = [Line(title, title=True), Summary(tuple(said or [Span("no leaves", Tone.FAINT)]))]
     shown = sorted((row for row in found.rows if unchanged or row.change != rows.UNCHANGED), key=_importance)
     if shown[:listed]:
-        blocks.append(_changes(shown[:listed], found.rows))
-    more = len(shown) - len(shown[:listed])
-    if more:
-        words = f"… {_units.several(more, 'more leaf', 'more leaves')}{hint}"
-        blocks.append(Line(Span(words, Tone.FAINT)))
-    return [*blocks, *problems(found.problems)]
+        view.append(_changes(shown[:listed], found.rows))
+    if more := len(shown) - len(shown[:listed]):
+        view.append(Line(Span(f"… {_units.several(more, 'more leaf', 'more leaves')}{hint}", Tone.FAINT)))
+    return [*view, *kinds.problems(found.problems)]
 
 
 def _importance(row: rows.DiffRow) -> tuple[int, float]:
     """Sorts differences: kinds in the order of `_CHANGES`, and what changed more before what changed less."""
-    if row.relative is None or math.isnan(row.relative):
+    weight = row.relative
+    if weight is None or math.isnan(weight):
         # What was zero has no relative norm, and changed as much as anything can; what is NaN changed no less.
-        weight = math.inf if row.relative is not None or row.norm or row.elements else -1.0
-    else:
-        weight = row.relative
+        weight = math.inf if weight is not None or row.norm or row.elements else -1.0
     return list(_CHANGES).index(row.change), -weight
 
 
-def _changes(found: Sequence[rows.DiffRow], all_rows: Sequence[rows.DiffRow]) -> Table:
+def _changes(found: Sequence[rows.DiffRow], all_rows: Sequence[rows.DiffRow]) -> kinds.Table:
     most = max((row.relative for row in found if row.relative and math.isfinite(row.relative)), default=0.0)
 
     def tone(row: rows.DiffRow) -> Tone:
@@ -176,11 +145,11 @@ def _changes(found: Sequence[rows.DiffRow], all_rows: Sequence[rows.DiffRow]) ->
         count = math.prod(row.after.shape) if row.after is not None else 0
         return Cell() if row.elements is None else Cell(_units.count(row.elements), tip=f"of {_units.count(count)}")
 
-    def relative(row: rows.DiffRow) -> str:
-        return "from 0" if row.relative is None and row.norm else _number(row.relative)
+    def relative(row: rows.DiffRow) -> Words:
+        return "from 0" if row.relative is None and row.norm else _figure(row.relative, "")
 
     def bar(row: rows.DiffRow) -> Cell:
-        return Cell(drawing=Bar(ratio(row.relative, most), tone=tone(row)) if row.relative else None)
+        return Cell(drawing=Bar(kinds.ratio(row.relative, most), tone=tone(row)) if row.relative else None)
 
     return table(
         found,
@@ -189,8 +158,8 @@ def _changes(found: Sequence[rows.DiffRow], all_rows: Sequence[rows.DiffRow]) ->
         (Column("change", 6), lambda row: Span(row.change, tone(row))),
         (Column("relative", 1, right=True, tip="norm of the change, divided by the norm before"), relative),
         (Column("", 4), bar),
-        (Column("norm", 2, right=True, tip="of the change"), lambda row: _number(row.norm)),
-        (Column("largest", 3, right=True, tip="greatest change of an element"), lambda row: _number(row.largest)),
+        (Column("norm", 2, right=True, tip="of the change"), lambda row: _figure(row.norm, "")),
+        (Column("largest", 3, right=True, tip="greatest change of an element"), lambda row: _figure(row.largest, "")),
         (Column("elements", 5, right=True, tip="how many elements changed"), elements),
         (Column("what", 1, least=16), _what),
     )
@@ -199,11 +168,9 @@ def _changes(found: Sequence[rows.DiffRow], all_rows: Sequence[rows.DiffRow]) ->
 def _what(row: rows.DiffRow) -> Words:
     """The type and shape of a leaf that came or went; both of each where they differ; else the detail."""
     before, after = row.before, row.after
-    if before is not None and after is not None:
-        if row.change == rows.RESHAPED:
-            return _shape(before), " → ", _shape(after)
-        if row.change == rows.RETYPED:
-            return _type(before), " → ", _type(after)
+    if before is not None and after is not None and row.change in (rows.RESHAPED, rows.RETYPED):
+        show = _shape if row.change == rows.RESHAPED else _type
+        return show(before), " → ", show(after)
     only = before or after
     if row.change in (rows.ADDED, rows.REMOVED) and only is not None:
         return _type(only), " ", _shape(only)
@@ -213,7 +180,7 @@ def _what(row: rows.DiffRow) -> Words:
 _Leaf = TypeVar("_Leaf", rows.LeafStats, rows.DiffRow)
 
 
-def _leaf_columns(found: Sequence[_Leaf], of: Sequence[_Leaf]) -> list[tuple[Column, Cells[_Leaf]]]:
+def _leaf_columns(found: Sequence[_Leaf], of: Sequence[_Leaf]) -> list[tuple[Column, kinds.Cells[_Leaf]]]:
     """Item, node and name; the item only where all of `of` have several, or where one of `found` is a bare leaf."""
 
     def bare(one: _Leaf) -> bool:
@@ -232,12 +199,8 @@ def _leaf_columns(found: Sequence[_Leaf], of: Sequence[_Leaf]) -> list[tuple[Col
     ]
 
 
-def _figure(value: float | None) -> Words:
-    return Span("–", Tone.FAINT) if value is None else _units.number(value)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else _units.number(value)
+def _figure(value: float | None, unknown: str = "–") -> Words:
+    return Span(unknown, Tone.FAINT) if value is None else _units.number(value)
 
 
 def _type(leaf: rows.LeafRow, tone: Tone = Tone.PLAIN) -> Span:
@@ -251,10 +214,10 @@ def _shape(leaf: rows.LeafRow) -> Span:
 
 def _magnitude(n: int) -> str:
     """A count of elements with three digits: `1.24 billion`."""
-    size, units = n / 1000, ("thousand", "million", "billion")
     if n < 100_000:
         return _units.count(n)
-    for unit in units:
+    size = n / 1000
+    for unit in ("thousand", "million", "billion"):
         if size < 999.5:
             return f"{size:.3g} {unit}"
         size /= 1000

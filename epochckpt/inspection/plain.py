@@ -1,18 +1,7 @@
 """Rows as JSON, for programs: what `--json` prints.
 
-The schema is the rows themselves: every row is an object of its dataclass's fields, in their order, and of its
-properties (`secs`, `slowest_node`). Fields may be added later; none changes its meaning or goes away. For the rest:
-
-| in a row | in JSON |
-| --- | --- |
-| tuple, list, set, array | array |
-| mapping | object; keys that are not strings are written as text |
-| NaN, infinities | the strings `NaN`, `Infinity`, `-Infinity` |
-| half of a surrogate pair | backslash, `u` and its four digits, as text: JSON readers refuse the character itself |
-| bytes | hexadecimal digits |
-| NumPy scalar | the Python value |
-| integer of more than a thousand digits, complex number, anything else | text |
-| what is nested deeper than 200 | text that says so |
+Every row is an object of its dataclass's fields, in their order, and of its properties (`secs`, `slowest_node`). What
+JSON lacks (NaN, infinities, bytes, complex numbers, halves of surrogate pairs) becomes text.
 """
 
 from __future__ import annotations
@@ -32,12 +21,7 @@ _MAX_BITS = 3300  # about a thousand digits; Python neither writes nor reads mor
 
 
 def to_json(rows: object) -> Json:
-    """A row, or any mapping or sequence of rows, as JSON that every reader takes.
-
-    Returns:
-        dicts, lists, strings, finite numbers, booleans and None: what `json.dumps(…, allow_nan=False)` takes, with or
-        without `ensure_ascii`, and `json.loads` gives back equal.
-    """
+    """A row, or any mapping or sequence of rows, as JSON that every reader takes, with or without `ensure_ascii`."""
     return _plain(rows, 0)
 
 
@@ -47,11 +31,12 @@ def _plain(value: object, depth: int) -> Json:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return _text(value)
+        return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int):
         return int(value) if value.bit_length() <= _MAX_BITS else hex(value)
     if isinstance(value, float | np.floating):
-        return _number(float(value))
+        number = float(value)
+        return number if math.isfinite(number) else json.dumps(number)
     if isinstance(value, bytes | bytearray):
         return value.hex()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -65,17 +50,7 @@ def _plain(value: object, depth: int) -> Json:
     if hasattr(value, "tolist"):  # arrays and scalars of NumPy and JAX
         found: Any = value
         return _plain(found.tolist(), depth + 1)
-    return _text(str(value))
-
-
-def _number(value: float) -> Json:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _text(value: str) -> str:
-    return value.encode("utf-8", "backslashreplace").decode()
+    return _plain(str(value), depth)
 
 
 def _object(value: Mapping[Any, Any], depth: int) -> Json:

@@ -22,15 +22,9 @@ def narrowed(
 ) -> list[EpochDetail]:
     """The epochs with only the items, nodes and leaves that are asked for. Items with a problem stay.
 
-    Args:
-        details: the epochs. It is enough if one of them has what is asked for.
-        patterns: names of leaves, parts of the tree (`params/dense`) or items, or shell patterns of `leaf` or
-            `item:leaf`.
-        item: keep this item only.
-        node: keep what this node saved of its own only.
-
-    Raises:
-        UnknownNameError: no epoch has what is asked for; names what is near.
+    A pattern names a leaf, a part of the tree (`params/dense`) or an item, or is a shell pattern of `leaf` or
+    `item:leaf`. With `node`, what other nodes saved of their own goes. UnknownNameError if no epoch has what is asked
+    for.
     """
     where = f"epoch {details[-1].row.epoch}"
     sides = [list(detail.items) for detail in details]

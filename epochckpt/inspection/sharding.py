@@ -14,10 +14,8 @@ from epochckpt.inspection.rows import LeafRow, ShardingRow
 class NodeLabels:
     """A short label for each node of a view, to be written on its parts of an array.
 
-    A label is the number at the end of the node's name if every name ends in one of its own, else the node's place.
-
-    Args:
-        names: of the nodes, in the order in which they are shown.
+    A label is the number at the end of the node's name if every name ends in one of its own, else the node's place
+    among the names.
     """
 
     def __init__(self, names: Iterable[str]):
@@ -40,21 +38,14 @@ class NodeLabels:
 class Grid:
     """The parts of an array as a rectangle.
 
-    Two dimensions are drawn as they are: rows are the first, columns the second. Of more than two, only those that are
-    cut count: the first of them gives the rows, all others together (in C order) the columns, so that every part has a
-    place.
-
-    Attributes:
-        down: how many rows.
-        across: how many columns.
-        owners: the node that wrote each part, in C order; empty if it is not known, or not known of all.
-        axes: which dimensions go down and across, in words.
+    Of two dimensions, the first gives the rows and the second the columns. Of more than two, only those that are cut
+    count: the first of them gives the rows, all others together (in C order) the columns.
     """
 
     down: int
     across: int
-    owners: tuple[str, ...]
-    axes: str
+    owners: tuple[str, ...]  # the node that wrote each part, in C order; empty unless all are known
+    axes: str  # which dimensions go down and across, in words
 
 
 def grid(sharding: ShardingRow) -> Grid:
@@ -75,19 +66,12 @@ def grid(sharding: ShardingRow) -> Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A way in which one or more arrays are cut.
-
-    Attributes:
-        sharding: of the first of them.
-        leaves: how many they are.
-        example: the name of the first.
-        turns: which node wrote which part differs from one array to the next.
-    """
+    """A way in which one or more arrays are cut; `example` names the first of them, whose sharding it has."""
 
     sharding: ShardingRow
     leaves: int
     example: str
-    turns: bool
+    turns: bool  # which node wrote which part differs from one array to the next
 
 
 def cuts(leaves: Sequence[LeafRow]) -> list[Cut]:

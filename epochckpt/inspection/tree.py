@@ -19,19 +19,12 @@ _MAX_DEPTH = 24
 
 @dataclasses.dataclass(frozen=True)
 class Folding:
-    """How far a tree is unfolded.
+    """How far a tree is unfolded."""
 
-    Attributes:
-        depth: so many levels; None: as many as fit into `rows`.
-        children: shown of one group; None: all.
-        rows: so many rows, if `depth` is None; None: all.
-        alike: show only the first of several groups in a row that hold the same leaves, types and shapes.
-    """
-
-    depth: int | None = None
-    children: int | None = 12
-    rows: int | None = SCREEN
-    alike: bool = True
+    depth: int | None = None  # levels; None: as many as fit into `rows`
+    children: int | None = 12  # shown of one group; None: all
+    rows: int | None = SCREEN  # without a depth; None: all
+    alike: bool = True  # of several groups in a row with the same leaves, types and shapes, show only the first
 
     @classmethod
     def to_depth(cls, depth: int) -> Folding:
@@ -44,33 +37,22 @@ ALL = Folding(None, None, None, False)
 
 @dataclasses.dataclass(eq=False)
 class Branch:
-    """A group of leaves, a single leaf, or what stands for branches that are not shown.
+    """A group of leaves, a single leaf, or what stands for branches that are not shown."""
 
-    Attributes:
-        label: its keys, joined by `/`: several where each group holds nothing but the next.
-        leaf: the leaf, if it is a single one.
-        children: of a group, in order of the tree.
-        count: leaves in it.
-        nbytes: of these leaves.
-        elements: of the arrays among them.
-        hidden: how many branches it stands for; 0 if it is one itself.
-        key: the first of its keys.
-    """
-
-    label: str
+    label: str  # its keys, joined by `/`: several where each group holds nothing but the next
     leaf: LeafRow | None = None
     children: list[Branch] = dataclasses.field(default_factory=list)
-    count: int = 0
+    count: int = 0  # of leaves
     nbytes: int = 0
     elements: int = 0
-    hidden: int = 0
-    key: str = ""
+    hidden: int = 0  # how many branches it stands for; 0 if it is one itself
+    key: str = ""  # the first of its keys
     _groups: dict[str, Branch] = dataclasses.field(default_factory=dict)
     _form: object = None
 
     @classmethod
     def grown(cls, leaves: Iterable[LeafRow]) -> Branch:
-        """The tree of some leaves, which are in its order; keys deeper than the 24th are one."""
+        """The tree of some leaves, which come in its order; keys from the 24th on are joined."""
         root = cls("")
         for leaf in leaves:
             path = leaf.path or (leaf.name,)

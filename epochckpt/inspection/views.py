@@ -1,7 +1,7 @@
 """What people see of a directory, of an epoch and of an item: blocks made from rows.
 
-Notebooks and terminals draw the same blocks. All that is to be decided about a view is decided here and in
-`leaf_views`: which facts and columns it has, in which order, how much of a long list, and in which words.
+Notebooks and terminals draw the same blocks. Every decision about a view is made here and in `leaf_views`: which facts
+and columns it has, in which order, how much of a long list, and in which words.
 """
 
 from __future__ import annotations
@@ -15,34 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _text, _units
+from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import rows, sharding, tree
-from epochckpt.inspection.blocks import (
-    Bar,
-    Block,
-    Cell,
-    Cells,
-    Column,
-    Cuts,
-    Facts,
-    Line,
-    Mark,
-    Problem,
-    Row,
-    Section,
-    Span,
-    Strip,
-    Summary,
-    Table,
-    Tone,
-    Tree,
-    Words,
-    leaf_count,
-    problems,
-    ratio,
-    secs,
-    share,
-    table,
-)
+from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Mark, Problem, Span, Tone, Words, secs, table
 from epochckpt.inspection.leaf_views import diff, stats
 
 LATEST, BEST = "▸", "★"
@@ -55,25 +30,19 @@ _FILES = 100
 _ENTRIES = 40  # of one epoch's or item's metrics, of its metadata, of the runner's notes
 _LEAVES = 10  # of an item that stock Orbax cannot read
 
-_TONES = {
-    rows.COMMITTED: Tone.GOOD,
-    rows.DAMAGED: Tone.BAD,
-    rows.IN_PROGRESS: Tone.LIVE,
-    rows.ABANDONED: Tone.WARN,
-    "writing": Tone.LIVE,
-    "written": Tone.LIVE,
+_STATES = {  # tones and meanings
+    rows.COMMITTED: (Tone.GOOD, "every node finished; the epoch can be restored"),
+    rows.DAMAGED: (Tone.BAD, "it cannot be read, or files are missing or have other sizes than recorded; never loaded"),
+    rows.IN_PROGRESS: (Tone.LIVE, "a save that something was written to lately; it is not yet an epoch"),
+    rows.ABANDONED: (Tone.WARN, "a save that failed or died; no reader looks at it"),
+    "writing": (Tone.LIVE, ""),
+    "written": (Tone.LIVE, ""),
 }
-_MEANINGS = {
-    rows.COMMITTED: "every node finished; the epoch can be restored",
-    rows.DAMAGED: "it cannot be read, or files are missing or have other sizes than recorded; it is never loaded",
-    rows.IN_PROGRESS: "a save that something was written to lately; it is not yet an epoch",
-    rows.ABANDONED: "a save that failed or died; no reader looks at it",
-}
+_UNKNOWN = Tone.PLAIN, ""
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 8, 12, 120, 120
 
-
-# A directory.
+Fact = tuple[str, Words]
 
 
 def of(found: rows.Overview | rows.EpochDetail | rows.ItemRow | rows.Diff | Sequence[rows.LeafStats]) -> list[Block]:
@@ -87,30 +56,27 @@ def of(found: rows.Overview | rows.EpochDetail | rows.ItemRow | rows.Diff | Sequ
     return diff(found) if isinstance(found, rows.Diff) else stats(found)
 
 
-def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
-    """A directory: its epochs and attempts with what each node took, and what else lies there.
+# A directory.
 
-    Args:
-        found: the directory.
-        hint: how to see the epochs that are left out.
-    """
-    blocks: list[Block] = [
+
+def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
+    """A directory: its epochs and attempts, and what else lies there; `hint` says how to see epochs not shown."""
+    view: list[Block] = [
         Line(Span(found.directory, Tone.STRONG, 1000), title=True),
-        Summary(tuple(_summary(found))),
+        kinds.Summary(tuple(_summary(found))),
     ]
     if found.hidden:
         size = f" ({_units.nbytes(found.hidden_nbytes)})" if found.hidden_nbytes else ""
         count = _units.several(found.hidden, "older epoch", "older epochs")
-        words = f"… {count}{size} {'is' if found.hidden == 1 else 'are'} not shown{hint}"
-        blocks.append(Line(Span(words, Tone.FAINT)))
+        view.append(_faint(f"… {count}{size} {'is' if found.hidden == 1 else 'are'} not shown{hint}"))
     if found.epochs:
-        blocks.append(_epochs(found))
-    blocks += problems(found.problems)
+        view.append(_epochs(found))
+    view += kinds.problems(found.problems)
     if found.leftovers:
         size = _units.nbytes(sum(row.nbytes for row in found.leftovers))
         heading = f"Also here, and read by nobody: {_units.several(len(found.leftovers), 'thing', 'things')}, {size}"
-        blocks.append(Section(Span(heading, Tone.STRONG), (leftovers(found.leftovers),), open=False))
-    return blocks
+        view.append(kinds.Section(Span(heading, Tone.STRONG), (leftovers(found.leftovers),), open=False))
+    return view
 
 
 def _summary(found: rows.Overview) -> Iterator[Words]:
@@ -121,7 +87,7 @@ def _summary(found: rows.Overview) -> Iterator[Words]:
     states = collections.Counter(row.state for row in found.epochs)
     for state in (rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED):
         if states[state]:
-            yield Span(f"{_units.count(states[state])} {state}", _TONES[state])
+            yield Span(f"{_units.count(states[state])} {state}", _tone(state))
     for row in found.epochs:
         if row.latest:
             yield Span(f"{LATEST} latest {row.epoch}", Tone.LIVE)
@@ -138,25 +104,37 @@ def _summary(found: rows.Overview) -> Iterator[Words]:
         yield Span(f"files of {_units.several(unchecked, 'epoch', 'epochs')} not looked at", Tone.FAINT)
 
 
-def _epochs(found: rows.Overview) -> Table:
+def _epochs(found: rows.Overview) -> kinds.Table:
     names = list(dict.fromkeys(name for row in found.epochs for name in rows.flat(row.metrics)))
     names.sort(key=lambda name: name != found.metric)
-    nodes = node_names(found.epochs)
+    # Nodes of the newest epoch come first, in their order, then those that only older epochs have.
+    nodes = list(dict.fromkeys(node.name for row in reversed(found.epochs) for node in row.nodes))
     mixed = any(row.writer != "epochckpt" for row in found.epochs)
     before = {node.name: node.nbytes for row in found.epochs if row.latest for node in row.nodes}
 
-    def measured(name: str) -> Cells[rows.EpochRow]:
+    def measured(name: str) -> kinds.Cells[rows.EpochRow]:
         def show(row: rows.EpochRow) -> Cell:
-            metrics = rows.flat(row.metrics)
-            value = figure(metrics.get(name))
+            value = figure(rows.flat(row.metrics).get(name))
             tip = f"{value}, attached by {row.sources[name]}" if name in row.sources else value
             return Cell(Span(value, Tone.GOOD if row.best and name == found.metric else Tone.PLAIN, 16), tip=tip)
 
         return show
 
+    def state(row: rows.EpochRow) -> Cell:
+        tone, meaning = _STATES.get(row.state, _UNKNOWN)
+        return Cell(Span(row.state, tone), tip=meaning)
+
     def marks(row: rows.EpochRow) -> Cell:
         words = Span(LATEST if row.latest else "", Tone.LIVE), Span(BEST if row.best else "", Tone.GOOD)
         return Cell(words, tip=" ".join(["latest"] * row.latest + ["best"] * row.best))
+
+    def slowest(row: rows.EpochRow) -> Words:
+        node = next((node for node in row.nodes if node.name == row.slowest_node), None)
+        return () if node is None else (Span(node.name, Tone.WARN, 60), f" {_units.secs(node.secs)}")
+
+    def committed(row: rows.EpochRow) -> Words:
+        written = "" if row.age_secs is None else f"written {_units.secs(row.age_secs)} ago"
+        return Span(written if row.committed_ns is None else _units.when(row.committed_ns), Tone.FAINT)
 
     def remark(row: rows.EpochRow) -> Words:
         damage = "; ".join(f"{node.name}: {node.detail}" for node in row.nodes[:_NODES] if node.detail)
@@ -166,13 +144,10 @@ def _epochs(found: rows.Overview) -> Table:
         found.epochs,
         (Column("epoch", 0, right=True), lambda row: Span(str(row.epoch), Tone.STRONG)),
         (Column("", 0), marks),
-        (Column("state", 0), lambda row: Cell(Span(row.state, _tone(row.state)), tip=_MEANINGS.get(row.state, ""))),
+        (Column("state", 0), state),
         (Column("bytes", 1, right=True, tip="of its files, all nodes together"), lambda row: _units.nbytes(row.nbytes)),
         (Column("took", 2, right=True, tip="from the call of save to the commit"), lambda row: secs(row.secs)),
-        (
-            Column("blocked", 7, right=True, tip="how long the training thread waited"),
-            lambda row: secs(row.blocked_secs),
-        ),
+        (Column("blocked", 7, right=True, tip="how long the training thread waited"), lambda r: secs(r.blocked_secs)),
         *(
             (Column(_text.shown(name, 14), 6 + i if i else 3, right=True, least=9, tip=name), measured(name))
             for i, name in enumerate(names[:_METRICS])
@@ -181,8 +156,8 @@ def _epochs(found: rows.Overview) -> Table:
             strip_column(len(nodes)),
             lambda row: Cell(drawing=node_strip(row, nodes, before) if len(nodes) > 1 else None),
         ),
-        (Column("slowest node", 7, least=14), _slowest),
-        (Column("committed", 8, tip="local time"), _committed),
+        (Column("slowest node", 7, least=14), slowest),
+        (Column("committed", 8, tip="local time"), committed),
         (Column("by", 9), lambda row: Span(row.writer if mixed else "", Tone.FAINT)),
         below=remark,
     )
@@ -193,34 +168,16 @@ def _epochs(found: rows.Overview) -> Table:
     return dataclasses.replace(made, recent=_RECENT, older=words)
 
 
-def _slowest(row: rows.EpochRow) -> Words:
-    slowest = next((node for node in row.nodes if node.name == row.slowest_node), None)
-    return () if slowest is None else (Span(slowest.name, Tone.WARN, 60), f" {_units.secs(slowest.secs)}")
-
-
-def _committed(row: rows.EpochRow) -> Words:
-    written = "" if row.age_secs is None else f"written {_units.secs(row.age_secs)} ago"
-    return Span(written if row.committed_ns is None else _units.when(row.committed_ns), Tone.FAINT)
-
-
-def node_names(epochs: Sequence[rows.EpochRow]) -> list[str]:
-    """Names of all nodes: those of the newest epoch in their order, then those that only older ones have."""
-    return list(dict.fromkeys(node.name for row in reversed(epochs) for node in row.nodes))
-
-
 def strip_column(count: int) -> Column:
     """The column of `node_strip`, for so many nodes."""
     tip = "a bar for each node: how long it wrote; of a save under way: how much of what it wrote last time"
     return Column(f"{_units.count(count)} nodes", 4, least=min(max(count, 8), 16), tip=tip)
 
 
-def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, int]) -> Strip:
-    """A bar for each node: how long it wrote; of an attempt: how much of what it wrote last time.
+def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, int]) -> kinds.Strip:
+    """A bar for each of the named nodes of an epoch: how long it wrote.
 
-    Args:
-        row: the epoch or the attempt.
-        names: of the nodes that have a bar.
-        before: bytes that each node wrote last time.
+    The bars of an attempt are shares of the bytes that each node wrote last time, which `before` has.
     """
     nodes = {node.name: node for node in row.nodes}
     longest = max((node.secs or 0.0 for node in row.nodes), default=0.0)
@@ -231,24 +188,23 @@ def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, in
         node = nodes.get(name)
         if node is None:
             return Mark(0.0, Tone.FAINT, -1.0, f"{_text.shown(name, 60)} · not in it")
-        known = [_text.shown(name, 60), _units.nbytes(node.nbytes)]
-        known += [_units.secs(node.secs)] if node.secs is not None else []
-        known += [node.state] if node.state != rows.COMMITTED else []
-        tip = " · ".join([*known, *([node.detail] if node.detail else [])])
+        known = [_text.shown(name, 60), _units.nbytes(node.nbytes), secs(node.secs)]
+        known += [node.state if node.state != rows.COMMITTED else "", node.detail]
+        tip = " · ".join(filter(None, known))
         if node.state == rows.DAMAGED:
             return Mark(1.0, Tone.BAD, 2.0, tip)
         if row.state in (rows.IN_PROGRESS, rows.ABANDONED):
             level = min(node.nbytes / max(before.get(name, most), 1), 1.0)
-            return Mark(level, _TONES[row.state], 1.0 - level, tip)  # the node that is behind is the one to see
+            return Mark(level, _tone(row.state), 1.0 - level, tip)  # the node that is behind is the one to see
         # Without a duration that makes sense, the bar is half as high as the slowest one.
         timed = node.secs is not None and 0 < longest < math.inf and node.secs <= longest
         level = max(node.secs or 0.0, 0.0) / longest if timed else 0.5
         return Mark(level, Tone.WARN if name == slowest else Tone.PLAIN, level if timed else 0.0, tip)
 
-    return Strip(tuple(map(mark, names)))
+    return kinds.Strip(tuple(map(mark, names)))
 
 
-def leftovers(found: Sequence[rows.LeftoverRow]) -> Table:
+def leftovers(found: Sequence[rows.LeftoverRow]) -> kinds.Table:
     """What lies in a directory and is no epoch."""
     return table(
         found,
@@ -265,22 +221,23 @@ def leftovers(found: Sequence[rows.LeftoverRow]) -> Table:
 
 
 def epoch(found: rows.EpochDetail) -> list[Block]:
-    """One epoch: what is known of it, its nodes, and its items with their trees."""
+    """One epoch: its facts, its nodes, and its items with their trees."""
     row = found.row
-    title: list[str | Span] = [Span(f"epoch {row.epoch}", Tone.STRONG), "  ", Span(row.state, _tone(row.state))]
-    title += [Span(f"  {LATEST} latest", Tone.LIVE)] if row.latest else []
-    title += [Span(f"  {BEST} best", Tone.GOOD)] if row.best else []
-    blocks: list[Block] = [Line(tuple(title), title=True), Facts(tuple(_facts(found))), *_nodes(row)]
+    marks = (LATEST, "latest", Tone.LIVE, row.latest), (BEST, "best", Tone.GOOD, row.best)
+    title = Span(f"epoch {row.epoch}", Tone.STRONG), "  ", Span(row.state, _tone(row.state))
+    title += tuple(Span(f"  {sign} {word}", tone) for sign, word, tone, is_so in marks if is_so)
     wrote = [name for each in found.items for name in (*each.nodes, *sharding.owners(each.leaves))]
     labels = sharding.NodeLabels([*(node.name for node in row.nodes), *wrote])
-    shown = found.items[:_ITEMS]
+    shown, others = found.items[:_ITEMS], found.items[_ITEMS:]
+    view: list[Block] = [Line(title, title=True), kinds.Facts(tuple(_facts(found))), *_nodes(row)]
     for each in shown:
-        blocks.append(_item(each, row.nbytes, labels, open=each.kind == "arrays" or len(shown) == 1))
-    more = ", ".join(_text.shown(each.name, 40) for each in found.items[_ITEMS : _ITEMS + 8])
-    return [*blocks, *([Line(f"… {len(found.items) - _ITEMS} more items: {more}")] if more else [])]
+        view.append(_item(each, row.nbytes, labels, open=each.kind == "arrays" or len(shown) == 1))
+    if others:
+        view.append(Line(f"… {len(others)} more items: {', '.join(_text.shown(each.name, 40) for each in others[:8])}"))
+    return view
 
 
-def _facts(found: rows.EpochDetail) -> Iterator[tuple[str, Words]]:
+def _facts(found: rows.EpochDetail) -> Iterator[Fact]:
     row = found.row
     if row.detail:
         yield "wrong" if row.state == rows.DAMAGED else "state", Span(row.detail, _tone(row.state), 2000)
@@ -299,7 +256,7 @@ def _facts(found: rows.EpochDetail) -> Iterator[tuple[str, Words]]:
         yield "folder", row.folder
     if row.state == rows.COMMITTED and not row.checked:
         yield "files", Span("not looked at", Tone.FAINT)
-    metrics = []
+    metrics: list[Fact] = []
     for name, value in rows.flat(row.metrics).items():
         source = f"  (attached by {row.sources[name]})" if name in row.sources else ""
         metrics.append(("metric", (f"{name} ", Span(figure(value), Tone.STRONG, 60), Span(source, Tone.FAINT))))
@@ -310,26 +267,25 @@ def _facts(found: rows.EpochDetail) -> Iterator[tuple[str, Words]]:
         yield from _orbax(found)
 
 
-def _first(facts: Iterable[tuple[str, Words]]) -> list[tuple[str, Words]]:
-    """Facts of one kind, or some of them and how many there are besides."""
+def _first(facts: Iterable[Fact]) -> Iterator[Fact]:
+    """The first facts of one kind, and how many more there are."""
     found = list(facts)
-    more = len(found) - _ENTRIES
-    return [*found[:_ENTRIES], *([(found[-1][0], f"… {_units.count(more)} more")] if more > 0 else [])]
+    yield from found[:_ENTRIES]
+    if len(found) > _ENTRIES:
+        yield found[-1][0], f"… {_units.count(len(found) - _ENTRIES)} more"
 
 
-def _metadata(found: Any) -> list[tuple[str, Words]]:
+def _metadata(found: Any) -> Iterator[Fact]:
     """What the caller attached to an epoch or an item."""
     if isinstance(found, Mapping):
         texts = (f"{name}: {figure(each)}" for name, each in rows.flat(found).items())
         return _first(("metadata", Span(each, limit=400)) for each in texts)
-    return [("metadata", Span(figure(found), limit=400))] if found else []
+    return iter([("metadata", Span(figure(found), limit=400))] if found else [])
 
 
-def _notes(notes: Mapping[str, Any]) -> Iterator[tuple[str, Words]]:
-    """What the runner noted, in a few words; values may be of any type, as nobody checked them."""
-    known = {"version", "nodes", "metrics", "forms"}  # shown elsewhere, or of use to the runner alone
-    finished = notes.get("finished")
-    if finished:
+def _notes(notes: Mapping[str, Any]) -> Iterator[Fact]:
+    """The runner's notes, in a few words; values may be of any type, because no reader has checked them."""
+    if finished := notes.get("finished"):
         why = "; ".join(map(str, finished)) if isinstance(finished, list | tuple) else str(finished)
         yield "run ended", Span(why, limit=400)
     if notes.get("partial"):
@@ -343,7 +299,8 @@ def _notes(notes: Mapping[str, Any]) -> Iterator[tuple[str, Words]]:
         kept = notes.get(name)
         each = [f"{key}: {_plain(value)}" for key, value in kept.items()] if isinstance(kept, Mapping) else [str(kept)]
         yield from ((title, Span(words, limit=400)) for words in each if kept is not None)
-    known |= {"finished", "partial", "beside", "total_secs", "stop", "blobs"}
+    known = {"finished", "partial", "beside", "total_secs", "stop", "blobs"}
+    known |= {"version", "nodes", "metrics", "forms"}  # shown elsewhere, or of use to the runner alone
     yield from (("run", Span(f"{name}: {value}", limit=400)) for name, value in notes.items() if name not in known)
 
 
@@ -354,7 +311,7 @@ def _plain(value: object) -> str:
     return _units.number(value) if isinstance(value, float) else str(value)
 
 
-def _orbax(found: rows.EpochDetail) -> Iterator[tuple[str, Words]]:
+def _orbax(found: rows.EpochDetail) -> Iterator[Fact]:
     """What stock Orbax can read of a committed epoch."""
     title = "stock Orbax"
     if found.unsupported is None:
@@ -379,15 +336,15 @@ def _nodes(row: rows.EpochRow) -> Iterator[Block]:
     if len(listed) > _NODES:
         damaged = [node for node in listed if node.state == rows.DAMAGED][:_NODES]
         others = sorted((node for node in listed if node not in damaged), key=lambda node: -(node.secs or 0.0))
-        listed = damaged + others[:_SLOWEST]
         strip = node_strip(row, [node.name for node in row.nodes], {})
-        yield Table((strip_column(len(row.nodes)),), (Row((Cell(drawing=strip),)),))
-        yield Line(Span(f"the {_SLOWEST} slowest{', damaged ones first' if damaged else ''}", Tone.FAINT))
+        yield table([strip], (strip_column(len(row.nodes)), lambda strip: Cell(drawing=strip)))
+        yield _faint(f"the {_SLOWEST} slowest{', damaged ones first' if damaged else ''}")
+        listed = damaged + others[:_SLOWEST]
     longest = max((node.secs or 0.0 for node in row.nodes), default=0.0)
 
     def bar(node: rows.NodeRow) -> Cell:
-        slowest = Tone.WARN if node.name == row.slowest_node else Tone.FAINT
-        return Cell(drawing=Bar(ratio(node.secs or 0.0, longest), 20, slowest))
+        tone = Tone.WARN if node.name == row.slowest_node else Tone.FAINT
+        return Cell(drawing=Bar(kinds.ratio(node.secs or 0.0, longest), 20, tone))
 
     yield table(
         listed,
@@ -404,51 +361,44 @@ def _nodes(row: rows.EpochRow) -> Iterator[Block]:
 
 
 def item(found: rows.ItemRow, total_nbytes: int) -> list[Block]:
-    """One item: its tree, its files, or what each node has of its own.
-
-    Args:
-        found: the item.
-        total_nbytes: bytes of the epoch, of which shares are shown.
-    """
+    """One item: its tree, its files, or the trees of all nodes; shares are of `total_nbytes`, the epoch's bytes."""
     labels = sharding.NodeLabels([*found.nodes, *sharding.owners(found.leaves)])
     return [_item(found, total_nbytes, labels, open=True)]
 
 
-def _item(found: rows.ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *, open: bool) -> Section:
-    what = {"arrays": leaf_count(len(found.leaves)), "files": _units.several(len(found.files), "file", "files")}
+def _item(found: rows.ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *, open: bool) -> kinds.Section:
+    total = max(total_nbytes, found.nbytes)
+    what = {"arrays": kinds.leaf_count(len(found.leaves)), "files": _units.several(len(found.files), "file", "files")}
     what = what.get(found.kind, f"{_units.several(len(found.nodes), 'node', 'nodes')} with their own")
-    size = f"  {what}, {_units.nbytes(found.nbytes)}"
     handler = Span(f"  {found.handler}" if found.handler else "", Tone.FAINT)
-    blocks: list[Block] = [Problem(Span(found.problem, limit=2000))] if found.problem else []
-    if metadata := _metadata(found.custom_metadata):
-        blocks.append(Facts(tuple(metadata)))
+    heading = "item ", Span(found.name, Tone.STRONG), f"  {what}, {_units.nbytes(found.nbytes)}", handler
+    view: list[Block] = [Problem(Span(found.problem, limit=2000))] if found.problem else []
+    if metadata := tuple(_metadata(found.custom_metadata)):
+        view.append(kinds.Facts(metadata))
     leaves = list(found.leaves)
     # What each node has of its own is one tree, whose outermost groups are the nodes: they are much alike.
     for node, own in found.nodes.items():
         leaves += [dataclasses.replace(leaf, path=(node, *(leaf.path or (leaf.name,)))) for leaf in own.leaves]
     if leaves:
-        blocks.append(Tree(tree.Branch.grown(leaves), max(total_nbytes, found.nbytes)))
+        view.append(kinds.Tree(tree.Branch.grown(leaves), total))
     if cuts := sharding.cuts(leaves):
-        blocks.append(Cuts(tuple(cuts), labels))
+        view.append(kinds.Cuts(tuple(cuts), labels))
     broken = [(node, own.problem) for node, own in found.nodes.items() if own.problem]
-    blocks += [Problem((f"{node}: ", Span(problem, limit=600))) for node, problem in broken[:_NODES]]
+    view += [Problem((f"{node}: ", Span(problem, limit=600))) for node, problem in broken[:_NODES]]
     if (more := len(broken) - _NODES) > 0:
-        blocks.append(Problem(f"… and {_units.several(more, 'more node', 'more nodes')}"))
+        view.append(Problem(f"… and {_units.several(more, 'more node', 'more nodes')}"))
     if found.files:
-        blocks.append(_files(found.files, max(total_nbytes, found.nbytes)))
-        more = len(found.files) - _FILES
-        blocks += [Line(Span(f"… {_units.several(more, 'more file', 'more files')}", Tone.FAINT))] if more > 0 else []
-    return Section(("item ", Span(found.name, Tone.STRONG), size, handler), tuple(blocks), open)
-
-
-def _files(files: Sequence[rows.FileRow], total: int) -> Table:
-    return table(
-        files[:_FILES],
-        (Column("file", 0, least=30), lambda file: file.name),
-        (Column("bytes", 1, right=True), lambda file: _units.nbytes(file.nbytes)),
-        (Column("share", 3, right=True), lambda file: share(file.nbytes, total)),
-        (Column("node", 2, least=16), lambda file: Span(file.node, Tone.FAINT)),
-    )
+        files = table(
+            found.files[:_FILES],
+            (Column("file", 0, least=30), lambda file: file.name),
+            (Column("bytes", 1, right=True), lambda file: _units.nbytes(file.nbytes)),
+            (Column("share", 3, right=True), lambda file: kinds.share(file.nbytes, total)),
+            (Column("node", 2, least=16), lambda file: Span(file.node, Tone.FAINT)),
+        )
+        view.append(files)
+    if (more := len(found.files) - _FILES) > 0:
+        view.append(_faint(f"… {_units.several(more, 'more file', 'more files')}"))
+    return kinds.Section(heading, tuple(view), open)
 
 
 # Words.
@@ -461,5 +411,9 @@ def figure(value: object) -> str:
     return "" if value is None else value if isinstance(value, str) else _SHORT.repr(value)
 
 
+def _faint(words: str) -> Line:
+    return Line(Span(words, Tone.FAINT))
+
+
 def _tone(state: str) -> Tone:
-    return _TONES.get(state, Tone.PLAIN)
+    return _STATES.get(state, _UNKNOWN)[0]

@@ -7,7 +7,7 @@ read, and names of leaves differ at their ends.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
@@ -34,19 +34,14 @@ _BINS = 24  # of a histogram
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """A cell that draws itself into the room that there is.
-
-    Attributes:
-        want: how many columns it would take at most.
-        draw: draws it into so many columns.
-    """
+    """A cell that draws itself into the room that there is; `want` is the width that it would take at most."""
 
     want: int
     draw: Callable[[int], Text]
 
 
 def text(value: str, style: str = "", limit: int = 200) -> Text:
-    """What came from storage, as text without markup, control characters escaped."""
+    """Text from storage, with control characters escaped and without markup."""
     return Text.assemble((shown(value, limit=limit), style))  # a style of its own, which nothing appended takes on
 
 
@@ -74,31 +69,30 @@ def shortened(cell: Text, width: int, keep: int = 0) -> Text:
 
 def drawn(cell: Cell) -> Fitted:
     """A cell of a block: its text, and what is drawn behind it."""
-    words = styled(cell.words)
-    want, draw = _drawing(cell.drawing)
-    if not want:
+    words, drawing = styled(cell.words), _drawing(cell.drawing)
+    if not drawing.want:
         return Fitted(words.cell_len, lambda width: shortened(words, width))
     if not words:
-        return Fitted(want, draw)
+        return drawing
     words.append(" ")
-    return Fitted(words.cell_len + want, lambda width: shortened(words.copy().append_text(draw(want)), width))
+    want = words.cell_len + drawing.want
+    return Fitted(want, lambda width: shortened(words.copy().append_text(drawing.draw(drawing.want)), width))
 
 
-def _drawing(drawing: Bar | Strip | Histogram | None) -> tuple[int, Callable[[int], Text]]:
-    """How wide a drawing would be at most, and what draws it."""
+def _drawing(drawing: Bar | Strip | Histogram | None) -> Fitted:
     if isinstance(drawing, Bar):
         style = STYLES[drawing.tone]
         if drawing.width == 1:
-            return 1, lambda width: Text(_bar(drawing.share), style)
-        return drawing.width, lambda width: Text("█" * round(drawing.share * width), style)
+            return Fitted(1, lambda width: Text(_block(drawing.share), style))
+        return Fitted(drawing.width, lambda width: Text("█" * round(drawing.share * width), style))
     if isinstance(drawing, Strip):
-        return len(drawing.marks), lambda width: _strip(drawing, width)
+        return Fitted(len(drawing.marks), lambda width: _strip(drawing, width))
     if isinstance(drawing, Histogram):
-        return min(len(drawing.counts), _BINS), lambda width: _bins(drawing.counts, width)
-    return 0, lambda width: Text()
+        return Fitted(min(len(drawing.counts), _BINS), lambda width: _bins(drawing.counts, width))
+    return Fitted(0, lambda width: Text())
 
 
-def _bar(level: float) -> str:
+def _block(level: float) -> str:
     """One block character for a value between 0 and 1."""
     return _BARS[min(int(level * len(_BARS)), len(_BARS) - 1)]
 
@@ -106,7 +100,7 @@ def _bar(level: float) -> str:
 def _strip(strip: Strip, width: int) -> Text:
     signs = {Tone.BAD: "×", Tone.FAINT: "·"}
     marks = (mark for mark, _ in strip.fitted(width))
-    return Text.assemble(*((signs.get(mark.tone) or _bar(mark.level), STYLES[mark.tone]) for mark in marks))
+    return Text.assemble(*((signs.get(mark.tone) or _block(mark.level), STYLES[mark.tone]) for mark in marks))
 
 
 def _bins(counts: Sequence[int], width: int) -> Text:
@@ -115,63 +109,63 @@ def _bins(counts: Sequence[int], width: int) -> Text:
     bins = [sum(counts[i : i + share]) for i in range(0, len(counts), share)]
     most = max(bins)
     # An empty bin and one with a single element are told apart.
-    return Text("".join(_bar(n / most) if n else " " for n in bins), LIVE)
+    return Text("".join(_block(n / most) if n else " " for n in bins), LIVE)
 
 
-class TextTable:
-    """Rows of cells below heads.
+class _Lines:
+    """Something that makes its lines for the width that there is. None is wrapped."""
 
-    Args:
-        columns: from left to right; those without any content are left out.
-        rows: as many cells each as there are columns.
-        indent: columns that are left free on the left.
-        heads: show the heads.
-    """
+    def lines(self, console: Console, width: int) -> Iterable[Text]:
+        """The lines; what does not fit is cut off."""
+        raise NotImplementedError
 
-    def __init__(
-        self, columns: Sequence[Column], rows: Iterable[Row | Sequence[Fitted]], *, indent: int = 0, heads: bool = True
-    ):
-        self._columns, self._indent, self._heads = columns, indent, heads
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # To print a Text, rich looks for places to wrap it at, which takes most of the time of a long table.
+        for line in self.lines(console, options.max_width):
+            line.rstrip()
+            line.truncate(options.max_width)
+            yield from line.render(console)
+            yield Segment.line()
+
+
+class TextTable(_Lines):
+    """Rows of cells below heads, with a cell per column; columns without any content are left out."""
+
+    def __init__(self, columns: Sequence[Column], rows: Iterable[Row | Sequence[Fitted]], *, indent: int = 0):
+        self._columns, self._indent = columns, indent
         self._rows = [
             (list(map(drawn, row.cells)), styled(row.below)) if isinstance(row, Row) else (row, Text()) for row in rows
         ]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width
-        widths = self._widths(room - self._indent)
-        if self._heads and any(column.title for column in self._columns):
-            heads = [drawn(Cell(column.title)) for column in self._columns]
-            yield from _segments(self._line(heads, widths, HEAD), console, room)
+    def lines(self, console: Console, width: int) -> Iterable[Text]:
+        """The head, and each row with its remark."""
+        widths = self._widths(width - self._indent)
+        if any(self._columns[n].title for n in widths):
+            yield self._line([drawn(Cell(column.title)) for column in self._columns], widths, HEAD)
+        left = min(self._indent + 6, width // 4)
         for cells, below in self._rows:
-            yield from _segments(self._line(cells, widths), console, room)
-            left = min(self._indent + 6, room // 4)
-            for line in below.wrap(console, max(room - left, 10), overflow="fold") if below else []:
-                yield from _segments(Text(" " * left).append_text(line), console, room)
+            yield self._line(cells, widths)
+            for line in below.wrap(console, max(width - left, 10), overflow="fold") if below else []:
+                yield Text(" " * left).append_text(line)
 
     def _widths(self, width: int) -> dict[int, int]:
         """How wide each column is that is shown, by number."""
         full: dict[int, int] = {}
         for number, column in enumerate(self._columns):
-            content = max((cells[number].want for cells, _ in self._rows), default=0)
-            if content:
-                full[number] = max(content, drawn(Cell(column.title)).want if self._heads else 0)
+            if content := max((cells[number].want for cells, _ in self._rows), default=0):
+                full[number] = max(content, drawn(Cell(column.title)).want)
         least = {n: w if (at := self._columns[n].least) is None else min(w, at) for n, w in full.items()}
+        ranked = sorted(least, key=lambda n: (self._columns[n].rank, n))
 
-        def needed() -> int:
-            return sum(least.values()) + _GAP * max(len(least) - 1, 0)
+        def room() -> int:
+            return width - sum(least.values()) - _GAP * max(len(least) - 1, 0)
 
         # Columns of the greatest rank go first; what room is left after that goes to those of the smallest.
-        while needed() > width:
-            last = max(least, key=lambda n: (self._columns[n].rank, n))
-            if self._columns[last].rank == 0:
-                break
-            del least[last]
-        room = max(width - needed(), 0)
-        for number in sorted(least, key=lambda n: (self._columns[n].rank, n)):
-            more = min(full[number] - least[number], room)
-            least[number] += more
-            room -= more
-        return dict(sorted(least.items()))
+        while ranked and room() < 0 and self._columns[ranked[-1]].rank > 0:
+            del least[ranked.pop()]
+        for number in ranked:
+            least[number] += min(full[number] - least[number], max(room(), 0))
+        return least
 
     def _line(self, cells: Sequence[Fitted], widths: dict[int, int], style: str = "") -> Text:
         line = Text(" " * self._indent, style=style)
@@ -181,67 +175,42 @@ class TextTable:
             line.append(pad if self._columns[number].right else "")
             line.append_text(made)
             line.append(" " * _GAP if self._columns[number].right else pad + " " * _GAP)
-        line.rstrip()
         return line
 
 
-def _segments(line: Text, console: Console, width: int) -> Iterator[Segment]:
-    """A line as it is, which rich would look for places to wrap at: that is most of the time of a long table."""
-    if line.cell_len > width:
-        line.truncate(width)
-    yield from line.render(console)
-    yield Segment.line()
-
-
-def unwrapped(line: Text) -> Text:
-    """A line that is never wrapped."""
-    line.no_wrap, line.overflow = True, "crop"
-    line.rstrip()
-    return line
-
-
-class Fact:
-    """`name  value`, the value wrapped beside its name.
-
-    Args:
-        name: what it is.
-        value: what it says.
-        width: columns for the name.
-        indent: columns that are left free on the left.
-    """
+class Fact(_Lines):
+    """`name  value`: `width` columns for the name, the value wrapped beside it."""
 
     def __init__(self, name: Text, value: Text, width: int, indent: int = 0):
         self._name, self._value, self._width, self._indent = name, value, width, indent
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def lines(self, console: Console, width: int) -> Iterable[Text]:
+        """The lines of the value, the first one behind the name."""
         left = self._indent + self._width + _GAP
-        lines = self._value.wrap(console, max(options.max_width - left, 10), overflow="fold")
-        for number, value in enumerate(lines or [Text()]):
-            name = shortened(self._name, self._width) if number == 0 else Text()
-            line = Text(" " * self._indent).append_text(name)
-            yield unwrapped(line.append(" " * (self._width + _GAP - name.cell_len)).append_text(value))
+        start = Text(" " * self._indent).append_text(shortened(self._name, self._width))
+        start.append(" " * (left - start.cell_len))
+        for line in self._value.wrap(console, max(width - left, 10), overflow="fold") or [Text()]:
+            yield start.append_text(line)
+            start = Text(" " * left)
 
 
-class Line:
-    """One line of parts; those of the greatest rank are left out where there is no room.
+class Line(_Lines):
+    """One line of parts, each with its rank; those of the greatest rank are left out where there is no room."""
 
-    Args:
-        parts: (rank, part) in their order; empty ones are left out.
-    """
-
-    def __init__(self, parts: Iterable[tuple[int, Text]]):
+    def __init__(self, *parts: tuple[int, Text]):
         self._parts = [(rank, part) for rank, part in parts if part]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def lines(self, console: Console, width: int) -> Iterable[Text]:
+        """The line."""
         kept = list(self._parts)
-        while len(kept) > 1 and self._joined(kept).cell_len > options.max_width:
+        while len(kept) > 1 and _joined(kept).cell_len > width:
             kept.remove(max(kept, key=lambda one: one[0]))
-        yield unwrapped(shortened(self._joined(kept), options.max_width))
+        return [shortened(_joined(kept), width)]
 
     def whole(self) -> Text:
         """All of it, however long."""
-        return self._joined(self._parts)
+        return _joined(self._parts)
 
-    @staticmethod
-    def _joined(parts: Iterable[tuple[int, Text]]) -> Text:
-        return Text("  ").join(part for _, part in parts)
+
+def _joined(parts: Iterable[tuple[int, Text]]) -> Text:
+    return Text("  ").join(part for _, part in parts)
