@@ -5,9 +5,10 @@ Neither needs another process; `follow` only reads.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -31,17 +32,17 @@ def follow(
 ) -> Iterator[int]:
     """Yields each newly committed epoch, in ascending order, as it appears.
 
-    If several appeared since the last look, each is yielded; an epoch that was deleted before it could be looked at
-    is not. Epochs that are saved anew, after a rollback or a deletion of the newest, are yielded again. Reading one
-    that is deleted meanwhile raises `EpochDeletedError`: go on with the next.
+    If several appeared since the last look, each is yielded, unless it was deleted before that look. Epochs that are
+    saved anew, after a rollback or a deletion of the newest, are yielded again. Reading an epoch that is deleted
+    meanwhile raises `EpochDeletedError`: go on with the next.
 
     Args:
         directory: checkpoint directory; need not exist yet.
-        after: yield only later epochs; None: begin with those that are there.
+        after: yield only later epochs; None: all, the existing ones first.
         timeout_secs: end when no new epoch appeared for this long; None: never.
         interval_secs: how often to look.
         options: the step name format, if it is not the default.
-        stop: looked at between looks; ends when it returns True.
+        stop: called after each look; ends when it returns True.
 
     Raises:
         InvalidArgumentError: interval_secs is not positive.
@@ -59,51 +60,33 @@ def follow(
     if not interval_secs > 0:
         raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
     commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
-    followed = _Followed(commits, -1 if after is None else after)
-    deadline = Deadline(timeout_secs) if timeout_secs is not None else None
-    pause = threading.Event()
+    wait_secs = math.inf if timeout_secs is None else timeout_secs
+    yielded: dict[int, str | None] = {}  # attempts by epoch, ascending; None: its record is damaged
+    deadline, pause = Deadline(wait_secs), threading.Event()
     while True:
-        for epoch in followed.new():
+        epochs = commits.list_epochs()
+        _forget_replaced(commits, epochs, yielded)
+        last = next(reversed(yielded), -1 if after is None else after)
+        for epoch in (e for e in epochs if e > last):
+            attempt = commits.read_attempt(epoch)
+            if attempt is None and epoch not in commits.list_epochs():
+                continue  # deleted just now
+            yielded[epoch] = attempt
             yield epoch
-            deadline = Deadline(timeout_secs) if timeout_secs is not None else None
-        if (deadline is not None and deadline.passed()) or (stop is not None and stop()):
+            deadline = Deadline(wait_secs)
+        if deadline.passed() or (stop is not None and stop()):
             return
-        pause.wait(interval_secs if deadline is None else max(0.0, min(interval_secs, deadline.left())))
+        pause.wait(max(0.0, min(interval_secs, deadline.left())))
 
 
-class _Followed:
-    """What was yielded already.
-
-    Args:
-        commits: the directory.
-        after: yield only later epochs.
-    """
-
-    def __init__(self, commits: Commits, after: int):
-        self._commits = commits
-        self._after = after
-        self._attempts: dict[int, str | None] = {}  # by epoch, ascending; None: its record is damaged
-
-    def new(self) -> Iterator[int]:
-        """The epochs that are there now and were not yielded yet, ascending."""
-        there = self._commits.list_epochs()
-        self._forget(frozenset(there))
-        last = next(reversed(self._attempts), self._after)
-        for epoch in there:
-            if epoch > last:
-                attempt = self._commits.read_attempt(epoch)
-                if attempt is None and epoch not in self._commits.list_epochs():
-                    continue  # deleted just now
-                self._attempts[epoch] = attempt
-                yield epoch
-
-    def _forget(self, there: frozenset[int]) -> None:
-        """Takes back the newest as far as they are gone or others have their numbers; mostly reads one record."""
-        for epoch in reversed(list(self._attempts)):
-            now = self._commits.read_attempt(epoch) if epoch in there else None
-            if epoch in there and (now is None or now == self._attempts[epoch]):
+def _forget_replaced(commits: Commits, epochs: Collection[int], yielded: dict[int, str | None]) -> None:
+    """Forgets the newest epochs that are gone, or whose numbers others have; mostly reads one record."""
+    for epoch in reversed(list(yielded)):
+        if epoch in epochs:
+            attempt = commits.read_attempt(epoch)
+            if attempt is None or attempt == yielded[epoch]:
                 return
-            del self._attempts[epoch]
+        del yielded[epoch]
 
 
 def attach_metrics(
@@ -115,26 +98,26 @@ def attach_metrics(
     save_id: str | None = None,
     options: ocp.CheckpointManagerOptions | None = None,
 ) -> None:
-    """Attaches metrics to a committed epoch: what an evaluator found out, for example.
+    """Attaches metrics to a committed epoch, such as those of an evaluator.
 
     They are kept in one small file per source beside the epoch's record, which never changes. `metrics(epoch)` of any
-    manager has them at once; a running job looks at them after each commit, when it decides which epochs to keep
-    (`best_fn`), and when it is asked to `reload()`. With Orbax's default `keep_checkpoints_without_metrics=True` an
-    epoch whose metric is not there yet (`best_fn` returns None or raises KeyError) is kept until it is.
+    manager has them at once; a running job reads them after each commit, when it decides which epochs to keep
+    (`best_fn`), and with `reload()`. With Orbax's default `keep_checkpoints_without_metrics=True` an epoch is kept as
+    long as its metric is missing (`best_fn` returns None or raises KeyError).
 
     Args:
         directory: where the epochs live: a path or a URL.
         epoch: its number.
         metrics: JSON by name; NumPy and jax scalars are fine.
         source: name of the evaluator: letters, digits, `.`, `_`, `-`. Attaching again replaces its metrics.
-        save_id: the save that they are about: `CheckpointManager.save_id(epoch)` before the epoch was read;
-            if the epoch was replaced since, nothing is attached.
+        save_id: `CheckpointManager.save_id(epoch)` from before the epoch was read: if the epoch was replaced since,
+            nothing is attached.
         options: the step name format, if it is not the default.
 
     Raises:
         EpochNotFoundError: there is no such epoch.
-        EpochDeletedError: it was deleted or replaced meanwhile; nothing is attached to anything.
-        InvalidArgumentError: another source has a metric of such a name, or they are no JSON.
+        EpochDeletedError: it was deleted or replaced meanwhile; nothing is attached.
+        InvalidArgumentError: another source has a metric of that name, or the metrics are no JSON.
         UnsupportedError: stock Orbax wrote the epoch.
         AccessError: no permission to write there.
 

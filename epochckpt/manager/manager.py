@@ -1,4 +1,4 @@
-"""`CheckpointManager`: Orbax's interface on the outside; everything it does is done elsewhere."""
+"""`CheckpointManager`: Orbax's interface, over the packages `commit` and `arrays` and the modules beside this one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.format import Nodes, paths
-from epochckpt.manager import at_exit, metadata_handlers, outcomes, status
+from epochckpt.manager import outcomes, status
+from epochckpt.manager.metadata_handlers import check_handler
 from epochckpt.manager.newest import Newest
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import epoch_number, shown_path
@@ -43,13 +44,16 @@ from epochckpt.storage import Store, open_store
 
 T = TypeVar("T")
 
+_QUIET_SECS = 10.0  # an exit that takes longer says why
+
 
 class CheckpointManager(ocp.AbstractCheckpointManager):
     """Saves and restores epochs as `directory/<epoch>/<node>/`; a drop-in for `orbax.checkpoint.CheckpointManager`.
 
-    Construct it, and call `save` and `restore`, on every process. Saves are asynchronous: `save` returns when all it
-    was given has been copied or can no longer change, and an epoch exists (`all_steps`, `latest_step`, any reader)
-    only when every node has written its part.
+    Construct it, and call `save` and `restore`, on every process. Saves are asynchronous: `save` returns when its
+    arguments have been copied or can no longer change, and an epoch exists (`all_steps`, `latest_step`, any reader)
+    only when every node has written its part. In a job of several processes all must call the methods that change the
+    directory, and `reload`, `restore` and `restore_newest`.
 
     A failed save never harms an earlier epoch and never stops training: it is logged, and raised by
     `wait_until_finished`, `check_for_errors` or `close`.
@@ -82,9 +86,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         node: str | Sequence[str] | None = None,
         metadata_handler: Any = None,
     ):
-        """Opens a directory. In a job of several processes all must do so; the waiting is bounded.
+        """Opens a directory. In a job of several processes all must do so; the wait for them is bounded.
 
-        Nothing is written but the directory itself where it is missing: a look never stops a run that trains there.
+        Nothing is written but the directory itself where it is missing, so opening never stops a run that trains there.
         The first save, delete, rollback or replacement claims the directory, or `claim()`; from then on an older run
         that saves there gets FencedError.
 
@@ -92,25 +96,22 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             directory: where the epochs live: a path (relative ones and `~` are fine) or a URL that TensorStore knows.
             checkpointers: Orbax's legacy form: a Checkpointer, or several by item name; their handlers are taken.
             options: Orbax's options; its policies decide what is saved and kept.
-            metadata: JSON written once for the whole directory, with the first write; see `metadata()`. Until then, and
-                if read only, it is given back by `metadata()` where the directory has none.
+            metadata: JSON for the whole directory, see `metadata()`; written once, with the first write.
             item_names: names of the items, if several are saved together with `args.Composite`.
             item_handlers: a handler for the one unnamed item, or handlers by item name. Orbax's own, unmodified, only
-                say what our engine does; others are run.
+                select what our engine does; others are run.
             logger: an Orbax logger, which is given an entry for every commit and every `restore`.
             handler_registry: an Orbax `CheckpointHandlerRegistry`, instead of item_handlers.
             storage: how bytes get to storage, and timeouts.
             node: this process's node name, `process_<index>` by default; in a job of one process also the names of
                 several nodes, all of which it then hosts.
             metadata_handler: an object with Caffe2's protocol (`set_params`, `last_epoch`, `write`, `report`,
-                `cp_accessible`); the primary tells it of every commit, and of the nodes before the first one. What it
-                raises is logged.
+                `cp_accessible`); the primary notifies it of every commit, and of the nodes before the first one. Its
+                errors are logged.
 
         Raises: see `epochckpt.commit.opening.open_directory`.
         """
-        if metadata_handler is not None:
-            metadata_handlers.check_handler(metadata_handler)
-        self.metadata_handler = metadata_handler
+        self.metadata_handler = None if metadata_handler is None else check_handler(metadata_handler)
         self._options = check_options(options or ocp.CheckpointManagerOptions())
         self._storage = storage_options(self._options, storage)
         self._handlers = legacy.handlers(checkpointers, item_names, item_handlers, handler_registry)
@@ -128,9 +129,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._foreign = opened.survey.foreign
         self._policy = retention.save_policy(self._options)
         self._step_log = step_log.StepLog(logger)
+        self._metadata: Any = None
         root_files: dict[tuple[str, str], bytes] = {}
-        if metadata is not None and self._options.save_root_metadata:
-            root_files[paths.ROOT_METADATA] = root_metadata(metadata)
+        if metadata is not None and (self._options.read_only or self._options.save_root_metadata):
+            self._metadata = checked_json(dict(metadata), "metadata")
+            root_files[paths.ROOT_METADATA] = root_metadata(metadata)  # written with the claim; a reader never claims
         tells = coordinator.primary and not self._options.read_only
         self._notifier = HandlerNotifier(metadata_handler, tells, call_secs=self._storage.save_timeout_secs)
         self._listener = outcomes.Listener(self._commits, self._options, self._history, self._notifier, self._step_log)
@@ -139,11 +142,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
         self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
+        self._answer_secs = 2 * self._storage.open_timeout_secs
         wait = self._storage.restore_timeout_secs
         self._newest = Newest(self._commits, self._history, self._calls, coordinator, wait)
         self._closed = self._ended = self._forked = False
-        keeps_metadata = self._options.read_only or self._options.save_root_metadata
-        self._metadata = None if metadata is None or not keeps_metadata else checked_json(dict(metadata), "metadata")
         self._directory = shown_path(self._store.root)
         self._take_nodes(opened.nodes)
         if not self._options.read_only:
@@ -165,10 +167,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._nodes.names
 
     def set_nodes(self, names: Sequence[str]) -> None:
-        """Names the nodes of the job, before the first save; every process calls it alike.
-
-        Args:
-            names: of all nodes, in order: node i is process i, or a single process hosts them all.
+        """Names all nodes of the job, in order, before the first save: node i is process i, or one process hosts all.
 
         Raises:
             InvalidArgumentError: their number does not fit the processes, something has been saved under other names,
@@ -186,7 +185,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._take_nodes(nodes)
 
     def introduce_handler(self) -> None:
-        """Calls the metadata handler's `set_params` now, unless that was done, instead of before a commit.
+        """Calls the metadata handler's `set_params` now, unless that was done, instead of before the first commit.
 
         Raises:
             InvalidArgumentError: the handler says that it cannot serve this directory.
@@ -206,8 +205,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Makes this manager the writer of the directory now, instead of at its first write.
 
         An older run that is still alive can save and delete nothing from here on, so that the epochs that are listed
-        now stay the newest until this manager saves. `JobRunner` calls it before it trains. In a job of
-        several processes all must call it.
+        now stay the newest until this manager saves. `JobRunner` calls it before it trains.
 
         Raises:
             FencedError: a newer run has claimed the directory since this manager did.
@@ -220,17 +218,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     @property
     def fenced_off(self) -> str:
-        """How this manager learned that a newer run has taken over the directory; empty as long as it has not."""
+        """How this manager learned that a newer run has taken over the directory; empty if none has."""
         return "" if self._claim.fenced is None else self._claim.fenced.reason
 
     # -- which epochs there are ----------------------------------------------------------------------------------------
 
     def all_steps(self, read: bool = False) -> Sequence[int]:
-        """The committed epochs, ascending.
-
-        Args:
-            read: look at storage first (see `reload`).
-        """
+        """The committed epochs, ascending; with `read` storage is looked at first (see `reload`)."""
         if read:
             self.reload()
         return [info.step for info in self._history.committed()]
@@ -244,10 +238,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return retention.best(self._options, self._history.committed())
 
     def reload(self) -> None:
-        """Waits for saves in flight, and looks at storage again. In a job of several processes all must call it.
+        """Waits for saves in flight, and looks at storage again, on the primary.
 
-        A process that calls it alone harms nothing: the primary looks; another one raises in the end, and knows what it
-        knew. `status` and `verify` look at storage from one process alone.
+        `status` and `verify` look at storage from one process alone.
 
         Raises:
             CoordinationTimeoutError: the primary's answer did not come in time.
@@ -257,24 +250,21 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._look()
 
     def _look(self) -> None:
-        """Takes storage's word, as the primary hears it, for what is committed and what is damaged."""
+        """On every process: replaces the history by what the primary finds on storage."""
 
         def look() -> dict[str, Any]:
             return opening.survey(self._commits, self._options, self._history.damaged).to_wire()
 
-        survey = opening.Survey.from_wire(self._agree("reload()", look))
+        survey = opening.Survey.from_wire(self._calls.answer("reload()", look, self._answer_secs))
         self._foreign = survey.foreign
         self._history.reset(survey)
 
     def damaged_epochs(self) -> list[int]:
-        """Epochs that are on storage, and that this manager has found to be damaged: they are not in `all_steps`."""
+        """Epochs on storage that this manager has found to be damaged; they are not in `all_steps`."""
         return sorted(self._history.damaged)
 
     def foreign_folders(self) -> dict[int, str]:
-        """What lies under the number of an epoch and is none, in words, by number; nothing there is ever touched.
-
-        As it was when the directory was opened or last reloaded.
-        """
+        """Folders named like epochs that are none, described, by number; as of the last look. They are left alone."""
         return dict(self._foreign)
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -284,11 +274,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._preemption.reached(step)
 
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
-        """Whether the options ask for this epoch to be saved, after those that were asked for so far.
+        """Whether the options ask for this epoch to be saved, after those that were requested so far.
 
         Args:
             step: the epoch's number.
-            ignore_later: decide as if neither it nor later ones had been asked for; else that makes it False.
+            ignore_later: decide as if neither it nor later ones had been requested; else that makes it False.
         """
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory)
@@ -298,9 +288,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             asked = [info for info in asked if info.step < step]
         if asked and asked[-1].step >= step:
             logging.info(
-                "epoch %d is not saved: epoch %d was asked for already (force=True saves it)",
-                step,
-                asked[-1].step,
+                "epoch %d is not saved: epoch %d was asked for already (force=True does)", step, asked[-1].step
             )
             return False
         return retention.decide_save(
@@ -323,22 +311,22 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             step: the epoch's number.
             items: Orbax's legacy form of args, for managers that were given handlers.
             save_kwargs: goes with items.
-            metrics: JSON, kept with the epoch; `options.best_fn` ranks by it.
+            metrics: JSON, kept with the epoch, for `options.best_fn`.
             force: save even if `should_save` says no; an existing epoch is still an error (see `allow_overwrite`).
             args: what to save: `args.StandardSave(tree)` or `args.Composite(name=…)`.
             custom_metadata: JSON, kept with the epoch.
 
         Returns:
-            Whether a save was begun. Whether it was committed shows in `wait_until_finished` and `latest_step`.
+            Whether a save was begun. `wait_until_finished` and `latest_step` show whether it was committed.
 
         Raises:
-            EpochExistsError: with force, for an epoch that exists or is on its way; also without, if something else
-                lies in its place.
+            EpochExistsError: with force, for an epoch that exists or is being saved; also without, if a foreign
+                folder lies in its place.
             FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
             AccessError: this user may not write to the directory.
-            InvalidArgumentError: something in it cannot be saved, by name. Nothing was begun.
+            InvalidArgumentError: something in `args` cannot be saved; names it. Nothing was begun.
             SaveError: only if saves are not asynchronous: it was not committed.
-            Exception: what a handler raises that is not ours, as it is. Nothing was begun.
+            Exception: what a handler that is not ours raises. Nothing was begun.
         """
         began = time.monotonic()
         step = epoch_number(step)
@@ -349,7 +337,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         multi = check_args(args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
-        overwrite = self._overwrites.pop(step, None)  # this save's alone, on every process, whatever comes of it
+        # An epoch that exists is only replaced with permission, which this save uses up, whatever comes of it.
+        overwrite = self._overwrites.pop(step, None)
         number = self._attempts.next_try(step)
         asked = step in [attempt.epoch for attempt in self._attempts.in_flight()] or self._history.is_known(step)
         if asked and overwrite is None:
@@ -367,6 +356,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         timeout = self._storage.save_timeout_secs
         attempt: Attempt | None = None
         try:
+            # Plan the save, wait until older ones leave room for it, then copy what can still change.
             self._claim.check(step)
             to_save = items_lib.to_save(args, self._handlers)
             items_lib.check_names([item.name for item in to_save], self._nodes.folders, self._item_names)
@@ -384,13 +374,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 replaces=self._history.damaged.get(step) or overwrite,
                 snapshot=plan.snapshot(),  # last: handlers begin to write here, and nothing after it may be refused
             )
-            if time.monotonic() - room > LONG_SECS:
-                text = (
-                    "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: %s"
-                )
-                size, secs = _units.nbytes(attempt.snapshot.copied_bytes), _units.secs(time.monotonic() - room)
-                logging.log_first_n(logging.WARNING, text, 3, step, size, secs)
-            attempt.deadline = Deadline(timeout)  # the snapshot waits for the device: that is not the save's time
+            if (copying_secs := time.monotonic() - room) > LONG_SECS:
+                text = "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: "
+                size, secs = _units.nbytes(attempt.snapshot.copied_bytes), _units.secs(copying_secs)
+                logging.log_first_n(logging.WARNING, text + "%s", 3, step, size, secs)
+            # Hand it to the background. The time starts now: the snapshot has waited for the device.
+            attempt.deadline = Deadline(timeout)
             attempt.started, attempt.blocked_secs = began, time.monotonic() - began
             attempt.started_ns = time.time_ns() - round(attempt.blocked_secs * 1e9)
             attempt.log_entry = self._step_log.begun(
@@ -403,11 +392,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 waits=not self._async,
             )
             self._attempts.submit(attempt)
-        except BaseException as error:  # Ctrl-C, too, and it may come when the snapshot is on its way
+        except BaseException as error:  # Ctrl-C, too, and it may come when the attempt is already submitted
             if attempt is not None and attempt not in self._attempts.pending():
                 attempt.snapshot.drop()
-            if self._coordinator.processes > 1:
-                # in its place, so that the other processes need not wait for this one
+            if self._coordinator.processes > 1:  # the other processes need not wait for this one
                 self._attempts.submit(Attempt(step, number, Deadline(timeout), error=copied(step, error)))
             raise
         self._multi = multi
@@ -420,12 +408,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Until that save is committed the epoch stays as it is, and at any moment, also after a crash, either the old
         one or the new one is there (on a file system that cannot exchange two folders, such as NFS: is there again
-        when the directory is next opened for writing). If another process changes the epoch meanwhile, that save fails.
-        A save that fails, or that raises, has used the permission up: call this again.
+        after the next write). If another process changes the epoch meanwhile, that save fails. A save that fails, or
+        that raises, has used the permission up: call this again.
 
         Raises:
             EpochNotFoundError: there is no such epoch.
-            InvalidArgumentError: it cannot be replaced: by stock Orbax, or this manager is read only.
+            InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only.
         """
         epoch = epoch_number(epoch)
         if self._options.read_only:
@@ -442,7 +430,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Waits until every save has been committed or has failed, and what was deleted is removed.
 
         Raises:
-            SaveError: if any failed, once: the failure itself, or all of them in an SaveErrorGroup.
+            SaveError: if any failed, once: the failure itself, or all of them in a SaveErrorGroup.
         """
         self._attempts.drain_removals()
         self._notifier.drain(self._storage.save_timeout_secs)
@@ -459,11 +447,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             raise error
 
     def pop_save_results(self) -> list[status.SaveResult]:
-        """How the saves ended that have ended since the last call, in order; does not wait.
+        """Results of the saves that have ended since the last call, in order, at most a thousand; does not wait.
 
-        Known in this process only, and at most the last thousand. What `save` itself raised is not among them.
+        Of the saves of this process; one that `save` itself refused is not among them.
         """
-        return self._listener.results.take()
+        return self._listener.pop_results()
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -482,8 +470,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             items: Orbax's legacy form of args, for managers that were given handlers.
             restore_kwargs: goes with items.
             directory: restore from another directory.
-            args: what to restore as what: `args.StandardRestore(target)`, `args.Composite(name=…)`; None for all
-                items as they were saved.
+            args: `args.StandardRestore(target)` or `args.Composite(name=…)`; None: all items as they were saved.
 
         Returns:
             The item, or a Composite of items.
@@ -491,7 +478,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             EpochNotFoundError: there is no such epoch; says which there are.
             MismatchError: the target does not fit; lists every leaf.
-            DamagedError: bytes differ from what was written; without a number: those of every epoch.
+            DamagedError: bytes differ from what was written; if `step` is None, those of every epoch.
             StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
         """
         began = time.monotonic()
@@ -502,15 +489,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             readers = self._readers.elsewhere(directory, StepNames.of(self._options))
         self._attempts.drain(step)
         read = time.monotonic()
+
+        def restore(epoch: int) -> Any:
+            return readers.open(epoch).restore(args)
+
         if step is not None:
             step = epoch_number(step)
-            value = readers.open(step).restore(args)
+            value = restore(step)
         elif readers is self._readers:
-            step, value = self.restore_newest(lambda epoch: readers.open(epoch).restore(args))
+            step, value = self.restore_newest(restore)
         else:
-            step, value = self._newest.restore_elsewhere(
-                readers.commits, lambda epoch: readers.open(epoch).restore(args), self._answer_secs
-            )
+            step, value = self._newest.restore_elsewhere(readers.commits, restore, self._answer_secs)
         self._multi = multi
         self._step_log.restored(step, str(shown_path(readers.commits.store.root)), began, read)
         return value
@@ -518,13 +507,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
         """Like `restore(None)`, with a function of the caller's own that restores an epoch.
 
-        In a job of several processes all must call it: they vote on each epoch, and take the next older one if one of
-        them cannot read it.
+        The processes vote on each epoch, and take the next older one if one of them cannot read it.
 
         Args:
-            restore: is given an epoch's number, and raises DamagedError or FormatError if the epoch is damaged,
-                EpochNotFoundError if it is not there any more, as this manager's members do; another error ends the
-                search on every process.
+            restore: is given an epoch's number. It raises DamagedError or FormatError if the epoch is damaged, and
+                EpochNotFoundError if it is gone, as this manager's methods do; another error ends the search on every
+                process.
             among: the epochs that may be taken, ascending; None: all.
 
         Returns:
@@ -539,19 +527,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._newest.restore(restore, among, self._look)
 
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
-        """Single leaves of an epoch, as NumPy arrays and Python values; reads only their blocks.
+        """Single leaves of an epoch by name, as NumPy arrays and Python values; reads only their blocks.
 
         Args:
             epoch: its number.
             patterns: shell patterns of leaf names, for example `params/*/kernel`.
             item: the item's name; may be left out if the epoch has one item.
 
-        Returns:
-            Values by leaf name.
-
         Raises:
             EpochNotFoundError: there is no such epoch.
-            UnknownNameError: one of the patterns matches no leaf; names those that are near.
+            UnknownNameError: one of the patterns matches no leaf; names the nearest ones.
 
         Example:
             >>> import orbax.checkpoint as ocp
@@ -568,10 +553,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def status(self, epoch: int) -> status.EpochStatus:
-        """What is known of an epoch: committed, saving (and what it waits for), failed or uncertain (and why), ….
-
-        See `EpochStatus`.
-        """
+        """The status of an epoch, from storage and from the saves of this process."""
         epoch = epoch_number(epoch)
         for attempt in self._attempts.pending():
             if attempt.epoch == epoch:
@@ -585,10 +567,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def verify(self, epoch: int) -> status.Verification:
         """Reads every byte of a committed epoch, of all nodes, and compares it with what was written.
 
-        Damage of the Orbax view, by which stock Orbax reads the epoch, is listed apart: see `view_damage`, and
-        `epochckpt.repair_view`.
-
-        Stock Orbax keeps no checksums: of its epochs it says whether they are whole and can be read; see `note`.
+        Damage of the Orbax view is listed apart: see `view_damage`, and `epochckpt.repair_view`. Stock Orbax keeps no
+        checksums: its epochs are only checked to be whole and readable; see `note`.
 
         Example:
             >>> import numpy as np
@@ -607,7 +587,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._readers.open(epoch_number(step)).metrics()
 
     def save_id(self, epoch: int) -> str:
-        """The id of the attempt that an epoch was committed by: another one once it was replaced, or saved anew.
+        """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew.
 
         Raises:
             EpochNotFoundError: there is no such epoch.
@@ -617,15 +597,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def item_metadata(self, step: int) -> Any:
         """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes.
 
-        Reads one small file, and the files of items whose handlers, not ours, can say something about them.
+        Reads one small file, and the files of items whose handlers, not ours, provide metadata.
         """
         return self._readers.open(epoch_number(step)).item_metadata()
 
     def item_kinds(self, epoch: int) -> dict[str, str]:
-        """What kind of thing each item of an epoch is, by item name.
+        """The kind of each item of an epoch, by item name.
 
         `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
-        (`NodeSave`). Items of stock Orbax are `arrays` or `files`, as far as their files say.
+        (`NodeSave`). Items of stock Orbax are `arrays` or `files`.
 
         Raises:
             EpochNotFoundError: there is no such epoch.
@@ -651,7 +631,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._readers.open(epoch_number(epoch)).node_path(node)
 
     def source(self, epoch: int) -> tuple[Store, str, EpochReader | None, StepNames]:
-        """Where an epoch lies, for a copy of it: store, folder in it, a reader unless stock Orbax wrote it, and names.
+        """What a copy of an epoch needs: store, folder, reader unless stock Orbax wrote it, and step names.
 
         Raises:
             EpochNotFoundError: there is no such epoch.
@@ -662,7 +642,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     # -- taking epochs away --------------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
-        """Deletes an epoch, also the newest. In a job of several processes all must call it.
+        """Deletes an epoch, also the newest.
 
         Raises:
             EpochNotFoundError: there is no such epoch.
@@ -682,14 +662,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._history.drop([step])
 
     def rollback_to(self, epoch: int) -> None:
-        """Sets all later epochs aside, durably, so that the next save continues from this one.
+        """Quarantines all later epochs, durably, so that the next save continues from this one.
 
-        They are kept under `rolled-back-<id>/`, which nothing cleans up. In a job of several processes all must
-        call it.
+        They are kept under `rolled-back-<id>/`, which nothing cleans up.
 
         Raises:
             EpochNotFoundError: there is no such epoch.
-            UnfinishedError: they are not listed any more, but they could not be moved, and cannot be saved anew so far.
+            UnfinishedError: they are not listed any more, but could not be moved, and cannot be saved anew so far.
 
         Example:
             >>> import orbax.checkpoint as ocp
@@ -712,20 +691,22 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
 
     def _write(self, verb: str, epoch: int | None, decide: Callable[[], Any]) -> None:
-        """The primary claims the directory, unless this manager has, and writes; everybody learns of it.
+        """The primary claims the directory, unless this manager has, and decides; every process learns of the claim.
 
         Epochs that are out of sight on storage are not listed here either, also where they could not be moved away.
         """
         self._check_not_forked(verb)
 
-        def claimed() -> dict[str, Any]:  # in another thread: one that a signal handler interrupts may not hold a lock
+        def claimed() -> dict[str, Any]:
             self._claim.check(epoch or 0)
+            # the claim has a lock, which the main thread may not hold: a signal handler may need it
             claim = _threads.start(lambda: self._claim.take(epoch or 0)).result()
             decide()
             return claim
 
         try:
-            claim = self._agree(f"{verb}({'' if epoch is None else epoch})", claimed)
+            call = f"{verb}({'' if epoch is None else epoch})"
+            claim = self._calls.answer(call, claimed, self._answer_secs)
             _threads.start(lambda: self._claim.learn(claim)).result()
         except FencedError as error:
             self._claim.note(error)
@@ -735,7 +716,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             raise
 
     def _check_not_forked(self, verb: str) -> None:
-        """A process that was forked off may only read."""
+        """Raises InvalidArgumentError in a forked process, which may only read."""
         if self._forked:
             raise InvalidArgumentError(
                 f"{verb}: this process (pid {os.getpid()}) was forked off the one that opened {self._directory}, and "
@@ -743,28 +724,20 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 "and open another directory in it"
             )
 
-    def _agree(self, call: str, decide: Callable[[], Any]) -> Any:
-        """What `decide` returns on the primary, on every process that makes this call; see `commit.Calls`."""
-        return self._calls.answer(call, decide, self._answer_secs)
-
-    @property
-    def _answer_secs(self) -> float:
-        return 2 * self._storage.open_timeout_secs
-
     # -- closing -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Waits for everything, and ends this incarnation.
+        """Waits for saves, removals and the metadata handler, and lets go of the directory.
 
         Raises:
-            SaveError: if a save failed whose error has not been raised yet.
+            SaveError: a save failed, and its error has not been raised yet.
         """
         self._closed = True
         if self._ended or self._forked:
             return
         self._attempts.drain_removals()
         self._notifier.drain(self._storage.save_timeout_secs)
-        self._ended = True  # not before: Ctrl-C may end the waiting, and the next close() waits again
+        self._ended = True  # not before: Ctrl-C may end the wait, and the next close() waits again
         if self._coordinator.primary:
             wait = self._storage.open_timeout_secs
             _threads.logged(f"{self._directory}: at its end", lambda: _threads.abandonable(self._claim.release, wait))
@@ -776,7 +749,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Closes it. What the block itself raised stays what is raised; a failed save becomes a note of that."""
+        """Closes the manager. An error of the block itself is what is raised; a failed save becomes a note on it."""
         if error is None or (isinstance(error, SystemExit) and not error.code):  # sys.exit(0) claims success
             self.close()
             return
@@ -787,14 +760,33 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             error.add_note(f"Closing the checkpoint manager of {self._directory} failed, too: {say(failure)}")
 
     def _drain_at_exit(self) -> Callable[[], None]:
-        epochs = [attempt.epoch for attempt in self._attempts.pending()]
-        longest_secs = self._attempts.longest_secs
-        return at_exit.begin_close(
-            self.close, str(self._directory), longest_secs, lambda: [e for e in epochs if e not in self.all_steps()]
-        )
+        """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
+        epochs, timeout_secs = [a.epoch for a in self._attempts.pending()], self._attempts.longest_secs
+        deadline, closing = Deadline(timeout_secs), _threads.start(self.close)
+
+        def left_to_do() -> str:
+            unsaved = ", ".join(str(epoch) for epoch in epochs if epoch not in self.all_steps())
+            return f"the save of epoch {unsaved}" if unsaved else "its clean-up"
+
+        def wait() -> None:
+            if not closing.wait(min(_QUIET_SECS, deadline.left())):
+                text = "%s: before it exits, the program waits up to %.0f s for %s"
+                logging.warning(text, self._directory, deadline.left(), left_to_do())
+            if closing.wait(deadline.left()):
+                _threads.logged(f"{self._directory}: at exit", closing.result)
+                return
+            logging.error(
+                "%s: the file system has not answered for %g s; the program exits without the end of %s. What was "
+                "committed before is untouched, and the next run removes what is left",
+                self._directory,
+                timeout_secs,
+                left_to_do(),
+            )
+
+        return wait
 
     def _after_fork(self) -> None:
-        """In a forked child: this process can read, by itself; what is being saved, its parent saves."""
+        """In a forked child: this process can only read; its parent goes on with what is being saved."""
         self._forked = True
         self._coordinator = coordination.SingleProcess()
         self._attempts.after_fork()

@@ -1,7 +1,4 @@
-"""Restores the newest epoch that every process of a job can read: `restore(None)`.
-
-The processes vote, see `commit.restore_vote`. An epoch that one of them cannot read is damaged for all of them.
-"""
+"""`restore(None)`: a vote of the job's processes on the newest epoch that all can read, see `commit.restore_vote`."""
 
 from __future__ import annotations
 
@@ -16,15 +13,7 @@ T = TypeVar("T")
 
 
 class Newest:
-    """Finds the newest readable epoch of a manager's directory.
-
-    Args:
-        commits: the directory's epochs.
-        history: what the manager knows of them; learns which are damaged.
-        calls: the common calls of the manager's processes.
-        coordinator: those processes.
-        timeout_secs: how long a process may take to restore.
-    """
+    """Restores the newest readable epoch of a manager's directory; `history` learns which ones are damaged."""
 
     def __init__(self, commits: Commits, history: History, calls: Calls, coordinator: Coordinator, timeout_secs: float):
         self._commits, self._history, self._calls = commits, history, calls
@@ -33,14 +22,14 @@ class Newest:
     def restore(
         self, restore: Callable[[int], T], among: Sequence[int] | None, look: Callable[[], None]
     ) -> tuple[int, T]:
-        """See `CheckpointManager.restore_newest`; `look` makes the history agree with storage."""
+        """See `CheckpointManager.restore_newest`; `look` renews the history from storage."""
         attempts: dict[int, str | None] = {}
 
         def allowed() -> list[int]:
             return [i.step for i in self._history.committed() if among is None or i.step in among]
 
         def restore_one(epoch: int) -> T:
-            if self._coordinator.primary:  # what the verdict will be about: another attempt is another epoch
+            if self._coordinator.primary:  # the verdict is about this attempt: another one is another epoch
                 attempts[epoch] = self._commits.read_attempt(epoch)
             return restore(epoch)
 
@@ -59,7 +48,7 @@ class Newest:
         return choice.epoch, choice.value
 
     def restore_elsewhere(self, commits: Commits, restore: Callable[[int], T], timeout_secs: float) -> tuple[int, T]:
-        """The same for another directory, of which nothing is remembered; a new look may take `timeout_secs`."""
+        """The same for another directory, without a history; `timeout_secs` bounds the wait for a new look."""
 
         def look_again(rejected: Mapping[int, Exception]) -> restore_vote.Look:
             return self._calls.answer("look", commits.list_epochs, timeout_secs), {}
@@ -74,8 +63,6 @@ class Newest:
         restore: Callable[[int], T],
         look_again: Callable[[Mapping[int, Exception]], restore_vote.Look],
     ) -> restore_vote.Choice[T]:
-        wait = self._timeout_secs
+        where, wait = commits.store.root, self._timeout_secs
         with self._calls.vote(candidates, restore_vote.patience(wait)) as (found, prefix):
-            return restore_vote.newest_readable(
-                found, restore, look_again, self._coordinator, prefix, wait, commits.store.root
-            )
+            return restore_vote.newest_readable(found, restore, look_again, self._coordinator, prefix, wait, where)

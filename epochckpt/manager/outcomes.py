@@ -1,4 +1,4 @@
-"""What a manager does about its saves: history, results, retention, and messages to metadata handler and logger."""
+"""The effects of a manager's saves: history, results, retention, and messages to metadata handler and logger."""
 
 from __future__ import annotations
 
@@ -16,38 +16,11 @@ from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.status import SaveResult
 from epochckpt.orbax.step_log import StepLog
 
-_KEPT = 1000  # outcomes that are kept until they are taken
-
-
-class Outcomes:
-    """The outcomes of saves that ended since they were last taken; the newest, if they are many."""
-
-    def __init__(self) -> None:
-        self._ended: collections.deque[SaveResult] = collections.deque(maxlen=_KEPT)
-
-    def add(self, attempt: Attempt, failure: SaveError | None) -> None:
-        """A save has ended; one that this process could not begin is none: `save` has raised its error."""
-        if attempt.error is not None:
-            return
-        detail = "" if failure is None else failure.reason
-        times = attempt.blocked_secs, attempt.elapsed_secs, attempt.node_secs
-        self._ended.append(SaveResult(attempt.epoch, failure is None, detail, *times))
-
-    def take(self) -> list[SaveResult]:
-        """The outcomes since the last call, in order."""
-        taken: list[SaveResult] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self._ended.popleft())
-        return taken
+_KEPT = 1000  # results that are kept until they are popped; the newest
 
 
 class Listener:
-    """What a manager does about its saves, see `commit.saver.SaveListener`, and about its claim to the directory.
-
-    Attributes:
-        results: how saves ended.
-    """
+    """The `commit.saver.SaveListener` of a manager, which also hears of its claim to the directory."""
 
     def __init__(
         self,
@@ -59,10 +32,18 @@ class Listener:
     ):
         self._commits, self._options, self._history = commits, options, history
         self._notifier, self._step_log = notifier, step_log
-        self.results = Outcomes()
+        self._results: collections.deque[SaveResult] = collections.deque(maxlen=_KEPT)
+
+    def pop_results(self) -> list[SaveResult]:
+        """The results of saves since the last call, in order."""
+        popped: list[SaveResult] = []
+        while self._results:
+            with contextlib.suppress(IndexError):  # a signal handler has popped them
+                popped.append(self._results.popleft())
+        return popped
 
     def claimed(self, epochs: Sequence[int]) -> None:
-        """On every process, once: which epochs are committed as the directory is claimed."""
+        """On every process, once: these epochs are committed as the directory is claimed."""
         new, gone = self._history.adopt(e for e in epochs if e not in self._history.damaged)
         if new or gone:
             logging.warning(
@@ -97,6 +78,11 @@ class Listener:
 
     def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
         """See `SaveListener`."""
-        if failure is not None and attempt.error is None:
+        if attempt.error is not None:  # this process could not begin it: `save` has raised the error
+            return
+        detail = ""
+        if failure is not None:
+            detail = failure.reason
             self._history.fail(attempt)
-        self.results.add(attempt, failure)
+        times = attempt.blocked_secs, attempt.elapsed_secs, attempt.node_secs
+        self._results.append(SaveResult(attempt.epoch, failure is None, detail, *times))

@@ -1,7 +1,6 @@
-"""Reads one epoch, of ours or of stock Orbax: an abstract class, and its implementation for epochs of ours.
+"""Reads one epoch: an abstract class, and its implementation for epochs of ours.
 
-Steps of stock Orbax have the other one, in `orbax_reader`; `readers` opens either. Reading needs a directory, and no
-other process.
+`orbax_reader` has the implementation for steps of stock Orbax; `readers` opens either. No other process is needed.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from epochckpt.format import tree as tree_lib
 from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
 from epochckpt.orbax import TreeMetadata, view_files
 
-PIECE_ELEMENTS = 2**22
-"""How many elements a piece of an array has at most, unless the caller asks for fewer."""
+PIECE_ELEMENTS = 2**22  # the most that a piece of an array has, unless the caller asks for another number
 
 
 def ignore(nbytes: int) -> None:
@@ -38,19 +36,13 @@ def ignore(nbytes: int) -> None:
 
 
 class CheckpointReader(abc.ABC):
-    """Reads one epoch. Its record was read when the reader was made, and stays the one that is read.
+    """Reads one epoch, by the record that it had when the reader was made.
 
-    A reader that meets a deletion raises `EpochDeletedError`, and does not call it damage.
-
-    Attributes:
-        commits: the directory's epochs.
-        folder: the epoch's folder in the directory.
-        record: its record.
-        context: handlers and nodes of the process that restores.
-        native: reads blocks and files of an epoch of ours; None for a step of stock Orbax.
+    Members raise DamagedError for bytes that differ from what was written or cannot be read, EpochDeletedError if the
+    epoch was deleted meanwhile, and InvalidArgumentError for an item, leaf, node or file that the epoch lacks.
     """
 
-    native: EpochReader | None = None
+    native: EpochReader | None = None  # reads blocks and files of an epoch of ours
 
     def __init__(self, commits: Commits, folder: str, record: EpochRecord, context: RestoreContext):
         self.commits, self.folder, self.record, self.context = commits, folder, record, context
@@ -61,7 +53,7 @@ class CheckpointReader(abc.ABC):
         """The epoch's folder."""
         return shown_path(self.store.root) / self.folder
 
-    # -- what each implementation knows --------------------------------------------------------------------------
+    # -- implemented by each kind of epoch -----------------------------------------------------------------------
 
     @abc.abstractmethod
     def item_kinds(self) -> dict[str, str]:
@@ -69,33 +61,23 @@ class CheckpointReader(abc.ABC):
 
     @abc.abstractmethod
     def item_handlers(self) -> dict[str, str]:
-        """The handler that is recorded for an item, by name, where there is one."""
+        """The recorded handlers, by item."""
 
     @abc.abstractmethod
     def restore_item(self, name: str, args: Any) -> Any:
-        """One item as its argument asks; None: as it was saved."""
+        """One item as `args` asks; None: as it was saved."""
 
     @abc.abstractmethod
     def arrays(self, item: str, node: str = "") -> ArraySource:
-        """The arrays of an item, of one node where each node has its own.
-
-        Raises:
-            InvalidArgumentError: there is no such item, or it has no arrays.
-            DamagedError: its metadata cannot be used.
-        """
+        """The arrays of an item, of one node where each node has its own."""
 
     @abc.abstractmethod
     def file(self, item: str, name: str, node: str = "") -> bytes:
-        """The content of a small file that a handler wrote; verified if we wrote it.
-
-        Raises:
-            InvalidArgumentError: there is no such file.
-            DamagedError: its bytes differ from what was written, or cannot be read.
-        """
+        """The content of a small file that a handler wrote; verified if we wrote it."""
 
     @abc.abstractmethod
     def status(self) -> EpochStatus:
-        """The status of the epoch, which is committed; raises DamagedError if it is plainly not whole."""
+        """The status of the committed epoch; raises DamagedError if its files are plainly not whole."""
 
     @abc.abstractmethod
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
@@ -103,21 +85,16 @@ class CheckpointReader(abc.ABC):
 
     @abc.abstractmethod
     def _shardings(self, source: ArraySource, item: str) -> Shardings:
-        """How the arrays of an item lay on devices."""
+        """The saved shardings of an item's arrays."""
 
     @abc.abstractmethod
     def _files_metadata(self, name: str) -> Any:
-        """What the handler of an item of files says of it, or None."""
+        """The metadata that the handler of an item of files gives, or None."""
 
-    # -- what follows from that ----------------------------------------------------------------------------------
+    # -- common to both ------------------------------------------------------------------------------------------
 
     def restore(self, args: Any) -> Any:
-        """The items that `args` names, or all as they were saved: a Composite, or the item if it is unnamed.
-
-        Raises:
-            MismatchError: the target does not fit; lists every leaf that does not.
-            DamagedError: bytes differ from what was written, or cannot be read.
-        """
+        """The items that `args` names, or all as they were saved: a Composite, or the item if it is unnamed."""
         wanted, single = items.asked_for(args, self.item_kinds(), self.record.default_item)
         found = {name: self.restore_item(name, arg) for name, arg in wanted.items()}
         values = {name: value for name, value in found.items() if not isinstance(value, Nothing)}
@@ -130,35 +107,15 @@ class CheckpointReader(abc.ABC):
         return read_leaves(self.arrays(item), item, patterns)
 
     def value(self, item: str, leaf: str, node: str = "") -> Any:
-        """A leaf as a NumPy array or Python value; typed keys as their data.
-
-        Args:
-            item: the item.
-            leaf: the leaf's name, public or as it is stored.
-            node: whose, for an item of each node's own; empty otherwise.
-
-        Raises:
-            InvalidArgumentError: there is no such leaf.
-            DamagedError: its bytes differ from what was written, or cannot be read.
-        """
+        """A leaf, by its public or stored name, as a NumPy array or Python value; typed keys as their data."""
         source, number, _ = self._find(item, leaf, node)
         return read_values(source, item, [number])[0]
 
     def pieces(self, item: str, leaf: str, node: str = "", max_elements: int = PIECE_ELEMENTS) -> Iterator[np.ndarray]:
         """A whole array in consecutive runs of its elements, C order; each is one-dimensional.
 
-        The cut depends on the array's shape and on `max_elements` only. Of an array without elements there are none.
+        The cut depends on the array's shape and on `max_elements` only. An array without elements has no pieces.
         Memory: a few pieces; of stock Orbax also the chunks that the pieces along the first axis share.
-
-        Args:
-            item: the item.
-            leaf: the leaf's name, public or as it is stored.
-            node: whose, for an item of each node's own; empty otherwise.
-            max_elements: of a piece.
-
-        Raises:
-            InvalidArgumentError: there is no such leaf, or it is no array.
-            DamagedError: its bytes differ from what was written, or cannot be read.
         """
         if max_elements < 1:
             raise InvalidArgumentError(f"max_elements must be at least 1, got {max_elements}")
@@ -182,7 +139,7 @@ class CheckpointReader(abc.ABC):
         return source, number, arrays.leaves[number]
 
     def native_of(self, item: str, node: str = "") -> EpochReader | None:
-        """What reads the blocks of an item of an epoch of ours, of one node where each node has its own; else None."""
+        """The reader of an item's blocks, of one node where each node has its own; None for a step of stock Orbax."""
         return None
 
     def metrics(self) -> Any:
@@ -230,27 +187,12 @@ class CheckpointReader(abc.ABC):
 
 
 class NativeReader(CheckpointReader):
-    """Reads an epoch of ours; every block is verified before its bytes are used.
-
-    Args:
-        commits: see CheckpointReader, as the next three.
-        folder: the epoch's.
-        record: the epoch's.
-        context: handlers and nodes of the process that restores.
-        pool: reads.
-        verify: False: blocks are not verified, but by `verify`.
-    """
+    """Reads an epoch of ours. With `verify` every block is verified before its bytes are used."""
 
     native: EpochReader
 
     def __init__(
-        self,
-        commits: Commits,
-        folder: str,
-        record: EpochRecord,
-        context: RestoreContext,
-        pool: Pool,
-        verify: bool = True,
+        self, commits: Commits, folder: str, record: EpochRecord, context: RestoreContext, pool: Pool, verify: bool
     ):
         super().__init__(commits, folder, record, context)
         self.native = EpochReader(commits.store, folder, record, pool, verify)
@@ -280,13 +222,10 @@ class NativeReader(CheckpointReader):
         return source
 
     def _of(self, item: str, node: str) -> EpochReader:
-        """What reads an item; of each node's own, that node's."""
-        if not node:
-            return self.native
-        number = next((i for i, entry in enumerate(self.record.nodes) if entry.name == node), -1)
         known = self.record.items.get(item)
-        if self.record.per_node and known is not None and known.kind != "node":
-            return self.native  # all of the epoch is the node's
+        if not node or (self.record.per_node and known is not None and known.kind != "node"):
+            return self.native  # of an epoch that one node saved by itself, every item is that node's
+        number = next((i for i, entry in enumerate(self.record.nodes) if entry.name == node), -1)
         if number < 0 or not self.native.has(number, item):
             raise InvalidArgumentError(f"epoch {self.record.epoch}: node {node!r} has no item {item!r} of its own")
         return self.native.of_node(number, item)
@@ -345,7 +284,7 @@ def _leaf_metadata(leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
 
 
 def shown_path(root: str) -> epath.Path:
-    """A store's root as a path; URLs that etils does not know lose a slash, and are for showing only."""
+    """A store's root as a path. A URL that etils does not know loses a slash: it can only be shown."""
     scheme, found, rest = root.partition("://")
     if not found or scheme in ("gs", "s3"):
         return epath.Path(root)
@@ -353,7 +292,7 @@ def shown_path(root: str) -> epath.Path:
 
 
 def epoch_number(step: Any) -> int:
-    """An epoch's number; InvalidArgumentError for what cannot be one."""
+    """An epoch's number as an int; raises InvalidArgumentError if it is none."""
     if isinstance(step, Tracer):
         raise InvalidArgumentError(
             "the epoch (step) is a tracer: this was called inside a function that jax transforms (jit, grad, vmap, "

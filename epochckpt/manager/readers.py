@@ -17,14 +17,7 @@ from epochckpt.storage import open_store
 
 
 class Readers:
-    """Opens the epochs of one directory.
-
-    Args:
-        commits: the directory's epochs.
-        pool: reads.
-        verify: check every block before its bytes are used.
-        context: handlers and nodes of the process that restores; by default one node and Orbax's handlers.
-    """
+    """Opens the epochs of one directory; by default for one node, with Orbax's handlers."""
 
     def __init__(self, commits: Commits, pool: Pool, verify: bool = True, context: RestoreContext | None = None):
         self.commits, self._pool, self._verify = commits, pool, verify
@@ -35,12 +28,7 @@ class Readers:
         return Readers(commits_of(open_store(directory), names), self._pool, self._verify, self._context)
 
     def open(self, epoch: int) -> CheckpointReader:
-        """A reader of one epoch, whose record is read now.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-            DamagedError, FormatError: its record cannot be used.
-        """
+        """A reader of one epoch, whose record is read now; raises EpochNotFoundError, DamagedError or FormatError."""
         return self.of_record(self.commits.folder(epoch), self.commits.read_record(epoch))
 
     def of_record(self, folder: str, record: EpochRecord) -> CheckpointReader:
@@ -59,11 +47,7 @@ class Readers:
             return Verification(epoch, 0, (error,))
 
     def status(self, epoch: int) -> EpochStatus:
-        """Committed, damaged or absent.
-
-        Raises:
-            AccessError, StorageError: storage does not say.
-        """
+        """Committed, damaged or absent; raises AccessError or StorageError if storage does not say."""
         try:
             return self.open(epoch).status()
         except EpochNotFoundError:

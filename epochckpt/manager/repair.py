@@ -1,4 +1,4 @@
-"""`repair_view`: the Orbax view of an epoch, made anew from its record; no other process is needed."""
+"""`repair_view`: rebuilds the Orbax view of an epoch from its record; no other process is needed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from epochckpt.storage import open_store
 def repair_view(
     directory: str | os.PathLike[str], epoch: int, *, options: ocp.CheckpointManagerOptions | None = None
 ) -> list[str]:
-    """Makes anew what is damaged or missing of the small files by which stock Orbax reads an epoch.
+    """Rebuilds what is damaged or missing of the small files by which stock Orbax reads an epoch.
 
-    `CheckpointManager.verify(epoch).view_damage` lists what is damaged. Nothing else of the epoch is touched, nothing
-    is claimed, and a run that saves there goes on. Each file, and the folder of each item, is exchanged as a whole.
+    `CheckpointManager.verify(epoch).view_damage` lists the damage. Nothing else of the epoch is touched, nothing is
+    claimed, and a run that saves there goes on. Each file, and the folder of each item, is exchanged as a whole.
 
     Args:
         directory: where the epochs live.
@@ -27,7 +27,7 @@ def repair_view(
         options: the step name format, if it is not the default.
 
     Returns:
-        What was made anew, as paths in the epoch's folder; nothing if the view is as it was written.
+        The paths in the epoch's folder that were rebuilt; none if the view is as it was written.
 
     Raises:
         EpochNotFoundError: there is no such epoch.
@@ -56,7 +56,7 @@ def repair(commits: Commits, epoch: int) -> list[str]:
     record = commits.read_record(epoch)
     if record.stock:
         raise UnsupportedError(
-            f"{commits.store.root}: epoch {epoch} was written by stock Orbax: it is no view of something else, and "
-            "what is damaged of it cannot be made anew"
+            f"{commits.store.root}: epoch {epoch} was written by stock Orbax: there is no record from which its files "
+            "could be rebuilt"
         )
     return view_files.repair(commits.store, commits.folder(epoch), record)

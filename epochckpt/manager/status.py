@@ -1,4 +1,4 @@
-"""What `status`, `verify` and the metadata calls answer: plain values, read from records."""
+"""The answers of `status`, `verify` and the metadata calls: plain values, read from records."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ NO_VIEW = "the Orbax view is not there, as in a copy that left it out: stock Orb
 
 @dataclasses.dataclass(frozen=True)
 class NodeStatus:
-    """One node's part of an epoch.
-
-    Attributes:
-        name: the node's name.
-        nbytes: bytes of its files.
-        secs: how long it wrote.
-    """
+    """One node's part of an epoch: the bytes of its files, and the seconds that it wrote."""
 
     name: str
     nbytes: int
@@ -33,13 +27,12 @@ class NodeStatus:
 
 @dataclasses.dataclass(frozen=True)
 class EpochStatus:
-    """What is known of one epoch.
+    """The status of one epoch.
 
     Attributes:
-        epoch: its number.
-        state: `committed`, `saving`, `failed`, `damaged` or `absent`; `uncertain`: not there, but this process cannot
-            know that it will not be (see `UncertainError`).
-        detail: what it waits for, or why it failed; empty otherwise.
+        state: `committed`, `saving`, `failed`, `damaged` or `absent`; `uncertain`: absent, but this process cannot
+            know that it will stay so (see `UncertainError`).
+        detail: what the save waits for, or why it failed; empty otherwise.
         nodes: the nodes that wrote it, if committed; none if stock Orbax wrote it.
         orbax_nbytes: bytes of its files, if stock Orbax wrote it.
     """
@@ -61,12 +54,11 @@ class SaveResult:
     """How one save ended.
 
     Attributes:
-        epoch: its number.
         committed: whether the epoch exists now; False also where that is uncertain.
         detail: why it was not committed, or why that is uncertain; empty otherwise.
         blocked_secs: how long the training thread was blocked.
         secs: from the call of `save` to the end.
-        nodes: how long each node wrote, in seconds by name, as far as this process knows: the primary knows all.
+        nodes: seconds that each node wrote, by name; the primary knows all nodes, other processes their own.
     """
 
     epoch: int
@@ -82,12 +74,11 @@ class Verification:
     """The outcome of reading every byte of an epoch.
 
     Attributes:
-        epoch: its number.
-        nbytes: bytes that its records say it has.
+        nbytes: its size by its records.
         damage: one error per damaged place, each naming its file and, where there is one, its leaf.
-        note: what could not be checked, if anything: epochs of stock Orbax have no checksums.
+        note: what could not be checked: epochs of stock Orbax have no checksums.
         view_damage: one error per damaged place of the Orbax view. The epoch itself is whole nevertheless; stock Orbax
-            may not be able to read it until `repair_view` makes its view anew.
+            may not be able to read it until `repair_view` has rebuilt its view.
     """
 
     epoch: int
@@ -112,11 +103,7 @@ class Verification:
 
 
 def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
-    """Orbax's RootMetadata of a directory: what was written there, else what is given.
-
-    Raises:
-        DamagedError: the file there cannot be used.
-    """
+    """Orbax's RootMetadata of a directory: what was written there, else what is given; raises DamagedError."""
     for path in (paths.join(*paths.ROOT_METADATA), paths.join(*paths.LEGACY_ROOT_METADATA)):
         try:
             data = json.loads(store.read(path, limit_bytes=2**24))
@@ -124,11 +111,10 @@ def root_metadata(store: Store, given: Mapping[str, Any] | None = None) -> Any:
             continue
         except (ValueError, RecursionError) as error:
             raise DamagedError(path, f"is not usable JSON: {error}") from None
-        known = ("internal_metadata", "custom_metadata")
-        custom = (data.get("custom_metadata") or {}) if isinstance(data, dict) else None
+        custom = (data.pop("custom_metadata", None) or {}) if isinstance(data, dict) else None
         if not isinstance(custom, dict):
             raise DamagedError(path, "is not the metadata of a directory: expected a JSON object")
-        # the older file holds nothing but what the user gave
-        others = {key: value for key, value in data.items() if key not in known}
-        return ocp.metadata.RootMetadata(custom_metadata=checksums.unpack_json({**others, **custom}))
+        data.pop("internal_metadata", None)
+        # what remains is the user's, too: the older file holds nothing else
+        return ocp.metadata.RootMetadata(custom_metadata=checksums.unpack_json({**data, **custom}))
     return ocp.metadata.RootMetadata(custom_metadata=dict(given or {}))
