@@ -1,7 +1,8 @@
-"""Casts of arrays before a save, as Orbax's `SaveArgs(dtype=…)` ask."""
+"""Casts of arrays: before a save, as Orbax's `SaveArgs(dtype=…)` ask, and whether a cast keeps the values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,20 +13,14 @@ from absl import logging
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import tree as tree_lib
 
+_KINDS = (np.floating, np.complexfloating, np.integer)
+
 
 def apply(item: str, tree: Any, save_args: Any) -> Any:
-    """The tree with its arrays cast.
+    """The tree with its arrays cast as `save_args`, a pytree of `ocp.SaveArgs` of the same structure, asks.
 
     A cast changes the precision of floating and complex arrays, or the width of integers. Python numbers, and arrays
     whose kind would change (integers to floats), are saved as they are, with a warning.
-
-    Args:
-        item: item name, for messages.
-        tree: the pytree to save.
-        save_args: pytree of `ocp.SaveArgs` of the same structure, or None.
-
-    Raises:
-        InvalidArgumentError: the structures differ, `save_args` has another type, or integers do not fit.
     """
     if save_args is None:
         return tree
@@ -53,7 +48,7 @@ def apply(item: str, tree: Any, save_args: Any) -> Any:
 def _cast(name: str, leaf: Any, dtype: Any) -> Any:
     if dtype is None or getattr(leaf, "dtype", dtype) == dtype:
         return leaf
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic) and _keeps_kind(leaf.dtype, np.dtype(dtype)):
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic) and keeps_kind(leaf.dtype, np.dtype(dtype), _KINDS):
         out = leaf.astype(dtype)
         if tree_lib.issubdtype(leaf.dtype, np.integer) and not _fits(leaf, out):
             raise InvalidArgumentError(
@@ -67,11 +62,6 @@ def _cast(name: str, leaf: Any, dtype: Any) -> Any:
     return leaf
 
 
-def _keeps_kind(before: Any, after: Any) -> bool:
-    kinds = (np.floating, np.complexfloating, np.integer)
-    return any(tree_lib.issubdtype(before, k) and tree_lib.issubdtype(after, k) for k in kinds)
-
-
 def _fits(before: Any, after: Any) -> bool:
     """Whether a cast of integers kept the values that this process holds."""
     if np.can_cast(before.dtype, after.dtype, "safe"):
@@ -79,4 +69,25 @@ def _fits(before: Any, after: Any) -> bool:
     if isinstance(before, jax.Array):
         shards = zip(before.addressable_shards, after.addressable_shards, strict=True)
         return all(_fits(np.asarray(a.data), np.asarray(b.data)) for a, b in shards)
-    return bool(np.array_equal(before, after.astype(before.dtype)) and np.array_equal(before < 0, after < 0))
+    return survives(before, after)
+
+
+def keeps_kind(before: Any, after: Any, kinds: Sequence[type]) -> bool:
+    """Whether two dtypes are of the same one of these kinds of numbers."""
+    return any(tree_lib.issubdtype(before, kind) and tree_lib.issubdtype(after, kind) for kind in kinds)
+
+
+def cast(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """A cast; complex to real keeps the real part without NumPy's warning, because `survives` compares the rest."""
+    if tree_lib.issubdtype(array.dtype, np.complexfloating) and not tree_lib.issubdtype(dtype, np.complexfloating):
+        array = np.real(array)
+    return array.astype(dtype)
+
+
+def survives(before: np.ndarray, after: np.ndarray) -> bool:
+    """Whether a cast kept every value exactly."""
+    back = cast(after, before.dtype)
+    same = (back == before) | ((back != back) & (before != before))
+    wide = [a.astype(np.float64) if a.dtype.itemsize < 4 else a for a in (before, after)]
+    equal = (wide[0] == wide[1]) | ((wide[0] != wide[0]) & (wide[1] != wide[1]))
+    return bool(np.all(same & equal))

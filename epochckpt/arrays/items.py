@@ -40,12 +40,7 @@ class Nothing:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreContext:
-    """The job that restores.
-
-    Attributes:
-        handlers: of the manager.
-        nodes: of the job, and which of them this process hosts.
-    """
+    """The job that restores: the manager's handlers, its nodes, and which of them this process hosts."""
 
     handlers: Handlers
     nodes: Nodes = dataclasses.field(default_factory=Nodes)
@@ -64,9 +59,6 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     """Restores an item of kind `node`: one value, or values by node name if the process hosts several nodes.
 
     Without `args`, `Nothing` stands for a missing value.
-
-    Raises:
-        InvalidArgumentError: the values of this process's nodes are not determined; says what to pass.
     """
     nodes = context.nodes
     asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
@@ -93,11 +85,7 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
 
 
 def by_number(name: str, values: Any, nodes: Nodes) -> dict[int, Any]:
-    """Values by node number, in that order, of values by node name.
-
-    Raises:
-        InvalidArgumentError: `values` is no mapping, or names a node that this process does not host.
-    """
+    """Values by node number, in that order, of values by node name; refuses nodes that this process does not host."""
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(
             f"item {name!r}: by_node=True expects a dict of pytrees by node name, got a {type(values).__name__}"
@@ -150,27 +138,16 @@ _PROTO_FILE = "proto.pbtxt"  # the name that Orbax's handler uses
 
 @dataclasses.dataclass(frozen=True)
 class SaveItem:
-    """One item to save.
-
-    Attributes:
-        name: item name.
-        kind: as in `ItemRecord`.
-        handler: type name of the Orbax handler, as Orbax records it.
-        tree: the pytree, for `arrays` and `node`.
-        by_node: the tree is a dict of pytrees by node name.
-        custom_metadata: JSON that belongs to the item.
-        content: files of known content, which the primary alone writes.
-        run: starts the save of a handler that is not ours, which writes files on every node.
-    """
+    """One item to save."""
 
     name: str
-    kind: str
-    handler: str = ""
-    tree: Any = None
-    by_node: bool = False
-    custom_metadata: Any = None
-    content: Content | None = None
-    run: Callable[[], HandlerSave] | None = None
+    kind: str  # as in `ItemRecord`
+    handler: str = ""  # type name of the Orbax handler, as Orbax records it
+    tree: Any = None  # the pytree, for `arrays` and `node`
+    by_node: bool = False  # the tree is a dict of pytrees by node name
+    custom_metadata: Any = None  # JSON that belongs to the item
+    content: Content | None = None  # files of known content, which the primary alone writes
+    run: Callable[[], HandlerSave] | None = None  # starts the save of a handler that is not ours, on every node
 
 
 def named(args: Any) -> dict[str, Any]:
@@ -179,13 +156,7 @@ def named(args: Any) -> dict[str, Any]:
 
 
 def asked_for(args: Any, names: Iterable[str], default_item: bool) -> tuple[dict[str, Any], bool]:
-    """The argument of each item to restore, and whether the one unnamed item is returned by itself.
-
-    Args:
-        args: the argument of `restore`; None for all items as they were saved.
-        names: the epoch's items.
-        default_item: the epoch has one unnamed item.
-    """
+    """The argument of each item to restore, and whether the one unnamed item is returned by itself."""
     return (dict.fromkeys(names), default_item) if args is None else (named(args), not options.is_multi(args))
 
 
@@ -207,12 +178,7 @@ def unknown_item(epoch: int, name: str, names: Iterable[str]) -> UnknownNameErro
 
 
 def to_save(args: Any, known: Handlers) -> list[SaveItem]:
-    """The items of a save argument; nothing is run or copied yet.
-
-    Raises:
-        InvalidArgumentError: not a save argument, or one that holds something that cannot be saved.
-        UnsupportedError: an argument class or field that epochckpt does not support.
-    """
+    """The items of a save argument; nothing is run or copied yet."""
     if not isinstance(args, ocp.args.CheckpointArgs):
         raise InvalidArgumentError(
             f"save(args=…) expects an instance of a class in orbax.checkpoint.args, got {type(args)}"
@@ -270,12 +236,7 @@ def _proto(name: str, value: Any) -> bytes:
 
 
 def restore_item(reader: EpochReader, name: str, args: Any, context: RestoreContext) -> Any:
-    """Restores one item as its argument asks; None for the item as it was saved.
-
-    Raises:
-        InvalidArgumentError: the argument does not suit the item.
-        UnsupportedError: an argument class or field that epochckpt does not support.
-    """
+    """Restores one item as its argument asks; None for the item as it was saved."""
     record = reader.record.items.get(name)
     if record is None:
         raise unknown_item(reader.record.epoch, name, reader.record.items)
@@ -363,21 +324,17 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
             f"item {name!r} holds arrays; restore it with StandardRestore, PyTreeRestore or ArrayRestore, "
             f"not {type(args).__name__}"
         )
+    target = plain_target(args.item)
     if isinstance(args, ocp.args.ArrayRestore):
-        return TreeRequest(plain_target(args.item), args.restore_args)
+        return TreeRequest(target, args.restore_args)
     if isinstance(args, ocp.args.StandardRestore):
-        return TreeRequest(
-            plain_target(args.item),
-            fallback_sharding=args.fallback_sharding,
-            layouts=args.support_layout,
-            resize=not args.strict,
-        )
+        fallback, layouts = args.fallback_sharding, args.support_layout
+        return TreeRequest(target, fallback_sharding=fallback, layouts=layouts, resize=not args.strict)
     if args.legacy_transform_fn is not None:
         raise UnsupportedError(
             f"item {name!r}: PyTreeRestore(legacy_transform_fn=…) is not supported; "
             "restore the saved tree and change it with jax.tree.map"
         )
-    target = plain_target(args.item)
     if args.transforms is None:
         return TreeRequest(target, args.restore_args, args.partial_restore)
     if target is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,38 +29,23 @@ _Cells = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]  # counts and holde
 
 @dataclasses.dataclass(frozen=True)
 class CellSource:
-    """One cell that this node writes.
-
-    Attributes:
-        leaf: leaf number.
-        shard: index of the addressable shard that holds it; -1 for NumPy and Python leaves.
-        cut: the part of that shard; None for all of it.
-        staged: it lies on an accelerator, and is copied through host memory.
-    """
+    """One cell that this node writes."""
 
     leaf: int
-    shard: int
-    cut: tuple[slice, ...] | None
-    staged: bool = False
+    shard: int  # index of the addressable shard that holds it; -1 for NumPy and Python leaves
+    cut: tuple[slice, ...] | None  # the part of that shard; None for all of it
+    staged: bool = False  # it lies on an accelerator, and is copied through host memory
 
 
 @dataclasses.dataclass(frozen=True)
 class ItemPlan:
-    """What this node does for one item.
-
-    Attributes:
-        item: its description.
-        owned: (leaf, cell, bytes) of every cell that this node writes, in file order.
-        sources: where each of these cells is found.
-        part_ends: numbers of cells after which the data file is continued in another part.
-        copied_bytes: host memory that a snapshot allocates.
-    """
+    """What this node does for one item."""
 
     item: ArrayItem
-    owned: tuple[np.ndarray, np.ndarray, np.ndarray]
-    sources: tuple[CellSource, ...]
-    part_ends: tuple[int, ...]
-    copied_bytes: int
+    owned: tuple[np.ndarray, np.ndarray, np.ndarray]  # (leaf, cell, bytes) of every cell it writes, in file order
+    sources: tuple[CellSource, ...]  # where each of these cells is found
+    part_ends: tuple[int, ...]  # numbers of cells after which the data file is continued in another part
+    copied_bytes: int  # host memory that a snapshot allocates
 
 
 def key(leaves: Sequence[Any], treedef: Any) -> Any:
@@ -101,16 +86,10 @@ def plan_item(
     part_bytes: int | None,
     per_node: bool = False,
 ) -> ItemPlan:
-    """Plans one item.
+    """Plans one item from its (key path, leaf) pairs in flattening order.
 
-    Args:
-        name: item name.
-        pairs: (key path, leaf) in flattening order.
-        node: number of this node.
-        node_of_process: node number by JAX process index.
-        replica_split_bytes: larger replicated arrays are split between several of their holders.
-        part_bytes: bound on the size of one data file; None for none.
-        per_node: no other process may hold a part of the item.
+    Replicated arrays of more than `replica_split_bytes` are split between several of their holders. `part_bytes` bounds
+    the size of one data file. With `per_node`, no other process may hold a part of the item.
 
     Raises:
         InvalidArgumentError: a leaf cannot be saved; names it.
@@ -120,30 +99,31 @@ def plan_item(
         builder.add(path, value)
     item = builder.finish()
     owned = item.owned(node)
-    sources = _sources(item, [value for _, value in pairs], owned, builder)
+    sources = tuple(_sources(item, [value for _, value in pairs], owned))
     copied = sum(item.cell_bytes(s.leaf) for s in sources if s.staged or s.shard < 0)
     return ItemPlan(item, owned, sources, tuple(item.part_ends(owned, part_bytes)), copied)
 
 
 class _Builder:
+    """Collects the leaves of one item, and the rows of its tables."""
+
     def __init__(self, name: str, node_of_process: Mapping[int, int], replica_split_bytes: int, per_node: bool):
-        self.name, self.replica_split_bytes, self.per_node = name, replica_split_bytes, per_node
-        self.node_of_process = node_of_process
+        self.name, self.node_of_process = name, node_of_process
+        self.replica_split_bytes, self.per_node = replica_split_bytes, per_node
         self.leaves: list[Leaf] = []
-        self.names: dict[str, int] = {}
+        self.names: set[str] = set()
         self.grids: dict[Grid, int] = {}
         self.shardings: dict[Any, int] = {}
         self.sharding_rows: list[Any] = []
         self.meshes: dict[Any, int] = {}
         self.mesh_rows: list[Any] = []
         self.cells: dict[Any, _Cells] = {}
-        self.base_counts: list[tuple[int, ...]] = []  # of the sharding's grid, before replicated leaves are split
 
     def add(self, path: tree_lib.KeyPath, value: Any) -> None:
         name = tree_lib.leaf_name(path)
         if name in self.names:
             raise InvalidArgumentError(f"item {self.name!r}: two leaves have the name {name!r}")
-        self.names[name] = len(self.leaves)
+        self.names.add(name)
         kind = tree_lib.leaf_kind(value)
         if kind is None:
             raise InvalidArgumentError(
@@ -152,7 +132,6 @@ class _Builder:
             )
         if kind not in ARRAY_KINDS:
             self.leaves.append(Leaf(path, name, kind))
-            self.base_counts.append(())
             return
         # Shape and dtype of the stored bytes, and how the sharding cuts them.
         impl = None
@@ -176,7 +155,6 @@ class _Builder:
         stored = tree_lib.parse_dtype(name, tree_lib.dtype_name(np.dtype(dtype), name))
         if math.prod(shape) == 0:  # nothing to cut: one cell without bytes
             counts, holders = (), (tuple(sorted({n for h in holders for n in h})),)
-        self.base_counts.append(counts)
         counts, holders = self._split(shape, stored.itemsize, counts, holders)
         row = self.grids.setdefault(Grid(counts, holders), len(self.grids))
         self.leaves.append(Leaf(path, name, kind, stored, shape, row, 0, sharding, impl))
@@ -272,19 +250,13 @@ class _Builder:
         return self.shardings[sharding]
 
 
-def mesh_devices(mesh: Any) -> np.ndarray:
-    """The devices of a mesh, as an array of its shape."""
-    return np.asarray(mesh.devices)
-
-
 def _mesh_row(mesh: Any) -> dict[str, Any]:
-    devices = mesh_devices(mesh)
     return {
-        "platform": devices.flat[0].platform,
+        "platform": mesh.devices.flat[0].platform,
         "axes": list(mesh.axis_names),
         "axis_types": [t.name for t in mesh.axis_types],
-        "shape": list(devices.shape),
-        "devices": [d.id for d in devices.flat],
+        "shape": list(mesh.devices.shape),
+        "devices": [d.id for d in mesh.devices.flat],
     }
 
 
@@ -301,7 +273,8 @@ def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...]
     A NamedSharding takes index arithmetic over the mesh; others take JAX's map of devices to indices, which is slower.
     """
     if isinstance(sharding, NamedSharding):
-        mesh, devices = sharding.mesh, mesh_devices(sharding.mesh)
+        mesh: Any = sharding.mesh
+        devices = mesh.devices
         sizes = dict(zip(mesh.axis_names, devices.shape, strict=True))
         where = dict(zip(mesh.axis_names, np.indices(devices.shape), strict=True))
         spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
@@ -326,38 +299,33 @@ def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 def _sources(
-    item: ArrayItem, values: Sequence[Any], owned: tuple[np.ndarray, np.ndarray, np.ndarray], builder: _Builder
-) -> tuple[CellSource, ...]:
+    item: ArrayItem, values: Sequence[Any], owned: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> Iterator[CellSource]:
     """Where this node finds each cell that it writes."""
-    shards: dict[Any, tuple[dict[int, int], bool]] = {}
-    sources = []
+    shards: dict[Any, tuple[tuple[int, ...], dict[int, int], bool]] = {}
     for leaf, cell in zip(owned[0].tolist(), owned[1].tolist(), strict=True):
-        info = item.leaves[leaf]
+        info, value = item.leaves[leaf], values[leaf]
         if info.kind not in ("jax", "prng"):
-            sources.append(CellSource(leaf, -1, None))
+            yield CellSource(leaf, -1, None)
             continue
-        value = values[leaf]
         known = (value.sharding, value.shape)
         if known not in shards:
-            _, cell_of_device = device_cells(value.sharding, tuple(value.shape))
-            local = {}
+            counts, cell_of_device = device_cells(value.sharding, tuple(value.shape))
+            local: dict[int, int] = {}
             for k, shard in enumerate(value.addressable_shards):
                 local.setdefault(cell_of_device[shard.device], k)
-            platforms = {device.platform for device in cell_of_device}
-            shards[known] = local, platforms != {"cpu"}
-        local, staged = shards[known]
+            shards[known] = counts, local, {device.platform for device in cell_of_device} != {"cpu"}
+        counts, local, staged = shards[known]
         if item.is_whole(leaf):
-            sources.append(CellSource(leaf, next(iter(local.values())), None, staged))  # maybe without elements
+            yield CellSource(leaf, next(iter(local.values())), None, staged)  # maybe without elements
             continue
         # The shard is a cell of the sharding's grid, and this cell all of it or, of a split leaf, a piece.
-        base = builder.base_counts[leaf] + (1,) * (len(info.shape) - len(builder.base_counts[leaf]))
+        counts += (1,) * (len(info.shape) - len(counts))  # typed keys have the dimensions of their data in addition
         box = item.cell_box(leaf, cell)
-        outer = tuple(d // c for d, c in zip(info.shape, base, strict=True))
-        at = [start // side for (start, _), side in zip(box, outer, strict=True)]
-        parent = int(np.ravel_multi_index(at, base))
-        cut = None if outer == item.cell_shape(leaf) else slices(box, cell_box(parent, base, outer))
-        sources.append(CellSource(leaf, local[parent], cut, staged))
-    return tuple(sources)
+        outer = tuple(d // c for d, c in zip(info.shape, counts, strict=True))
+        parent = int(np.ravel_multi_index([start // side for (start, _), side in zip(box, outer, strict=True)], counts))
+        cut = None if outer == item.cell_shape(leaf) else slices(box, cell_box(parent, counts, outer))
+        yield CellSource(leaf, local[parent], cut, staged)
 
 
 def boxes_of_devices(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:

@@ -6,7 +6,6 @@ list index.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,10 +24,8 @@ Sources = Callable[[Sequence[Leaf], Sequence[KeyPath]], Mapping[str, int]]
 def by_patterns(item: str, rename: Mapping[str, str]) -> Sources:
     r"""Sources that rename the leaves of the epoch.
 
-    Args:
-        item: item name, for messages.
-        rename: new names by regular expression over whole names in the epoch, with `\1` for the first group. The first
-            expression that matches counts; a name without a match stays.
+    `rename` has new names by regular expression over whole names in the epoch, with `\1` for the first group. The first
+    expression that matches counts; a name without a match stays.
 
     Raises:
         InvalidArgumentError: a key is no regular expression. The sources raise it for an expression that matches
@@ -36,107 +33,86 @@ def by_patterns(item: str, rename: Mapping[str, str]) -> Sources:
     """
     if not isinstance(rename, Mapping):
         raise InvalidArgumentError(f"item {item!r}: rename expects a dict of patterns, got a {type(rename).__name__}")
-    compiled = {pattern: _compiled(item, "rename", pattern) for pattern in rename}
-    return functools.partial(_by_patterns, item, compiled, dict(rename))
+    patterns = [(_compiled(item, "rename", pattern), new) for pattern, new in rename.items()]
 
+    def sources(leaves: Sequence[Leaf], paths: Sequence[KeyPath]) -> dict[str, int]:
+        numbers: dict[str, int] = {}
+        used: set[str] = set()
+        for number, leaf in enumerate(leaves):
+            old = name = _plain(leaf.path)
+            for pattern, template in patterns:
+                if found := pattern.fullmatch(old):
+                    used.add(pattern.pattern)
+                    name = _expanded(item, "rename", found, template)
+                    break
+            if name in numbers:
+                both = f"{_plain(leaves[numbers[name]].path)!r} and {old!r}"
+                raise InvalidArgumentError(f"item {item!r}: with rename, {both} of the epoch are both called {name!r}")
+            numbers[name] = number
+        for unused in (pattern for pattern in rename if pattern not in used):
+            problem = f"rename has {unused!r}, which matches no leaf that an earlier pattern has not taken"
+            close = near(unused, [_plain(leaf.path) for leaf in leaves])
+            raise InvalidArgumentError(f"item {item!r}: {problem}; {close}")
+        return {tree_lib.leaf_name(path): numbers[_plain(path)] for path in paths if _plain(path) in numbers}
 
-def _by_patterns(
-    item: str,
-    compiled: Mapping[str, re.Pattern[str]],
-    rename: Mapping[str, str],
-    leaves: Sequence[Leaf],
-    paths: Sequence[KeyPath],
-) -> dict[str, int]:
-    new: dict[str, int] = {}
-    used: set[str] = set()
-    for number, leaf in enumerate(leaves):
-        old = name = _plain(leaf.path)
-        for pattern, expression in compiled.items():
-            found = expression.fullmatch(old)
-            if found is not None:
-                used.add(pattern)
-                name = _expanded(item, "rename", found, rename[pattern])
-                break
-        if name in new:
-            both = f"{_plain(leaves[new[name]].path)!r} and {old!r}"
-            raise InvalidArgumentError(f"item {item!r}: with rename, {both} of the epoch are both called {name!r}")
-        new[name] = number
-    for pattern in compiled:
-        if pattern not in used:
-            problem = f"rename has {pattern!r}, which matches no leaf that an earlier pattern has not taken"
-            raise InvalidArgumentError(f"item {item!r}: {problem}; {near(pattern, map(_plain_of, leaves))}")
-    return {tree_lib.leaf_name(path): new[_plain(path)] for path in paths if _plain(path) in new}
+    return sources
 
 
 def by_transforms(item: str, transforms: Any, default_to_original: bool) -> Sources:
     """Sources for Orbax's `PyTreeRestore(transforms=…)`; only renames are supported.
 
-    Args:
-        item: item name, for messages.
-        transforms: pytree of `ocp.transform_utils.Transform`; its keys, joined by `/`, are regular expressions over
-            whole names in the target. As in Orbax, the last match in JAX's order of keys counts.
-        default_to_original: a leaf without a match comes from the epoch if it is there, and `use_fallback` means the
-            target's value. If False, the other way round.
+    `transforms` is a pytree of `ocp.transform_utils.Transform`. Its keys, joined by `/`, are regular expressions over
+    whole names in the target; as in Orbax, the last match in JAX's order of keys counts. With `default_to_original`, a
+    leaf without a match comes from the epoch if it is there, and `use_fallback` means the target's value; without it,
+    the other way round.
 
     Raises:
         InvalidArgumentError: a key is no regular expression. The sources raise it if the epoch lacks an `original_key`.
         UnsupportedError: a transform computes values.
     """
-    found: list[tuple[re.Pattern[str], Any]] = []
+    patterns: list[tuple[re.Pattern[str], Any]] = []
     for path, transform in tree_lib.flatten(transforms)[0]:
         if tree_lib.leaf_kind(transform) in tree_lib.EMPTY_KINDS:
             continue
-        pattern = _plain(path)
+        where = _plain(path)
         if not isinstance(transform, transform_utils.Transform):
-            problem = (
-                f"transforms has a {type(transform).__name__} at {pattern!r}; expected ocp.transform_utils.Transform"
-            )
-            raise InvalidArgumentError(f"item {item!r}: {problem}")
+            problem = f"a {type(transform).__name__} at {where!r}; expected ocp.transform_utils.Transform"
+            raise InvalidArgumentError(f"item {item!r}: transforms has {problem}")
         for name in ("value_fn", "multi_value_fn"):
             if getattr(transform, name) is not None:
                 raise UnsupportedError(
-                    f"item {item!r}: transforms has a Transform({name}=…) at {pattern!r}, which is not supported: only "
+                    f"item {item!r}: transforms has a Transform({name}=…) at {where!r}, which is not supported: only "
                     "original_key= and use_fallback= are. Restore the saved tree and compute the rest from it"
                 )
-        found.append((_compiled(item, "transforms", pattern), transform))
-    return functools.partial(_by_transforms, item, found, default_to_original)
+        patterns.insert(0, (_compiled(item, "transforms", where), transform))
 
-
-def _by_transforms(
-    item: str,
-    transforms: Sequence[tuple[re.Pattern[str], Any]],
-    default_to_original: bool,
-    leaves: Sequence[Leaf],
-    paths: Sequence[KeyPath],
-) -> dict[str, int]:
-    numbers = {_plain(leaf.path): number for number, leaf in enumerate(leaves)}
-    out: dict[str, int] = {}
-    for path in paths:
-        name = source = _plain(path)
-        asked = default_to_original
-        for expression, transform in reversed(transforms):
-            found = expression.fullmatch(name)
-            if found is None:
-                continue
-            asked = not default_to_original if transform.use_fallback else True
-            if transform.original_key is not None:
+    def sources(leaves: Sequence[Leaf], paths: Sequence[KeyPath]) -> dict[str, int]:
+        numbers = {_plain(leaf.path): number for number, leaf in enumerate(leaves)}
+        out: dict[str, int] = {}
+        for path in paths:
+            name = source = _plain(path)
+            from_epoch = default_to_original
+            for pattern, transform in patterns:
+                found = pattern.fullmatch(name)
+                if found is None:
+                    continue
+                from_epoch = not default_to_original if transform.use_fallback else True
                 key = transform.original_key
-                source = _expanded(item, "transforms", found, key if isinstance(key, str) else "/".join(key))
-            if asked and source not in numbers:
-                problem = f"transforms takes {name!r} from {source!r}, which the epoch lacks"
-                raise InvalidArgumentError(f"item {item!r}: {problem}; {near(source, numbers)}")
-            break
-        if asked and source in numbers:
-            out[tree_lib.leaf_name(path)] = numbers[source]
-    return out
+                if key is not None:
+                    source = _expanded(item, "transforms", found, key if isinstance(key, str) else "/".join(key))
+                if from_epoch and source not in numbers:
+                    problem = f"transforms takes {name!r} from {source!r}, which the epoch lacks"
+                    raise InvalidArgumentError(f"item {item!r}: {problem}; {near(source, numbers)}")
+                break
+            if from_epoch and source in numbers:
+                out[tree_lib.leaf_name(path)] = numbers[source]
+        return out
+
+    return sources
 
 
 def _plain(path: KeyPath) -> str:
     return "/".join(str(key) for _, key in path)
-
-
-def _plain_of(leaf: Leaf) -> str:
-    return _plain(leaf.path)
 
 
 def _compiled(item: str, argument: str, pattern: str) -> re.Pattern[str]:

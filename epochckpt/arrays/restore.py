@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from epochckpt import _text, _units
 from epochckpt._text import readable, shown
+from epochckpt.arrays import casting
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import Request
 from epochckpt.arrays.renaming import Sources
-from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, describe_leaf, key_dims, without_target
+from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, as_saved, describe_leaf, key_dims
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
 from epochckpt.format import ArrayItem, Box, EpochRecord, Leaf
 from epochckpt.format import tree as tree_lib
@@ -30,29 +31,19 @@ _ALIGN_FROM = 64 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class TreeRequest:
-    """What to restore of an array item.
+    """What to restore of an array item."""
 
-    Attributes:
-        target: pytree of expected leaves; None for the tree as it was saved.
-        restore_args: pytree of `ocp.RestoreArgs` like the target, or in its place; None for none.
-        partial: see `Matcher.match`.
-        fallback_sharding: for arrays whose saved sharding does not exist here.
-        layouts: arrays get the device-local layout of the target's leaves.
-        resize: arrays of another shape are cut, or padded with zeros, to the target's shape.
-        sources: gives the recorded leaf for each leaf of the target; None for the leaf of the same name.
-    """
-
-    target: Any = None
-    restore_args: Any = None
-    partial: bool = False
-    fallback_sharding: Any = None
-    layouts: bool = False
-    resize: bool = False
-    sources: Sources | None = None
+    target: Any = None  # pytree of expected leaves; None for the tree as it was saved
+    restore_args: Any = None  # pytree of `ocp.RestoreArgs` like the target, or in its place
+    partial: bool = False  # see `Matcher.match`
+    fallback_sharding: Any = None  # for arrays whose saved sharding does not exist here
+    layouts: bool = False  # arrays get the device-local layout of the target's leaves
+    resize: bool = False  # arrays of another shape are cut, or padded with zeros, to the target's shape
+    sources: Sources | None = None  # gives the recorded leaf for each leaf of the target; None: the one of its name
 
 
 class ArraySource(Protocol):
-    """What a restore reads from: `EpochReader` for epochs of ours."""
+    """What a restore reads from; an `EpochReader` for epochs of ours."""
 
     folder: str
 
@@ -63,40 +54,28 @@ class ArraySource(Protocol):
 
     def read(self, requests: Sequence[Request]) -> None:
         """See `EpochReader.read`."""
-        ...
 
     def check_files(self, item: str, leaf: int, box: Box) -> None:
         """See `EpochReader.check_files`."""
-        ...
 
 
 def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None) -> Any:
-    """Restores one array item.
-
-    Args:
-        reader: the epoch.
-        name: of the item.
-        request: what to restore.
-        shardings: the saved shardings, if the epoch's record lacks them.
+    """Restores one array item; `shardings` are the saved ones, if the epoch's record lacks them.
 
     Raises:
         MismatchError: the target does not fit; lists every leaf that does not.
         DamagedError: bytes differ from what was written.
     """
-    item = reader.record.items[name].arrays
-    assert item is not None, "callers choose array items"
+    assembly = _Assembly(reader, name)
+    item = assembly.item
     shardings = shardings or Shardings(item, request.fallback_sharding)
-    treedef = None
     if request.target is None and request.restore_args is None:
-        requests = without_target(item, shardings)
-    else:
-        requests, treedef = _match(reader.record.epoch, name, item, request, shardings)
-    leaves = _Assembly(reader, name, item).run(requests)
-    if treedef is not None:
-        tree = tree_lib.unflatten(treedef, leaves)
-        return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
-    where = f"{reader.folder}/epoch.json"
-    return tree_lib.nest([(leaf.path, value) for leaf, value in zip(item.leaves, leaves, strict=True)], where)
+        leaves = assembly.run([as_saved(i, leaf, shardings) for i, leaf in enumerate(item.leaves)])
+        where = f"{reader.folder}/epoch.json"
+        return tree_lib.nest([(leaf.path, value) for leaf, value in zip(item.leaves, leaves, strict=True)], where)
+    requests, treedef = _match(reader.record.epoch, name, item, request, shardings)
+    tree = tree_lib.unflatten(treedef, assembly.run(requests))
+    return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
 
 
 def _laid_out(leaf: Any, target: Any) -> Any:
@@ -128,15 +107,13 @@ def _match(
 
 def _log_absent(where: str, absent: Sequence[str], known: Sequence[str]) -> None:
     """Logs the leaves that a partial restore leaves as they are: a name may be misspelt."""
-    shown_names = []
+    names = []
     for name in map(readable, absent[:_NAMED]):
-        close = _text.near_names(name, known)
-        shown_names.append(
-            f"{shown(name)!r}" + (f" (near: {', '.join(repr(shown(n)) for n in close[:3])})" if close else "")
-        )
-    more = [f"… {len(absent) - _NAMED} more"] if len(absent) > _NAMED else []
+        close = ", ".join(repr(shown(near)) for near in _text.near_names(name, known)[:3])
+        names.append(f"{shown(name)!r}" + (f" (near: {close})" if close else ""))
+    names += [f"… {len(absent) - _NAMED} more"] if len(absent) > _NAMED else []
     what = _units.several(len(absent), "leaf", "leaves")
-    logging.warning("%s: %s of the target not in it, left as given: %s", where, what, ", ".join([*shown_names, *more]))
+    logging.warning("%s: %s of the target not in it, left as given: %s", where, what, ", ".join(names))
 
 
 def _restore_args(item: str, tree: Any) -> dict[str, ocp.RestoreArgs]:
@@ -153,44 +130,39 @@ def _restore_args(item: str, tree: Any) -> dict[str, ocp.RestoreArgs]:
     return found
 
 
-def _matching(where: str, leaves: Sequence[Leaf], patterns: str | Sequence[str]) -> list[int]:
-    """Numbers of the leaves whose names match any of the shell patterns; UnknownNameError for one without a match."""
-    names = _text.public(leaf.name for leaf in leaves)
-    found: set[int] = set()
+def read_leaves(reader: ArraySource, name: str, patterns: str | Sequence[str]) -> dict[str, Any]:
+    """Leaves whose names match any of the shell patterns, as NumPy arrays and Python values, by name."""
+    names = _Assembly(reader, name).item.public_names
+    chosen: set[int] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         numbers = _text.matching(names, pattern)
         if names and not numbers:
+            where = f"epoch {reader.record.epoch}, item {name!r}"
             raise UnknownNameError(f"{where}: {_text.no_match(pattern, names)}")
-        found.update(numbers)
-    return sorted(found)
-
-
-def read_leaves(reader: ArraySource, name: str, patterns: str | Sequence[str]) -> dict[str, Any]:
-    """Leaves whose names match any of the shell patterns, as NumPy arrays and Python values, by name."""
-    item = reader.record.items[name].arrays
-    assert item is not None, "callers choose array items"
-    chosen = _matching(f"epoch {reader.record.epoch}, item {name!r}", item.leaves, patterns)
-    return dict(zip((item.public_names[i] for i in chosen), read_values(reader, name, chosen), strict=True))
+        chosen.update(numbers)
+    values = read_values(reader, name, sorted(chosen))
+    return dict(zip((names[i] for i in sorted(chosen)), values, strict=True))
 
 
 def read_values(reader: ArraySource, name: str, numbers: Sequence[int]) -> list[Any]:
     """The leaves with these numbers, as NumPy arrays and Python values; typed keys as their data."""
-    item = reader.record.items[name].arrays
-    assert item is not None, "callers choose array items"
+    assembly = _Assembly(reader, name)
 
     def request(number: int) -> LeafRequest:
-        leaf = item.leaves[number]
+        leaf = assembly.item.leaves[number]
         if leaf.kind in tree_lib.EMPTY_KINDS:
             return LeafRequest(-1, "keep", value=tree_lib.empty_value(leaf.kind))
         return LeafRequest(number, "python" if leaf.dtype is None or leaf.kind[:4] == "long" else "numpy")
 
-    return _Assembly(reader, name, item).run([request(number) for number in numbers])
+    return assembly.run([request(number) for number in numbers])
 
 
 class _Assembly:
     """Reads the requested leaves of one item and builds their values."""
 
-    def __init__(self, reader: ArraySource, name: str, item: ArrayItem):
+    def __init__(self, reader: ArraySource, name: str):
+        item = reader.record.items[name].arrays
+        assert item is not None, "callers choose array items"
         self.reader, self.name, self.item = reader, name, item
         self.reads: list[Request] = []
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # of buffers larger than what is read into them
@@ -310,8 +282,9 @@ class _Assembly:
         if dtype is None or data.dtype == dtype:
             return data
         with np.errstate(all="ignore"):
-            out = _astype(data, dtype)
-            if not _only_precision(data.dtype, dtype) and not _survives(data, out):
+            out = casting.cast(data, dtype)
+            precision_only = casting.keeps_kind(data.dtype, dtype, (np.complexfloating, np.floating))
+            if not precision_only and not casting.survives(data, out):
                 expected = f"{np.dtype(dtype)}: not every value survives the cast"
                 self.rows.append(Mismatch(leaf.name, "dtype", str(data.dtype), expected))
         return out
@@ -352,25 +325,3 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
     raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def _only_precision(before: Any, after: Any) -> bool:
-    """Whether a cast changes the precision only: float to float, or complex to complex."""
-    kinds = (np.complexfloating, np.floating)
-    return any(tree_lib.issubdtype(before, kind) and tree_lib.issubdtype(after, kind) for kind in kinds)
-
-
-def _astype(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """A cast; complex to real keeps the real part without NumPy's warning, because `_survives` compares the rest."""
-    if tree_lib.issubdtype(array.dtype, np.complexfloating) and not tree_lib.issubdtype(dtype, np.complexfloating):
-        array = np.real(array)
-    return array.astype(dtype)
-
-
-def _survives(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether a cast kept every value exactly."""
-    back = _astype(after, before.dtype)
-    same = (back == before) | ((back != back) & (before != before))
-    wide = [a.astype(np.float64) if a.dtype.itemsize < 4 else a for a in (before, after)]
-    equal = (wide[0] == wide[1]) | ((wide[0] != wide[0]) & (wide[1] != wide[1]))
-    return bool(np.all(same & equal))

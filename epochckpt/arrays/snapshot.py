@@ -41,37 +41,22 @@ _SAMPLES = 16  # each is a miss of the processor's cache, and the training threa
 _PLANS = 256  # kept plans; a job has as many as it has items, or twice that
 
 
-class PlannedTree(NamedTuple):
+class SavedTree(NamedTuple):
     """One pytree of a save, with the number of the node that writes it."""
 
     plan: ItemPlan
     node: int
-    leaves: list[Any]  # in flattening order
-
-
-class CopiedTree(NamedTuple):
-    """The same after the snapshot."""
-
-    plan: ItemPlan
-    node: int
-    buffers: list[Buffer]  # one per cell, in file order
+    data: list[Any]  # its leaves in flattening order; in a snapshot one Buffer per cell, in file order
 
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """What this process does for one save. Nothing has been copied or run yet.
-
-    Attributes:
-        items: what is saved.
-        trees: every pytree of them that this process writes.
-        digest: gives the digest that all processes compare; computed with the first call.
-        primary: whether this process writes what only one process writes.
-    """
+    """What this process does for one save. Nothing has been copied or run yet."""
 
     items: Sequence[SaveItem]
-    trees: Sequence[PlannedTree]
-    digest: Callable[[], str]
-    primary: bool
+    trees: Sequence[SavedTree]  # every pytree of the items that this process writes
+    digest: Callable[[], str]  # gives the digest that all processes compare; computed with the first call
+    primary: bool  # whether this process writes what only one process writes
 
     @property
     def copied_bytes(self) -> int:
@@ -91,7 +76,9 @@ class SavePlan:
         own: dict[int, dict[str, ItemRecord]] = {}
         for plan, node, leaves in self.trees:
             item = wanted[plan.item.name]
-            tree = ItemRecord("arrays", "", plan.item, _values(plan, leaves), item.custom_metadata)
+            python = (i for i, leaf in enumerate(plan.item.leaves) if leaf.kind in tree_lib.VALUE_KINDS)
+            values = {i: tree_lib.value_to_json(leaves[i]) for i in python}
+            tree = ItemRecord("arrays", "", plan.item, values, item.custom_metadata)
             if item.kind == "node":
                 own.setdefault(node, {})[item.name] = tree
             else:
@@ -101,7 +88,7 @@ class SavePlan:
         try:
             for run in (item.run for item in self.items if item.run is not None):
                 files.append(run())
-            trees = [CopiedTree(plan, node, take(plan, leaves)) for plan, node, leaves in self.trees]
+            trees = [SavedTree(plan, node, take(plan, leaves)) for plan, node, leaves in self.trees]
         except BaseException:
             for file in files:
                 file.discard()
@@ -112,23 +99,14 @@ class SavePlan:
 
 @dataclasses.dataclass
 class Snapshot:
-    """What a save holds once the training thread goes on.
+    """What a save holds once the training thread goes on."""
 
-    Attributes:
-        trees: copies of the pytrees; emptied as soon as they are written.
-        items: the items as the epoch will record them.
-        own: the items that differ per node, as each of this process's nodes records them, by node number.
-        files: what handlers write on this process; removed once written.
-        digest: of the plan, see `SavePlan`.
-        copied_bytes: host memory that it holds.
-    """
-
-    trees: list[CopiedTree] = dataclasses.field(default_factory=list)
-    items: dict[str, ItemRecord] = dataclasses.field(default_factory=dict)
-    own: dict[int, dict[str, ItemRecord]] = dataclasses.field(default_factory=dict)
-    files: Sequence[Content | HandlerSave] = ()
-    digest: Callable[[], str] = str
-    copied_bytes: int = 0
+    trees: list[SavedTree] = dataclasses.field(default_factory=list)  # emptied as soon as they are written
+    items: dict[str, ItemRecord] = dataclasses.field(default_factory=dict)  # as the epoch will record them
+    own: dict[int, dict[str, ItemRecord]] = dataclasses.field(default_factory=dict)  # as each node records its own
+    files: Sequence[Content | HandlerSave] = ()  # what handlers write on this process; removed once written
+    digest: Callable[[], str] = str  # of the plan, see `SavePlan`
+    copied_bytes: int = 0  # host memory that it holds
 
     @property
     def runs_handlers(self) -> bool:
@@ -136,11 +114,7 @@ class Snapshot:
         return any(isinstance(file, HandlerSave) for file in self.files)
 
     def collect(self, epoch: int, deadline: Deadline) -> dict[tuple[str, str], bytes | pathlib.Path]:
-        """Waits for the handlers; returns what they have written, by item and path in the item's folder.
-
-        Raises:
-            SaveError: a handler failed.
-        """
+        """Waits for the handlers; returns what they have written, by item and path in the item's folder."""
         found: dict[tuple[str, str], bytes | pathlib.Path] = {}
         for files in self.files:
             try:
@@ -167,12 +141,8 @@ class Planner:
         self._digests: collections.OrderedDict[Any, Callable[[], str]] = collections.OrderedDict()
 
     def plan(self, items: Sequence[SaveItem]) -> SavePlan:
-        """Plans a save.
-
-        Raises:
-            InvalidArgumentError: something in it cannot be saved.
-        """
-        trees: list[PlannedTree] = []
+        """Plans a save; raises InvalidArgumentError for what cannot be saved."""
+        trees: list[SavedTree] = []
         keys: list[Any] = []
         for item in items:
             if item.kind != "arrays":
@@ -190,7 +160,7 @@ class Planner:
                     raise
                 plan = self._plans.pop(key, None) or self._plan(item, tree)
                 self._keep(self._plans, key, plan)
-                trees.append(PlannedTree(plan, node, leaves))
+                trees.append(SavedTree(plan, node, leaves))
                 keys.append(key)
         digest = self._digests.get(tuple(keys))
         if digest is None:
@@ -242,15 +212,10 @@ class Planner:
 
 @dataclasses.dataclass(slots=True)
 class Buffer:
-    """The bytes of one cell.
+    """The bytes of one cell."""
 
-    Attributes:
-        array: C-contiguous, of the stored dtype.
-        sample: some of its bytes at the time of the snapshot, if the memory is not ours; else None.
-    """
-
-    array: np.ndarray
-    sample: bytes | None = None
+    array: np.ndarray  # C-contiguous, of the stored dtype
+    sample: bytes | None = None  # some of its bytes at the time of the snapshot, if the memory is not ours
 
     def unchanged(self) -> bool:
         """False if memory that is not ours has visibly changed since the snapshot."""
@@ -272,13 +237,7 @@ def _sample(array: np.ndarray) -> bytes:
 def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list[Buffer]:
     """Copies, or views, the cells that this node writes; returns one buffer per cell, in file order.
 
-    Args:
-        plan: the item's plan.
-        leaves: the item's leaves, in flattening order.
-        staged: copy arrays on CPU, too, through host memory of our own, as those on accelerators always are.
-
-    Raises:
-        InvalidArgumentError: an array was deleted or donated before `save()`; names it.
+    With `staged`, arrays on CPU are copied through host memory, too, as those on accelerators always are.
     """
     # All transfers from accelerators are started before the first is awaited.
     started: dict[int, jax.Array] = {}
@@ -343,21 +302,8 @@ def _host(value: Any, dtype: np.dtype[Any] | None) -> Buffer:
     return Buffer(np.array(value, dtype=dtype, order="C", copy=True))
 
 
-def _values(plan: ItemPlan, leaves: Sequence[Any]) -> dict[int, Any]:
-    """The Python leaves of an item as JSON, by leaf number."""
-    return {
-        i: tree_lib.value_to_json(leaves[i])
-        for i, leaf in enumerate(plan.item.leaves)
-        if leaf.kind in tree_lib.VALUE_KINDS
-    }
-
-
 def checked_json(value: Any, where: str) -> Any:
-    """User data as it will come back from JSON.
-
-    Raises:
-        InvalidArgumentError: something in it is not JSON.
-    """
+    """User data as it will come back from JSON; raises InvalidArgumentError for what is not JSON."""
     return checksums.unpack_json(checksums.pack_json(value, where))
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from epochckpt._threads import Pool
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
 from epochckpt.errors import BufferChangedError
-from epochckpt.format import DataFile, checksums, grid, paths, safetensors
-from epochckpt.storage import Store, Writer
+from epochckpt.format import ArrayItem, DataFile, Part, checksums, grid, paths, safetensors
+from epochckpt.storage import Store, writing
 
 
 def write_arrays(
@@ -34,29 +35,15 @@ def write_arrays(
     block_bytes: int,
     pool: Pool,
 ) -> list[DataFile]:
-    """Writes an item's data files into a node's staging folder, from one buffer per cell, in file order.
-
-    Raises:
-        OSError: storage refused.
-        BufferChangedError: memory changed while it was being written.
-    """
+    """Writes an item's data files into a node's staging folder, from one buffer per cell, in file order."""
     item = plan.item
     files: list[_File] = []
     try:
         # One file for each part of the plan; all of them are written at the same time, block by block.
         start = 0
         for number, part in enumerate(item.cut(plan.owned, plan.part_ends)):
-            leaves, end = part.leaves.tolist(), start + len(part.leaves)
-            head = safetensors.header(
-                [item.tensor(leaf, cell) for leaf, cell in zip(leaves, part.cells.tolist(), strict=True)]
-            )
-            size = len(head) + int(part.offsets[-1])
-            ends = grid.blocks(np.diff(part.offsets), len(head), block_bytes)
-            record = DataFile(item.name, number, size, len(head), end - start, block_bytes)
-            names = [item.leaves[leaf].name for leaf in leaves]
-            offsets = part.offsets + len(head)
-            writer = store.open_writer(paths.join(folder, paths.data_file(item.name, number)), size)
-            files.append(_File(record, writer, epoch, head, offsets, buffers[start:end], names, ends))
+            end = start + len(part.leaves)
+            files.append(_File(store, folder, epoch, item, number, part, buffers[start:end], block_bytes))
             start = end
         pool.run([task for file in files for task in file.tasks()])
         # A last look at memory that is not ours, before anything is made durable.
@@ -79,66 +66,53 @@ def folders(names: Iterable[tuple[str, str]]) -> list[str]:
 def write_file(
     store: Store, folder: str, item: str, name: str, source: bytes | pathlib.Path, block_bytes: int
 ) -> DataFile:
-    """Writes one file of an item that is not made of arrays to `folder/item/name`, whose folder exists.
-
-    Raises:
-        OSError: storage refused, or the source became shorter.
-    """
+    """Writes one file of an item that is not made of arrays to `folder/item/name`, whose folder exists."""
     path = paths.join(folder, item, name)
-    if isinstance(source, bytes):
-        store.create(path, source)
-        pieces = [source[i : i + block_bytes] for i in range(0, len(source), block_bytes)] or [b""]
-        sums = [checksums.xxh3(p) for p in pieces]
-        size = len(source)
-    else:
-        with source.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            sums = _stream(store, path, file, size, block_bytes)
-    return DataFile(item, 0, size, 0, 0, block_bytes, tuple(f"{s:016x}" for s in sums), name)
+    sums: list[str] = []
+    with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+
+        def block(offset: int) -> bytes:
+            length = min(block_bytes, size - offset)
+            data = file.read(length)
+            if len(data) != length:
+                raise OSError(f"{path}: the file that its handler wrote became shorter while it was copied")
+            sums.append(f"{checksums.xxh3(data):016x}")
+            return data
+
+        if size <= block_bytes:
+            store.create(path, block(0))
+        else:
+            with writing(store, path, size) as writer:
+                for offset in range(0, size, block_bytes):
+                    writer.write(offset, block(offset))
+    return DataFile(item, 0, size, 0, 0, block_bytes, tuple(sums), name)
 
 
-def _exactly(file: BinaryIO, size: int, path: str) -> bytes:
-    data = file.read(size)
-    if len(data) != size:
-        raise OSError(f"{path}: the file that its handler wrote became shorter while it was copied")
-    return data
-
-
-def _stream(store: Store, path: str, file: BinaryIO, size: int, block_bytes: int) -> list[int]:
-    """Writes a file from another, block by block; returns the checksums."""
-    if size <= block_bytes:
-        data = _exactly(file, size, path)
-        store.create(path, data)
-        return [checksums.xxh3(data)]
-    sums: list[int] = []
-    writer = store.open_writer(path, size)
-    try:
-        for offset in range(0, size, block_bytes):
-            data = _exactly(file, min(block_bytes, size - offset), path)
-            writer.write(offset, data)
-            sums.append(checksums.xxh3(data))
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-    return sums
-
-
-@dataclasses.dataclass
 class _File:
     """One data file being written: its header, then cells, in blocks that end at `ends`."""
 
-    record: DataFile
-    writer: Writer
-    epoch: int
-    head: bytes
-    offsets: np.ndarray  # where each cell begins, and the end of the last one
-    buffers: Sequence[Buffer]  # one per cell, with the names of their leaves
-    names: Sequence[str]
-    ends: np.ndarray
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        epoch: int,
+        item: ArrayItem,
+        number: int,
+        part: Part,
+        buffers: Sequence[Buffer],
+        block_bytes: int,
+    ):
+        self.epoch, self.buffers = epoch, buffers
+        cells = list(zip(part.leaves.tolist(), part.cells.tolist(), strict=True))
+        self.names = [item.leaves[leaf].name for leaf, _ in cells]
+        self.head = safetensors.header([item.tensor(leaf, cell) for leaf, cell in cells])
+        self.offsets = part.offsets + len(self.head)  # where each cell begins, and the end of the last one
+        self.ends = grid.blocks(np.diff(part.offsets), len(self.head), block_bytes)
         self.sums = [""] * len(self.ends)
+        self.record = DataFile(item.name, number, int(self.offsets[-1]), len(self.head), len(cells), block_bytes)
+        self.writer = store.open_writer(paths.join(folder, self.record.path), self.record.size)
 
     def tasks(self) -> list[Callable[[], None]]:
         tasks: list[Callable[[], None]] = [lambda: self._put(0, 0, self.head)]
@@ -153,7 +127,7 @@ class _File:
         if last - first == 1:
             buffer = self.buffers[first]
             base = int(self.offsets[first])
-            data = _bytes_of(buffer.array)[start - base : end - base]
+            data = buffer.array.reshape(-1).view(np.uint8).data[start - base : end - base]
             self._put(index, start, data)
             if buffer.sample is not None and f"{checksums.xxh3(data):016x}" != self.sums[index]:
                 raise BufferChangedError(self.epoch, self.names[first])
@@ -166,7 +140,3 @@ class _File:
     def _put(self, index: int, offset: int, data: Any) -> None:
         self.sums[index] = f"{checksums.xxh3(data):016x}"
         self.writer.write(offset, data)
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data

@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import io
 import json
+import os
 import pathlib
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -372,9 +374,16 @@ def test_a_proto_whose_text_would_lose_something_is_refused(tmp_path: pathlib.Pa
 @pytest.mark.parametrize("size", [10, 1000])
 def test_a_file_that_shrinks_while_it_is_copied_is_an_error(tmp_path: pathlib.Path, size: int) -> None:
     """Small or large: nothing short is recorded with its old size."""
+
+    class Shrunk(io.BytesIO):
+        def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+            return size if whence == os.SEEK_END else super().seek(offset, whence)
+
+    source: Any = types.SimpleNamespace(open=lambda mode: Shrunk(b"abc"))
     store = PosixStore(tmp_path)
+    store.make_folder("item")
     with pytest.raises(OSError, match="became shorter"):
-        writer._stream(store, "x", io.BytesIO(b"abc"), size, 100)
+        writer.write_file(store, "", "item", "x", source, 100)
 
 
 def test_an_unknown_record_of_files_is_no_way_out(tmp_path: pathlib.Path) -> None:
