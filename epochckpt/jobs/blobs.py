@@ -1,9 +1,8 @@
 """Blobs of a workspace as items of a checkpoint, and back.
 
-One item per blob. In a job of one node a blob is a tree of arrays and values that stock Orbax reads. With several
-nodes, `jax.Array`s that are spread over processes are saved once, and everything else belongs to each node. A blob
-that holds both is saved as an item of arrays (with the primary's values in it, so that it is whole for other
-readers), and what else it holds of each node's own goes into a second item beside it.
+In a job of one node a blob is an item that stock Orbax reads. With several nodes, `jax.Array`s that are spread over
+processes are saved once, and everything else belongs to each node. A blob that holds both is an item of arrays (with
+the primary's other values, so that it is whole for other readers) and a second item beside it with each node's own.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ _UNUSABLE = re.compile(r"[^A-Za-z0-9._-]")
 def item_names(blobs: Iterable[str], nodes: Collection[str] = ()) -> dict[str, str]:
     """The item that each blob is saved as: its own name, or one that is allowed and made of it.
 
-    Args:
-        blobs: names of blobs.
-        nodes: names of nodes; items cannot have the names of their folders.
+    Items cannot have the names of the folders of `nodes`.
     """
     folders = {paths.folder_name(node) for node in nodes}
     return {blob: _item_name(blob, folders) for blob in blobs}
@@ -89,15 +86,9 @@ def with_targets(workspace: Workspace) -> set[str]:
 def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str, Any] | None) -> Any:
     """A blob that was restored without a target, in the containers that it was saved in.
 
-    They are those that the epoch records. Where it does not, or the program cannot make them (static fields, a class
+    They are those that the epoch records: `recorded` is what `containers.to_json` gave, by blob, and by `node/blob`
+    where nodes differ; None if no runner saved the epoch. Where the program cannot make them (static fields, a class
     inside a function), they are those that init makes. A blob that fits neither stays as it is, which is logged.
-
-    Args:
-        workspace: where it goes.
-        name: the blob.
-        value: as restored: dicts, lists and leaves.
-        recorded: what `containers.to_json` gave, by blob, and by `node/blob` where nodes differ; None: the epoch was
-            not saved by a runner, and it is taken as it is.
     """
     types = (recorded or {}).get(f"{workspace.node}/{name}", (recorded or {}).get(name))
     if types is None or target_of(workspace, name) is not None:
@@ -124,13 +115,7 @@ def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str,
 
 
 def chosen(names: Iterable[str], include: Sequence[str] | None, exclude: Sequence[str] | None) -> list[str]:
-    """The blobs to checkpoint, by shell patterns of their names.
-
-    Args:
-        names: all blobs.
-        include: only those that fit one of these; None: all.
-        exclude: not those that fit one of these.
-    """
+    """The blobs to checkpoint, by shell patterns of their names; `include=None`: all."""
     wanted = [n for n in names if include is None or any(fnmatch.fnmatchcase(n, p) for p in include)]
     return [n for n in wanted if not any(fnmatch.fnmatchcase(n, p) for p in exclude or ())]
 
@@ -138,33 +123,30 @@ def chosen(names: Iterable[str], include: Sequence[str] | None, exclude: Sequenc
 def kind_of(node: str, name: str, value: Any) -> str:
     """What a blob is: global (it holds arrays that are spread over processes), per node, or an object with a state.
 
-    Raises:
-        InvalidArgumentError: something in it cannot be checkpointed; names it, and says what to do.
+    Raises InvalidArgumentError, with what to do, if something in it cannot be checkpointed.
     """
-    stateful = is_stateful(value)
+    where = f"node {node}, blob {name!r}"
     try:
         pairs, _ = tree_lib.flatten(state_of(value))
     except (ValueError, TypeError) as error:
-        raise InvalidArgumentError(f"node {node}, blob {name!r} is not a pytree that can be saved: {error}") from error
+        raise InvalidArgumentError(f"{where} is not a pytree that can be saved: {error}") from error
+    spread, stateful = holds_global(value), is_stateful(value)
     for path, leaf in pairs:
-        if tree_lib.leaf_kind(leaf) is None:
-            where = f"node {node}, blob {name!r}" + (f", leaf {tree_lib.leaf_name(path)!r}" if path else "")
+        leaf_name, kind = f"{where}, leaf {tree_lib.leaf_name(path)!r}" if path else where, tree_lib.leaf_kind(leaf)
+        if kind is None:
             raise InvalidArgumentError(
-                f"{where}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be checkpointed. Expected "
+                f"{leaf_name}: a {type(leaf).__module__}.{type(leaf).__qualname__} cannot be checkpointed. Expected "
                 "arrays, numbers, strings, or an object with get_state and set_state; put what is not to be saved into "
                 "ws.live, make it after init, or leave it out with JobRunner(exclude=…)"
             )
+        if spread and kind == "prng" and not _is_global(leaf):
+            raise InvalidArgumentError(
+                f"{leaf_name} is a random key of this process alone among arrays of the whole job; make it under jit "
+                "with out_shardings, or give it a blob of its own"
+            )
     if stateful:
         return STATEFUL
-    if not any(_is_global(leaf) for _, leaf in pairs):
-        return PER_NODE
-    for path, leaf in pairs:
-        if tree_lib.leaf_kind(leaf) == "prng" and not _is_global(leaf):
-            raise InvalidArgumentError(
-                f"node {node}, blob {name!r}, leaf {tree_lib.leaf_name(path)!r} is a random key of this process alone "
-                "among arrays of the whole job; make it under jit with out_shardings, or give it a blob of its own"
-            )
-    return GLOBAL
+    return GLOBAL if spread else PER_NODE
 
 
 def holds_global(value: Any) -> bool:
@@ -189,34 +171,24 @@ def refuse_global(node: str, values: Mapping[str, Any]) -> None:
 def split(tree: Any) -> tuple[Any, dict[str, Any]]:
     """Splits a blob that holds global arrays into what is saved once and what is saved per node.
 
-    Returns:
-        The tree, in which the other arrays are NumPy arrays; and its leaves that are not global, by leaf name.
+    Returns the tree, in which the other arrays are NumPy arrays, and its leaves that are not global, by leaf name.
     """
     pairs, treedef = tree_lib.flatten(tree)
-    own = {tree_lib.leaf_name(path): leaf for path, leaf in pairs if not _is_global(leaf)}
-    own = {name: leaf for name, leaf in own.items() if leaf is not None and not _is_empty_container(leaf)}
-    leaves = [_on_host(leaf) for _, leaf in pairs]
+    own, leaves = dict[str, Any](), []
+    for path, leaf in pairs:
+        if not _is_global(leaf) and leaf is not None and not (isinstance(leaf, dict | list | tuple) and not leaf):
+            own[tree_lib.leaf_name(path)] = leaf
+        on_host = isinstance(leaf, jax.Array) and not _is_global(leaf) and not tree_lib.is_prng_dtype(leaf.dtype)
+        leaves.append(np.asarray(leaf) if on_host else leaf)
     return tree_lib.unflatten(treedef, leaves), own
 
 
 def join(tree: Any, own: Mapping[str, Any]) -> Any:
     """The inverse of `split`: a node's own leaves replace those of the primary where the two differ."""
     pairs, treedef = tree_lib.flatten(tree)
-    leaves = []
-    for path, leaf in pairs:
-        name = tree_lib.leaf_name(path)
-        leaves.append(own[name] if name in own and not _alike(leaf, own[name]) else leaf)
+    named = [(tree_lib.leaf_name(path), leaf) for path, leaf in pairs]
+    leaves = [own[name] if name in own and not _alike(leaf, own[name]) else leaf for name, leaf in named]
     return tree_lib.unflatten(treedef, leaves)
-
-
-def _is_empty_container(leaf: Any) -> bool:
-    return isinstance(leaf, dict | list | tuple) and not leaf
-
-
-def _on_host(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array) or _is_global(leaf) or tree_lib.is_prng_dtype(leaf.dtype):
-        return leaf
-    return np.asarray(leaf)
 
 
 def _alike(a: Any, b: Any) -> bool:

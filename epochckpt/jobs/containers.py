@@ -7,9 +7,10 @@ already, and is used only if JAX knows it as a container with the same fields.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,22 +28,14 @@ _FORM = "the record of a blob's types has an unexpected form"
 
 @dataclasses.dataclass(frozen=True)
 class Container:
-    """A container, and those in it.
-
-    Attributes:
-        cls: its class.
-        static: what JAX keeps of it beside its children, such as the static fields of a dataclass.
-        keys: of its children, in JAX's order, as in `tree.KeyPath`; of a dict, list or tuple only those in `inner`, and
-            keys that are no strings.
-        inner: the children, by their place in `keys`, that are containers to be recorded themselves.
-        hollow: no leaf is in it, so that an epoch may have nothing of it.
-    """
+    """A container, and those in it."""
 
     cls: type
-    static: Any = None
+    static: Any = None  # what JAX keeps of it beside its children, such as the static fields of a dataclass
+    # Of its children, in JAX's order; of a dict, list or tuple only those in `inner`, and keys that are no strings.
     keys: tree_lib.KeyPath = ()
-    inner: Mapping[int, Container] = dataclasses.field(default_factory=dict)
-    hollow: bool = False
+    inner: Mapping[int, Container] = dataclasses.field(default_factory=dict)  # by the place of the child in `keys`
+    hollow: bool = False  # no leaf is in it, so that an epoch may have nothing of it
 
     @property
     def name(self) -> str:
@@ -65,21 +58,26 @@ def of(tree: Any) -> Container | None:
     """The containers of a pytree; None if it is made of dicts with strings as keys, and lists, alone."""
     if tree is None or isinstance(tree, jax.Array):
         return None
-    pairs, definition = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    keys, children, definition = _flatten_one(tree)
     data = definition.node_data()
     if data is None:
         return None
     cls, static = data
-    keys = [tree_lib.key_path(path)[0] for path, _ in pairs]
-    inner = {number: found for number, (_, child) in enumerate(pairs) if (found := of(child)) is not None}
-    hollow = len(inner) == len(pairs) and all(child.hollow for child in inner.values())
+    inner = {number: found for number, child in enumerate(children) if (found := of(child)) is not None}
+    hollow = len(inner) == len(children) and all(child.hollow for child in inner.values())
     if cls not in (dict, list, tuple):
-        return Container(cls, static, tuple(keys), inner, hollow)
+        return Container(cls, static, keys, inner, hollow)
     kept = [n for n, (kind, key) in enumerate(keys) if n in inner or (kind == "k" and type(key) is not str)]
     if cls is not tuple and not kept:
         return None
     inner = {place: inner[n] for place, n in enumerate(kept) if n in inner}
     return Container(cls, None, tuple(keys[n] for n in kept), inner, hollow)
+
+
+def _flatten_one(tree: Any) -> tuple[tree_lib.KeyPath, list[Any], Any]:
+    """The keys and the children of one container, and its definition."""
+    pairs, definition = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    return tuple(tree_lib.key_path(path)[0] for path, _ in pairs if path), [child for _, child in pairs], definition
 
 
 # -- making again ------------------------------------------------------------------------------------------------
@@ -88,17 +86,12 @@ def of(tree: Any) -> Container | None:
 def rebuild(plain: Any, container: Container) -> Any:
     """Puts what a restore gave as dicts and lists into containers of the right classes.
 
-    Raises:
-        InvalidArgumentError: it does not fit; says where.
+    Raises InvalidArgumentError, with the place, if it does not fit.
     """
-    return plain if _is_it(plain, container) else _rebuild(plain, container, ())
-
-
-def _is_it(tree: Any, container: Container) -> bool:
-    try:
-        return of(tree) == container
-    except Exception:  # static fields may be anything, and what compares them too
-        return False
+    with contextlib.suppress(Exception):  # static fields may be anything, and so may their comparison raise anything
+        if of(plain) == container:
+            return plain
+    return _rebuild(plain, container, ())
 
 
 def _rebuild(plain: Any, container: Container, where: tree_lib.KeyPath) -> Any:
@@ -132,22 +125,18 @@ def _children(plain: Any, container: Container, where: tree_lib.KeyPath) -> dict
     return dict(enumerate(plain)) if by_place else dict(zip(keys, plain, strict=True))
 
 
-def _unflatten(container: Container, children: Sequence[Any], where: tree_lib.KeyPath) -> Any:
-    cls, keys = container.cls, container.keys
+def _unflatten(container: Container, children: list[Any], where: tree_lib.KeyPath) -> Any:
+    data = container.cls, container.static
     try:
-        definition = _make_definition(jax.tree_util.default_registry, (cls, container.static), [_LEAF] * len(children))
+        definition = _make_definition(jax.tree_util.default_registry, data, [_LEAF] * len(children))
         made = definition.unflatten(children)
-        pairs, _ = jax.tree_util.tree_flatten_with_path(made, is_leaf=lambda node: node is not made)
-        found = tuple(tree_lib.key_path(path)[0] for path, _ in pairs)
+        keys, _, _ = _flatten_one(made)
     except Exception as error:  # whatever a class says that was changed meanwhile
-        raise InvalidArgumentError(
-            f"{_at(where)}: {container.name} cannot be made of what was saved: {say(error)}"
-        ) from error
-    if found != keys:
-        raise InvalidArgumentError(
-            f"{_at(where)}: {container.name} has {_shown(key for _, key in found)} here, and was saved with "
-            f"{_shown(key for _, key in keys)}"
-        )
+        problem = f"{container.name} cannot be made of what was saved: {say(error)}"
+        raise InvalidArgumentError(f"{_at(where)}: {problem}") from error
+    if keys != container.keys:
+        now, then = (_shown(key for _, key in path) for path in (keys, container.keys))
+        raise InvalidArgumentError(f"{_at(where)}: {container.name} has {now} here, and was saved with {then}")
     return made
 
 
@@ -159,6 +148,9 @@ def _shown(keys: Any) -> str:
     return ", ".join(map(repr, keys)) or "nothing"
 
 
+# -- as JSON -----------------------------------------------------------------------------------------------------
+
+
 class Recorder:
     """Records the containers of blobs, and anew only those that have changed."""
 
@@ -168,48 +160,42 @@ class Recorder:
     def record(self, name: str, tree: Any) -> dict[str, Any] | None:
         """The containers of a blob as JSON; None if it is made of dicts and lists alone."""
         definition = jax.tree.structure(tree)
-        known = self._known.get(name)
-        if known is None or known[0] != definition:
+        if name not in self._known or self._known[name][0] != definition:
             found = of(tree)
-            known = self._known[name] = definition, None if found is None else to_json(found)
-        return known[1]
-
-
-# -- as JSON -----------------------------------------------------------------------------------------------------
+            self._known[name] = definition, None if found is None else to_json(found)
+        return self._known[name][1]
 
 
 def to_json(container: Container) -> dict[str, Any]:
-    """A container as JSON. What no JSON can hold is left out, and `from_json` says so."""
-    numbers: dict[str, int] = {}
-    types: list[list[Any]] = []
+    """A container as JSON. What no JSON can hold is left out, and `from_json` says so.
+
+    It is flat, because JSON that is nested too deep is refused: `nodes` are [number of the type, parent, place in it].
+    """
+    types: dict[str, tuple[int, list[Any]]] = {}
     nodes: list[list[int]] = []
 
     def add(one: Container, parent: int, place: int) -> None:
         keys = [tree_lib.path_to_json((key,))[0] for key in one.keys]
-        alone = dataclasses.replace(one, inner={})
-        lost = alone.loses()
+        lost = dataclasses.replace(one, inner={}).loses()
         static = None if lost else _static_to_json(one.static)
         row = [one.cls.__module__, one.cls.__qualname__, keys, static, one.hollow, lost]
-        number = numbers.setdefault(repr(row), len(types))
-        if number == len(types):
-            types.append(row)
+        number, _ = types.setdefault(repr(row), (len(types), row))
         me = len(nodes)
         nodes.append([number, parent, place])
         for child, inner in one.inner.items():
             add(inner, me, child)
 
     add(container, -1, 0)
-    return {"types": types, "nodes": nodes}
+    return {"types": [row for _, row in types.values()], "nodes": nodes}
 
 
 def from_json(data: Any) -> Container:
     """The inverse of `to_json`.
 
-    Raises:
-        InvalidArgumentError: a class is not there or JSON did not hold all of a container; says which.
+    Raises InvalidArgumentError if a class is not there, if JSON did not hold all of a container, or for another form.
     """
     try:
-        types = [_type(row) for row in data["types"]]
+        types = [_type(*row) for row in data["types"]]
         inner: list[dict[int, Container]] = [{} for _ in data["nodes"]]
         for me, (number, parent, place) in reversed(list(enumerate(data["nodes"]))):
             made = dataclasses.replace(types[number], inner=dict(sorted(inner[me].items())))
@@ -225,8 +211,7 @@ def from_json(data: Any) -> Container:
     raise InvalidArgumentError(_FORM)
 
 
-def _type(row: Any) -> Container:
-    module, name, keys, static, hollow, lost = row
+def _type(module: str, name: str, keys: Any, static: Any, hollow: Any, lost: Any) -> Container:
     if lost:
         raise InvalidArgumentError(str(lost))
     keys = tuple(tree_lib.path_from_json(_FORM, [key])[0] for key in keys)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import paths
@@ -14,26 +15,25 @@ from epochckpt.jobs.workspace import Workspace
 
 F = TypeVar("F", bound=Callable[[Workspace], Any])
 
-_current_job: contextvars.ContextVar[Job | None] = contextvars.ContextVar("epochckpt_job", default=None)
-_current_group: contextvars.ContextVar[TaskGroup | None] = contextvars.ContextVar("epochckpt_group", default=None)
-_current_node: contextvars.ContextVar[str | None] = contextvars.ContextVar("epochckpt_node", default=None)
-_current_cluster: contextvars.ContextVar[Cluster | None] = contextvars.ContextVar("epochckpt_cluster", default=None)
-
 
 class _Scope:
-    """A context manager that sets a context variable; it may be entered again, also inside itself."""
+    """A context manager that makes an object the current one of its class; it may be entered again inside itself."""
 
-    _variable: contextvars.ContextVar[Any]
+    scope: ClassVar[contextvars.ContextVar[Any]]
+
+    def __init_subclass__(cls) -> None:
+        if _Scope in cls.__bases__:  # a user's `class MyJob(Job)` shares the variable of `Job`
+            cls.scope = contextvars.ContextVar(f"epochckpt.{cls.__name__}", default=None)
 
     def __init__(self) -> None:
         self._tokens: list[contextvars.Token[Any]] = []
 
     def __enter__(self) -> Any:
-        self._tokens.append(self._variable.set(self))
+        self._tokens.append(self.scope.set(self))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._variable.reset(self._tokens.pop())
+        self.scope.reset(self._tokens.pop())
 
 
 class Node(_Scope):
@@ -43,13 +43,10 @@ class Node(_Scope):
         name: any text without '/'. The node's folder has this name; characters that a folder cannot have are escaped.
     """
 
-    _variable = _current_node
-
     def __init__(self, name: str):
         super().__init__()
         self.name = paths.check_node_name(name)
-        cluster = _current_cluster.get()
-        if cluster is not None:
+        if (cluster := Cluster.scope.get()) is not None:
             cluster.add(self.name)
 
     def __str__(self) -> str:
@@ -58,14 +55,12 @@ class Node(_Scope):
     @staticmethod
     def current() -> str | None:
         """The name of the surrounding `with Node(…)`, or None."""
-        node = _current_node.get()
-        return None if node is None else str(node)
+        node = Node.scope.get()
+        return None if node is None else node.name
 
 
 class Cluster(_Scope):
     """Inside `with Cluster() as cluster:` every `Node` that is made belongs to the cluster."""
-
-    _variable = _current_cluster
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,37 +80,24 @@ class TaskOutput:
 
     def __init__(self, task: Task, blob: str | None):
         self.task, self.blob = task, blob
-        self._values: dict[str, Any] = {}
+        self.by_node: dict[str, Any] = {}
 
     def fetch(self, node: str | None = None) -> Any:
-        """The value after the last run.
-
-        Args:
-            node: of which node; may be left out if the task ran on one.
+        """The value after the last run, on the named node or the only one on which the task ran.
 
         Raises:
             InvalidArgumentError: the task has not run here, or it has run on several nodes and none is named.
         """
-        if node is None and len(self._values) == 1:
-            return next(iter(self._values.values()))
-        if node not in self._values:
-            ran = ", ".join(self._values) or "none"
+        if node is None and len(self.by_node) == 1:
+            return next(iter(self.by_node.values()))
+        if node not in self.by_node:
+            ran = ", ".join(self.by_node) or "none"
             raise InvalidArgumentError(f"{self}: say which node's value; it has run on: {ran}")
-        return self._values[node]
+        return self.by_node[node]
 
     def values(self) -> list[Any]:
         """The values of all nodes of this process on which the task has run."""
-        return list(self._values.values())
-
-    def clear(self) -> None:
-        """Forgets the values: another run begins."""
-        self._values.clear()
-
-    def store(self, workspace: Workspace, returned: Any) -> None:
-        """Keeps the value of a node's task that has just run."""
-        if self.blob is not None and self.blob not in workspace:
-            raise InvalidArgumentError(f"{self.task} was to give blob {self.blob!r}, which does not exist after it")
-        self._values[workspace.node] = returned if self.blob is None else workspace[self.blob]
+        return list(self.by_node.values())
 
     def __repr__(self) -> str:
         return f"output {self.blob or 'value'!r} of {self.task}"
@@ -134,9 +116,9 @@ class Task:
     Args:
         fn: called as `fn(workspace)`.
         outputs: names of the blobs that the task gives; by default one output, what `fn` returns.
-        group: the group it belongs to; by default that of the surrounding `with group:`, else the `epoch_group` of
-            the surrounding `with Job() as job:`, else none.
-        node: the node it runs on; by default that of the surrounding `with Node(…):`, else every node.
+        group: by default that of the surrounding `with group:`, else the `epoch_group` of the surrounding
+            `with Job() as job:`, else none.
+        node: by default that of the surrounding `with Node(…):`, else every node.
         name: for messages; by default the function's.
     """
 
@@ -158,7 +140,7 @@ class Task:
         blobs: Sequence[str | None] = [outputs] if isinstance(outputs, str) else (outputs or [None])
         self._outputs = [TaskOutput(self, blob) for blob in blobs]
         self.group: TaskGroup | None = None
-        group = group if group is not None else _current_group.get()
+        group = group if group is not None else TaskGroup.scope.get()
         if group is not None:
             group.add(self)
 
@@ -170,7 +152,10 @@ class Task:
         """Runs the task on a node's workspace; called by a session."""
         returned = self.fn(workspace)
         for output in self._outputs:
-            output.store(workspace, returned)
+            blob = output.blob
+            if blob is not None and blob not in workspace:
+                raise InvalidArgumentError(f"{self} was to give blob {blob!r}, which does not exist after it")
+            output.by_node[workspace.node] = returned if blob is None else workspace[blob]
         return returned
 
     def __repr__(self) -> str:
@@ -189,19 +174,13 @@ class TaskGroup(_Scope):
         name: for messages.
     """
 
-    _variable = _current_group
-
     def __init__(self, name: str = "group"):
         super().__init__()
         self.name = name
         self._tasks: list[Task] = []
 
     def add(self, task: Task) -> Task:
-        """Adds a task at the end.
-
-        Raises:
-            InvalidArgumentError: the task is in a group already.
-        """
+        """Adds a task, which must be in no group yet, at the end."""
         if not isinstance(task, Task):
             raise InvalidArgumentError(f"{self} takes tasks, got {type(task).__name__}; wrap a function: Task(fn)")
         if task.group is not None:
@@ -234,22 +213,18 @@ class TaskGroup(_Scope):
 @contextlib.contextmanager
 def joining(group: TaskGroup | None) -> Iterator[None]:
     """Inside it new tasks join `group`; None: they join no group, whatever surrounds this."""
-    token = _current_group.set(group)
+    token = TaskGroup.scope.set(group)
     try:
         yield
     finally:
-        _current_group.reset(token)
+        TaskGroup.scope.reset(token)
 
 
 class ComputedCondition(stop.Condition):
     """A stop condition on values that the tasks of the epoch compute: true if a value is true on any node.
 
-    A process on which there is no value has no vote. Before an epoch has been trained the condition is not true.
-
-    Args:
-        name: the `repr` of the condition.
-        values: gives the values on the nodes of this process, which must be booleans, from the session's workspace.
-        missing: what is wrong if there is no value on any process.
+    `values` gives the booleans on the nodes of this process, from the session's workspace; a process without one has no
+    vote. `missing` says what is wrong if no process has one.
     """
 
     def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str):
@@ -261,7 +236,7 @@ class ComputedCondition(stop.Condition):
         return any(answers)
 
     def holds(self, ctx: stop.Context) -> bool:
-        """Not known before the tasks have run."""
+        """False: not known before the tasks have run."""
         return False
 
     def __repr__(self) -> str:
@@ -308,8 +283,6 @@ class Job(_Scope):
         nodes_to_checkpoint: nodes whose workspaces are checkpointed; by default those that `init_group` uses.
     """
 
-    _variable = _current_job
-
     def __init__(
         self,
         init_group: TaskGroup | None = None,
@@ -320,11 +293,11 @@ class Job(_Scope):
         nodes_to_checkpoint: Sequence[str] | None = None,
     ):
         super().__init__()
+        self.setup_group = TaskGroup("setup")
         self.init_group = _group(init_group, "init")
         self.epoch_group = _group(epoch_group, "epoch")
         self.download_group = _group(download_group, "download")
         self.exit_group = _group(exit_group, "exit")
-        self.setup_group = TaskGroup("setup")
         self.resumable = False
         self.session_class: type | None = None
         self._conditions: list[stop.Condition] = []
@@ -335,7 +308,7 @@ class Job(_Scope):
     @staticmethod
     def current() -> Job | None:
         """The job of the surrounding `with Job() as job:`, or None."""
-        return _current_job.get()
+        return Job.scope.get()
 
     def __enter__(self) -> Job:
         self.epoch_group.__enter__()
@@ -359,16 +332,18 @@ class Job(_Scope):
 
     def nodes(self) -> list[str]:
         """All nodes that the job names, those to checkpoint first."""
-        used = [node for group in self._groups() for node in group.used_nodes()]
+        used = [task.node for task in self._tasks() if task.node is not None]
         return list(dict.fromkeys([*self.nodes_to_checkpoint(), *used]))
 
-    def _groups(self) -> Sequence[TaskGroup]:
-        return self.setup_group, self.init_group, self.epoch_group, self.download_group, self.exit_group
+    def _tasks(self) -> Iterator[Task]:
+        groups = self.setup_group, self.init_group, self.epoch_group, self.download_group, self.exit_group
+        return itertools.chain.from_iterable(groups)
 
     def reset(self) -> None:
         """Forgets what tasks gave and conditions counted in an earlier run of this job; every run begins with it."""
-        for output in (output for group in self._groups() for task in group for output in task.outputs()):
-            output.clear()
+        for task in self._tasks():
+            for output in task.outputs():
+                output.by_node.clear()
         stop.load_states(self._conditions, None)
 
     def compile(self, session_class: type) -> None:
@@ -407,8 +382,8 @@ class Job(_Scope):
     def setup(self, fn: F) -> F:
         """Decorator: runs at every start, before `init_group` or the restore.
 
-        The function makes the live objects (model, optimizer, mesh, iterator) and says with
-        `ws.target(name, abstract)` how blobs come back. A blob that the epoch lacks keeps what setup made.
+        The function makes the live objects (model, optimizer, mesh, iterator) and says with `ws.target` how blobs come
+        back. A blob that the epoch lacks keeps what setup made.
         """
         Task(fn, group=self.setup_group)
         return fn
@@ -421,10 +396,8 @@ class Job(_Scope):
     def epoch(self, fn: Callable[[Workspace], Any] | None = None, *, resumable: bool = False) -> Any:
         """Decorator: a task of `epoch_group`. It may return a mapping of scalars: the epoch's metrics.
 
-        Args:
-            fn: the function.
-            resumable: the epoch's position is in its blobs, so that a preempted epoch may be saved as it is, and
-                entered again.
+        With `resumable=True` the position in the epoch is in its blobs, so that a preempted epoch may be saved as it
+        is, and entered again.
         """
         if fn is None:
             return lambda fn: self.epoch(fn, resumable=resumable)

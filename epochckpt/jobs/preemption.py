@@ -1,22 +1,19 @@
 """How a run hears that its machine is about to be taken away, and when it leaves an epoch for that.
 
-- One process on its own: the runner owns SIGTERM while it trains. The first one asks the run to stop, a second one
-  kills it.
-- Processes of a `jax.distributed` job: SIGTERM stays JAX's own, which tells all processes (see
-  `coordination.Preemption`). Every process asks equally often and gets the same answers.
-
-The save policies of managers are given the same answer: nothing else asks.
+A process on its own owns SIGTERM while it trains: the first one asks the run to stop, a second one kills it. In a
+`jax.distributed` job SIGTERM stays JAX's own, which notifies all processes (see `coordination.Preemption`): every
+process asks equally often and gets the same answers. The save policies of managers get the same answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from types import FrameType
 
 import jax
@@ -28,18 +25,14 @@ from epochckpt.jobs.exchange import Exchange
 
 
 class Notice:
-    """Whether the run is to stop for preemption. This one is set from outside: by SIGTERM.
+    """Whether the run is to stop for preemption. This one is set from outside: by SIGTERM."""
 
-    Attributes:
-        heard: the notice has come; it stays.
-    """
-
-    heard = False
+    heard = False  # the notice has come; it stays
 
     def ask(self, epoch: int) -> bool:
         """At an epoch's end, on every process: whether the notice has reached all of them."""
         del epoch
-        return self.heard
+        return self.poll()
 
     def poll(self) -> bool:
         """The same, inside an epoch."""
@@ -48,11 +41,6 @@ class Notice:
 
 class JaxNotice(Notice):
     """JAX's preemption notice, through one count of questions for the whole process."""
-
-    def ask(self, epoch: int) -> bool:
-        """See Notice."""
-        del epoch
-        return self.poll()
 
     def poll(self) -> bool:
         """See Notice."""
@@ -81,14 +69,7 @@ class StepNotice(Notice):
 class Stopper:
     """Answers `ws.should_stop()` in one epoch: True once the notice has come and the time to finish the epoch is over.
 
-    Args:
-        notice: of the preemption.
-        exchange: makes the answers common.
-        resumable: the epoch may be left at once.
-        deadline_secs: for how long after the notice the epoch may go on; None: until it is finished.
-
-    Attributes:
-        stopped: the answer was True.
+    A `resumable` epoch is left at once. Any other goes on for `deadline_secs` after the notice; None: until it is done.
     """
 
     def __init__(self, notice: Notice, exchange: Exchange, resumable: bool, deadline_secs: float | None):
@@ -96,7 +77,7 @@ class Stopper:
         self._resumable, self._deadline_secs = resumable, deadline_secs
         self._noticed: float | None = None
         self._refusals = 0
-        self.stopped = False
+        self.stopped = False  # the answer was True
 
     def of_one_node(self) -> Callable[[], bool]:
         """Answers the questions of one node of this process; every node asks equally often.
@@ -126,29 +107,24 @@ class Stopper:
         return self._exchange.broadcast("time left to finish the epoch", lambda: time.monotonic() >= end)
 
 
-@contextmanager
+@contextlib.contextmanager
 def listening(distributed: bool, by_step: bool) -> Generator[Notice]:
-    """Listens for preemption.
-
-    Args:
-        distributed: this is a process of a job that shares its decisions.
-        by_step: the manager asks JAX itself, with its steps.
-    """
-    if not (distributed and jax.distributed.is_initialized()):
-        notice = Notice()
-        with _on_sigterm(notice), coordination.Preemption.fed_by(lambda: notice.heard):
-            yield notice
-    elif by_step:
-        yield StepNotice()
+    """Listens for preemption; `by_step`: the manager itself asks JAX, with its steps."""
+    if distributed and jax.distributed.is_initialized():
+        if by_step:
+            yield StepNotice()
+            return
+        notice, owned = JaxNotice(), contextlib.nullcontext()
     else:
-        notice = JaxNotice()
-        with coordination.Preemption.fed_by(lambda: notice.heard):
-            yield notice
+        notice = Notice()
+        owned = _on_sigterm(notice)
+    with owned, coordination.Preemption.fed_by(lambda: notice.heard):
+        yield notice
 
 
-@contextmanager
+@contextlib.contextmanager
 def _on_sigterm(notice: Notice) -> Generator[None]:
-    """Owns SIGTERM for as long as this lasts."""
+    """Owns SIGTERM meanwhile."""
     if threading.current_thread() is not threading.main_thread():
         logging.warning("the runner is not in the main thread: SIGTERM is not handled")
         yield

@@ -1,4 +1,4 @@
-"""What people see of a run: a progress bar over epochs, in a terminal or a notebook, and nowhere else."""
+"""What people see of a run: a progress bar over epochs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ _SHOWN = 4  # metrics
 
 @contextmanager
 def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition]) -> Generator[ShowEpoch]:
-    """A progress bar for a run.
+    """A progress bar for a run, on the primary; the least `max_epochs` of the conditions is its end.
 
-    Args:
-        shown: show it; None: where output is a terminal or a notebook.
-        primary: this process shows it.
-        conditions: of the job; the least `max_epochs` is the bar's end.
+    `shown` is the runner's `progress`; None: where output is a terminal or a notebook.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -35,8 +32,8 @@ def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition])
         from tqdm.notebook import tqdm
     else:
         from tqdm import tqdm
-    limits = [limit for condition in conditions for limit in _limits(condition)]
-    with tqdm(total=min(limits, default=None), unit="epoch", desc="training") as drawn:
+    total = min((limit for condition in conditions for limit in _limits(condition)), default=None)
+    with tqdm(total=total, unit="epoch", desc="training") as drawn:
 
         def show(epoch: int, metrics: Mapping[str, Any]) -> None:
             texts = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in list(metrics.items())[:_SHOWN]}

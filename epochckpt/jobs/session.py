@@ -19,7 +19,6 @@ class Session(abc.ABC):
 
     Attributes:
         root: the workspace of this process; with several nodes, theirs are its children.
-        coordinator: the processes of the job.
     """
 
     def __init__(self, workspace: Workspace | None, coordinator: Coordinator):
@@ -34,10 +33,7 @@ class Session(abc.ABC):
         """Takes the nodes of a job, all of them, in order; the runner calls it before anything runs.
 
         By hand it is needed only in a `DistributedSession`, and there only if the first group that runs does not name
-        one node for each process.
-
-        Raises:
-            InvalidArgumentError: the session cannot run these nodes.
+        one node for each process. Raises InvalidArgumentError if the session cannot run these nodes.
         """
 
     @property
@@ -51,11 +47,7 @@ class Session(abc.ABC):
         """The nodes that run in this process."""
 
     def workspace(self, node: str | None = None) -> Workspace:
-        """The workspace of a node of this process; without a name that of the only one.
-
-        Raises:
-            InvalidArgumentError: there are several, or no such node runs here.
-        """
+        """The workspace of a node of this process; the name may be left out if there is only one."""
         hosted = self.hosted
         if node is None and len(hosted) != 1:
             raise InvalidArgumentError(f"several nodes run here; say which: {', '.join(hosted)}")
@@ -76,8 +68,7 @@ class Session(abc.ABC):
     def run(self, runnable: Task | TaskGroup) -> dict[str, list[Any]]:
         """Runs a task, or the tasks of a group in their order, on the nodes of this process.
 
-        Returns:
-            What the tasks returned, by node.
+        Returns what the tasks returned, by node.
 
         Raises:
             TaskError: a task raised; says where. What it raised is the cause.
@@ -88,10 +79,8 @@ class Session(abc.ABC):
             tasks, group = runnable.tasks(), runnable.name
         else:
             raise InvalidArgumentError(f"a session runs tasks and task groups, got {type(runnable).__name__}")
-        named = list(dict.fromkeys(task.node for task in tasks if task.node is not None))
-        self._meet(named)
-        unknown = next((task for task in tasks if task.node not in (None, *self.nodes)), None)
-        if unknown is not None:
+        self._meet(list(dict.fromkeys(task.node for task in tasks if task.node is not None)))
+        for unknown in (task for task in tasks if task.node not in (None, *self.nodes)):
             raise InvalidArgumentError(
                 f"{unknown} is for node {unknown.node!r}; the nodes of this session are: {', '.join(self.nodes)}"
             )
@@ -152,10 +141,7 @@ class LocalSession(Session):
         self._nodes = tuple(nodes)
 
     def _meet(self, named: Sequence[str]) -> None:
-        new = [node for node in named if node not in self._nodes]
-        if len(self._nodes) == 1 and new:
-            self.root.make_child_of(self._nodes[0])
-        self._nodes = (*self._nodes, *new)
+        self.open(list(dict.fromkeys([*self._nodes, *named])))
 
 
 LocalHostScheduler = LocalSession  # Caffe2's other name for it

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,8 +17,7 @@ DEFAULT_NODE = "process_0"
 _ATTRIBUTES = frozenset({"node", "live", "epoch"})
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """How one blob comes back, see `Workspace.target`."""
 
     abstract: Any = None
@@ -39,8 +37,8 @@ class Workspace(MutableMapping[str, Any]):
     >>> ws
     Workspace('process_0', blobs: total)
 
-    A session with several nodes has one workspace for each, and a parent of them: there `ws["trainer_0/total"]` is a
-    blob of one node, and `ws["total"]` works if only one node has it.
+    A session with several nodes has a workspace for each, and a parent of them: there `ws["trainer_0/total"]` is a blob
+    of one node, and `ws["total"]` works if only one node has it.
 
     Attributes:
         node: the node's name.
@@ -86,9 +84,8 @@ class Workspace(MutableMapping[str, Any]):
     def should_stop(self) -> bool:
         """Whether the epoch is to be left now, because the job is being preempted and cannot finish it.
 
-        Ask before a step, equally often on all nodes; when the answer is True, return without doing the step. Only an
-        epoch that asks can be left: it is then dropped, or saved as it is if the job says
-        `@job.epoch(resumable=True)`.
+        Ask before a step, equally often on all nodes; when the answer is True, return without doing the step. The epoch
+        is then dropped, or, with `@job.epoch(resumable=True)`, saved as it is. An epoch that does not ask is finished.
         """
         return self._stopper() if self._stopper is not None else False
 
@@ -114,9 +111,7 @@ class Workspace(MutableMapping[str, Any]):
 
     def child(self, node: str) -> Workspace:
         """The workspace of a node of this session; it is made if there is none."""
-        if node not in self._children:
-            self._children[node] = Workspace(node)
-        return self._children[node]
+        return self._children.setdefault(node, Workspace(node))
 
     def make_child_of(self, node: str) -> None:
         """Moves what this workspace holds into a child: its node is no longer the only one."""
@@ -150,13 +145,6 @@ class Workspace(MutableMapping[str, Any]):
         owner, blob = self._find(name)
         del owner._blobs[blob]
 
-    def __contains__(self, name: object) -> bool:
-        try:
-            self._find(name)
-        except KeyError:
-            return False
-        return True
-
     def __iter__(self) -> Iterator[str]:
         yield from self._blobs
         for node, child in self._children.items():
@@ -169,12 +157,7 @@ class Workspace(MutableMapping[str, Any]):
         return f"Workspace({self.node!r}, blobs: {', '.join(self) or 'none'})"
 
     def _find(self, name: Any) -> tuple[Workspace, str]:
-        """The workspace that has a blob, and its name there.
-
-        Raises:
-            KeyError: no node has it.
-            InvalidArgumentError: several nodes have a blob of this name.
-        """
+        """The workspace that has a blob, and its name there."""
         if name in self._blobs:
             return self, name
         node, _, blob = str(name).partition("/")
