@@ -10,19 +10,28 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _text
-from epochckpt._threads import Pool
 from epochckpt._units import several
 from epochckpt.arrays import EpochReader
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, EpochNotFoundError, FormatError, say
-from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, Leaf, parsing, paths
+from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, Leaf, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.inspection import leftovers
-from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, FileRow, ItemRow, LeafRow, ShardingRow
+from epochckpt.inspection.leaf_reader import LeafReader
+from epochckpt.inspection.rows import (
+    DAMAGED,
+    UNCOMMITTED,
+    EpochDetail,
+    EpochRow,
+    FileRow,
+    ItemRow,
+    LeafRow,
+    ShardingRow,
+)
 from epochckpt.orbax import OrbaxRecord, marks, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store
@@ -33,32 +42,6 @@ MAX_REPR = 120
 _TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}  # as jax names the dtypes of keys
 _MAX_SCALARS = 1000  # of stock Orbax, each of which is an array by itself, read to show its value
 _MAX_FILES = 100_000
-_THREADS = 4  # for the records of nodes
-
-
-def readers(commits: Commits, epoch: int, pool: Pool) -> tuple[dict[str, EpochReader], dict[str, str]]:
-    """Readers of an epoch that each node saved by itself, and what is wrong with the other nodes, by node.
-
-    Args:
-        commits: the directory.
-        epoch: the number.
-        pool: the threads that read.
-    """
-    folder = commits.folder(epoch)
-    found: dict[str, EpochReader] = {}
-    problems: dict[str, str] = {}
-    for name, is_folder in sorted(leftovers.names(commits.store, folder)):
-        at = paths.join(folder, name)
-        if not is_folder or not paths.is_name(name):
-            continue
-        try:
-            record = commits.read_in(at, epoch, parsing.parse_epoch)
-        except (EpochCheckpointError, OSError) as error:
-            problems[paths.shown_name(name)] = say(error)
-            continue
-        if record is not None and record.per_node and record.nodes[0].folder == name:
-            found[record.nodes[0].name] = EpochReader(commits.store, at, record, pool)
-    return found, problems
 
 
 def describe(commits: Commits, row: EpochRow) -> EpochDetail:
@@ -67,35 +50,29 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
     An item that cannot be looked into has a `problem`; it hides no other item. If the epoch's record itself cannot be
     read there are no items, and the row says why. Attempts that were not committed have no items.
 
-    Args:
-        commits: the directory's epochs.
-        row: the epoch, from the overview.
-
     Raises:
         EpochDeletedError: it is not there any more.
         AccessError: it may not be read.
     """
-    if row.state not in (COMMITTED, DAMAGED):
+    if row.state in UNCOMMITTED:
         return EpochDetail(row, ())
     try:
-        record = commits.read_record(row.epoch)
+        reader = LeafReader(commits, row.epoch)
     except EpochNotFoundError as error:
-        per_node, problems = readers(commits, row.epoch, Pool(_THREADS))
-        if per_node or problems:
-            return EpochDetail(row, tuple(_per_node_items(per_node, problems)))
         if row.state == DAMAGED:
             return EpochDetail(row, ())
-        raise EpochDeletedError(
-            row.epoch, commits.store.root, "it was there when the directory was looked at"
-        ) from error
+        detail = "it was there when the directory was looked at"
+        raise EpochDeletedError(row.epoch, commits.store.root, detail) from error
     except (DamagedError, FormatError) as error:
         return EpochDetail(dataclasses.replace(row, state=DAMAGED, detail=row.detail or str(error)), ())
-    folder = commits.folder(row.epoch)
-    if isinstance(record, OrbaxRecord):
-        return EpochDetail(row, tuple(_orbax_items(commits, folder, record)))
-    reader = EpochReader(commits.store, folder, record, Pool(_THREADS))
-    items = [_item(reader, name, item) for name, item in sorted(record.items.items())]
-    return EpochDetail(row, tuple(items), record.orbax_unsupported)
+    if reader.per_node:
+        return EpochDetail(row, tuple(_per_node_items(reader)))
+    record, native = reader.record, reader.whole.native
+    if native is not None:
+        items = [_item(native, name, item) for name, item in sorted(record.items.items())]
+        return EpochDetail(row, tuple(items), record.orbax_unsupported)
+    assert isinstance(record, OrbaxRecord), "all other epochs have a native reader"
+    return EpochDetail(row, tuple(_orbax_items(commits, reader.whole.folder, record)))
 
 
 # -- epochs of ours --------------------------------------------------------------------------------------------------
@@ -108,46 +85,45 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
     if item.kind == "node":
         return _node_item(reader, name, handler)
     files = [FileRow(f.name, n.name, f.size) for n in reader.record.nodes for f in n.files if f.item == name]
-    return ItemRow(name, item.kind, handler, sum(f.nbytes for f in files), files=tuple(files))
+    return _row(name, item.kind, handler, files=tuple(files))
 
 
-def _per_node_items(per_node: Mapping[str, EpochReader], problems: Mapping[str, str]) -> list[ItemRow]:
+def _per_node_items(epoch: LeafReader) -> Iterator[ItemRow]:
     """The items of an epoch that each node saved by itself: every item is each node's own."""
     found: dict[str, dict[str, ItemRow]] = {}
-    for node, reader in per_node.items():
+    for node, reader in epoch.per_node.items():
+        assert reader.native is not None, "stock Orbax writes no epochs of nodes"
         for name, item in reader.record.items.items():
-            row = _item(reader, name, item)
+            row = _item(reader.native, name, item)
             found.setdefault(name, {})[node] = row.nodes.get(node, row)
-    unread = [f"node {node}: {problem}" for node, problem in problems.items()]
-    return [
-        ItemRow(
-            name,
-            "node",
-            next((row.handler for row in nodes.values()), ""),
-            sum(row.nbytes for row in nodes.values()),
-            nodes=nodes,
-            problem="; ".join([*unread, *(row.problem for row in nodes.values() if row.problem)]),
-        )
-        for name, nodes in sorted(found.items())
-    ]
+    unread = [f"node {node}: {problem}" for node, problem in epoch.unread.items()]
+    for name, nodes in sorted(found.items()):
+        problem = "; ".join([*unread, *(row.problem for row in nodes.values() if row.problem)])
+        yield _row(name, "node", next(iter(nodes.values())).handler, nodes=nodes, problem=problem)
 
 
-def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str = "") -> ItemRow:
+def _row(name: str, kind: str, handler: str, **fields: Any) -> ItemRow:
+    """An item's row, whose bytes are those of its leaves, its files or its nodes."""
+    row = ItemRow(name, kind, handler, **fields)
+    nbytes = sum(part.nbytes for part in [*row.leaves, *row.files, *row.nodes.values()])
+    return dataclasses.replace(row, nbytes=nbytes)
+
+
+def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str) -> ItemRow:
     arrays = item.arrays
     assert arrays is not None, "callers choose array items"
-    shardings = _Shardings(arrays, [n.name for n in record.nodes])
+    sharding_of = _shardings(arrays, [n.name for n in record.nodes])
     leaves = []
     for number, (public, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True)):
         value, sharding = "", None
         if leaf.kind in ("longstr", "longbytes"):
             value = f"<{leaf.kind.removeprefix('long')} of {leaf.nbytes} bytes>"
         elif leaf.dtype is not None:
-            sharding = shardings.of(number)
+            sharding = sharding_of(number)
         elif number in item.values:
             value = shortened(tree_lib.value_from_json(paths.EPOCH_RECORD, leaf.kind, item.values[number]))
         leaves.append(_leaf(public, leaf, value, sharding))
-    nbytes = sum(leaf.nbytes for leaf in leaves)
-    return ItemRow(name, "arrays", handler, nbytes, tuple(leaves), custom_metadata=item.custom_metadata)
+    return _row(name, "arrays", handler, leaves=tuple(leaves), custom_metadata=item.custom_metadata)
 
 
 def _leaf(name: str, leaf: Leaf, value: str, sharding: ShardingRow | None) -> LeafRow:
@@ -155,7 +131,8 @@ def _leaf(name: str, leaf: Leaf, value: str, sharding: ShardingRow | None) -> Le
     path = tuple(str(key) for _, key in leaf.path)
     if sharding is None:
         return LeafRow(name, path, leaf.kind.removeprefix("long"), nbytes=leaf.nbytes, value=value)
-    return LeafRow(name, path, leaf.kind, dtype_of(leaf), leaf.shape, leaf.nbytes, sharding=sharding)
+    dtype = f"key<{_TAGS.get(leaf.impl or '', leaf.impl)}>" if leaf.kind == "prng" else str(leaf.dtype)
+    return LeafRow(name, path, leaf.kind, dtype, leaf.shape, leaf.nbytes, sharding=sharding)
 
 
 def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
@@ -178,30 +155,26 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
     broken = [row.problem for row in nodes.values() if row.problem]
     count = several(len(nodes), "node", "nodes")
     problem = f"{len(broken)} of {count} cannot be looked into: {broken[0]}" if broken else ""
-    return ItemRow(name, "node", handler, sum(n.nbytes for n in nodes.values()), nodes=nodes, problem=problem)
+    return _row(name, "node", handler, nodes=nodes, problem=problem)
 
 
-class _Shardings:
-    """How the arrays of an item lie; leaves that lie alike share a row."""
+def _shardings(arrays: ArrayItem, nodes: Sequence[str]) -> Callable[[int], ShardingRow]:
+    """How each array of an item lies, by leaf number; leaves that lie alike share a row."""
 
-    def __init__(self, arrays: ArrayItem, nodes: Sequence[str]):
-        self._arrays, self._nodes = arrays, nodes
-        self._known: dict[Any, ShardingRow] = {}
-        self._owners: dict[tuple[int, int], tuple[str, ...]] = {}
+    @functools.cache
+    def owners(grid: int, rotation: int) -> tuple[str, ...]:
+        return tuple(nodes[n] for n in arrays.grids[grid].owners(rotation).tolist())
 
-    def of(self, number: int) -> ShardingRow:
-        leaf = self._arrays.leaves[number]
-        counts = self._arrays.counts(number)
-        known = counts, leaf.grid, leaf.rotation, leaf.sharding
-        if known not in self._known:
-            grid = self._arrays.grids[leaf.grid]
-            owners = self._owners.get((leaf.grid, leaf.rotation))
-            if owners is None:
-                owners = tuple(str(self._nodes[n]) for n in grid.owners(leaf.rotation).tolist())
-                self._owners[leaf.grid, leaf.rotation] = owners
-            spec = _spec(self._arrays, leaf.sharding)
-            self._known[known] = ShardingRow(counts, owners, min(map(len, grid.holders)), spec)
-        return self._known[known]
+    @functools.cache
+    def row(counts: tuple[int, ...], grid: int, rotation: int, sharding: int) -> ShardingRow:
+        replicas = min(map(len, arrays.grids[grid].holders))
+        return ShardingRow(counts, owners(grid, rotation), replicas, _spec(arrays, sharding))
+
+    def of(number: int) -> ShardingRow:
+        leaf = arrays.leaves[number]
+        return row(arrays.counts(number), leaf.grid, leaf.rotation, leaf.sharding)
+
+    return of
 
 
 def _spec(arrays: ArrayItem, number: int) -> str:
@@ -211,30 +184,22 @@ def _spec(arrays: ArrayItem, number: int) -> str:
     try:
         row = arrays.shardings[number]
         if "device" in row:
-            return _with_memory(f"one device ({row['platform']}:{row['device']})", row)
+            return _with_memory(f"one device ({row['platform']}:{row['device']})", row.get("memory"))
         mesh = arrays.meshes[row["mesh"]]
-        return _with_memory(words(mesh["axes"], mesh["shape"], row["spec"]), row)
+        return _words(mesh["axes"], mesh["shape"], row["spec"], row.get("memory"))
     except (KeyError, IndexError, TypeError, ValueError):
         return ""
 
 
-def _with_memory(text: str, row: Mapping[str, Any]) -> str:
-    kind = row.get("memory")
-    return text if kind in (None, "device", "unpinned_host") else f"{text}, in {kind}"
-
-
-def words(axes: Sequence[Any], shape: Sequence[Any], spec: Sequence[Any]) -> str:
+def _words(axes: Sequence[Any], shape: Sequence[Any], spec: Sequence[Any], memory: str | None) -> str:
     """`PartitionSpec('data', None) on data=4, model=2`."""
     entries = ", ".join(repr(tuple(e)) if isinstance(e, list) else repr(e) for e in spec)
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(axes, shape, strict=True))
-    return f"PartitionSpec({entries}) on {mesh}"
+    return _with_memory(f"PartitionSpec({entries}) on {mesh}", memory)
 
 
-def dtype_of(leaf: Leaf) -> str:
-    """A leaf's dtype for people; typed keys as jax says it."""
-    if leaf.kind == "prng":
-        return f"key<{_TAGS.get(leaf.impl or '', leaf.impl)}>"
-    return str(leaf.dtype)
+def _with_memory(text: str, memory: str | None) -> str:
+    return text if memory in (None, "device", "unpinned_host") else f"{text}, in {memory}"
 
 
 def shortened(value: Any) -> str:
@@ -259,8 +224,7 @@ def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[Ite
                 kind = "arrays"
                 rows.append(_orbax_arrays(OrbaxItem(commits.store, at, record.epoch, recorded), name, handler))
             else:
-                files = tuple(_files(commits.store, at))
-                rows.append(ItemRow(name, kind, handler, sum(f.nbytes for f in files), files=files))
+                rows.append(_row(name, kind, handler, files=tuple(_files(commits.store, at))))
         except (EpochCheckpointError, OSError) as error:
             if commits.read_attempt(record.epoch) != record.attempt:
                 raise EpochDeletedError(record.epoch, commits.store.root, say(error)) from error
@@ -270,8 +234,7 @@ def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[Ite
 
 def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
     problems = [f"leaf {row.leaf.name!r} {row.problem}" for row in item.leaves if row.problem]
-    leaves = []
-    scalars = 0
+    leaves, scalars = [], 0
     for public, row in zip(_text.public(row.leaf.name for row in item.leaves), item.leaves, strict=True):
         leaf, value = row.leaf, ""
         if leaf.kind in tree_lib.VALUE_KINDS | {"longstr", "longbytes"} and not row.problem:
@@ -285,9 +248,8 @@ def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
             value = str(row.value)
         leaves.append(_leaf(public, leaf, value, None if leaf.dtype is None else _orbax_sharding(item, row)))
     problem = f"{problems[0]}{f' (and {len(problems) - 1} more)' if problems[1:] else ''}" if problems else ""
-    nbytes = sum(leaf.nbytes for leaf in leaves)
-    custom = item.custom_metadata
-    return ItemRow(name, "arrays", handler, nbytes, tuple(leaves), custom_metadata=custom, problem=problem)
+    fields = {"custom_metadata": item.custom_metadata, "problem": problem}
+    return _row(name, "arrays", handler, leaves=tuple(leaves), **fields)
 
 
 def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:
@@ -299,8 +261,7 @@ def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:
         if recorded:
             axes, shape, spec = recorded["axis_names"], recorded["shape"], recorded["partition_spec"]
             counts = _counts(dict(zip(axes, shape, strict=True)), spec, row.leaf.shape)
-            memory = {"memory": recorded.get("memory_kind")}
-            return ShardingRow(counts, spec=_with_memory(words(axes, shape, spec), memory))
+            return ShardingRow(counts, spec=_words(axes, shape, spec, recorded.get("memory_kind")))
     except (KeyError, TypeError, ValueError):  # it says nothing that we know
         pass
     pieces = row.write_shape

@@ -332,7 +332,7 @@ class _Comparison:
 
     def _same(self, look: Callable[[EpochReader, EpochReader, str], Any], item: str, node: str) -> Any:
         """What the checksums say; nothing where stock Orbax wrote one of the epochs, which keeps none."""
-        one, other = self._before.reader(item, node), self._after.reader(item, node)
+        one, other = self._before.native(item, node), self._after.native(item, node)
         return look(one, other, item) if one is not None and other is not None else {}
 
 

@@ -15,8 +15,8 @@ from epochckpt._threads import Pool
 from epochckpt.arrays import EpochReader
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError
-from epochckpt.format import EpochRecord, paths
-from epochckpt.inspection import describe
+from epochckpt.format import parsing, paths
+from epochckpt.inspection import scan
 from epochckpt.manager import CheckpointReader, Readers, Verification
 from epochckpt.manager.reader import PIECE_ELEMENTS, ignore
 
@@ -26,31 +26,28 @@ _THREADS = 4
 class LeafReader:
     """Reads leaves of one epoch; its record is read now, and stays the one that is read.
 
-    Each method takes the name of a node: of the one whose item it is, for an item of each node's own, else "".
-
-    Args:
-        commits: the directory's epochs.
-        epoch: its number.
-
-    Raises:
-        EpochNotFoundError: there is no such epoch.
-        DamagedError, FormatError: its record cannot be used.
+    An item of each node's own is read by the node's name; for other items the name is empty. `EpochNotFoundError`,
+    `DamagedError` and `FormatError` are raised as by `Readers.open`.
     """
 
     def __init__(self, commits: Commits, epoch: int):
         self._folder = commits.folder(epoch)
-        self._per_node: dict[str, CheckpointReader] = {}  # where each node saved by itself
-        self._unread: dict[str, str] = {}
+        self.per_node: dict[str, CheckpointReader] = {}  # where each node saved by itself
+        self.unread: dict[str, str] = {}  # why a node of such an epoch cannot be read
         readers = Readers(commits, Pool(_THREADS))
         try:
-            self._reader = readers.open(epoch)
+            self.whole = readers.open(epoch)
         except EpochNotFoundError:
-            per_node, self._unread = describe.readers(commits, epoch, Pool(_THREADS))
-            if not per_node:
+            for name, record in scan.single_nodes(commits, self._folder, epoch, parsing.parse_epoch).items():
+                if isinstance(record, str):
+                    self.unread[paths.shown_name(name)] = record
+                else:
+                    reader = readers.of_record(paths.join(self._folder, name), record)
+                    self.per_node[record.nodes[0].name] = reader
+            if not self.per_node:
                 raise
-            self._per_node = {node: readers.of_record(one.folder, one.record) for node, one in per_node.items()}
-            self._reader = next(iter(self._per_node.values()))
-        self.record: EpochRecord = self._reader.record
+            self.whole = next(iter(self.per_node.values()))
+        self.record = self.whole.record
 
     def value(self, item: str, leaf: str, node: str = "") -> Any:
         """See `CheckpointReader.value`."""
@@ -64,41 +61,24 @@ class LeafReader:
         """See `CheckpointReader.file`."""
         return self._of(item, node).file(item, name, node)
 
-    def reader(self, item: str, node: str = "") -> EpochReader | None:
-        """The reader of an item of an epoch of ours, which gives its checksums; None for steps of stock Orbax.
-
-        Raises:
-            InvalidArgumentError: the node has no such item.
-            DamagedError: the node's record cannot be used.
-        """
-        reader = self._of(item, node)
-        return reader.native_of(item, node)
+    def native(self, item: str, node: str = "") -> EpochReader | None:
+        """See `CheckpointReader.native_of`."""
+        return self._of(item, node).native_of(item, node)
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
-        """Reads every byte, of all nodes; of steps of stock Orbax every array.
-
-        Args:
-            progress: called with the bytes that have been read, piece by piece, from any thread; of stock Orbax those
-                of arrays, which are fewer in its files where it compressed them.
-
-        Raises:
-            EpochDeletedError: the epoch went away meanwhile.
-        """
-        if not self._per_node:
-            return self._reader.verify(progress)
-        each = [reader.verify(progress) for reader in self._per_node.values()]
+        """See `CheckpointReader.verify`; reads every byte of all nodes, of steps of stock Orbax every array."""
+        if not self.per_node:
+            return self.whole.verify(progress)
+        each = [reader.verify(progress) for reader in self.per_node.values()]
         wrong = [error for one in each for error in one.damage]
-        wrong += [
-            DamagedError(paths.join(self._folder, paths.folder_name(node)), problem)
-            for node, problem in self._unread.items()
-        ]
+        for node, problem in self.unread.items():
+            wrong.append(DamagedError(paths.join(self._folder, paths.folder_name(node)), problem))
         return Verification(self.record.epoch, sum(one.nbytes for one in each), tuple(wrong))
 
     def _of(self, item: str, node: str) -> CheckpointReader:
-        """What reads an item: where each node saved by itself, that node's epoch."""
-        if not self._per_node:
-            return self._reader
-        if node not in self._per_node:
+        if not self.per_node:
+            return self.whole
+        if node not in self.per_node:
             what = f"node {node!r} has no item {item!r} of its own" if node else f"item {item!r} is of each node's"
             raise InvalidArgumentError(f"epoch {self.record.epoch}: {what}")
-        return self._per_node[node]
+        return self.per_node[node]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -24,17 +24,18 @@ from epochckpt.errors import (
     StorageError,
     say,
 )
-from epochckpt.format import EpochRecord, paths
+from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.inspection import leftovers, suggest
 from epochckpt.inspection.rows import (
-    ABANDONED,
     COMMITTED,
     DAMAGED,
-    IN_PROGRESS,
+    FOREIGN,
+    UNCOMMITTED,
     EpochRow,
     LeftoverRow,
     NodeRow,
     Overview,
+    flat,
 )
 from epochckpt.jobs.backends import base
 from epochckpt.orbax import StepNames, marks, step_names, steps
@@ -71,21 +72,10 @@ class _OneName(StepNames):
 def open_commits(
     directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions | None = None, *, single: bool = False
 ) -> Commits:
-    """The epochs of a directory, for reading.
-
-    Args:
-        directory: a path or a URL.
-        options: the step name format, if it is not the default.
-        single: the folder of one epoch will do: of ours, of stock Orbax, or of a tree that an Orbax checkpointer saved.
-
-    Raises:
-        NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
-        AccessError: it may not be read.
-        OSError: it cannot be reached.
-    """
+    """The epochs of a directory, for reading. With `single` the directory may be the folder of one epoch itself."""
     store = open_store(directory)
     commits = commits_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
-    try:
+    with access(store):
         if store.renames:
             with contextlib.suppress(FileNotFoundError):  # `isdir` says no where this user may not look
                 os.lstat(store.root)
@@ -96,9 +86,18 @@ def open_commits(
             return _single(store)
         if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found.items())):
             raise NotACheckpointDirectoryError(f"{store.root} {suggest.folder(store, found)}")
-    except PermissionError as error:
-        raise no_access(commits, error) from error
     return commits
+
+
+@contextlib.contextmanager
+def access(store: Store) -> Generator[None]:
+    """Turns a PermissionError into an AccessError that names the directory and the user."""
+    try:
+        yield
+    except PermissionError as error:
+        if isinstance(error, EpochCheckpointError):
+            raise
+        raise AccessError(f"{store.root}: {error}; this user (uid {os.getuid()}) needs read access") from error
 
 
 def _single(store: Store) -> Commits:
@@ -114,11 +113,6 @@ def place(commits: Commits) -> str:
     return paths.join(commits.store.root.rstrip("/"), only) if only else commits.store.root
 
 
-def no_access(commits: Commits, error: OSError) -> AccessError:
-    """The error for a directory that may not be read."""
-    return AccessError(f"{commits.store.root}: {error}; this user (uid {os.getuid()}) needs read access")
-
-
 def _is_sign(commits: Commits, name: str, is_folder: bool) -> bool:
     """Whether an entry shows that the directory is one of checkpoints."""
     if not is_folder:
@@ -128,13 +122,7 @@ def _is_sign(commits: Commits, name: str, is_folder: bool) -> bool:
 
 
 def folders_of(commits: Commits, entries: Mapping[str, bool], hidden: Collection[int]) -> dict[int, str]:
-    """The folder of each epoch, as far as names say.
-
-    Args:
-        commits: the directory.
-        entries: the names in it, with whether each is a folder.
-        hidden: the epochs that a rollback is setting aside.
-    """
+    """The folder of each epoch that is not hidden, going by the names in the directory."""
     found: dict[int, str] = {}
     for name, is_folder in entries.items():
         epoch = commits.names.parse(name) if is_folder else None
@@ -147,19 +135,10 @@ def folders_of(commits: Commits, entries: Mapping[str, bool], hidden: Collection
 
 
 def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> EpochRow | LeftoverRow | None:
-    """What a folder is that is named like an epoch. The row of a step of stock Orbax has no size, see `with_size`.
+    """What a folder is that is named like an epoch: the epoch's row, or a LeftoverRow; None if the folder is gone.
 
-    Args:
-        commits: the directory.
-        folder: the folder.
-        epoch: the number that its name stands for.
-        sure: raise an error of storage instead of showing it as damage, for callers that act on the answer.
-
-    Returns:
-        The epoch's row, damaged if its record cannot be used; a LeftoverRow if it is no epoch; None if it is gone.
-
-    Raises:
-        StorageError: only if `sure`.
+    An epoch whose record cannot be used is damaged. With `sure`, an error of storage is raised instead of shown as
+    damage. The row of a step of stock Orbax has no size, see `with_size`.
     """
     try:
         record = commits.read_in(folder, epoch)
@@ -199,16 +178,7 @@ def with_size(commits: Commits, row: EpochRow) -> EpochRow:
 
 
 def with_attached(commits: Commits, row: EpochRow, files: Sequence[str]) -> EpochRow:
-    """The row with the metrics that were attached to the epoch.
-
-    Args:
-        commits: the directory.
-        row: the epoch.
-        files: the files of attached metrics beside it.
-
-    Raises:
-        StorageError: storage does not give one of them.
-    """
+    """The row with the metrics that `files`, beside the epoch, attach to it."""
     if row.state != COMMITTED or not row.attempt or not files:
         return row
     sources = attached_metrics.read(commits, files, row.epoch, row.attempt)
@@ -254,20 +224,12 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     """The row of an epoch that each node saved by itself; None if there is no such."""
     nodes: list[NodeRow] = []
     rows: list[EpochRow] = []
-    for name, is_folder in leftovers.names(commits.store, folder):
-        if not is_folder or not paths.is_name(name):
-            continue
-        try:
-            record = commits.read_in(paths.join(folder, name), epoch)
-        except (EpochCheckpointError, OSError) as error:
-            nodes.append(NodeRow(paths.shown_name(name), 0, None, DAMAGED, say(error)))
-            continue
-        if record is None:
-            continue
-        if not record.per_node or record.nodes[0].folder != name:
-            return None  # a checkpoint directory whose name is a number, for example
-        rows.append(_of_record(record, folder))
-        nodes += rows[-1].nodes
+    for name, record in single_nodes(commits, folder, epoch).items():
+        if isinstance(record, str):
+            nodes.append(NodeRow(paths.shown_name(name), 0, None, DAMAGED, record))
+        else:
+            rows.append(_of_record(record, folder))
+            nodes += rows[-1].nodes
     if not rows:
         return None
     custom = dict(rows[0].custom_metadata)
@@ -287,7 +249,31 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
         custom_metadata=custom,
         notes=notes,
     )
-    return dataclasses.replace(_with_nodes(row, nodes), checked=False)
+    return _with_nodes(row, nodes)
+
+
+def single_nodes(
+    commits: Commits, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+) -> dict[str, EpochRecord | str]:
+    """The epochs that nodes saved by themselves below a folder, by subfolder; a str says why one cannot be read.
+
+    There are none if another epoch lies there: the folder may be a directory of checkpoints that is called like a
+    number.
+    """
+    found: dict[str, EpochRecord | str] = {}
+    for name, is_folder in sorted(leftovers.names(commits.store, folder)):
+        if not is_folder or not paths.is_name(name):
+            continue
+        try:
+            record = commits.read_in(paths.join(folder, name), epoch, parse)
+        except (EpochCheckpointError, OSError) as error:
+            found[name] = say(error)
+            continue
+        if record is not None and not (record.per_node and record.nodes[0].folder == name):
+            return {}
+        if record is not None:
+            found[name] = record
+    return found
 
 
 def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
@@ -300,7 +286,7 @@ def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
     if not commits.store.renames and not commits.store.exists(paths.join(folder, marks.STEP_RECORD)):
         return None  # attempts, see `leftovers.orphans`
     detail = "named like an epoch, and none: neither ours nor stock Orbax's on a file system"
-    return leftovers.row_of(commits.store, folder, leftovers.FOREIGN, time.time_ns(), (), detail)
+    return leftovers.row_of(commits.store, folder, FOREIGN, time.time_ns(), (), detail)
 
 
 # -- the files of one epoch --------------------------------------------------------------------------------------------
@@ -320,14 +306,10 @@ def checked(commits: Commits, row: EpochRow) -> EpochRow:
         fresh = read(commits, row.folder, row.epoch)
         if not isinstance(fresh, EpochRow):
             return row
-        if _identity(fresh) == _identity(row):
+        if all(getattr(fresh, name) == getattr(row, name) for name in ("state", "attempt", "committed_ns", "nodes")):
             return found
         row = fresh
     return row
-
-
-def _identity(row: EpochRow) -> tuple[Any, ...]:
-    return row.state, row.attempt, row.committed_ns, row.nodes
 
 
 def _checked(commits: Commits, row: EpochRow) -> EpochRow:
@@ -337,33 +319,35 @@ def _checked(commits: Commits, row: EpochRow) -> EpochRow:
             return dataclasses.replace(row, checked=True)
         record = commits.read_in(row.folder, row.epoch)
         if record is not None:
-            return _with_nodes(row, [_checked_node(commits, row.folder, record, i) for i in range(len(record.nodes))])
-        nodes = []
-        for node in row.nodes:  # each saved by itself
-            at = paths.join(row.folder, paths.folder_name(node.name))
-            own = commits.read_in(at, row.epoch) if node.state == COMMITTED else None
-            nodes.append(node if own is None else _checked_node(commits, at, own, 0))
-        return _with_nodes(row, nodes)
+            nodes = [_checked_node(commits, row.folder, record, number) for number in range(len(record.nodes))]
+        else:  # each node saved by itself
+            nodes = []
+            for node in row.nodes:
+                at = paths.join(row.folder, paths.folder_name(node.name))
+                own = commits.read_in(at, row.epoch) if node.state == COMMITTED else None
+                nodes.append(node if own is None else _checked_node(commits, at, own, 0))
+        return dataclasses.replace(_with_nodes(row, nodes), checked=True)
     except (EpochCheckpointError, OSError) as error:
         return dataclasses.replace(row, state=DAMAGED, detail=say(error), checked=True)
 
 
 def _checked_node(commits: Commits, folder: str, record: EpochRecord, number: int) -> NodeRow:
     entry = record.nodes[number]
-    row = NodeRow(entry.name, entry.nbytes, entry.secs)
     try:
         commits.check_node(folder, record, number)
     except (EpochCheckpointError, OSError) as error:
-        return dataclasses.replace(row, state=DAMAGED, detail=say(error))
-    return row
+        return NodeRow(entry.name, entry.nbytes, entry.secs, DAMAGED, say(error))
+    return NodeRow(entry.name, entry.nbytes, entry.secs)
 
 
 def _with_nodes(row: EpochRow, nodes: list[NodeRow]) -> EpochRow:
+    """The row with its nodes; damaged if one of them is."""
+    row = dataclasses.replace(row, nodes=tuple(nodes))
     bad = [node for node in nodes if node.state == DAMAGED]
     if not bad:
-        return dataclasses.replace(row, nodes=tuple(nodes), checked=True)
+        return row
     more = f" (and {len(bad) - 1} more nodes are damaged)" if len(bad) > 1 else ""
-    return dataclasses.replace(row, state=DAMAGED, detail=f"{bad[0].detail}{more}", nodes=tuple(nodes), checked=True)
+    return dataclasses.replace(row, state=DAMAGED, detail=f"{bad[0].detail}{more}")
 
 
 # -- all epochs --------------------------------------------------------------------------------------------------------
@@ -378,35 +362,17 @@ def look(
     options: ocp.CheckpointManagerOptions | None = None,
     check: bool = True,
 ) -> Overview:
-    """Looks at a directory, which others may be writing to.
+    """Looks at a directory, which jobs may be writing to; for the arguments see `inspect` and `Inspection.overview`.
 
-    Args:
-        directory: a path or a URL.
-        metric: the metric by which the best epoch is found; `a/b` finds `{"a": {"b": …}}`, too.
-        mode: which value of the metric is best: `max` or `min`. NaN is worst.
-        limit: how many epochs become rows, the newest; None: all. The best epoch and attempts always do, and so does
-            the latest that can be read, unless the limit is 0.
-        options: the step name format and `todelete_subdir`, if they are not the defaults.
-        check: see whether the files of the newest epochs are there, with the sizes that were recorded. About
-            `CHECKED_FILES` files are looked at; `checked` of a row says whether its were.
-
-    Raises:
-        NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
-        AccessError: it may not be read.
-        InvalidArgumentError: an unknown mode, or a limit that is no number of epochs.
-        OSError: it cannot be reached.
+    The newest epochs up to the limit become rows. The best epoch and attempts always do, and so does the latest that
+    can be read, unless the limit is 0. `check` looks at about `CHECKED_FILES` files: are they there, with the sizes
+    that were recorded?
     """
-    if mode not in ("max", "min"):
-        raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
     commits = open_commits(directory, options, single=True)
-    try:
+    with access(commits.store):
         return _Scan(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
-    except PermissionError as error:
-        if isinstance(error, EpochCheckpointError):
-            raise
-        raise no_access(commits, error) from error
 
 
 class _Scan:
@@ -435,7 +401,8 @@ class _Scan:
         if check:
             self._check(_first(self._rows, shown))
         while True:
-            latest, best = self._latest(), self._best()
+            latest = max((epoch for epoch, row in self._rows.items() if row.state == COMMITTED), default=None)
+            best = self._best()
             marked = best, latest if limit != 0 else None
             missing = {epoch for epoch in marked if epoch is not None and epoch not in shown}
             if not missing:
@@ -460,7 +427,8 @@ class _Scan:
         hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
         return Overview(
             directory=place(commits),
-            epochs=tuple(sorted([*rows, *attempts], key=_order)),
+            # An epoch before the attempts that may replace it.
+            epochs=tuple(sorted([*rows, *attempts], key=lambda r: (r.epoch, r.state in UNCOMMITTED, r.attempt))),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
             leftovers=tuple(sorted([*found.others, *others], key=lambda row: row.path)),
@@ -519,9 +487,6 @@ class _Scan:
 
         self._commits.store.each(check, list(epochs))
 
-    def _latest(self) -> int | None:
-        return max((row.epoch for row in self._rows.values() if row.state == COMMITTED), default=None)
-
     def _best(self) -> int | None:
         """The best epoch, the later of equals."""
         if self._metric is None:
@@ -551,15 +516,7 @@ def _first(rows: Mapping[int, EpochRow], epochs: Collection[int]) -> list[int]:
     return chosen
 
 
-def _order(row: EpochRow) -> tuple[int, bool, str]:
-    return row.epoch, row.state in (IN_PROGRESS, ABANDONED), row.attempt
-
-
 def _value(metrics: Mapping[str, Any], name: str) -> float | None:
-    """One metric as a number; None if it is not there, or is none."""
-    value: Any = metrics.get(name)
-    if value is None and "/" in name:
-        value = metrics
-        for part in name.split("/"):
-            value = value.get(part) if isinstance(value, Mapping) else None
+    """One metric as a number, `a/b` also that of `{"a": {"b": …}}`; None if it is absent or no number."""
+    value = flat(metrics).get(name)
     return None if isinstance(value, bool) or not isinstance(value, int | float) else value

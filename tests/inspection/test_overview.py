@@ -143,7 +143,7 @@ def test_an_unknown_metric_is_said_with_near_names(saved: pathlib.Path) -> None:
     assert "loss" in found.problems[""]
 
 
-@pytest.mark.parametrize("given", [{"mode": "most"}, {"limit": -1}, {"limit": True}, {"limit": 1.5}])
+@pytest.mark.parametrize("given", [{"limit": -1}, {"limit": True}, {"limit": 1.5}])
 def test_arguments_without_sense_are_refused(saved: pathlib.Path, given: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=str(next(iter(given)))):
         scan.look(saved, **given)
