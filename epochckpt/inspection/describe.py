@@ -163,7 +163,7 @@ def _shardings(arrays: ArrayItem, nodes: Sequence[str]) -> Callable[[int], Shard
 
     @functools.cache
     def owners(grid: int, rotation: int) -> tuple[str, ...]:
-        return tuple(nodes[n] for n in arrays.grids[grid].owners(rotation).tolist())
+        return tuple(nodes[int(n)] for n in arrays.grids[grid].owners(rotation))
 
     @functools.cache
     def row(counts: tuple[int, ...], grid: int, rotation: int, sharding: int) -> ShardingRow:

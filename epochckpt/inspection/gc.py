@@ -23,38 +23,29 @@ from collections.abc import Callable, Mapping
 import orbax.checkpoint as ocp
 
 from epochckpt import _threads, _units
+from epochckpt.commit import Commits, placing
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers, scan
-from epochckpt.inspection.leftovers import ATTEMPT, DELETED, ORBAX, QUARANTINED, ROLLED_BACK
-from epochckpt.inspection.rows import EpochRow, LeftoverRow
+from epochckpt.inspection.leftovers import KEPT
+from epochckpt.inspection.rows import ATTEMPT, DELETED, ORBAX_ATTEMPT, ROLLED_BACK, EpochRow, LeftoverRow
 from epochckpt.options import StorageOptions
 
 DAY_SECS = 86400.0
 
-DEAD = frozenset({ATTEMPT, DELETED, ORBAX})
-"""Kinds that hold nothing of use."""
-
-KEPT = frozenset({ROLLED_BACK, QUARANTINED})
-"""Kinds that hold epochs: removed only when asked for."""
+DEAD = frozenset({ATTEMPT, DELETED, ORBAX_ATTEMPT})
+"""Kinds that hold nothing of use; those of `KEPT` are removed only when asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Garbage:
-    """What was found in a directory, or what became of it.
-
-    Attributes:
-        directory: its path or URL.
-        rows: what may be removed; after a removal: what was.
-        kept: the rest, with the reason why it stays, by path.
-        others: the rows of the rest.
-    """
+    """What was found in a directory, or what became of it."""
 
     directory: str
-    rows: tuple[LeftoverRow, ...]
-    kept: Mapping[str, str]
-    others: tuple[LeftoverRow, ...] = ()
+    rows: tuple[LeftoverRow, ...]  # what may be removed; after a removal: what was
+    kept: Mapping[str, str]  # why the rest stays, by path
+    others: tuple[LeftoverRow, ...] = ()  # the rest
 
     @property
     def nbytes(self) -> int:
@@ -86,17 +77,23 @@ def collect(
         clock: the time, seconds since 1970.
         progress: called with each row that is gone.
 
-    Returns:
-        What was found, or removed; `kept` says of the rest why it stays, errors included.
-
     Raises:
         InvalidArgumentError: a save may take longer than `older_than_secs`.
         NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
         AccessError: it may not be read.
     """
-    search = _Search(directory, older_than_secs, epochs_too, options, storage, clock)
+    bound = (storage or StorageOptions()).save_timeout_secs
+    number = isinstance(older_than_secs, int | float) and not isinstance(older_than_secs, bool)
+    if not number or not math.isfinite(older_than_secs) or older_than_secs <= bound:
+        raise InvalidArgumentError(
+            f"older_than_secs={older_than_secs!r}: a save may be silent for {bound:g} s "
+            "(StorageOptions.save_timeout_secs), and must not be taken for dead; expected more than that"
+        )
+    commits = scan.open_commits(directory, options)
+    search = _Search(commits, older_than_secs, DEAD | KEPT if epochs_too else DEAD, clock)
     rows, kept = list[LeftoverRow](), dict[str, str]()
-    found = search.look()
+    with scan.access(commits.store):
+        found = search.look(options.todelete_subdir if options else None)
     try:
         for row in found:
             reason = search.reason(row)
@@ -112,47 +109,26 @@ def collect(
             if delete:
                 progress(row)
     finally:
-        _threads.logged(f"{search.commits.store.root}: the folder of this clean-up stays", search.end)
-    return Garbage(search.commits.store.root, tuple(rows), kept, tuple(row for row in found if row.path in kept))
+        _threads.logged(f"{commits.store.root}: the folder of this clean-up stays", search.end)
+    return Garbage(commits.store.root, tuple(rows), kept, tuple(row for row in found if row.path in kept))
 
 
 class _Search:
     """What may go, why the rest may not, and removing it."""
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        older_than_secs: float,
-        epochs_too: bool,
-        options: ocp.CheckpointManagerOptions | None,
-        storage: StorageOptions | None,
-        clock: Callable[[], float],
-    ):
-        bound = (storage or StorageOptions()).save_timeout_secs
-        number = isinstance(older_than_secs, int | float) and not isinstance(older_than_secs, bool)
-        if not number or not math.isfinite(older_than_secs) or older_than_secs <= bound:
-            raise InvalidArgumentError(
-                f"older_than_secs={older_than_secs!r}: a save may be silent for {bound:g} s "
-                "(StorageOptions.save_timeout_secs), and must not be taken for dead; expected more than that"
-            )
-        self.commits = scan.open_commits(directory, options)
-        self._store = self.commits.store
-        self._older_than_secs, self._clock, self._ahead_secs = older_than_secs, clock, 0.0
-        self._kinds = DEAD | KEPT if epochs_too else DEAD
-        self._todelete_subdir = options.todelete_subdir if options else None
-        self._newest = self.commits.newest if isinstance(self.commits, PutCommits) else ""
+    def __init__(self, commits: Commits, older_than_secs: float, kinds: frozenset[str], clock: Callable[[], float]):
+        self._commits, self._store = commits, commits.store
+        self._older_than_secs, self._kinds, self._clock = older_than_secs, kinds, clock
+        self._ahead_secs = 0.0  # of our clock before the storage's
+        self._newest = commits.newest if isinstance(commits, PutCommits) else ""
         self._home = ""  # a folder of our own, from the first removal on
 
-    def look(self) -> list[LeftoverRow]:
+    def look(self, todelete_subdir: str | None) -> list[LeftoverRow]:
         """Everything that is no epoch, as it is now."""
-        try:
-            found = leftovers.find(self.commits, self._now_ns(), self._todelete_subdir)
-            attempts = [row for attempt in found.attempts for row in _rows(attempt)]
-            if isinstance(self.commits, PutCommits):
-                attempts = [row for attempt in leftovers.orphans(self.commits) for row in _rows(attempt)]
-        except PermissionError as error:
-            raise scan.no_access(self.commits, error) from error
-        return sorted([*attempts, *found.others], key=lambda row: row.path)
+        found = leftovers.find(self._commits, self._now_ns(), todelete_subdir)
+        attempts = leftovers.orphans(self._commits) if isinstance(self._commits, PutCommits) else found.attempts
+        rows = [row for attempt in attempts for row in _rows(attempt)]
+        return sorted([*rows, *found.others], key=lambda row: row.path)
 
     def _now_ns(self) -> int:
         """The time by our clock, or by the storage's if that is behind."""
@@ -168,7 +144,7 @@ class _Search:
             return "holds epochs; removed only when asked for"
         if row.kind == ROLLED_BACK and self._is_rolling_back(row.path):
             return "a rollback is under way"
-        if isinstance(self.commits, PutCommits):
+        if isinstance(self._commits, PutCommits):
             if row.kind == ATTEMPT:
                 return "" if leftovers.is_fenced_off(row.path.rpartition("/")[2], self._newest) else row.detail
             return "" if row.kind in KEPT else "not known on an object store"
@@ -180,15 +156,16 @@ class _Search:
     def _is_rolling_back(self, folder: str) -> bool:
         """Whether epochs are being moved there just now."""
         try:
-            rollback = self.commits.rollback()
+            rollback = self._commits.rollback()
         except (EpochCheckpointError, OSError):  # which folder it is about is not known
             return True
         return rollback is not None and rollback.folder == folder
 
     def remove(self, row: LeftoverRow) -> str:
         """Removes one thing; returns why not, or nothing."""
-        if isinstance(self.commits, PutCommits):
-            return _remove_objects(self.commits, row)
+        if isinstance(self._commits, PutCommits):
+            _remove_objects(self._commits, row)
+            return ""
         store, path = self._store, row.path
         if not self._home:
             self._home = f"{leftovers.GC_PREFIX}{paths.new_id()}{paths.TMP_SUFFIX}"
@@ -202,7 +179,8 @@ class _Search:
         reason = self.reason(dataclasses.replace(row, age_secs=before.age_secs(self._now_ns()))) or before.problem
         if reason:
             return reason
-        away = paths.join(self._home, f"{paths.new_id()}-{path.rpartition('/')[2]}")
+        above, _, name = path.rpartition("/")
+        away = placing.removed(self._home, name)
         try:
             store.rename(path, away)
         except FileNotFoundError:
@@ -211,7 +189,7 @@ class _Search:
         if after is not None and (after.newest_ns, after.entries) != (before.newest_ns, before.entries):
             store.rename(away, path)
             return "something was written to it just now"
-        store.sync_folder(path.rpartition("/")[0])
+        store.sync_folder(above)
         store.sync_folder(self._home)
         store.remove_tree(away)
         return ""
@@ -233,12 +211,12 @@ def _rows(attempt: EpochRow) -> list[LeftoverRow]:
     return [LeftoverRow(path, ATTEMPT, node.nbytes, None, epochs, attempt.detail) for path, node in parts]
 
 
-def _remove_objects(commits: PutCommits, row: LeftoverRow) -> str:
-    """Removes one thing on an object store; returns nothing."""
+def _remove_objects(commits: PutCommits, row: LeftoverRow) -> None:
+    """Removes an attempt, or quarantined epochs, from an object store."""
     if row.kind == ATTEMPT:
         if row.path in commits.unrecorded([row.path.partition("/")[0]]):
             commits.sweep(row.path)
-        return ""
+        return
     for name, _ in leftovers.names(commits.store, row.path):
         record, at = None, paths.join(row.path, name)
         with contextlib.suppress(EpochCheckpointError):  # its data is an attempt that no record names, from now on
@@ -248,4 +226,3 @@ def _remove_objects(commits: PutCommits, row: LeftoverRow) -> str:
             parts = {paths.join(name, record.node_folder(number)) for number in range(len(record.nodes))}
             for part in parts & set(commits.unrecorded([name])):
                 commits.store.remove_tree(part)
-    return ""

@@ -31,7 +31,19 @@ from epochckpt.commit import Commits, placing
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths
-from epochckpt.inspection.rows import ABANDONED, IN_PROGRESS, EpochRow, LeftoverRow, NodeRow
+from epochckpt.inspection.rows import (
+    ABANDONED,
+    ATTEMPT,
+    DELETED,
+    FOREIGN,
+    IN_PROGRESS,
+    ORBAX_ATTEMPT,
+    QUARANTINED,
+    ROLLED_BACK,
+    EpochRow,
+    LeftoverRow,
+    NodeRow,
+)
 from epochckpt.storage import Store
 
 MAX_ENTRIES = 100_000
@@ -40,23 +52,19 @@ MAX_ENTRIES = 100_000
 
 @dataclasses.dataclass
 class DiskUsage:
-    """How much lies in a folder, and how old it is. Times are nanoseconds since 1970; None: the store does not tell.
-
-    Attributes:
-        nbytes: bytes of its files.
-        entries: files and folders in it.
-        newest_ns: when something in it was last written, made, or moved.
-        moved_ns: the same of the folder itself, which changes also when it is moved.
-        oldest_ns: when the oldest thing in it was last written to.
-        problem: why it could not be looked at as a whole; empty otherwise.
-    """
+    """How much lies in a folder, and how old it is, in nanoseconds since 1970; None: the store does not tell."""
 
     nbytes: int = 0
-    entries: int = 0
-    newest_ns: int | None = None
-    moved_ns: int | None = None
-    oldest_ns: int | None = None
-    problem: str = ""
+    entries: int = 0  # files and folders
+    newest_ns: int | None = None  # when something in the folder was last written, made, or moved
+    moved_ns: int | None = None  # the same of the folder itself, which changes also when it is moved
+    oldest_ns: int | None = None  # when the oldest thing in it was last written
+    problem: str = ""  # why it could not be looked at as a whole
+
+    def note(self, error: OSError) -> None:
+        """Keeps the first error, unless it only says that something has vanished."""
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            self.problem = self.problem or str(error)
 
     def count(self, found: os.stat_result) -> None:
         """Adds a file or a folder."""
@@ -78,11 +86,7 @@ def extent(store: Store, path: str) -> DiskUsage | None:
 
 
 def names(store: Store, path: str) -> list[tuple[str, bool]]:
-    """The names in a folder, with whether each is a folder; none if it is gone.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
+    """The names in a folder, with whether each is a folder; none if it is gone."""
     try:
         return [(entry.name, entry.is_folder) for entry in store.list(path)]
     except (FileNotFoundError, NotADirectoryError):
@@ -108,21 +112,16 @@ def _on_disk(place: str) -> DiskUsage | None:
     total.moved_ns, total.newest_ns = total.newest_ns, None
     waiting = [place] if stat.S_ISDIR(own.st_mode) else []
     while waiting and total.entries < MAX_ENTRIES:
-        folder = waiting.pop()
         try:
-            with os.scandir(folder) as entries:
+            with os.scandir(waiting.pop()) as entries:
                 for entry in entries:
-                    try:
+                    with contextlib.suppress(FileNotFoundError):
                         found = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    total.count(found)
-                    if stat.S_ISDIR(found.st_mode):
-                        waiting.append(entry.path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
+                        total.count(found)
+                        if stat.S_ISDIR(found.st_mode):
+                            waiting.append(entry.path)
         except OSError as error:
-            total.problem = total.problem or str(error)
+            total.note(error)
     if waiting:
         total.problem = total.problem or f"more than {MAX_ENTRIES} files; counted up to there"
     return total
@@ -134,38 +133,27 @@ def _objects(store: Store, path: str) -> DiskUsage | None:
         if not is_folder:
             try:
                 total.nbytes, total.entries = total.nbytes + store.size(below), total.entries + 1
-            except FileNotFoundError:
-                continue
             except OSError as error:
-                total.problem = total.problem or str(error)
+                total.note(error)
     return total if total.entries or total.problem else None
 
 
 LIVE_SECS = 600.0
 """An attempt that something was written to within so many seconds counts as under way."""
 
-ATTEMPT, ROLLED_BACK, QUARANTINED, DELETED, ORBAX, FOREIGN = (
-    "attempt",
-    "rolled back",
-    "quarantined",
-    "deleted",
-    "orbax attempt",
-    "foreign",
-)
+KEPT = frozenset({ROLLED_BACK, QUARANTINED})
+"""Kinds of leftovers that hold epochs."""
 
 GC_PREFIX = "gc-"
 
 _ATTEMPT = re.compile(r"(\d+)-(\d+)\Z")
-_TOKEN = re.compile(r"-([0-9a-f]{8,16})" + re.escape(paths.TMP_SUFFIX) + r"\Z")
-_ID = re.compile(r"[0-9a-f]{16}\Z")
-_KEPT = {
-    "rolled-back-": (ROLLED_BACK, "quarantined by rollback_to"),
-    "damaged-": (QUARANTINED, "a damaged epoch that was replaced"),
-}
-_STAGING = {
-    "export-": (ATTEMPT, "staging of an export"),
-    GC_PREFIX: (DELETED, "being removed, or left by a removal that was interrupted"),
-}
+_STAGED = rf"(.*-)?[0-9a-f]{{8,16}}{re.escape(paths.TMP_SUFFIX)}\Z"
+_NAMED = (
+    (re.compile(r"rolled-back-[0-9a-f]{16}\Z"), ROLLED_BACK, "quarantined by rollback_to"),
+    (re.compile(r"damaged-[0-9a-f]{16}\Z"), QUARANTINED, "a damaged epoch that was replaced"),
+    (re.compile(f"(?s)export-{_STAGED}"), ATTEMPT, "staging of an export"),
+    (re.compile(f"(?s){GC_PREFIX}{_STAGED}"), DELETED, "being removed, or left by a removal that was interrupted"),
+)
 _Found = tuple[str, str, tuple[int, ...], str]  # path, kind, epochs, detail
 _NO_NODES = frozenset({"metrics", "descriptor"})  # folders of the Orbax view; no node may be called so
 _VIEW = frozenset({"manifest.ocdbt", "_METADATA", "array_metadatas"})
@@ -173,37 +161,22 @@ _VIEW = frozenset({"manifest.ocdbt", "_METADATA", "array_metadatas"})
 
 @dataclasses.dataclass(frozen=True)
 class Leftovers:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        attempts: saves that have not been committed, each as a row of its own.
-        others: the rest.
-        problems: what could not be looked at, and why, by path.
-    """
-
-    attempts: list[EpochRow] = dataclasses.field(default_factory=list)
+    attempts: list[EpochRow] = dataclasses.field(default_factory=list)  # saves that have not been committed
     others: list[LeftoverRow] = dataclasses.field(default_factory=list)
-    problems: dict[str, str] = dataclasses.field(default_factory=dict)
+    problems: dict[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
 
 
 def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
-    """Looks for everything in the table above; for attempts on object stores see `orphans`.
-
-    Args:
-        commits: the directory.
-        now_ns: the time, nanoseconds since 1970.
-        todelete_subdir: the folder that this option of the manager names.
-
-    Raises:
-        OSError: the directory cannot be looked at.
-    """
+    """Looks for everything in the table above; for attempts on object stores see `orphans`."""
     found = Leftovers()
     store = commits.store
     for name, is_folder in names(store, ""):
         if not is_folder or commits.names.parse(name) is not None:
             continue
         try:
-            if paths.parse_incarnation(name) is not None or paths.parse_node_staging(name) is not None:
+            if _is_staging(name):
                 seen = _in_staging(commits, name, now_ns, found.attempts) if store.renames else ()
             else:
                 seen = _in_directory(commits, name, todelete_subdir)
@@ -218,40 +191,38 @@ def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> L
 
 def is_sign(commits: Commits, name: str) -> bool:
     """Whether a folder that is named like no epoch shows that the directory is one of checkpoints."""
-    if paths.parse_incarnation(name) is not None or paths.parse_node_staging(name) is not None:
+    if _is_staging(name) or _orbax_step(commits, name) is not None:
         return True
-    if paths.TMP_SUFFIX in name and commits.names.parse(name.partition(paths.TMP_SUFFIX)[0]) is not None:
-        return True
-    if any(name.startswith(prefix) for prefix in _KEPT):
+    if any(kind in KEPT and pattern.match(name) for pattern, kind, _ in _NAMED):
         return bool(_epochs_in(commits, name))
     return name == paths.ROOT_METADATA[0] and commits.store.exists(paths.join(*paths.ROOT_METADATA))
 
 
+def _is_staging(name: str) -> bool:
+    return paths.parse_incarnation(name) is not None or paths.parse_node_staging(name) is not None
+
+
+def _orbax_step(commits: Commits, name: str) -> int | None:
+    """The step for which stock Orbax staged a folder; None for other folders."""
+    step, suffix, _ = name.partition(paths.TMP_SUFFIX)
+    return commits.names.parse(step) if suffix else None
+
+
 def _in_directory(commits: Commits, name: str, todelete_subdir: str | None) -> Iterator[_Found]:
     """What a folder of the directory is, if it is none of a run's staging folders."""
-    for prefix, (kind, detail) in _KEPT.items():
-        if name.startswith(prefix) and _ID.match(name.removeprefix(prefix)):  # other names are not ours
-            yield name, kind, _epochs_in(commits, name), detail
-            return
-    if name == todelete_subdir:
+    known = next((row for row in _NAMED if row[0].match(name)), None)
+    step = _orbax_step(commits, name)
+    if known is not None:
+        _, kind, detail = known
+        yield name, kind, _epochs_in(commits, name) if kind in KEPT else (), detail
+    elif name == todelete_subdir:
         yield name, QUARANTINED, _epochs_in(commits, name), "deleted epochs, kept because of todelete_subdir"
-        return
-    for prefix, (kind, detail) in _STAGING.items():
-        if name.startswith(prefix) and _TOKEN.search(name):
-            yield name, kind, (), detail
-            return
-    step = commits.names.parse(name.partition(paths.TMP_SUFFIX)[0]) if paths.TMP_SUFFIX in name else None
-    if step is not None:
-        yield name, ORBAX, (step,), "a save of stock Orbax, under way or left over"
+    elif step is not None:
+        yield name, ORBAX_ATTEMPT, (step,), "a save of stock Orbax, under way or left over"
 
 
 def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list[EpochRow]:
-    """Attempts on an object store, which does not tell when they were written: only those of earlier runs are dead.
-
-    Args:
-        commits: the directory.
-        folders: look only into these folders of epochs.
-    """
+    """Attempts on an object store, of all epochs or of those in `folders`; only those of earlier runs are dead."""
     newest = commits.newest
     nodes: dict[tuple[str, str], list[NodeRow]] = {}
     for path in commits.unrecorded(folders):
@@ -265,17 +236,16 @@ def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list
             nodes.setdefault((folder, attempt), []).append(row)
     rows = []
     for (folder, attempt), found in nodes.items():
-        live = not is_fenced_off(attempt, newest)
-        detail = f"{_progress(found)}; " + (
-            "of the newest run, or of an upload: under way, or that was killed (object stores tell no times)"
-            if live
-            else "of an earlier run, which can no longer commit it"
-        )
+        state = ABANDONED if is_fenced_off(attempt, newest) else IN_PROGRESS
+        detail = {
+            ABANDONED: "of an earlier run, which can no longer commit it",
+            IN_PROGRESS: "of the newest run, or of an upload: under way, or killed (object stores tell no times)",
+        }[state]
         rows.append(
             EpochRow(
                 epoch=commits.names.parse(folder) or 0,
-                state=IN_PROGRESS if live else ABANDONED,
-                detail=detail,
+                state=state,
+                detail=f"{_progress(found)}; {detail}",
                 folder=folder,
                 attempt=attempt,
                 nodes=tuple(found),
@@ -318,16 +288,16 @@ def _in_staging(commits: Commits, home: str, now_ns: int, attempts: list[EpochRo
             yield path, FOREIGN, (), "not known"
 
 
-def _attempt(store: Store, path: str, epoch: int, attempt: str, alone: str | None, now_ns: int) -> EpochRow | None:
-    """The row of an attempt; None if it is gone: committed, or discarded."""
+def _attempt(store: Store, path: str, epoch: int, attempt: str, node: str | None, now_ns: int) -> EpochRow | None:
+    """The row of an attempt, of one node or of all; None if it is gone: committed, or discarded."""
     whole = extent(store, path)
     if whole is None:
         return None
-    nodes = []
-    for name, is_folder in [(paths.folder_name(alone), True)] if alone else names(store, path):
-        row = _node(store, path if alone else paths.join(path, name), name) if is_folder else None
-        if row is not None:
-            nodes.append(row)
+    if node:
+        parts = [(path, paths.folder_name(node))]
+    else:
+        parts = [(paths.join(path, name), name) for name, is_folder in names(store, path) if is_folder]
+    nodes = [row for part in parts if (row := _node(store, *part)) is not None]
     age = whole.age_secs(now_ns) or 0.0
     detail = _progress(nodes)
     if age >= LIVE_SECS:
