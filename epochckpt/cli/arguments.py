@@ -26,6 +26,7 @@ exit codes:
 
 _DIRECTORY = "checkpoint directory: a path, or a URL such as gs://bucket/run or s3://bucket/run"
 _EPOCH = "a number, `latest`, or `best` (with --metric)"
+_PATTERN = "leaves, parts of the tree, items or ITEM:LEAF, by name or shell pattern (params, '*/bias', model:*)"
 
 
 def span(value: str) -> float:
@@ -58,7 +59,7 @@ class _Intermixed(argparse.ArgumentParser):
     _inside = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See ArgumentParser."""
+        """See ArgumentParser; `parse_known_intermixed_args` calls this method again."""
         if self._inside:
             return super().parse_known_args(args, namespace)
         self._inside = True
@@ -81,13 +82,19 @@ def parser(version: str) -> argparse.ArgumentParser:
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Intermixed)
 
     def command(
-        run: Callable[[argparse.Namespace, Output], int], name: str, summary: str, examples: str, more: str = ""
-    ) -> argparse.ArgumentParser:
+        run: Callable[[argparse.Namespace, Output], int],
+        summary: str,
+        *examples: str,
+        more: str = "",
+        marks: bool = True,
+    ) -> Callable[..., argparse.Action]:
+        """Adds a command and the options that all have, `marks` those about the best epoch; returns `add_argument`."""
+        name = run.__name__
         added = subparsers.add_parser(
             name,
             help=summary,
             description=textwrap.fill(f"{summary[0].upper()}{summary[1:]}. {more}".strip(), 79),
-            epilog=f"examples:\n{textwrap.indent(examples, '  ')}\n\n{EXIT_CODES}",
+            epilog="\n".join(["examples:", *(f"  epochckpt {name} {example}" for example in examples), "", EXIT_CODES]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         added.set_defaults(run=run)
@@ -98,152 +105,124 @@ def parser(version: str) -> argparse.ArgumentParser:
         names = added.add_argument_group("names of epochs' folders, as the manager's options have them")
         names.add_argument("--step-prefix", metavar="TEXT", help="PREFIX_12 instead of 12")
         names.add_argument("--step-format-fixed-length", metavar="N", type=count, help="00000012 instead of 12")
-        return added
+        if marks:
+            best = added.add_argument_group("which epoch is the best")
+            best.add_argument("--metric", metavar="NAME", default="", help="by this metric")
+            which = "the least or the greatest; default: max"
+            best.add_argument("--mode", choices=("min", "max"), default="max", help=which)
+        return added.add_argument
 
-    ls = command(
+    add = command(
         commands.ls,
-        "ls",
         "list the epochs of a directory: state, size, times, metrics, nodes",
-        "epochckpt ls /data/run --metric loss --mode min",
-        "Each node of an epoch has a bar, as high as the time that it took to write; × is a damaged one.",
+        "/data/run --metric loss --mode min",
+        more="Each node of an epoch has a bar, as high as the time that it took to write; × is a damaged one.",
     )
-    _metric(ls)
-    ls.add_argument("--limit", metavar="N", type=count, default=50, help="show the newest N; 0: all; default: 50")
-    ls.add_argument("--no-check", action="store_true", help="read records only, do not look for missing files")
+    add("--limit", metavar="N", type=count, default=50, help="show the newest N; 0: all; default: 50")
+    add("--no-check", action="store_true", help="read records only, do not look for missing files")
 
-    show = command(
-        commands.show,
-        "show",
-        "show one epoch: what is known of it, its nodes, its items",
-        "epochckpt show /data/run best --metric accuracy",
+    add = command(
+        commands.show, "show one epoch: what is known of it, its nodes, its items", "/data/run best --metric accuracy"
     )
-    _epoch(show)
-    _unfolding(show)
+    _epoch(add)
+    _unfolding(add)
 
-    tree = command(
+    add = command(
         commands.tree,
-        "tree",
         "show the leaves of an epoch as a tree: types, shapes, sizes, which node holds what",
-        "epochckpt tree /data/run 12 params/decoder --depth 3\n"
-        "epochckpt tree /data/run latest '*/kernel' --all --owners",
+        "/data/run 12 params/decoder --depth 3",
+        "/data/run latest '*/kernel' --all --owners",
     )
-    _epoch(tree)
-    _leaves(tree)
-    _unfolding(tree)
+    _epoch(add)
+    _leaves(add)
+    _unfolding(add)
 
-    stat = command(
+    add = command(
         commands.stat,
-        "stat",
         "read arrays of an epoch and show their statistics: range, mean, norm, NaN, a histogram",
-        "epochckpt stat /data/run latest '*/kernel'",
+        "/data/run latest '*/kernel'",
     )
-    _epoch(stat)
-    _leaves(stat)
+    _epoch(add)
+    _leaves(add)
 
-    diff = command(
+    add = command(
         commands.diff,
-        "diff",
         "compare two epochs leaf by leaf",
-        "epochckpt diff /data/run 11 12\nepochckpt diff /data/run latest latest params --other /data/old",
-        "Relative is the norm of the change, divided by the norm of the leaf before.",
+        "/data/run 11 12",
+        "/data/run latest latest params --other /data/old",
+        more="Relative is the norm of the change, divided by the norm of the leaf before.",
     )
-    diff.add_argument("before", metavar="A", type=epoch, help=_EPOCH)
-    diff.add_argument("after", metavar="B", type=epoch, help="the same")
-    _leaves(diff)
-    _metric(diff)
-    diff.add_argument("--other", metavar="DIR2", help="B lies in this directory")
-    diff.add_argument("--unchanged", action="store_true", help="list those, too, that did not change")
-    diff.add_argument("--limit", metavar="N", type=count, default=200, help="list N leaves; 0: all; default: 200")
+    add("before", metavar="A", type=epoch, help=_EPOCH)
+    add("after", metavar="B", type=epoch, help="the same")
+    _leaves(add)
+    add("--other", metavar="DIR2", help="B lies in this directory")
+    add("--unchanged", action="store_true", help="list those, too, that did not change")
+    add("--limit", metavar="N", type=count, default=200, help="list N leaves; 0: all; default: 200")
 
-    verify = command(
+    add = command(
         commands.verify,
-        "verify",
         "read every byte of epochs and compare it with the recorded checksums",
-        "epochckpt verify /data/run\nepochckpt verify /data/run 11 12 || echo damaged\n"
-        "epochckpt verify /data/run --repair-view",
+        "/data/run",
+        "/data/run 11 12 || echo damaged",
+        "/data/run --repair-view",
     )
-    verify.add_argument(
-        "--repair-view",
-        action="store_true",
-        help="make the Orbax view, by which stock Orbax reads an epoch, anew where it is damaged or gone",
-    )
-    verify.add_argument("epochs", metavar="EPOCH", nargs="*", type=epoch, help=f"{_EPOCH}; default: all")
-    _metric(verify)
+    repair = "make the Orbax view, by which stock Orbax reads an epoch, anew where it is damaged or gone"
+    add("--repair-view", action="store_true", help=repair)
+    add("epochs", metavar="EPOCH", nargs="*", type=epoch, help=f"{_EPOCH}; default: all")
 
-    gc = command(
-        commands.collect,
-        "gc",
+    add = command(
+        commands.gc,
         "list what no run and no reader needs any more: attempts that failed, half-done removals",
-        "epochckpt gc /data/run\nepochckpt gc /data/run --delete --older-than 1d",
-        "Nothing is removed without --delete; epochs never are.",
+        "/data/run",
+        "/data/run --delete --older-than 1d",
+        more="Nothing is removed without --delete; epochs never are.",
+        marks=False,
     )
-    gc.add_argument("--delete", action="store_true", help="remove it")
-    gc.add_argument(
-        "--older-than",
-        metavar="TIME",
-        type=span,
-        default=86400.0,
-        help="leave alone what something was written to within this time (15min, 2h, 1d); default: 1d",
-    )
-    gc.add_argument("--rolled-back", action="store_true", help="also epochs that were rolled back or quarantined")
-    gc.add_argument("--save-timeout", metavar="TIME", type=span, help="of the job, if longer than the default 10min")
-    gc.add_argument("--todelete-subdir", metavar="NAME", help="the folder that this option of the manager names")
+    older = "leave alone what something was written to within this time (15min, 2h, 1d); default: 1d"
+    add("--delete", action="store_true", help="remove it")
+    add("--older-than", metavar="TIME", type=span, default=86400.0, help=older)
+    add("--rolled-back", action="store_true", help="also epochs that were rolled back or quarantined")
+    add("--save-timeout", metavar="TIME", type=span, help="of the job, if longer than the default 10min")
+    add("--todelete-subdir", metavar="NAME", help="the folder that this option of the manager names")
 
-    export = command(
+    add = command(
         commands.export,
-        "export",
         "write an epoch as a stock Orbax checkpoint or as safetensors files, every byte verified",
-        "epochckpt export /data/run latest /tmp/for-orbax --format orbax\n"
-        "epochckpt export /data/run 12 /tmp/model --format safetensors --item params",
+        "/data/run latest /tmp/for-orbax --format orbax",
+        "/data/run 12 /tmp/model --format safetensors --item params",
     )
-    export.add_argument("epoch", metavar="EPOCH", type=epoch, help=_EPOCH)
-    export.add_argument("destination", metavar="DEST", help="a local folder that is missing or empty")
-    export.add_argument("--format", choices=("orbax", "safetensors"), required=True, help="what to write")
-    export.add_argument("--item", metavar="NAME", help="this item only")
-    export.add_argument("--separator", metavar="TEXT", default=".", help="safetensors: joins keys to names; default: .")
-    export.add_argument("--skip-unsupported", action="store_true", help="leave out what the format cannot express")
-    _metric(export)
+    add("epoch", metavar="EPOCH", type=epoch, help=_EPOCH)
+    add("destination", metavar="DEST", help="a local folder that is missing or empty")
+    add("--format", choices=("orbax", "safetensors"), required=True, help="what to write")
+    add("--item", metavar="NAME", help="this item only")
+    add("--separator", metavar="TEXT", default=".", help="safetensors: joins keys to names; default: .")
+    add("--skip-unsupported", action="store_true", help="leave out what the format cannot express")
 
-    follow = command(
+    add = command(
         watch.watch,
-        "watch",
         "follow a live run: epochs as they are committed, the progress of a save, saves that fail",
-        "epochckpt watch /data/run\nepochckpt watch /data/run --json --until 100 --timeout 2h",
-        "Ends with Ctrl-C. --json gives a line per event.",
+        "/data/run",
+        "/data/run --json --until 100 --timeout 2h",
+        more="Ends with Ctrl-C. --json gives a line per event.",
     )
-    _metric(follow)
-    follow.add_argument("--until", metavar="EPOCH", type=count, help="end when this epoch, or a later one, is there")
-    follow.add_argument("--timeout", metavar="TIME", type=span, help="end with code 3 after this time without an epoch")
-    follow.add_argument("--interval", metavar="TIME", type=span, default=1.0, help="how often to look; default: 1s")
-    follow.add_argument("--wait", action="store_true", help="wait for the directory if it does not exist yet")
+    add("--until", metavar="EPOCH", type=count, help="end when this epoch, or a later one, is there")
+    add("--timeout", metavar="TIME", type=span, help="end with code 3 after this time without an epoch")
+    add("--interval", metavar="TIME", type=span, default=1.0, help="how often to look; default: 1s")
+    add("--wait", action="store_true", help="wait for the directory if it does not exist yet")
     return top
 
 
-def _metric(added: argparse.ArgumentParser) -> None:
-    group = added.add_argument_group("which epoch is the best")
-    group.add_argument("--metric", metavar="NAME", default="", help="by this metric")
-    group.add_argument("--mode", choices=("min", "max"), default="max", help="the least or the greatest; default: max")
+def _epoch(add: Callable[..., argparse.Action]) -> None:
+    add("epoch", metavar="EPOCH", nargs="?", type=epoch, default="latest", help=f"{_EPOCH}; default: latest")
 
 
-def _epoch(added: argparse.ArgumentParser) -> None:
-    help_text = f"{_EPOCH}; default: latest"
-    added.add_argument("epoch", metavar="EPOCH", nargs="?", type=epoch, default="latest", help=help_text)
-    _metric(added)
+def _leaves(add: Callable[..., argparse.Action]) -> None:
+    add("patterns", metavar="PATTERN", nargs="*", help=f"{_PATTERN}; default: all")
+    add("--item", metavar="NAME", help="of this item only")
+    add("--node", metavar="NAME", help="of an item that every node has its own of: this node's only")
 
 
-def _leaves(added: argparse.ArgumentParser) -> None:
-    added.add_argument(
-        "patterns",
-        metavar="PATTERN",
-        nargs="*",
-        help="leaves, parts of the tree, items or ITEM:LEAF, by name or shell pattern (params, '*/bias', model:*); "
-        "default: all",
-    )
-    added.add_argument("--item", metavar="NAME", help="of this item only")
-    added.add_argument("--node", metavar="NAME", help="of an item that every node has its own of: this node's only")
-
-
-def _unfolding(added: argparse.ArgumentParser) -> None:
-    added.add_argument("--depth", metavar="N", type=count, help="unfold so many levels; default: what fits on a screen")
-    added.add_argument("--all", action="store_true", help="unfold everything")
-    added.add_argument("--owners", action="store_true", help="draw which node wrote which part of an array")
+def _unfolding(add: Callable[..., argparse.Action]) -> None:
+    add("--depth", metavar="N", type=count, help="unfold so many levels; default: what fits on a screen")
+    add("--all", action="store_true", help="unfold everything")
+    add("--owners", action="store_true", help="draw which node wrote which part of an array")

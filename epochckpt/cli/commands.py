@@ -15,12 +15,12 @@ from rich.text import Text
 from epochckpt import _units
 from epochckpt.cli.output import FOUND, OK, UNREACHABLE, VIEW, Output
 from epochckpt.cli.resolve import epoch_of, opened, options_of
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError
-from epochckpt.inspection import gc, leaf_views, views
+from epochckpt.errors import EpochCheckpointError, EpochNotFoundError
+from epochckpt.inspection import leaf_views, views
 from epochckpt.inspection.blocks import Block, Facts, Span, Tone
 from epochckpt.inspection.directory import Inspection
-from epochckpt.inspection.gc import Garbage
-from epochckpt.inspection.rows import DAMAGED, UNCHANGED, EpochDetail, LeftoverRow
+from epochckpt.inspection.gc import Garbage, collect
+from epochckpt.inspection.rows import DAMAGED, UNCHANGED, EpochDetail
 from epochckpt.inspection.select import narrowed
 from epochckpt.inspection.text import render
 from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, WARN, Fact, text
@@ -28,6 +28,9 @@ from epochckpt.inspection.tree import ALL, Folding
 from epochckpt.manager import Verification, repair, status
 from epochckpt.manager import export as exporting
 from epochckpt.options import StorageOptions
+
+_DAMAGE = 20  # places of an epoch that are listed
+_FAILED = "could not be removed"
 
 
 def ls(args: argparse.Namespace, output: Output) -> int:
@@ -40,7 +43,7 @@ def ls(args: argparse.Namespace, output: Output) -> int:
 def show(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt show`."""
     detail = epoch_of(opened(args), args.epoch, output).detail()
-    output.rows(detail, lambda: render(views.epoch(detail), folding=_folding(args), owners=args.owners))
+    output.rows(detail, lambda: _unfolded(args, views.epoch(detail)))
     return _code(detail)
 
 
@@ -51,8 +54,18 @@ def tree(args: argparse.Namespace, output: Output) -> int:
     view: list[Block] = [block for item in less.items for block in views.item(item, detail.row.nbytes)]
     if detail.row.state == DAMAGED:
         view.insert(0, Facts((("wrong", Span(detail.row.detail, Tone.BAD, 2000)),)))
-    output.rows(less, lambda: render(view, folding=_folding(args), owners=args.owners))
+    output.rows(less, lambda: _unfolded(args, view))
     return _code(detail)
+
+
+def _unfolded(args: argparse.Namespace, view: Sequence[Block]) -> RenderableType:
+    """A view whose trees are unfolded as far as was asked."""
+    folding = ALL if args.all else None if args.depth is None else Folding.to_depth(args.depth)
+    return render(view, folding=folding, owners=args.owners)
+
+
+def _code(detail: EpochDetail) -> int:
+    return FOUND if detail.row.state == DAMAGED or any(item.problem for item in detail.items) else OK
 
 
 def stat(args: argparse.Namespace, output: Output) -> int:
@@ -61,7 +74,7 @@ def stat(args: argparse.Namespace, output: Output) -> int:
     asked = args.patterns or "*", args.item, args.node
     (less,) = narrowed([epoch.detail()], *asked)
     with output.progress(f"epoch {epoch.epoch}", sum(item.nbytes for item in less.items)) as bar:
-        found = epoch.stats(*asked, progress=bar.more).rows
+        found = epoch.stats(*asked, progress=lambda nbytes: bar(advance=nbytes)).rows
     output.rows(found, lambda: render(leaf_views.stats(found)))
     for item in less.items:
         if item.problem:
@@ -82,28 +95,11 @@ def diff(args: argparse.Namespace, output: Output) -> int:
             args.other,
             item=args.item,
             node=args.node,
-            progress=bar.at,
+            progress=lambda done, total: bar(completed=done, total=total),
         ).diff
-    output.rows(
-        found,
-        lambda: render(
-            leaf_views.diff(found, listed=args.limit or None, unchanged=args.unchanged, hint="; --limit 0 lists all")
-        ),
-    )
+    options = {"listed": args.limit or None, "unchanged": args.unchanged, "hint": "; --limit 0 lists all"}
+    output.rows(found, lambda: render(leaf_views.diff(found, **options)))
     return FOUND if found.problems or any(row.change != UNCHANGED for row in found.rows) else OK
-
-
-def _folding(args: argparse.Namespace) -> Folding | None:
-    if args.all:
-        return ALL
-    return None if args.depth is None else Folding.to_depth(args.depth)
-
-
-def _code(detail: EpochDetail) -> int:
-    return FOUND if detail.row.state == DAMAGED or any(item.problem for item in detail.items) else OK
-
-
-_DAMAGE = 20  # places of an epoch that are listed
 
 
 def verify(args: argparse.Namespace, output: Output) -> int:
@@ -115,7 +111,7 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     with output.progress("verifying", sum(sizes.values())) as bar:
         for epoch, nbytes in sizes.items():
             try:
-                one = run[epoch].verify(bar.more)
+                one = run[epoch].verify(lambda nbytes: bar(advance=nbytes))
                 found.append(_repaired(run, one, output) if args.repair_view else one)
             except EpochNotFoundError:  # a live run deletes epochs
                 output.note(f"epoch {epoch} was deleted meanwhile")
@@ -129,7 +125,7 @@ def verify(args: argparse.Namespace, output: Output) -> int:
 
 
 def _repaired(run: Inspection, one: Verification, output: Output) -> Verification:
-    """What is known of an epoch when its Orbax view has been made anew, if it was not as it should be."""
+    """Makes an epoch's Orbax view anew if it is damaged or gone; returns what is then known of the epoch."""
     if not one.view_damage and one.note != status.NO_VIEW:
         return one
     try:
@@ -145,15 +141,14 @@ def _repaired(run: Inspection, one: Verification, output: Output) -> Verificatio
 
 def _plain(one: Verification) -> dict[str, Any]:
     """An answer for programs."""
-    damage, view = ([_place(error) for error in errors] for errors in (one.damage, one.view_damage))
+
+    def place(error: EpochCheckpointError) -> dict[str, Any]:
+        path, leaf, problem = (getattr(error, name, None) for name in ("path", "leaf", "problem"))
+        return {"path": path or "", "leaf": leaf, "problem": problem or str(error)}
+
+    damage, view = (list(map(place, errors)) for errors in (one.damage, one.view_damage))
     rest = {"nbytes": one.nbytes, "note": one.note, "damage": damage, "view_damage": view}
     return {"epoch": one.epoch, "ok": one.ok, **rest}
-
-
-def _place(error: EpochCheckpointError) -> dict[str, Any]:
-    if isinstance(error, DamagedError):
-        return {"path": error.path, "leaf": error.leaf, "problem": error.problem}
-    return {"path": getattr(error, "path", ""), "leaf": None, "problem": getattr(error, "problem", str(error))}
 
 
 def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
@@ -179,50 +174,41 @@ def _places(errors: Sequence[EpochCheckpointError], style: str) -> Iterator[Rend
         yield Text(f"  … {_units.count(len(errors) - _DAMAGE)} more", style)
 
 
-_FAILED = "could not be removed"
-
-
-def collect(args: argparse.Namespace, output: Output) -> int:
+def gc(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt gc`."""
     storage = None if args.save_timeout is None else StorageOptions(save_timeout_secs=args.save_timeout)
     options = options_of(args)
     if args.todelete_subdir is not None:
         options = dataclasses.replace(options, todelete_subdir=args.todelete_subdir)
-
-    asked: dict[str, Any] = {"older_than_secs": args.older_than, "epochs_too": args.rolled_back}
-    search = functools.partial(gc.collect, args.directory, options=options, storage=storage, **asked)
+    limits: dict[str, Any] = {"older_than_secs": args.older_than, "epochs_too": args.rolled_back}
+    search = functools.partial(collect, args.directory, options=options, storage=storage, **limits)
     found = search()
     if args.delete and found.rows:
         with output.progress("removing", found.nbytes) as bar:
-            found = search(delete=True, progress=lambda row: bar.more(row.nbytes))
+            found = search(delete=True, progress=lambda row: bar(advance=row.nbytes))
     answer = {"deleted": bool(args.delete), **dataclasses.asdict(found), "nbytes": found.nbytes}
-    output.rows(answer, lambda: Group(*_view(found, args.delete)))
+    output.rows(answer, lambda: Group(*_garbage(found, args.delete)))
     return UNREACHABLE if any(why.startswith(_FAILED) for why in found.kept.values()) else OK
 
 
-def _view(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
+def _garbage(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
     if found.rows:
         things = _units.several(len(found.rows), "thing", "things")
-        title = f"removed: {things}" if deleted else f"can be removed: {things}"
-        yield Text(f"{title}, {_units.nbytes(found.nbytes)}", HEAD)
+        yield Text(f"{'removed' if deleted else 'can be removed'}: {things}, {_units.nbytes(found.nbytes)}", HEAD)
         yield render([views.leftovers(found.rows)])
     else:
         yield Text("nothing was removed" if deleted else "nothing can be removed", HEAD)
     if found.kept:
         yield Text()
         yield Text("stays:", HEAD)
-        yield from _kept(found.others, found)
+    sizes = {row.path: f"  {_units.nbytes(row.nbytes)}" for row in found.others}
+    for path, why in found.kept.items():
+        style = BAD if why.startswith(_FAILED) else ""
+        line = text(path, limit=100).append(sizes.get(path, ""), FAINT)
+        yield Fact(Text("·", FAINT), line.append_text(text(f"  {why}", style, limit=600)), 1, 2)
     if found.rows and not deleted:
         yield Text()
         yield Text("Nothing was changed; --delete removes it.", FAINT)
-
-
-def _kept(others: Sequence[LeftoverRow], found: Garbage) -> Iterator[RenderableType]:
-    sizes = {row.path: _units.nbytes(row.nbytes) for row in others}
-    for path, why in found.kept.items():
-        style = BAD if why.startswith(_FAILED) else ""
-        line = text(path, limit=100).append(f"  {sizes[path]}" if path in sizes else "", FAINT)
-        yield Fact(Text("·", FAINT), line.append_text(text(f"  {why}", style, limit=600)), 1, 2)
 
 
 def export(args: argparse.Namespace, output: Output) -> int:
@@ -241,16 +227,16 @@ def export(args: argparse.Namespace, output: Output) -> int:
             separator=args.separator,
             skip_unsupported=args.skip_unsupported,
             options=options_of(args),
-            progress=bar.more,
+            progress=lambda nbytes: bar(advance=nbytes),
         )
 
-    def view() -> RenderableType:
-        title = Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", text(done.path))
-        left = [
-            Fact(text(item), text(", ".join(f"{leaf}: {why}" for leaf, why in leaves.items()), limit=2000), 12, 2)
-            for item, leaves in done.unsupported.items()
-        ]
-        return Group(title, *([Text("left out:"), *left] if left else []))
+    def view() -> Iterator[RenderableType]:
+        yield Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", text(done.path))
+        if done.unsupported:
+            yield Text("left out:")
+        for item, leaves in done.unsupported.items():
+            why = ", ".join(f"{leaf}: {reason}" for leaf, reason in leaves.items())
+            yield Fact(text(item), text(why, limit=2000), 12, 2)
 
-    output.rows(done, view)
+    output.rows(done, lambda: Group(*view()))
     return OK

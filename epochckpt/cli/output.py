@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Generator
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
 from epochckpt._text import shown
@@ -17,7 +18,6 @@ from epochckpt.inspection import plain
 from epochckpt.inspection.text.table import WARN
 
 OK, FOUND, USAGE, MISSING, UNREACHABLE, VIEW, FAULT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 5, 70, 130, 141
-
 
 _PIECE = 2**14  # characters
 _NEAREST = "epochckpt.nearest"  # the name of an error handler of Python's codecs
@@ -35,19 +35,6 @@ def _nearest(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_NEAREST, _nearest)
 
 
-class Stop(Exception):
-    """Ends a command with a message of its own.
-
-    Attributes:
-        code: exit code.
-        message: for stderr.
-    """
-
-    def __init__(self, code: int, message: str):
-        super().__init__(message)
-        self.code, self.message = code, message
-
-
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Left to `cli.main`, which gives the exit code."""
@@ -55,26 +42,22 @@ class _Console(Console):
 
 
 class Output:
-    """What one command writes.
-
-    Args:
-        as_json: JSON instead of text on stdout.
-    """
+    """What one command writes; its answer is JSON if `as_json` is set, else text."""
 
     def __init__(self, as_json: bool):
-        self.as_json = as_json
+        self._as_json = as_json
         if sys.stdout is None:
-            raise Stop(UNREACHABLE, "stdout is closed")
+            raise OSError("stdout is closed")
         for stream in (sys.stdout, sys.stderr):
-            # What is not of Unicode gets the nearest character that it has, not a traceback.
+            # A character that the stream's encoding lacks becomes the nearest one that it has, not a traceback.
             with contextlib.suppress(AttributeError, OSError):
                 stream.reconfigure(errors=_NEAREST)  # pyright: ignore[reportAttributeAccessIssue]
         self.out = _Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
-        self.err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 
     def rows(self, rows: object, view: Callable[[], RenderableType]) -> None:
         """The answer of a command: rows as JSON, or their view."""
-        if self.as_json:
+        if self._as_json:
             self.line(rows)
         else:
             with self.out.capture() as captured:
@@ -93,47 +76,19 @@ class Output:
 
     def note(self, message: str) -> None:
         """A remark beside the answer."""
-        self.err.print(Text(f"epochckpt: {shown(message, limit=2000)}", WARN))
+        self._err.print(Text(f"epochckpt: {shown(message, limit=2000)}", WARN))
 
     @contextlib.contextmanager
-    def progress(self, what: str, total: float) -> Generator[Bar]:
-        """Shows how far long work is, on a terminal and nowhere else.
+    def progress(self, what: str, total: float) -> Generator[Callable[..., None]]:
+        """Shows how far work on so many bytes is, on a terminal and nowhere else.
 
-        Args:
-            what: is being done.
-            total: bytes.
+        Yields what any thread may call: `bar(advance=…)`, or `bar(completed=…, total=…)`.
         """
-        if not sys.stderr.isatty() or self.err.is_dumb_terminal:  # FORCE_COLOR makes no terminal of a file
-            yield Bar(None, total)
-            return
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-        )
-        with Progress(*columns, console=self.err, transient=True) as drawn:
-            yield Bar((drawn, drawn.add_task(shown(what), total=total)), total)
-
-
-class Bar:
-    """How far work is.
-
-    Args:
-        drawn: where it is drawn, and as which task; None: nowhere.
-        total: bytes.
-    """
-
-    def __init__(self, drawn: tuple[Progress, TaskID] | None, total: float):
-        self._drawn, self.total = drawn, total
-
-    def more(self, nbytes: float) -> None:
-        """So many bytes more are done. Any thread."""
-        if self._drawn is not None:
-            self._drawn[0].advance(self._drawn[1], nbytes)
-
-    def at(self, done: float, total: float) -> None:
-        """So many bytes are done, of so many. Any thread."""
-        if self._drawn is not None:
-            self._drawn[0].update(self._drawn[1], completed=done, total=total)
+        description = TextColumn("{task.description}", markup=False)
+        columns = SpinnerColumn(), description, BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn()
+        drawn = Progress(*columns, console=self._err, transient=True)
+        task = drawn.add_task(shown(what), total=total)
+        # FORCE_COLOR makes no terminal of a file: rich's own test is not enough.
+        on_terminal = sys.stderr.isatty() and not self._err.is_dumb_terminal
+        with drawn if on_terminal else contextlib.nullcontext():
+            yield functools.partial(drawn.update, task)

@@ -6,7 +6,8 @@ import argparse
 
 import orbax.checkpoint as ocp
 
-from epochckpt.cli.output import MISSING, USAGE, Output, Stop
+from epochckpt.cli.output import Output
+from epochckpt.errors import InvalidArgumentError, UnknownNameError
 from epochckpt.inspection.directory import Inspection, inspect
 from epochckpt.inspection.epoch import EpochInspection
 from epochckpt.inspection.rows import DAMAGED
@@ -27,20 +28,16 @@ def opened(args: argparse.Namespace, directory: str | None = None) -> Inspection
 
 
 def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspection:
-    """One epoch: a number, `latest` or `best`.
-
-    Raises:
-        Stop: there is none.
-        EpochNotFoundError: there is no epoch of this number.
-    """
+    """One epoch: a number, `latest` or `best`. Raises UnknownNameError or EpochNotFoundError if there is none."""
     if isinstance(asked, int):
         return run[asked]
     if asked == "best" and run.metric is None:
-        raise Stop(USAGE, "`best` needs --metric NAME: by which metric?")
+        raise InvalidArgumentError("`best` needs --metric NAME: by which metric?")
     seen = run.overview(1)
     found = next((row.epoch for row in seen.epochs if (row.best if asked == "best" else row.latest)), None)
     if found is None:
-        raise Stop(MISSING, f"{run.directory}: no {asked} epoch: {seen.problems.get('') or 'no epoch can be used'}")
+        why = seen.problems.get("") or "no epoch can be used"
+        raise UnknownNameError(f"{run.directory}: no {asked} epoch: {why}")
     newer = [row.epoch for row in seen.epochs if row.state == DAMAGED and row.epoch > found]
     if asked == "latest" and newer:
         output.note(f"newer, but damaged: {', '.join(map(str, newer[-_NEWER:]))}; see `epochckpt ls`")

@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from epochckpt import _units
 from epochckpt.cli.output import FOUND, MISSING, OK, Output
-from epochckpt.cli.resolve import options_of
-from epochckpt.commit import Commits, commits_of
+from epochckpt.cli.resolve import opened, options_of
+from epochckpt.commit import commits_of
 from epochckpt.inspection import rows, scan, views
 from epochckpt.inspection import watch as watching
 from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Tone
-from epochckpt.inspection.rows import EpochRow
 from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Line, TextTable, text
 from epochckpt.inspection.watch import DELETED, FAILED, PRESENT, SAVED, SAVING, Event
 from epochckpt.orbax import StepNames
@@ -28,56 +27,46 @@ _HISTORY = 5
 _STYLES = {PRESENT: FAINT, SAVED: GOOD, SAVING: LIVE, FAILED: BAD, DELETED: FAINT}
 _STEP = 0.25  # where nothing can be drawn over, a save has a line whenever so much more of it is done
 
+Show = Callable[[Event, bool], None]
+"""Shows an event, and whether its epoch is the best so far."""
+
 
 def watch(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt watch`."""
-    commits = _commits(args)
-    events = watching.watch(
-        commits,
-        until=args.until,
-        timeout_secs=args.timeout,
-        interval_secs=args.interval,
-        history=_HISTORY,
-    )
-    best = _best_of(args)
-    drawn = output.out.is_terminal and not output.out.is_dumb_terminal and not args.json
-    damaged = False
-    with _live(output.out) if drawn else contextlib.nullcontext(_Lines(output)) as show:
-        while True:
-            try:
-                event = next(events)
-            except StopIteration as end:
-                reached = bool(end.value)
-                break
+    options = options_of(args)
+    if args.wait:
+        commits = commits_of(open_store(args.directory), StepNames.of(options))
+    else:
+        commits = scan.open_commits(args.directory, options)
+    reached = damaged = False
+
+    def events() -> Iterator[Event]:
+        nonlocal reached
+        reached = yield from watching.watch(
+            commits, until=args.until, timeout_secs=args.timeout, interval_secs=args.interval, history=_HISTORY
+        )
+
+    on_terminal = output.out.is_terminal and not output.out.is_dumb_terminal and not args.json
+    live = Live(console=output.out, auto_refresh=False, transient=True)
+    show = _drawn(live) if on_terminal else _lines(output)
+    with live if on_terminal else contextlib.nullcontext():
+        for event in events():
             damaged = damaged or watching.is_damaged(event)
             if args.json:
                 output.line(event)
             else:
-                show(event, best(event))
+                show(event, _is_best(args, event))
     if not reached:
         output.note(f"no epoch was committed within {_units.secs(args.timeout)}")
         return MISSING
     return FOUND if damaged else OK
 
 
-def _commits(args: argparse.Namespace) -> Commits:
-    options = options_of(args)
-    if args.wait:
-        return commits_of(open_store(args.directory), StepNames.of(options))
-    return scan.open_commits(args.directory, options)
-
-
-def _best_of(args: argparse.Namespace) -> Callable[[Event], bool]:
-    """Tells whether an event's epoch is the best so far."""
-
-    def best(event: Event) -> bool:
-        if not args.metric or event.kind not in (PRESENT, SAVED):
-            return False
-        options = options_of(args)
-        seen = scan.look(args.directory, metric=args.metric, mode=args.mode, limit=1, options=options, check=False)
-        return any(row.best and row.epoch == event.row.epoch for row in seen.epochs)
-
-    return best
+def _is_best(args: argparse.Namespace, event: Event) -> bool:
+    """Whether an event's epoch is the best so far."""
+    if not args.metric or event.kind not in (PRESENT, SAVED):
+        return False
+    return any(row.best and row.epoch == event.row.epoch for row in opened(args).overview(1, check=False).epochs)
 
 
 def line(event: Event, best: bool = False) -> Line:
@@ -103,7 +92,7 @@ def _progress(event: Event) -> Text:
     return Text(f"{share}{_units.nbytes(event.row.nbytes)}{of}")
 
 
-def _facts(row: EpochRow) -> Iterator[tuple[int, Text]]:
+def _facts(row: rows.EpochRow) -> Iterator[tuple[int, Text]]:
     took = f" in {_units.secs(row.secs)}" if row.secs is not None else ""
     yield 1, Text(f"{_units.nbytes(row.nbytes)}{took}")
     yield 7, Text(f"blocked {_units.secs(row.blocked_secs)}" if row.blocked_secs is not None else "", FAINT)
@@ -112,48 +101,37 @@ def _facts(row: EpochRow) -> Iterator[tuple[int, Text]]:
         yield 4 + rank, text(f"{name} ", FAINT, limit=30).append_text(text(views.figure(value), limit=12))
 
 
-class _Lines:
-    """One line per event, for what is no terminal: of a save only now and then.
+def _lines(output: Output) -> Show:
+    """Shows one line per event where nothing can be drawn over; of a save only now and then."""
+    done: dict[str, float] = {}
 
-    Args:
-        output: where to.
-    """
-
-    def __init__(self, output: Output):
-        self._output = output
-        self._shown: dict[str, float] = {}
-
-    def __call__(self, event: Event, best: bool) -> None:
-        if event.kind == SAVING:
-            done = event.done or 0.0
-            before = self._shown.get(event.row.attempt)
-            if before is not None and done - before < _STEP:
-                return
-            self._shown[event.row.attempt] = done
+    def show(event: Event, best: bool) -> None:
+        attempt, share = event.row.attempt, event.done or 0.0
+        if event.kind != SAVING:
+            done.pop(attempt, None)
+        elif share - done.get(attempt, -1.0) < _STEP:
+            return
         else:
-            self._shown.pop(event.row.attempt, None)
-        self._output.out.print(line(event, best).whole(), soft_wrap=True)
-        self._output.out.file.flush()
+            done[attempt] = share
+        output.out.print(line(event, best).whole(), soft_wrap=True)
+        output.out.file.flush()
+
+    return show
 
 
-class _Drawn:
-    """Lines for what has happened, and below them what is under way.
+def _drawn(live: Live) -> Show:
+    """Shows a line for what has happened, and below all lines the saves that are under way."""
+    saving: dict[str, Event] = {}
 
-    Args:
-        live: draws.
-    """
-
-    def __init__(self, live: Live):
-        self._live = live
-        self._saving: dict[str, Event] = {}
-
-    def __call__(self, event: Event, best: bool) -> None:
+    def show(event: Event, best: bool) -> None:
         if event.kind == SAVING:
-            self._saving[event.row.attempt] = event
+            saving[event.row.attempt] = event
         else:
-            self._saving.pop(event.row.attempt, None)
-            self._live.console.print(line(event, best))
-        self._live.update(Group(*(under_way(saving) for saving in self._saving.values())), refresh=True)
+            saving.pop(event.row.attempt, None)
+            live.console.print(line(event, best))
+        live.update(Group(*map(under_way, saving.values())), refresh=True)
+
+    return show
 
 
 def under_way(event: Event) -> RenderableType:
@@ -169,9 +147,3 @@ def under_way(event: Event) -> RenderableType:
         indent=2,
     )
     return Group(Line((0, head), (1, _progress(event)), (2, text(event.detail, FAINT))), table)
-
-
-@contextlib.contextmanager
-def _live(console: Console) -> Generator[_Drawn]:
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield _Drawn(live)
