@@ -49,8 +49,6 @@ def follow(
         StorageError: storage does not answer, also when asked again; call it anew, with the last epoch as `after`.
 
     Example:
-        >>> import orbax.checkpoint as ocp
-        >>> import epochckpt as ec
         >>> with ec.CheckpointManager("run") as manager:
         ...     for epoch in range(3):
         ...         saved = manager.save(epoch, args=ocp.args.StandardSave({"w": 1.5}))
@@ -122,8 +120,6 @@ def attach_metrics(
         AccessError: no permission to write there.
 
     Example:
-        >>> import orbax.checkpoint as ocp
-        >>> import epochckpt as ec
         >>> with ec.CheckpointManager("run") as manager:
         ...     saved = manager.save(0, args=ocp.args.StandardSave({"w": 1.5}), metrics={"loss": 0.5})
         >>> ec.attach_metrics("run", 0, {"accuracy": 0.75}, source="evaluator")

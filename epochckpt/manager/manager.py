@@ -52,11 +52,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     Construct it, and call `save` and `restore`, on every process. Saves are asynchronous: `save` returns when its
     arguments have been copied or can no longer change, and an epoch exists (`all_steps`, `latest_step`, any reader)
-    only when every node has written its part. In a job of several processes all must call the methods that change the
-    directory, and `reload`, `restore` and `restore_newest`.
+    only when every node has written its part.
 
     A failed save never harms an earlier epoch and never stops training: it is logged, and raised by
     `wait_until_finished`, `check_for_errors` or `close`.
+
+    In a job of several processes all must call `reload`, `restore`, `restore_newest` and the methods that change the
+    directory. Methods that read, replace or delete an epoch raise EpochNotFoundError if it does not exist.
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,7 +96,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Args:
             directory: where the epochs live: a path (relative ones and `~` are fine) or a URL that TensorStore knows.
-            checkpointers: Orbax's legacy form: a Checkpointer, or several by item name; their handlers are taken.
+            checkpointers: Orbax's legacy form: a Checkpointer, or several by item name, for their handlers.
             options: Orbax's options; its policies decide what is saved and kept.
             metadata: JSON for the whole directory, see `metadata()`; written once, with the first write.
             item_names: names of the items, if several are saved together with `args.Composite`.
@@ -105,9 +107,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             storage: how bytes get to storage, and timeouts.
             node: this process's node name, `process_<index>` by default; in a job of one process also the names of
                 several nodes, all of which it then hosts.
-            metadata_handler: an object with Caffe2's protocol (`set_params`, `last_epoch`, `write`, `report`,
-                `cp_accessible`); the primary notifies it of every commit, and of the nodes before the first one. Its
-                errors are logged.
+            metadata_handler: see `epochckpt.metadata`; the primary notifies it of the nodes and of every commit.
 
         Raises: see `epochckpt.commit.opening.open_directory`.
         """
@@ -170,8 +170,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Names all nodes of the job, in order, before the first save: node i is process i, or one process hosts all.
 
         Raises:
-            InvalidArgumentError: their number does not fit the processes, something has been saved under other names,
-                or the manager was opened with others (`node=`).
+            InvalidArgumentError: their number is not that of the processes, or this manager was opened (`node=`), or
+                has saved, with other names.
         """
         nodes = self._nodes.renamed(names)
         if nodes == self._nodes:
@@ -185,11 +185,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._take_nodes(nodes)
 
     def introduce_handler(self) -> None:
-        """Calls the metadata handler's `set_params` now, unless that was done, instead of before the first commit.
-
-        Raises:
-            InvalidArgumentError: the handler says that it cannot serve this directory.
-        """
+        """Calls the metadata handler's `set_params` now, not before the first commit; raises what it refuses."""
         self._notifier.introduce()
 
     def _take_nodes(self, nodes: Nodes) -> None:
@@ -212,8 +208,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             AccessError: this user may not write to the directory.
             InvalidArgumentError: this manager is read only.
         """
-        if self._options.read_only:
-            raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be claimed")
         self._write("claim", None, lambda: None)
 
     @property
@@ -238,9 +232,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return retention.best(self._options, self._history.committed())
 
     def reload(self) -> None:
-        """Waits for saves in flight, and looks at storage again, on the primary.
-
-        `status` and `verify` look at storage from one process alone.
+        """Waits for saves in flight, and looks at storage again; `status` and `verify` do so from one process alone.
 
         Raises:
             CoordinationTimeoutError: the primary's answer did not come in time.
@@ -276,23 +268,19 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
         """Whether the options ask for this epoch to be saved, after those that were requested so far.
 
-        Args:
-            step: the epoch's number.
-            ignore_later: decide as if neither it nor later ones had been requested; else that makes it False.
+        It is False if this epoch or a later one was requested; with `ignore_later` those do not count.
         """
         if self._options.read_only:
             logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory)
             return False
-        asked = self._history.requested(self._attempts.in_flight())
+        requested = self._history.requested(self._attempts.in_flight())
         if ignore_later or step in self._overwrites:
-            asked = [info for info in asked if info.step < step]
-        if asked and asked[-1].step >= step:
-            logging.info(
-                "epoch %d is not saved: epoch %d was asked for already (force=True does)", step, asked[-1].step
-            )
+            requested = [info for info in requested if info.step < step]
+        if requested and requested[-1].step >= step:
+            logging.info("epoch %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
         return retention.decide_save(
-            self._policy, self._options, step, asked, self.is_saving_in_progress, self.reached_preemption(step)
+            self._policy, self._options, step, requested, self.is_saving_in_progress, self.reached_preemption(step)
         )
 
     def save(
@@ -320,19 +308,19 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             Whether a save was begun. `wait_until_finished` and `latest_step` show whether it was committed.
 
         Raises:
-            EpochExistsError: with force, for an epoch that exists or is being saved; also without, if a foreign
-                folder lies in its place.
+            EpochExistsError: with force, the epoch exists or is being saved; or a foreign folder lies in its place.
             FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
             AccessError: this user may not write to the directory.
-            InvalidArgumentError: something in `args` cannot be saved; names it. Nothing was begun.
+            InvalidArgumentError: something in `args` cannot be saved; names it.
             SaveError: only if saves are not asynchronous: it was not committed.
-            Exception: what a handler that is not ours raises. Nothing was begun.
+            Exception: what a handler that is not ours raises.
         """
         began = time.monotonic()
         step = epoch_number(step)
         if self._closed:
             raise InvalidArgumentError(f"this manager of {self._directory} is closed")
-        self._check_not_forked("save")
+        if not self._options.read_only:
+            self._check_may_write("save")
         args = legacy.save_args(self._handlers, items, save_kwargs, args)
         multi = check_args(args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
@@ -340,8 +328,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         # An epoch that exists is only replaced with permission, which this save uses up, whatever comes of it.
         overwrite = self._overwrites.pop(step, None)
         number = self._attempts.next_try(step)
-        asked = step in [attempt.epoch for attempt in self._attempts.in_flight()] or self._history.is_known(step)
-        if asked and overwrite is None:
+        exists = step in [attempt.epoch for attempt in self._attempts.in_flight()] or self._history.is_known(step)
+        if exists and overwrite is None:
             if not force:
                 return False
             raise EpochExistsError(
@@ -412,13 +400,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         that raises, has used the permission up: call this again.
 
         Raises:
-            EpochNotFoundError: there is no such epoch.
             InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only.
         """
         epoch = epoch_number(epoch)
-        if self._options.read_only:
-            raise InvalidArgumentError(f"{self._directory} is open read only: epoch {epoch} cannot be replaced")
-        self._check_not_forked("allow_overwrite")
+        self._check_may_write("allow_overwrite")
         self._attempts.drain(epoch)
         self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
 
@@ -447,9 +432,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             raise error
 
     def pop_save_results(self) -> list[status.SaveResult]:
-        """Results of the saves that have ended since the last call, in order, at most a thousand; does not wait.
+        """Results of this process's saves that have ended since the last call, in order; does not wait.
 
-        Of the saves of this process; one that `save` itself refused is not among them.
+        The newest thousand are kept. A save that `save` itself refused is not among them.
         """
         return self._listener.pop_results()
 
@@ -476,7 +461,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             The item, or a Composite of items.
 
         Raises:
-            EpochNotFoundError: there is no such epoch; says which there are.
             MismatchError: the target does not fit; lists every leaf.
             DamagedError: bytes differ from what was written; if `step` is None, those of every epoch.
             StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
@@ -519,8 +503,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             The epoch, and what `restore` returned for it.
 
         Raises:
-            EpochNotFoundError: there is no epoch at all.
-            DamagedError: there are, but none of them can be read.
+            EpochNotFoundError: there is no epoch.
+            DamagedError: none of the epochs can be read.
             StorageError: storage does not answer; no older epoch is taken instead.
         """
         self._attempts.drain()
@@ -535,12 +519,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             item: the item's name; may be left out if the epoch has one item.
 
         Raises:
-            EpochNotFoundError: there is no such epoch.
             UnknownNameError: one of the patterns matches no leaf; names the nearest ones.
 
         Example:
-            >>> import orbax.checkpoint as ocp
-            >>> import epochckpt as ec
             >>> state = {"params": {"w": 1.5, "b": -0.5}, "step": 7}
             >>> with ec.CheckpointManager("run") as manager:
             ...     saved = manager.save(0, args=ocp.args.StandardSave(state))
@@ -571,9 +552,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         checksums: its epochs are only checked to be whole and readable; see `note`.
 
         Example:
-            >>> import numpy as np
-            >>> import orbax.checkpoint as ocp
-            >>> import epochckpt as ec
             >>> with ec.CheckpointManager("run") as manager:
             ...     saved = manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(3)}))
             ...     manager.wait_until_finished()
@@ -587,18 +565,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._readers.open(epoch_number(step)).metrics()
 
     def save_id(self, epoch: int) -> str:
-        """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-        """
+        """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew."""
         return self._readers.commits.read_head(epoch_number(epoch)).attempt
 
     def item_metadata(self, step: int) -> Any:
-        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes.
-
-        Reads one small file, and the files of items whose handlers, not ours, provide metadata.
-        """
+        """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads no arrays."""
         return self._readers.open(epoch_number(step)).item_metadata()
 
     def item_kinds(self, epoch: int) -> dict[str, str]:
@@ -606,9 +577,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         `arrays`: a pytree of arrays and values; `files`: what a handler wrote; `node`: a pytree of each node's own
         (`NodeSave`). Items of stock Orbax are `arrays` or `files`.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
         """
         return self._readers.open(epoch_number(epoch)).item_kinds()
 
@@ -623,19 +591,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return [n.name for n in self._readers.commits.read_record(epoch_number(epoch)).nodes]
 
     def node_path(self, node: str, epoch: int) -> epath.Path:
-        """The folder of one node's files of a committed epoch.
-
-        Raises:
-            InvalidArgumentError: the epoch has no such node; lists those it has.
-        """
+        """The folder of one node's files; raises InvalidArgumentError if the epoch has no such node."""
         return self._readers.open(epoch_number(epoch)).node_path(node)
 
     def source(self, epoch: int) -> tuple[Store, str, EpochReader | None, StepNames]:
-        """What a copy of an epoch needs: store, folder, reader unless stock Orbax wrote it, and step names.
-
-        Raises:
-            EpochNotFoundError: there is no such epoch.
-        """
+        """What a copy of an epoch needs: store, folder, reader unless stock Orbax wrote it, and step names."""
         reader = self._readers.open(epoch_number(epoch))
         return reader.store, reader.folder, reader.native, self._commits.names
 
@@ -645,8 +605,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Deletes an epoch, also the newest.
 
         Raises:
-            EpochNotFoundError: there is no such epoch.
-            UnfinishedError: it is not listed any more, but its bytes could not be moved or removed.
+            UnfinishedError: it is not listed any more, but its files could not be moved or removed.
         """
         step = epoch_number(step)
         if self._options.read_only:
@@ -667,12 +626,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         They are kept under `rolled-back-<id>/`, which nothing cleans up.
 
         Raises:
-            EpochNotFoundError: there is no such epoch.
             UnfinishedError: they are not listed any more, but could not be moved, and cannot be saved anew so far.
 
         Example:
-            >>> import orbax.checkpoint as ocp
-            >>> import epochckpt as ec
             >>> with ec.CheckpointManager("run") as manager:
             ...     for epoch in range(3):
             ...         saved = manager.save(epoch, args=ocp.args.StandardSave({"loss": 0.5**epoch}))
@@ -682,8 +638,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             [0, 1]
         """
         epoch = epoch_number(epoch)
-        if self._options.read_only:
-            raise InvalidArgumentError(f"{self._directory} is open read only: it cannot be rolled back")
         self._attempts.drain()
         self._write("rollback_to", epoch, lambda: retention.roll_back(self._commits, epoch))
         self._history.drop([e for e in self.all_steps() if e > epoch])
@@ -695,7 +649,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Epochs that are out of sight on storage are not listed here either, also where they could not be moved away.
         """
-        self._check_not_forked(verb)
+        self._check_may_write(verb)
 
         def claimed() -> dict[str, Any]:
             self._claim.check(epoch or 0)
@@ -715,8 +669,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             self._history.drop(error.epochs)
             raise
 
-    def _check_not_forked(self, verb: str) -> None:
-        """Raises InvalidArgumentError in a forked process, which may only read."""
+    def _check_may_write(self, verb: str) -> None:
+        if self._options.read_only:
+            raise InvalidArgumentError(f"{verb}: {self._directory} is open read only")
         if self._forked:
             raise InvalidArgumentError(
                 f"{verb}: this process (pid {os.getpid()}) was forked off the one that opened {self._directory}, and "

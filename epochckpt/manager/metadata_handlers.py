@@ -1,8 +1,4 @@
-"""Metadata handlers: they record what a run does, and answer where to resume when it starts again.
-
-The protocol is that of Caffe2's `caffe2.python.checkpoint`; users find it in `epochckpt.metadata`. A handler is called
-on the primary only, also from background threads. Its errors are logged, and never harm a committed epoch.
-"""
+"""Caffe2's protocol of metadata handlers, and the handler that writes a JSON file; public in `epochckpt.metadata`."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import json
 import operator
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from absl import logging
@@ -35,7 +31,7 @@ _CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 class AbstractMetadataHandler(abc.ABC):
-    """Records what a run does, and knows at the next start which epoch was the last.
+    """Records what a run does, and knows at the next start which epoch was the last, as in `caffe2.python.checkpoint`.
 
     All methods are called on the primary only, from any thread, once for each event, and as Caffe2 calls them:
     `set_params`, `last_epoch` and `write` by keyword, `report` and `cp_accessible` by position. A failure is logged and
@@ -51,7 +47,7 @@ class AbstractMetadataHandler(abc.ABC):
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Says which run it is, before anything else is called.
+        """Describes the run, before anything else is called.
 
         Args:
             db_prefix: the directory of the checkpoints. It need not exist and is not created.
@@ -63,11 +59,7 @@ class AbstractMetadataHandler(abc.ABC):
 
     @abc.abstractmethod
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The epoch to resume from; None if the handler knows of none.
-
-        Args:
-            user_epoch: the epoch that the user named. A handler may overrule it; those here do not.
-        """
+        """The epoch to resume from; None if there is none. A handler may overrule the one that the user named."""
 
     @abc.abstractmethod
     def write(self, epoch: int) -> None:
@@ -93,8 +85,11 @@ class AbstractMetadataHandler(abc.ABC):
         del epoch, reason
 
 
-class DirectoryHandler(AbstractMetadataHandler):
-    """What our handlers share: they look at the directory of the checkpoints themselves."""
+class CheckedHandler(AbstractMetadataHandler):
+    """A handler that checks its arguments, and looks at the directory of the checkpoints itself.
+
+    A subclass implements `_begin`, `_last_epoch`, `_note` and `_note_times`.
+    """
 
     _store: Store | None = None
 
@@ -116,9 +111,49 @@ class DirectoryHandler(AbstractMetadataHandler):
         self._begin(params, [str(name) for name in node_names], store)
         self._store = store
 
+    def last_epoch(self, user_epoch: int | None = None) -> int | None:
+        """The user's, else the one that the run wrote last; None if there is none."""
+        return self._last_epoch() if user_epoch is None else check_epoch("last_epoch", user_epoch)
+
+    def write(self, epoch: int) -> None:
+        """Records the epoch and the time."""
+        self._note("written", check_epoch("write", epoch))
+
+    def save_failed(self, epoch: int, reason: str) -> None:
+        """Records the failure."""
+        self._note("failed", check_epoch("save_failed", epoch), str(reason))
+
+    def run_ended(self, epoch: int, reason: str) -> None:
+        """Records the end of the run."""
+        self._note("ended", check_epoch("run_ended", epoch), str(reason))
+
+    def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
+        """Records the times."""
+        if not isinstance(action_name, str) or not isinstance(all_stats, Mapping):
+            what = f"report({action_name!r}, a {type(all_stats).__name__})"
+            raise InvalidArgumentError(f"{what}; expected a name, and seconds by name in a mapping")
+        times = {}
+        for name, secs in all_stats.items():
+            where = f"report({action_name!r}): {name!r}"
+            number = checksums.pack_json(secs, where)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not isinstance(name, str):
+                raise InvalidArgumentError(f"{where} is {secs!r}; expected a name and seconds")
+            times[name] = float(number)
+        self._note_times(action_name, times)
+
     @abc.abstractmethod
     def _begin(self, params: dict[str, Any], nodes: list[str], store: Store) -> None:
-        """`set_params`, with its arguments checked; `store` is the directory of the checkpoints."""
+        """Begins the run of these nodes, or goes on with it; `store` is the directory of the checkpoints."""
+
+    @abc.abstractmethod
+    def _last_epoch(self) -> int | None: ...
+
+    @abc.abstractmethod
+    def _note(self, outcome: str, epoch: int, reason: str | None = None) -> None:
+        """Records that an epoch was "written", that its save "failed", or that the run "ended" with it."""
+
+    @abc.abstractmethod
+    def _note_times(self, action: str, times: Mapping[str, float]) -> None: ...
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Whether the directory exists; an object store, which has no directories, is asked whether it answers."""
@@ -127,7 +162,7 @@ class DirectoryHandler(AbstractMetadataHandler):
         try:
             if self._store.renames:
                 return os.path.isdir(self._store.root)
-            self._store.exists(_NAME)
+            self._store.exists(_KIND)
         except OSError as error:
             logging.warning("%s cannot be reached: %s", self._store.root, say(error))
             return False
@@ -183,35 +218,20 @@ def check_epoch(what: str, epoch: Any) -> int:
     return number
 
 
-def check_times(action_name: str, all_stats: Mapping[str, float]) -> dict[str, float]:
-    """The arguments of `report` as seconds by name."""
-    if not isinstance(action_name, str) or not isinstance(all_stats, Mapping):
-        raise InvalidArgumentError(
-            f"report({action_name!r}, a {type(all_stats).__name__}); expected a name, and seconds by name in a mapping"
-        )
-    times = {}
-    for name, secs in all_stats.items():
-        number = checksums.pack_json(secs, f"report({action_name!r}): {name!r}")
-        if isinstance(number, bool) or not isinstance(number, int | float) or not isinstance(name, str):
-            raise InvalidArgumentError(f"report({action_name!r}): {name!r} is {secs!r}; expected a name and seconds")
-        times[name] = float(number)
-    return times
-
-
-_NAME = "last_epoch"  # of the file, and in it
-_VERSION = 1
+_KIND, _VERSION = "last_epoch", 1
 _MAX_BYTES = 16 * 2**20
 _FOREIGN = "is not what JsonMetadataHandler writes; move it away, or give the handler another path"
 
 
-class JsonMetadataHandler(DirectoryHandler):
+class JsonMetadataHandler(CheckedHandler):
     """One small JSON file beside the epochs: the last epoch and when it was written, for people, too.
 
-    It also holds the run's nodes, the last times of each action, the last failed save and why the run ended. Each
-    write replaces the file atomically and durably.
+    It also holds the run's nodes, the last times of each action, the last failed save and, until the next epoch is
+    written, why the run ended. Each write replaces the file atomically and durably.
 
     Jobs that share a directory, each for its own nodes, have a file each. A job that is started with more or fewer
-    nodes goes on from the file of a job that had one of them.
+    nodes goes on from the file of a job that had one of them. A file of another program or job is left alone, and
+    raises FormatError.
 
     Args:
         path: the file, a local path or a URL; None for `last_epoch-<the first node>.json` in the directory of the
@@ -219,8 +239,6 @@ class JsonMetadataHandler(DirectoryHandler):
 
     Example:
         >>> import json, pathlib
-        >>> import orbax.checkpoint as ocp
-        >>> import epochckpt as ec
         >>> handler = ec.metadata.JsonMetadataHandler("last.json")
         >>> with ec.CheckpointManager("run", metadata_handler=handler) as manager:
         ...     saved = manager.save(3, args=ocp.args.StandardSave({"w": 1.5}))
@@ -247,49 +265,28 @@ class JsonMetadataHandler(DirectoryHandler):
         with self._lock:
             if not self._given:
                 first = "".join(f"-{paths.folder_name(name)}" for name in nodes[:1])
-                self._file = store, f"{_NAME}{first}.json"
+                self._file = store, f"{_KIND}{first}.json"
             self._params, self._nodes = {**params, "nodes": nodes}, frozenset(nodes)
 
-    def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The user's, else the one written last; None if there is no file.
-
-        Raises:
-            FormatError: the file was not written by this handler, or belongs to another job.
-        """
-        if user_epoch is not None:
-            return check_epoch("last_epoch", user_epoch)
+    def _last_epoch(self) -> int | None:
         with self._lock:
             return self._read().get("epoch")
 
-    def write(self, epoch: int) -> None:
-        """Notes the epoch and the time.
+    def _note(self, outcome: str, epoch: int, reason: str | None = None) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        if outcome == "written":
+            self._update(lambda old: {"epoch": epoch, "written": now, "ended": None})
+        else:
+            self._update(lambda old: {outcome: {"epoch": epoch, "reason": reason, "at": now}})
 
-        Raises:
-            FormatError: the file there was not written by this handler; it is left alone.
-            FileNotFoundError: the directory is missing; it is not created.
-        """
-        self._update(epoch=check_epoch("write", epoch), written=_now(), ended=None)
+    def _note_times(self, action: str, times: Mapping[str, float]) -> None:
+        self._update(lambda old: {"stats": {**(old.get("stats") or {}), action: times}})
 
-    def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
-        """Notes the times in place of those that the action had before."""
-        self._update(stats={action_name: check_times(action_name, all_stats)})
-
-    def save_failed(self, epoch: int, reason: str) -> None:
-        """Notes the failure in place of the one before."""
-        self._update(failed={"epoch": check_epoch("save_failed", epoch), "reason": str(reason), "at": _now()})
-
-    def run_ended(self, epoch: int, reason: str) -> None:
-        """Notes the reason; the next epoch written takes it away."""
-        self._update(ended={"epoch": check_epoch("run_ended", epoch), "reason": str(reason), "at": _now()})
-
-    def _update(self, stats: Mapping[str, Any] | None = None, **changes: Any) -> None:
-        """Writes the record with new times of some actions, and with other fields in place of the old ones."""
+    def _update(self, changes: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         with self._lock:
             old, (store, name) = self._read(), self._place()
-            record = {"epochckpt": _NAME, "version": _VERSION, "epoch": None, **old, **self._params, **changes}
+            record = {"epochckpt": _KIND, "version": _VERSION, "epoch": None, **old, **self._params, **changes(old)}
             record["had"] = sorted(self._nodes.union(old.get("had") or ()))  # by these the job is known
-            if stats is not None:
-                record["stats"] = {**(old.get("stats") or {}), **stats}
             data = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
             # two jobs may share the directory, so each write has a draft of its own; a crash leaves it, hidden
             store.put(name, data, draft=f".{name}.{paths.new_id()}.tmp", replace=True)
@@ -304,7 +301,7 @@ class JsonMetadataHandler(DirectoryHandler):
                 nodes = ", ".join(sorted(self._nodes))
                 raise FormatError(f"{store.root}/{name}", f"{problem} {nodes}: give each job a file of its own")
             return record
-        others = [] if self._given else [n for n in store.find(f"{_NAME}-", "") if n.endswith(".json")]
+        others = [] if self._given else [n for n in store.find(f"{_KIND}-", "") if n.endswith(".json")]
         return next(filter(self._is_ours, (_read_json(store, other) for other in others)), {})
 
     def _is_ours(self, record: Mapping[str, Any]) -> bool:
@@ -328,8 +325,8 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
         raise FormatError(path, f"{_FOREIGN} ({str(error)[:200]})") from None
     except OSError as error:
         raise unreadable(path, error) from error
-    if not isinstance(record, dict) or record.get("epochckpt") != _NAME:
-        raise FormatError(path, f'{_FOREIGN} (no "epochckpt": "{_NAME}")')
+    if not isinstance(record, dict) or record.get("epochckpt") != _KIND:
+        raise FormatError(path, f'{_FOREIGN} (no "epochckpt": "{_KIND}")')
     if record.get("version") != _VERSION:
         raise FormatVersionError(path, f"is of version {record.get('version')!r}; this epochckpt knows {_VERSION}")
     epoch, had = record.get("epoch"), record.get("had") or []
@@ -342,7 +339,3 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
         bad = [f"{field} is {str(record[field])[:80]}" for field, good in valid.items() if not good]
         raise FormatError(path, f"{_FOREIGN} ({', '.join(bad)})")
     return record
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""The calls of a metadata handler: it is notified of saves and runs, and asked where to resume."""
+"""Calls a metadata handler: to notify it of saves and runs, and to ask it where to resume."""
 
 from __future__ import annotations
 
@@ -20,22 +20,19 @@ _CALL_SECS = 60.0  # a metadata handler hangs if one call takes longer
 
 
 class HandlerNotifier:
-    """Tells a metadata handler what becomes of saves and runs, and asks it where to resume.
+    """Calls a metadata handler, on the primary only, one call at a time, in changing threads.
 
-    Guarantees:
-    - only the primary calls the handler; the calls of one notifier come one after the other, in changing threads, and
-      manager and runner may each have one: a handler must be thread-safe;
-    - a notification is not waited for; an answer is, as long as no single call hangs;
-    - the handler hears of the nodes before anything else, and not before there is something to tell: a look at a
-      directory is no run;
-    - what the handler raises is logged and harms nothing; a handler that hangs is given up, and not called again.
+    - Manager and runner may each have a notifier: a handler must be thread-safe.
+    - A notification is not waited for; an answer is, as long as no single call hangs.
+    - `set_params` comes before the first other call, and not before there is one: opening a directory is no run.
+    - An error of the handler is logged and harms nothing. A handler that hangs is given up, and not called again.
 
     Args:
         handler: an `AbstractMetadataHandler`, anything with its methods, or None.
         active: this process is the primary.
         skip: the methods, and the actions to report, that are left to the checkpoint manager.
         asks_manager: `cp_accessible` asks the checkpoint manager, too, also without a handler.
-        call_secs: a single call that takes longer hangs; a minute by default.
+        call_secs: a handler hangs if one call takes longer; a minute by default.
     """
 
     def __init__(
@@ -53,16 +50,12 @@ class HandlerNotifier:
         self._nodes: tuple[str, Sequence[str]] | None = None  # until the handler knows them
 
     def nodes(self, directory: str, names: Sequence[str]) -> None:
-        """Which nodes save to which directory; the handler is told at the next occasion, before anything else."""
+        """These nodes save to this directory: `set_params` comes before the next call."""
         if "set_params" not in self._skip:
             self._nodes = directory, names
 
     def introduce(self) -> None:
-        """Tells the handler of the nodes now, if it does not know them.
-
-        Raises:
-            InvalidArgumentError: the handler says that it cannot serve this directory.
-        """
+        """Calls `set_params` now, if it is due; raises the handler's InvalidArgumentError."""
         if self._handler is not None and self._nodes is not None:
             with contextlib.suppress(TimeoutError):
                 self._ask(self._introduce)
@@ -106,7 +99,7 @@ class HandlerNotifier:
         self._tell("run_ended", epoch, reason)
 
     def drain(self, timeout_secs: float | None = None) -> None:
-        """Waits until the handler has been told everything, no longer than `timeout_secs` if that is given."""
+        """Waits until all notifications are delivered, or `timeout_secs` have passed."""
         if self._handler is not None and not self._lane.submit(lambda: None).wait(timeout_secs):
             logging.warning("metadata handler: it has not been told everything within %g s", timeout_secs)
 
@@ -129,7 +122,7 @@ class HandlerNotifier:
 
         Args:
             user_epoch: the epoch that the user names, or that the manager's handler has answered.
-            must_answer: raise what the handler raises: a run from scratch would replace what it knows of.
+            must_answer: raise the handler's error: a run from scratch would replace the epochs that it knows of.
 
         Raises:
             InvalidArgumentError: the answer is nonsense.
@@ -149,8 +142,7 @@ class HandlerNotifier:
     def cp_accessible(self, epoch: int, manager: Callable[[int], bool]) -> bool:
         """Whether neither the manager, if it is asked, nor the handler says that storage cannot be reached.
 
-        As in Caffe2 an error is no yes. An OSError is the exception: what the handler itself has to reach is away,
-        which says nothing of the storage.
+        As in Caffe2 an error counts as no. An OSError does not: the handler's own storage fails, not the checkpoints'.
         """
         asked = [manager] if self._asks_manager else []
         if self._handler is not None and "cp_accessible" not in self._skip:

@@ -38,9 +38,6 @@ def repair_view(
 
     Example:
         >>> import os
-        >>> import numpy as np
-        >>> import orbax.checkpoint as ocp
-        >>> import epochckpt as ec
         >>> with ec.CheckpointManager("run") as manager:
         ...     saved = manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(3)}))
         >>> os.remove("run/0/default/_METADATA")
@@ -52,7 +49,7 @@ def repair_view(
 
 
 def repair(commits: Commits, epoch: int) -> list[str]:
-    """The same in an open directory."""
+    """`repair_view` in an open directory."""
     record = commits.read_record(epoch)
     if record.stock:
         raise UnsupportedError(

@@ -1,20 +1,8 @@
 """`SqliteMetadataHandler`: one SQLite database that remembers many runs, written by several processes and threads.
 
-Times are seconds since 1970. The version of these tables is in `PRAGMA user_version`; `PRAGMA application_id` says
-that the file is ours. Rows of `epochs` and `stats` are only ever added: history stays, and the greatest id is the last.
-
-```
-runs    id, name, db_prefix, db_type, path_prefix, path_type, nodes, had (JSON lists), started_secs, seen_secs
-epochs  id, run_id, epoch, outcome ('written', 'failed', 'ended'), reason, at_secs
-stats   id, run_id, epoch (or NULL), action, name, node, secs, at_secs
-```
-
-Runs of one name have no node in common: of `had`, the nodes that a run has now or has had.
-
-Guarantees:
-- each call is one transaction in a connection of its own: all of it is durable when the call returns, or none;
-- every wait for another process's lock is bounded;
-- the rollback journal is used, not the write-ahead log, which does not work on network file systems.
+- Each call is one transaction in a connection of its own: all of it is durable when the call returns, or none.
+- Every wait for another process's lock is bounded.
+- The rollback journal is used, not the write-ahead log, which does not work on network file systems.
 """
 
 from __future__ import annotations
@@ -40,12 +28,14 @@ from epochckpt.errors import (
     InvalidArgumentError,
 )
 from epochckpt.format import paths
-from epochckpt.manager.metadata_handlers import DirectoryHandler, check_epoch, check_times
+from epochckpt.manager.metadata_handlers import CheckedHandler, check_epoch
 from epochckpt.storage import Store, expanded, path_text
 
 APPLICATION_ID = 0x45504348  # "EPCH"
 VERSION = 1
 
+# Times are seconds since 1970. Rows of `epochs` and `stats` are only ever added: the greatest id is the last. The JSON
+# lists `nodes` and `had` name the nodes of a run, now and ever; runs of one name have none of `had` in common.
 _SCHEMA = (
     """CREATE TABLE runs(
         id INTEGER PRIMARY KEY, name TEXT NOT NULL, db_prefix TEXT NOT NULL, db_type TEXT, path_prefix TEXT,
@@ -84,9 +74,7 @@ class RunRow:
     Attributes:
         name: its name; jobs that share a directory, each for its own nodes, may have one name.
         db_prefix: the directory of its checkpoints, as given when it was last started.
-        db_type: the kind of storage, as given.
-        nodes: names of its nodes.
-        started_secs: when it was first started.
+        started_secs: when it was first started, since 1970.
         seen_secs: when it last wrote anything.
         last_epoch: the epoch written last (after going back not the greatest), None before the first.
         end_reason: why it ended, None if anything was written since.
@@ -124,9 +112,8 @@ class RunStatRow:
 
     Attributes:
         epoch: the epoch that it was about, None where the run knew of none.
-        name: what the time was reported for, as given: a node or a folder of it.
+        name: the node, or its folder, as reported.
         node: the node that `name` is about.
-        secs: seconds.
     """
 
     run: str
@@ -138,16 +125,17 @@ class RunStatRow:
     at_secs: float
 
 
-class SqliteMetadataHandler(DirectoryHandler):
+class SqliteMetadataHandler(CheckedHandler):
     """One SQLite database for many runs: which there are, what happened to their epochs, how long each node took.
 
     Several processes and threads may write at once. A run that is started again goes on under its name, if one of its
     nodes was in it before: jobs that share a directory, each for its own nodes, are different runs. Nothing is ever
     overwritten: an epoch that is written again after a rollback has two rows, of which the later counts. Any SQLite
-    tool can read the tables, which the module `epochckpt.manager.run_database` documents.
+    tool can read the tables `runs`, `epochs` and `stats`.
 
-    The protocol does not say which epoch a `report` is about: it is the one that this handler named or was named last
-    (`last_epoch`, `write`, `save_failed`, `cp_accessible(epoch)`), else the last one that the run has written.
+    The protocol does not say which epoch a `report` is about: it is the one of the last call that named one
+    (`last_epoch`, `write`, `save_failed`, `cp_accessible`), else the last one that the run has written. A time that is
+    reported for a folder counts for the node that the last part of its path names.
 
     Args:
         path: the file, on a local or shared file system; its folder must exist.
@@ -155,8 +143,6 @@ class SqliteMetadataHandler(DirectoryHandler):
         timeout_secs: how long a call may wait for a lock that another process holds.
 
     Example:
-        >>> import orbax.checkpoint as ocp
-        >>> import epochckpt as ec
         >>> handler = ec.metadata.SqliteMetadataHandler("runs.db", run="first")
         >>> with ec.CheckpointManager("run", metadata_handler=handler) as manager:
         ...     saved = manager.save(3, args=ocp.args.StandardSave({"w": 1.5}))
@@ -197,35 +183,14 @@ class SqliteMetadataHandler(DirectoryHandler):
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """The user's, else the one that the run wrote last; None if there is none."""
-        if user_epoch is not None:
-            self._epoch = check_epoch("last_epoch", user_epoch)
-        else:
-            rows = self._rows(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE id = ?", self._run_id)
-            self._epoch = rows[0][0] if rows else None
+        self._epoch = super().last_epoch(user_epoch)
         return self._epoch
-
-    def write(self, epoch: int) -> None:
-        """Adds the epoch."""
-        self._add_epoch(check_epoch("write", epoch), "written")
-
-    def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
-        """Adds the times: of one name, or folder, the node is the last part of it that is a node's name."""
-        times = check_times(action_name, all_stats).items()
-        self._add(_ADD_STAT, [(self._epoch, action_name, name, self._node(name), secs) for name, secs in times])
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Whether the directory exists, see `JsonMetadataHandler`."""
         if epoch is not None:
             self._epoch = check_epoch("cp_accessible", epoch)
         return super().cp_accessible(epoch)
-
-    def save_failed(self, epoch: int, reason: str) -> None:
-        """Adds the failure."""
-        self._add_epoch(check_epoch("save_failed", epoch), "failed", str(reason))
-
-    def run_ended(self, epoch: int, reason: str) -> None:
-        """Adds the reason."""
-        self._add_epoch(check_epoch("run_ended", epoch), "ended", str(reason))
 
     def runs(self) -> list[RunRow]:
         """All runs in the database, in the order in which they were first started."""
@@ -257,17 +222,23 @@ class SqliteMetadataHandler(DirectoryHandler):
             raise InvalidArgumentError("SqliteMetadataHandler: call set_params first")
         return self._id
 
-    def _node(self, name: str) -> str:
-        if name in self._nodes:
-            return name
-        known = {paths.folder_name(node): node for node in self._nodes}
-        return next((known[part] for part in reversed(name.split("/")) if part in known), name)
-
     # -- the database ----------------------------------------------------------------------------------------------
 
-    def _add_epoch(self, epoch: int, outcome: str, reason: str | None = None) -> None:
+    def _last_epoch(self) -> int | None:
+        rows = self._rows(f"SELECT ({_LAST_WRITTEN}) FROM runs WHERE id = ?", self._run_id)
+        return rows[0][0] if rows else None
+
+    def _note(self, outcome: str, epoch: int, reason: str | None = None) -> None:
         self._add(_ADD_EPOCH, [(epoch, outcome, reason)])
         self._epoch = epoch
+
+    def _note_times(self, action: str, times: Mapping[str, float]) -> None:
+        known = {paths.folder_name(node): node for node in self._nodes} | {node: node for node in self._nodes}
+        rows = []
+        for name, secs in times.items():
+            node = next((known[part] for part in (name, *reversed(name.split("/"))) if part in known), name)
+            rows.append((self._epoch, action, name, node, secs))
+        self._add(_ADD_STAT, rows)
 
     def _add(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Adds rows of this handler's run; `statement` gets the run's id and the time before the values of a row."""
