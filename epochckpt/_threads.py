@@ -1,13 +1,10 @@
 """The only threads of epochckpt.
 
 Guarantees:
-- all threads are daemons: a stuck system call can never keep the interpreter from ending; `at_exit` drains run first;
-- `Pool.run` returns when every task has ended, and raises the first error;
-- a `Lane` runs its jobs one at a time, in order, and never dies of a job's error (it goes into the job's future);
-- `abandonable` bounds a call that has no timeout of its own: the call may go on in a thread that nothing waits for;
-- nothing here waits for a lock, nor does the training thread where it shares data with these threads: a signal handler
-  may call the code that it interrupted, and may wait for these threads. If the handler raises, as Ctrl-C does, the next
-  call finishes what is half done;
+- all threads are daemons: a stuck system call can never keep the interpreter from ending; `drain_at_exit` runs first;
+- no thread waits for a lock here, nor does the training thread where it shares data with these threads: a signal
+  handler may call the code that it interrupted, and may wait for these threads. If the handler raises, as Ctrl-C does,
+  the next call finishes what is half done;
 - in a forked child, where these threads do not exist, nothing waits for them.
 
 `concurrent.futures` is not used: it refuses work once the interpreter has begun to shut down, which is exactly when
@@ -64,10 +61,13 @@ class Future(Generic[T]):
         self._value = value
         self._arrive()
 
-    def fail(self, error: BaseException) -> None:
-        """Gives the error."""
-        self._error = error
-        self._arrive()
+    def run(self, fn: Callable[[], T]) -> None:
+        """Gives the result of a call, or its error, which is raised where the result is asked for."""
+        try:
+            self.set(fn())
+        except BaseException as error:
+            self._error = error
+            self._arrive()
 
     def _arrive(self) -> None:
         self._done = True
@@ -131,10 +131,7 @@ def start(fn: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
 
     def job() -> None:
-        try:
-            future.set(fn())
-        except BaseException as error:  # raised where the result is asked for
-            future.fail(error)
+        future.run(fn)
 
     try:
         inbox = _idle.pop()
@@ -170,10 +167,9 @@ class Pool:
         self.threads = threads
 
     def run(self, tasks: Sequence[Callable[[], Any]]) -> None:
-        """Runs all tasks, in order of start; after an error no further task is started.
+        """Runs all tasks, in order of start; returns when every one has ended.
 
-        Raises:
-            The first error of a task, when all that had been started have ended.
+        After an error no further task is started, and the first error is raised when the running ones have ended.
         """
         pending = collections.deque(tasks)
         errors: list[BaseException] = []
@@ -200,7 +196,7 @@ class Pool:
 
 
 class Lane:
-    """Runs jobs one at a time, in order, in its own thread, which ends when there is nothing to do."""
+    """Runs jobs one at a time, in order, in a thread of its own while there are any; a job's error is in its future."""
 
     def __init__(self) -> None:
         self._jobs: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
@@ -208,7 +204,7 @@ class Lane:
         _lanes.add(self)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queues a job; its result or error is in the future."""
+        """Queues a job."""
         future: Future[T] = Future()
         self._jobs.append((job, future))
         self.wake()
@@ -224,21 +220,12 @@ class Lane:
     def _drain(self) -> None:
         while self._jobs and self._busy.acquire(blocking=False):
             try:
-                self._run()
+                while self._jobs:
+                    job, future = self._jobs.popleft()
+                    future.run(job)
+                    del job, future
             finally:
                 self._busy.release()  # the loop's condition sees a job that was queued just before
-
-    def _run(self) -> None:
-        while True:
-            try:
-                job, future = self._jobs.popleft()
-            except IndexError:
-                return
-            try:
-                future.set(job())
-            except BaseException as error:  # raised where the result is asked for
-                future.fail(error)
-            del job, future
 
     def forget(self) -> None:
         """Drops the jobs in a forked child: they are the parent's."""
@@ -254,10 +241,9 @@ def drain_at_exit(owner: Any) -> None:
     """Registers `owner._drain_at_exit()` for the end of the interpreter, before `jax.distributed` shuts down.
 
     The method begins to drain and returns a function that waits, bounded, for the end; so all owners drain at the same
-    time. Exit handlers run in reverse order of registration: registered with the first manager, this one comes after
-    jax's own and runs before it. A forked child calls `owner._after_fork()` instead, when it begins.
+    time. A forked child calls `owner._after_fork()` instead, when it begins.
     """
-    if not _drains:
+    if not _drains:  # exit handlers run in reverse order: jax's own is registered by now, and runs after this one
         atexit.unregister(_drain_all)
         atexit.register(_drain_all)
     _drains.add(owner)

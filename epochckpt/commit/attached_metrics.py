@@ -1,7 +1,7 @@
 """Metrics that another job attached to a committed epoch: one small file per source beside the commit record.
 
 The commit record never changes. A file names the attempt that it is about, so that metrics of an epoch that was
-replaced, or quarantined and saved anew, are not taken for those of the new one. Its bytes are sealed as every record's.
+replaced, or quarantined and saved anew, do not count for the new one. Its bytes are sealed as those of every record.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from absl import logging
 from epochckpt.commit.protocol import Commits
 from epochckpt.errors import (
     AccessError,
-    DamagedError,
     EpochCheckpointError,
     EpochDeletedError,
-    EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
     StorageError,
@@ -31,8 +29,6 @@ from epochckpt.format import EpochRecord, checksums, parsing, paths
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
 
-Sources = Mapping[str, Mapping[str, Any]]  # metrics by source
-
 
 def are_needed(options: ocp.CheckpointManagerOptions) -> bool:
     """Whether metrics decide which epochs are kept, or which is the best."""
@@ -41,7 +37,7 @@ def are_needed(options: ocp.CheckpointManagerOptions) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """One file: the metrics that one source gives for one attempt."""
+    """The metrics that one source gives for one attempt."""
 
     epoch: int
     attempt: str
@@ -82,20 +78,13 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
         raise EpochDeletedError(epoch, commits.store.root, str(error)) from error
     except PermissionError as error:
         raise AccessError(f"{path}: {error}; attaching metrics needs write access to the epoch's folder") from error
-    if not _is_still(commits, record):  # what was written is about no epoch any more
+    # The epoch may have been deleted or replaced during the write: then the file is about no epoch any more.
+    if commits.read_attempt(epoch) != record.attempt:
         with suppress(OSError, EpochCheckpointError):
             file = parsing.read_record(commits.store, path, _parse, limit_bytes=MAX_BYTES)
             if file is not None and file.attempt == record.attempt:
                 commits.store.remove(path)
         raise EpochDeletedError(epoch, commits.store.root, "while metrics were being attached to it")
-
-
-def _is_still(commits: Commits, record: EpochRecord) -> bool:
-    """Whether an epoch is still the one that was looked at; raises if storage does not answer."""
-    try:
-        return commits.read_head(record.epoch).attempt == record.attempt
-    except (EpochNotFoundError, DamagedError, FormatError):
-        return False
 
 
 def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, Any], source: str) -> None:
@@ -115,10 +104,7 @@ def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, An
 
 
 def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, Any]]:
-    """The metrics that were attached to an epoch, by source in the order of their names.
-
-    Files that cannot be used are logged and left out. Nothing is attached to epochs of stock Orbax.
-    """
+    """The metrics that were attached to an epoch, by source, as `read` gives them; none for steps of stock Orbax."""
     if record.stock:
         return {}
     files = commits.store.find(paths.METRICS_PREFIX, commits.folder(record.epoch))
@@ -128,7 +114,7 @@ def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, An
 def of_epochs(commits: Commits, epochs: Iterable[int], attempt_of: Callable[[int], str | None]) -> dict[int, Any]:
     """The metrics that were attached to some epochs, merged, by epoch; an epoch without any is left out.
 
-    It costs one listing, and for each epoch with something attached a call of `attempt_of`, which gives its attempt id.
+    It costs one listing, and for each epoch with attached metrics a call of `attempt_of`, which gives its attempt id.
     """
     files = by_folder(commits)
     found: dict[int, Any] = {}
@@ -151,9 +137,9 @@ def by_folder(commits: Commits) -> dict[str, list[str]]:
 
 
 def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
-    """The metrics in some files beside an epoch, by source; StorageError if storage does not give one of them.
+    """The metrics in some files beside an epoch, by source in the order of their names.
 
-    Files that are damaged, not permitted, or about another attempt are left out.
+    Files that are damaged, not permitted, or about another attempt are left out; a StorageError is raised.
     """
     out: dict[str, Mapping[str, Any]] = {}
     for path in sorted(files):
@@ -177,14 +163,11 @@ def _parse(path: str, data: bytes) -> _File:
     head = tuple(record.get(name) for name in ("format", "version", "record"))
     if head != (paths.FORMAT, paths.VERSION, "metrics"):
         raise FormatError(path, "is not a record of attached metrics of this version")
-    epoch, attempt, source = record.get("epoch"), record.get("attempt"), record.get("source")
-    metrics = record.get("metrics")
+    epoch, attempt, source, metrics = (record.get(name) for name in ("epoch", "attempt", "source", "metrics"))
     if type(epoch) is not int or not isinstance(attempt, str) or not isinstance(source, str):
         raise FormatError(path, "does not say which epoch, attempt and source it is about")
-    if not isinstance(metrics, dict):
-        raise FormatError(path, "metrics: expected an object")
     try:
-        found = checksums.unpack_json(metrics)
+        found = checksums.unpack_json(metrics) if isinstance(metrics, dict) else None
         checksums.pack_json(found, "metrics")  # the other processes get it as JSON
     except RecursionError:
         raise FormatError(path, "metrics are nested too deeply") from None
@@ -195,8 +178,8 @@ def _parse(path: str, data: bytes) -> _File:
     return _File(epoch, attempt, source, found)
 
 
-def merge(own: Any, attached: Sources) -> Any:
-    """All metrics of an epoch by name: its own, or None, and then what is attached by sources in order of their names.
+def merge(own: Any, attached: Mapping[str, Mapping[str, Any]]) -> Any:
+    """All metrics of an epoch by name; its own come first, then those of the sources in the order of their names.
 
     Where nothing is attached, or its own metrics are no object of names, these are returned as they are.
     """

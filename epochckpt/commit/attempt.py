@@ -1,9 +1,9 @@
-"""One attempt at saving one epoch: what it consists of, and how a process writes its part of it.
+"""One attempt at saving one epoch, and how a process writes its part of it.
 
 `CheckpointManager.save` makes an `Attempt` on the training thread, around a snapshot, and hands it to `Attempts` (see
 `saver`). In the background each process writes the folders of its nodes (`write_nodes`) and reports them with a
 `ProcessReport`. From all reports the primary makes the commit record (`Attempt.record`), and every process hears of
-the commit as a `Committed`.
+the commit as a `Committed`. Reports and commits travel as JSON (`to_wire`, `from_wire`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,10 @@ from epochckpt.options import StorageOptions
 
 @dataclasses.dataclass(frozen=True)
 class NodeReport:
-    """What a process reports of one node that it hosts, once the node's files are durable.
+    """What a process reports of one node that it hosts, once the node's files are durable."""
 
-    Attributes:
-        entry: the node as `epoch.json` will describe it.
-        own: digest of each item that differs per node, by item name.
-    """
-
-    entry: NodeEntry
-    own: Mapping[str, str]
+    entry: NodeEntry  # the node as `epoch.json` will describe it
+    own: Mapping[str, str]  # by item, the digest of each item that differs per node
 
     def to_wire(self) -> dict[str, Any]:
         """Its form as JSON."""
@@ -51,16 +46,10 @@ class NodeReport:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessReport:
-    """What a process reports to the primary: the nodes that it has written, or why it has not.
+    """What a process reports to the primary: the nodes that it has written, or why it has not."""
 
-    Attributes:
-        plan: digest of its plan.
-        nodes: one report for each node that it hosts.
-        error: why it could not write them.
-    """
-
-    plan: str = ""
-    nodes: tuple[NodeReport, ...] = ()
+    plan: str = ""  # digest of its plan
+    nodes: tuple[NodeReport, ...] = ()  # one report for each node that it hosts
     error: Exception | None = None
 
     def to_wire(self) -> dict[str, Any]:
@@ -79,51 +68,32 @@ class ProcessReport:
 
 @dataclasses.dataclass(eq=False)
 class Attempt:
-    """One attempt at saving one epoch.
-
-    Attributes:
-        epoch: its number.
-        number: how many attempts at this epoch came before.
-        deadline: when it is given up.
-        snapshot: what is written; dropped as soon as it is.
-        default_item: the epoch has one unnamed item.
-        metrics, custom_metadata: JSON, kept with the epoch.
-        replaces: which epoch of this number it may replace.
-        error: why this process could not begin it; reported in place of its nodes, so that nobody waits for them.
-        blocked_secs: how long the training thread was blocked.
-        collecting: on the primary: when it began to wait for the other processes' reports; 0 before.
-        log_entry: what the manager's logger is given with the commit, see `step_log`.
-        state: what it is doing, for people.
-        written: set when this process has written its nodes, or has failed to.
-        done: set with its end.
-        reports: what the processes have reported, by process.
-        binding: claimed by the step after which this process may not call the attempt failed any more. On the primary
-            that is the commit, elsewhere its report.
-        dequeued: claimed by whichever thread takes it out of the queue, to write it or to let it go.
-        ended: claimed by whichever thread ends it.
-    """
+    """One attempt at saving one epoch."""
 
     epoch: int
-    number: int
+    number: int  # of attempts at this epoch that came before
     deadline: Deadline
-    snapshot: Snapshot = dataclasses.field(default_factory=Snapshot)
-    default_item: bool = True
+    snapshot: Snapshot = dataclasses.field(default_factory=Snapshot)  # dropped as soon as it is written
+    default_item: bool = True  # the epoch has one unnamed item
     metrics: Any = None
     custom_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replaces: ReplaceCondition | None = None
+    # Why this process could not begin the attempt: reported in place of its nodes, so that no process waits for them.
     error: Exception | None = None
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
     started: float = dataclasses.field(default_factory=time.monotonic)
     blocked_secs: float = 0.0
-    collecting: float = 0.0
-    log_entry: dict[str, Any] = dataclasses.field(default_factory=dict)
-    state: str = "queued"
-    written: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)
+    collecting: float = 0.0  # on the primary: when it began to wait for the other processes' reports; 0 before
+    log_entry: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the manager's logger, see `step_log`
+    state: str = "queued"  # for people
+    written: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)  # its nodes here, or a failure
     done: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)
-    reports: dict[int, ProcessReport] = dataclasses.field(default_factory=dict)
+    reports: dict[int, ProcessReport] = dataclasses.field(default_factory=dict)  # by process
+    # Claimed by the step after which this process may not call the attempt failed any more: on the primary by the
+    # commit, elsewhere by the report.
     binding: _threads.Once = dataclasses.field(default_factory=_threads.Once)
-    dequeued: _threads.Once = dataclasses.field(default_factory=_threads.Once)
-    ended: _threads.Once = dataclasses.field(default_factory=_threads.Once)
+    dequeued: _threads.Once = dataclasses.field(default_factory=_threads.Once)  # by the thread that writes or drops it
+    ended: _threads.Once = dataclasses.field(default_factory=_threads.Once)  # by the thread that ends it
 
     @property
     def name(self) -> str:
@@ -151,15 +121,10 @@ class Attempt:
         return {node.entry.name: node.entry.secs for node in self.node_reports}
 
     def record(self, attempt: str, *, objects: bool, per_node: bool = False) -> EpochRecord:
-        """The commit record, as of now, from the reports of all nodes.
+        """The commit record, as of now, from the reports of all nodes; `attempt` is the attempt's id.
 
-        Args:
-            attempt: the attempt's id.
-            objects: it goes to a store without rename.
-            per_node: it is the epoch of one node by itself.
-
-        Raises:
-            SaveError: two nodes wrote a file of one name for an item, or one a file where another has a folder.
+        SaveError says that two nodes wrote a file of one name, or one a file where another has a folder. `objects`: the
+        store has no rename. `per_node`: this is the epoch of one node by itself.
         """
         nodes = self.node_reports
         self._check_file_names()
@@ -185,7 +150,7 @@ class Attempt:
         )
 
     def _check_file_names(self) -> None:
-        """Files that handlers wrote on several nodes share one folder in the Orbax view."""
+        """Handlers' files of all nodes share one folder in the Orbax view."""
         writers: dict[str, str] = {}  # node by file
         folders: dict[str, str] = {}  # node by folder
         for node in (report.entry for report in self.node_reports):
@@ -198,7 +163,7 @@ class Attempt:
                 folders.update(dict.fromkeys(parents, node.name))
 
     def summary(self, record: EpochRecord) -> str:
-        """What the commit was like, for the log."""
+        """The commit in a few words, for the log."""
         slowest = max(record.nodes, key=lambda node: node.secs)
         count = len(record.nodes)
         return (
@@ -210,23 +175,14 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-    """A commit, as every process hears of it.
-
-    Attributes:
-        epoch: the epoch.
-        metrics: those it was saved with.
-        committed_ns: when, wall clock.
-        deleted: epochs that are deleted now.
-        attached: metrics that were attached to other epochs, by epoch; None: unknown.
-        attempt: its attempt id, on the primary.
-    """
+    """A commit, as every process hears of it."""
 
     epoch: int
     metrics: Any
     committed_ns: int
-    deleted: tuple[int, ...] = ()
-    attached: Mapping[int, Mapping[str, Any]] | None = None
-    attempt: str = ""
+    deleted: tuple[int, ...] = ()  # epochs that are deleted now
+    attached: Mapping[int, Mapping[str, Any]] | None = None  # metrics attached to other epochs; None: unknown
+    attempt: str = ""  # its attempt id, on the primary
 
     def to_wire(self) -> dict[str, Any]:
         """Its form as JSON."""
@@ -255,9 +211,9 @@ def write_nodes(
             each.write_arrays(pool)
         attempt.snapshot.trees = []  # their memory need not wait for handlers
         writers[0].write_files()
+        return ProcessReport(attempt.plan, tuple(each.seal() for each in writers))
     except FileNotFoundError as missing:
         raise commits.lost(attempt.epoch) from missing
-    return ProcessReport(attempt.plan, tuple(each.seal() for each in writers))
 
 
 class _NodeWriter:
@@ -282,7 +238,7 @@ class _NodeWriter:
         self._secs += time.monotonic() - began
 
     def write_files(self) -> None:
-        """Waits for what handlers write, and copies it."""
+        """Waits for the files that handlers write, and copies them."""
         began, size = time.monotonic(), self._options.block_bytes
         found = self._attempt.snapshot.collect(self._attempt.epoch, self._attempt.deadline)
         self._folders = writer.folders(found)

@@ -2,11 +2,11 @@
 
 Guarantees:
 - a manager that only opens, lists, restores or looks claims nothing and needs no permission to write;
-- the first save, delete, rollback or replacement claims the directory, on the primary, in the background where that is
-  where the write happens. It fences off the run that claimed before, and logs whose that was (`Owner`);
+- the first save, delete, rollback or replacement claims the directory, on the primary, on the thread that writes. It
+  fences off the run that claimed before, and logs whose that was (`Owner`);
 - a manager that was fenced off stays so: it never claims again, and its next save raises;
-- the other processes learn of the claim with the first thing that they do together with the primary: an answer to a
-  common call, or what the primary publishes for each save until every process has reported once.
+- the other processes learn of the claim from the primary's answer to a common call, or from what the primary publishes
+  for each save until every process has reported once.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Owner:
         """The owner in a claim's file; None if that cannot be read: it only serves a message."""
         try:
             found = json.loads(store.read(path, limit_bytes=_MAX_BYTES))
-            host, pid, claimed_ns = found["host"], found["pid"], found["claimed_ns"]
+            owner = cls(found["host"], found["pid"], found["claimed_ns"])
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None
-        valid = isinstance(host, str) and type(pid) is int and type(claimed_ns) is int
-        return cls(host[:200], pid, claimed_ns) if valid else None
+        valid = isinstance(owner.host, str) and type(owner.pid) is int and type(owner.claimed_ns) is int
+        return dataclasses.replace(owner, host=owner.host[:200]) if valid else None
 
-    def to_bytes(self, token: str = "") -> bytes:
-        """Its form on storage; a token makes the bytes unlike those of every other claim."""
-        return json.dumps({**dataclasses.asdict(self), **({"token": token} if token else {})}).encode()
+    def to_bytes(self, **extra: str) -> bytes:
+        """Its form on storage."""
+        return json.dumps({**dataclasses.asdict(self), **extra}).encode()
 
     @property
     def is_gone(self) -> bool:
@@ -66,22 +66,16 @@ class Owner:
             return False
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except (OSError, OverflowError):  # another user's, for example
-            return False
+        except (OSError, OverflowError) as error:  # another user's process, for example
+            return isinstance(error, ProcessLookupError)
         return False
 
 
 def report_takeover(directory: str, owner: Owner | None, active_ns: int | None) -> None:
     """Logs that a run which has not closed the directory is fenced off from now on.
 
-    A warning, unless that run's process is known to have ended: then it was killed, and no live run is harmed.
-
-    Args:
-        directory: for the message.
-        owner: the process that claimed it; None: not known.
-        active_ns: when that run last wrote there, wall clock; None: not known, its claim counts.
+    It is a warning, unless that run's process is known to have ended: then it was killed, and no live run is harmed.
+    `active_ns` is the wall clock of its last write; where it is None, the time of its claim counts.
     """
     found = ""
     if owner is not None:
@@ -111,8 +105,7 @@ class Claim:
         refused: why this process may not write there, as far as that could be seen at open; None: nothing is known.
         on_claim: called once on every process, with the epochs that are committed when the directory is claimed:
             another run may have saved and deleted some since it was opened.
-        root_files: files of the directory itself, path by (folder, name), that are written with the claim unless they
-            exist.
+        root_files: by (folder, name), files of the directory itself that are written with the claim unless they exist.
     """
 
     def __init__(
@@ -129,7 +122,7 @@ class Claim:
 
     @property
     def known(self) -> bool:
-        """Whether this process knows that the directory is claimed, and by which incarnation."""
+        """Whether this process knows of the claim, and so the incarnation."""
         return self._known is not None
 
     @property
@@ -138,12 +131,7 @@ class Claim:
         return self._fenced
 
     def check(self, epoch: int) -> None:
-        """Raises what keeps this manager from saving at all; no I/O unless it was refused at open.
-
-        Raises:
-            FencedError: a newer run has taken over the directory.
-            AccessError: the directory may not be written by this user.
-        """
+        """Raises the error that keeps this manager from saving, if any. No I/O, unless it was refused at open."""
         if self._fenced is not None:
             raise FencedError(epoch, self._fenced.reason) from self._fenced
         if self._refused is not None and not self.known:
@@ -152,7 +140,7 @@ class Claim:
                 raise self._refused
 
     def note(self, error: BaseException | None) -> None:
-        """Remembers a failure that means that a newer run has taken over."""
+        """Remembers a failure that says that a newer run has taken over."""
         if isinstance(error, FencedError) and self._fenced is None:
             self._fenced = FencedError(error.epoch, error.reason)  # a new one: the traceback of `error` holds arrays
             logging.error(
@@ -162,12 +150,7 @@ class Claim:
             )
 
     def take(self, epoch: int) -> dict[str, Any]:
-        """On the primary: claims the directory unless this manager has; returns what the other processes `learn`.
-
-        Raises:
-            FencedError: this manager was fenced off.
-            OSError: the directory cannot be claimed now.
-        """
+        """On the primary: claims the directory unless this manager has; returns what the other processes `learn`."""
         with self._lock:
             if self._known is not None:
                 return self._known
@@ -181,8 +164,7 @@ class Claim:
             except BaseException:
                 self._commits.incarnation = ""  # the next try makes a new one, which sweeps what this one has begun
                 raise
-            self._adopt(claim)
-            return claim
+            return self._adopt(claim)
 
     def learn(self, claim: dict[str, Any]) -> None:
         """On the other processes: takes over what the primary's `take` returned."""
@@ -191,9 +173,10 @@ class Claim:
                 self._commits.incarnation = claim["incarnation"]
                 self._adopt(claim)
 
-    def _adopt(self, claim: dict[str, Any]) -> None:
+    def _adopt(self, claim: dict[str, Any]) -> dict[str, Any]:
         self._on_claim(list(claim["epochs"]))
         self._known = claim
+        return claim
 
     def release(self) -> None:
         """On the primary: ends the incarnation, if this manager ever claimed; failures are logged."""

@@ -4,7 +4,7 @@ Guarantees:
 - data objects carry their attempt's name, so that two attempts never share one;
 - `epoch.json` is put last, on the condition that it is absent (or still the epoch that is to be replaced);
 - incarnations are numbered, and only the highest claimed number may commit. It is looked at before and after the put;
-- what a record names, also a quarantined one, is never swept.
+- data that a record names is never swept, nor is the data of a quarantined record.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CLAIM, _CLOSED = "claim", "closed"
 
 
 class PutCommits(Commits):
-    """See the module."""
+    """Epochs become visible by the conditional put of their record."""
 
     def _is_foreign(self, folder: str) -> bool:
         return self.store.exists(paths.join(folder, "_CHECKPOINT_METADATA"))
@@ -34,31 +34,39 @@ class PutCommits(Commits):
         found = [paths.parse_incarnation(e.name) for e in self.store.list("") if e.is_folder]
         return sorted(int(token) for token in found if token is not None and token.isdigit())
 
+    @property
+    def newest(self) -> str:
+        """The newest incarnation that was claimed: what older ones left uncommitted is dead."""
+        return f"{max(self._numbers(), default=0):08d}"
+
     def _check_fence(self, epoch: int) -> None:
-        newest = max(self._numbers(), default=0)
-        if newest != int(self.incarnation):
+        newest = self.newest
+        if newest != self.incarnation:
             raise FencedError(
                 epoch,
-                f"a newer run (incarnation {newest}, this is {int(self.incarnation)}) has taken over "
+                f"a newer run (incarnation {int(newest)}, this is {int(self.incarnation)}) has taken over "
                 f"{self.store.root}; this process can no longer save there",
             )
 
     def claim(self, epoch: int = 0, continues: str = "") -> None:
         """See Commits."""
         data = claiming.Owner.this_process().to_bytes(token=paths.new_id())
-        older = max(self._numbers(), default=0)
-        number = older + 1
+        older = int(self.newest)
         while True:
-            try:
-                self.store.create(self._path(number, _CLAIM), data)
+            with suppress(FileExistsError):
+                self.store.create(self._path(older + 1, _CLAIM), data)
                 break
-            except FileExistsError:
-                older, number = number, number + 1
+            older += 1
         if older and not self.store.exists(self._path(older, _CLOSED)):
             claiming.report_takeover(self.store.root, claiming.Owner.read(self.store, self._path(older, _CLAIM)), None)
-        self.incarnation = f"{number:08d}"
+        self.incarnation = f"{older + 1:08d}"
         self._finish_if_it_can()
-        leftovers = [path for path in self._leftovers() if path.rpartition("/")[2] != continues]
+        # What earlier incarnations left is removed in the background.
+        leftovers = [self._path(number) for number in self._numbers() if number <= older]
+        for path in self.unrecorded():
+            attempt = path.rpartition("/")[2]
+            if attempt != continues and not attempt.startswith(f"{self.incarnation}-"):
+                leftovers.append(path)
         _threads.start(lambda: [self.sweep(path) for path in leftovers])
 
     def sweep(self, path: str) -> None:
@@ -71,30 +79,13 @@ class PutCommits(Commits):
         if self.names.parse(folder) is not None and attempt in (self._attempt_in(folder) or ()):
             self.store.remove(record)
 
-    def _path(self, number: int, name: str) -> str:
+    def _path(self, number: int, name: str = "") -> str:
         return paths.join(paths.incarnation_folder(f"{number:08d}"), name)
-
-    @property
-    def newest(self) -> str:
-        """The newest incarnation that was claimed: what older ones left uncommitted is dead."""
-        return f"{max(self._numbers(), default=0):08d}"
-
-    def _leftovers(self) -> Iterator[str]:
-        """What earlier incarnations left."""
-        for number in self._numbers():
-            if number < int(self.incarnation):
-                yield paths.incarnation_folder(f"{number:08d}")
-        for path in self.unrecorded():
-            if not path.rpartition("/")[2].startswith(f"{self.incarnation}-"):
-                yield path
 
     def unrecorded(self, folders: Collection[str] | None = None) -> Iterator[str]:
         """Attempts, as `<epoch>/<node>/<attempt>`, that no commit record names, nor one that was quarantined.
 
-        Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more.
-
-        Args:
-            folders: look only into these folders of epochs.
+        Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more. Looks only into `folders`.
         """
         names = [e.name for e in self.store.list("") if e.is_folder and self.names.parse(e.name) is not None]
         chosen = [name for name in names if folders is None or name in folders]
@@ -144,7 +135,7 @@ class PutCommits(Commits):
         """See Commits."""
         return self.node_folder(epoch, attempt, node)
 
-    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
+    def seal_node(self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: bool) -> None:
         """See Commits."""
         self.store.create(paths.join(self.node_folder(epoch, attempt, node), paths.NODE_RECORD), record)
 
@@ -167,14 +158,12 @@ class PutCommits(Commits):
                 self.store.create(path, record)
             else:
                 self.store.replace(path, old, record)
-        except FileExistsError as error:
-            if not self.is_there(epoch, attempt, error):
-                raise SaveError(
-                    epoch, f"{self.store.root}/{path} exists already; delete() or rollback_to() make room"
-                ) from None
         except Exception as error:
             if not self.is_there(epoch, attempt, error):
-                raise SaveError(epoch, f"putting its commit record failed: {error}") from error
+                reason = f"putting its commit record failed: {error}"
+                if isinstance(error, FileExistsError):
+                    reason = f"{self.store.root}/{path} exists already; delete() or rollback_to() make room"
+                raise SaveError(epoch, reason) from error
         # A run that took over meanwhile may have swept the data, or may have seen the epoch already.
         try:
             self._check_fence(epoch)
@@ -220,15 +209,14 @@ class PutCommits(Commits):
         """See Commits."""
         self._check_fence(epoch)
         folder = self.folder(epoch)
-        record = self._attempt_in(folder)
+        attempts = self._attempt_in(folder) or set()
         if into is not None:
             self._quarantine(epoch, into)
+            attempts = set()
         self._remove_record(folder)
-        if into is not None:
-            return lambda: None
 
         def remove() -> None:
-            for attempt in record or ():
+            for attempt in attempts:
                 self.discard(epoch, attempt)
 
         return remove
@@ -262,7 +250,7 @@ class PutCommits(Commits):
                 logging.info("%s/%s was copied before", into, path)
 
     def _remove_record(self, folder: str) -> None:
-        """Takes an epoch out of sight, then removes what was attached: `attach` looks at the record after its write."""
+        """Removes an epoch's record, then what is attached: `attach` looks at the record after it has written."""
         self.store.remove(paths.join(folder, paths.EPOCH_RECORD))
         for path in self.store.find(paths.METRICS_PREFIX, folder):
             self.store.remove(path)

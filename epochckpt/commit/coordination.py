@@ -1,13 +1,12 @@
 """Agreement between the processes of a job, over the key-value service of `jax.distributed`.
 
 Guarantees:
-- no call waits longer than its timeout. `blocking_key_value_get` honours a deadline itself; the other calls of JAX's
-  client do not when the service is away, so they run where they can be abandoned;
-- nothing is a barrier, and a key is written once;
+- no call waits longer than its timeout. Calls of JAX's client that honour none run where they can be abandoned;
+- there are no barriers, and a key is written once;
 - a process that makes a common call alone (see `Calls`) raises in the end, and is in step again with the next one.
 
-Processes that take part are numbered here and nowhere else: the primary is number 0, the others follow in the order of
-their JAX process indices. As a rule these numbers are those indices.
+The processes that take part are numbered here and nowhere else: the primary is number 0, the others follow in the order
+of their JAX process indices. As a rule these numbers are those indices.
 """
 
 from __future__ import annotations
@@ -39,17 +38,11 @@ _CALL_SECS = 30.0  # bound on calls that take a fraction of a millisecond
 
 
 class Coordinator(abc.ABC):
-    """What the processes of a job need to agree. Values are JSON.
+    """What the processes of a job need to agree. Values are JSON. Every error is a CoordinationError."""
 
-    Attributes:
-        process: number of this process.
-        ids: JAX process index of every process that takes part, by number.
-        nodes: name of each one's node, as soon as that is known; for messages.
-    """
-
-    process: int
-    ids: tuple[int, ...]
-    nodes: Sequence[str] = ()
+    process: int  # number of this process
+    ids: tuple[int, ...]  # JAX process index of every process that takes part, by number
+    nodes: Sequence[str] = ()  # name of each one's node, as soon as that is known; for messages
 
     @property
     def processes(self) -> int:
@@ -63,20 +56,11 @@ class Coordinator(abc.ABC):
 
     @abc.abstractmethod
     def put(self, key: str, value: Any) -> None:
-        """Publishes a value under a key that nobody has used.
-
-        Raises:
-            CoordinationError: the service is away, or the key exists.
-        """
+        """Publishes a value under a new key."""
 
     @abc.abstractmethod
     def get(self, key: str, timeout_secs: float) -> Any:
-        """Waits for a value.
-
-        Raises:
-            CoordinationTimeoutError: it did not come in time.
-            CoordinationError: the service is away.
-        """
+        """Waits for a value; CoordinationTimeoutError says that it did not come in time."""
 
     @abc.abstractmethod
     def get_all(self, prefix: str) -> Mapping[str, Any]:
@@ -92,12 +76,7 @@ class Coordinator(abc.ABC):
         return self.process == 0
 
     def agree(self, key: str, decide: Callable[[], T], timeout_secs: float) -> T:
-        """The primary decides, the others take its answer (JSON) or its error.
-
-        Raises:
-            whatever `decide` raised, on every process.
-            CoordinationTimeoutError: the primary's answer did not come in time.
-        """
+        """The primary decides, and every process returns its answer (JSON), or raises its error."""
         if self.processes == 1:
             return decide()
         if not self.primary:
@@ -107,18 +86,16 @@ class Coordinator(abc.ABC):
     def gather(self, prefix: str, missing: set[int], deadline: Deadline) -> tuple[dict[int, Any], set[int]]:
         """Waits until every process in `missing` has put `prefix/<process>`, or one of them an error, or the deadline.
 
-        Returns:
-            (values by process, those still missing).
+        Returns the values by process, and the processes that are still missing.
         """
         found: dict[int, Any] = {}
-        missing = set(missing)
         while missing:
             first = min(missing)
             with contextlib.suppress(CoordinationTimeoutError):
                 found[first] = self.get(f"{prefix}/{first}", max(deadline.left(), 0.001))
             present = self.get_all(prefix)
             found.update({int(k): v for k, v in present.items() if int(k) in missing})
-            missing -= found.keys()
+            missing = missing - found.keys()
             if deadline.passed() or any(isinstance(v, dict) and "error" in v for v in found.values()):
                 break
         return found, missing
@@ -143,11 +120,7 @@ def _answered(decide: Callable[[], T], publish: Callable[[dict[str, Any]], None]
 
 
 class SingleProcess(Coordinator):
-    """One process agrees with itself and needs no service.
-
-    Args:
-        id: its JAX process index.
-    """
+    """One process agrees with itself and needs no service."""
 
     process = 0
 
@@ -170,13 +143,7 @@ class SingleProcess(Coordinator):
 
 
 class JaxCoordinator(Coordinator):
-    """Over the coordination service that `jax.distributed.initialize` started.
-
-    Args:
-        client: of that service.
-        ids: see `Coordinator`.
-        id: JAX process index of this process.
-    """
+    """Over the `client` of the service that `jax.distributed.initialize` started; `id` is this process's in `ids`."""
 
     def __init__(self, client: Any, ids: Sequence[int], id: int):
         self._client, self.process, self.ids = client, ids.index(id), tuple(ids)
@@ -190,14 +157,12 @@ class JaxCoordinator(Coordinator):
         """See Coordinator."""
         millis = max(1, int(min(timeout_secs, 10**6) * 1000))
         try:
-            # the service's own deadline, and ours behind it for when even that is not honoured
+            # The service's own deadline, and ours behind it for a service that does not honour even that.
             text = _threads.abandonable(
                 lambda: self._client.blocking_key_value_get(key, millis), timeout_secs + _CALL_SECS
             )
-        except TimeoutError:
-            raise CoordinationTimeoutError(f"no answer under {key} within {timeout_secs:g} s") from None
         except Exception as error:
-            if "DEADLINE_EXCEEDED" in str(error):
+            if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error):
                 raise CoordinationTimeoutError(f"no answer under {key} within {timeout_secs:g} s") from None
             raise CoordinationError(f"waiting for {key}: {error}") from error
         return json.loads(text)
@@ -209,10 +174,8 @@ class JaxCoordinator(Coordinator):
 
     def forget(self, prefix: str) -> None:
         """See Coordinator."""
-        try:
+        with contextlib.suppress(CoordinationError):
             self._call(f"delete {prefix}", lambda: self._client.key_value_delete(prefix + "/"))
-        except CoordinationError:
-            return
 
     def _call(self, what: str, fn: Callable[[], T]) -> T:
         try:
@@ -239,11 +202,7 @@ class Calls:
     - the next common save starts all counts anew.
 
     Keys: `call/<save>/<call>/<count>` an answer, `vote/<number>/…` see `restore_vote`. The primary forgets old ones.
-
-    Args:
-        coordinator: the other processes.
-        prefix: of its keys.
-        after: names the last save that was submitted; the same on every process.
+    `after` names the last save that was submitted, which is the same on every process.
     """
 
     def __init__(self, coordinator: Coordinator, prefix: str, after: Callable[[], str]):
@@ -254,23 +213,11 @@ class Calls:
         self._kept: collections.deque[tuple[Coordinator, str]] = collections.deque()
 
     def answer(self, call: str, decide: Callable[[], Any], timeout_secs: float) -> Any:
-        """What `decide` returns on the primary (JSON), on every process that makes this call.
-
-        Args:
-            call: the call with its arguments: `reload()`.
-            decide: called on the primary.
-            timeout_secs: how long the others wait.
-
-        Raises:
-            whatever `decide` raised, on every process.
-            CoordinationTimeoutError: the primary's answer did not come in time.
-        """
+        """What `decide` returns on the primary (JSON), or its error, on every process that makes this call."""
         if self._coordinator.processes == 1:
             return decide()
         if not self._coordinator.primary:
-            base, answer = self._receive(call, timeout_secs)
-            self._counts[base] += 1
-            return value_of(answer)
+            return value_of(self._receive(call, timeout_secs)[1])
         base, key = self._next(call)
         return _answered(decide, lambda answer: self._publish(base, key, answer))
 
@@ -278,7 +225,7 @@ class Calls:
     def vote(self, candidates: Sequence[int], timeout_secs: float) -> Generator[tuple[list[int], str]]:
         """A vote on epochs, see `restore_vote`: gives the primary's candidates, and the prefix of this vote's keys.
 
-        Where it ends because a process did not come, it is as if it had not been called.
+        A vote that ends because a process did not come does not count as a call.
         """
         if self._coordinator.processes == 1:
             yield list(candidates), ""
@@ -292,7 +239,6 @@ class Calls:
             _forget_old(self._kept, self._coordinator, answer["vote"], _KEPT_ANSWERS)
         else:
             base, answer = self._receive(call, timeout_secs)
-            self._counts[base] += 1
         self._voting = answer["vote"].rpartition("/")[2]
         try:
             yield answer["candidates"], answer["vote"]
@@ -320,7 +266,7 @@ class Calls:
         self._coordinator.put(key, {**answer, "serial": self._serial})
 
     def _receive(self, call: str, timeout_secs: float) -> tuple[str, Any]:
-        """On the others: the name that a call is counted under, and its answer."""
+        """On the other processes: counts a call; returns the name that it is counted under, and its answer."""
         while True:
             base, key = self._next(call)
             try:
@@ -331,10 +277,11 @@ class Calls:
                     "did not make this call, or does not answer at all. In a job of several processes all make it. "
                     "Nothing has changed here; status(epoch) looks at storage from this process alone"
                 ) from None
+            self._counts[base] += 1
             if answer["serial"] > self._serial:
                 self._serial = answer["serial"]
                 return base, answer
-            self._counts[base] += 1  # the primary called alone, before something that this process has received
+            # Else the primary made this call alone, before one that this process has received the answer of.
 
 
 def forget_opening(coordinator: Coordinator, *keys: str) -> None:
@@ -357,9 +304,8 @@ class Preemption:
     """JAX's preemption notice, asked for with numbers that grow by one.
 
     JAX announces a sync point, a number that every process will pass. A caller that asks with the steps of a resumed
-    run, or that skips some, may never meet it. So questions are counted here, for all managers of a process together,
-    because JAX knows only one sequence. A manager gives one answer per step, however often it is asked: `save` and the
-    trainer must not disagree about a step. Once True, the answer stays True.
+    run, or that skips some, may never meet it. So questions are counted here, for all managers of a process together.
+    A manager gives one answer per step: `save` and the trainer must not disagree. Once True, the answer stays True.
     """
 
     _asked = 0
@@ -389,7 +335,7 @@ class Preemption:
     @classmethod
     @contextlib.contextmanager
     def fed_by(cls, answer: Callable[[], bool]) -> Generator[None]:
-        """Inside this context managers take this answer instead of asking JAX: the caller asks for all of them."""
+        """Managers take this answer inside the context instead of asking JAX: the caller asks for all of them."""
         cls._feeds.append(answer)
         try:
             yield
@@ -402,14 +348,7 @@ def connect(
 ) -> Coordinator:
     """The coordinator of this job, or of the part of it that Orbax's `MultiprocessingOptions` describe.
 
-    Args:
-        read_only: nothing is agreed on.
-        primary_host: JAX process index of the primary; None: every process is one, and agrees with nobody.
-        active_processes: JAX process indices of those that take part; None: all.
-
-    Raises:
-        InvalidArgumentError: this process, or the primary, takes no part.
-        UnsupportedError: a Pathways single controller, or several processes without `jax.distributed`.
+    Readers agree on nothing, nor do processes of which each is a primary (`primary_host` None).
     """
     if read_only:
         return SingleProcess()

@@ -1,4 +1,4 @@
-"""How much memory the machine has for this process."""
+"""The size of the main memory that this process may use."""
 
 from __future__ import annotations
 
@@ -21,12 +21,6 @@ def of_this_machine() -> int | None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min((size for size in found if size > 0), default=None)
-
-
-def default_limit() -> int | None:
-    """What snapshots may take together unless the options say something else: half of it."""
-    whole = of_this_machine()
-    return None if whole is None else whole // 2
 
 
 def _limits(groups: pathlib.Path, own: pathlib.Path) -> Iterator[int]:

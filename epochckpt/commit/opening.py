@@ -39,25 +39,17 @@ from epochckpt.storage import Store, open_store, patiently
 from epochckpt.storage.posix import is_folder
 
 _LOOKS = 16  # at a directory whose newest epoch is deleted again and again
-_opens: collections.Counter[str] = collections.Counter()
-"""How many managers were constructed by the same processes: these do so in the same order."""
+_opens: collections.Counter[str] = collections.Counter()  # managers by group of processes, which count alike
 
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What a look at a directory finds; nothing large is read.
+    """What a look at a directory finds; nothing large is read."""
 
-    Attributes:
-        epochs: the committed epochs, ascending, without the damaged ones.
-        damaged: epochs that were found damaged before, and the newest ones, as far as a look at their files tells.
-        foreign: folders that are named like an epoch and are none, described, by number.
-        attached: metrics that were attached to epochs, by epoch, if the options need them.
-    """
-
-    epochs: list[int]
-    damaged: dict[int, ReplaceCondition]
-    foreign: dict[int, str]
-    attached: dict[int, Any]
+    epochs: list[int]  # committed, ascending, without the damaged ones
+    damaged: dict[int, ReplaceCondition]  # as far as known before, or as the files of the newest epochs tell
+    foreign: dict[int, str]  # folders that are named like an epoch and are none, described, by number
+    attached: dict[int, Any]  # metrics that were attached to epochs, by epoch, if the options need them
 
     def to_wire(self) -> dict[str, Any]:
         """Its form as JSON."""
@@ -78,25 +70,15 @@ class Survey:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """An open directory.
-
-    Attributes:
-        prefix: of this manager's coordination keys; no other manager of the job has the same.
-        refused: on the primary: why this user may not write there, if that can be seen without trying.
-    """
+    """An open directory."""
 
     coordinator: Coordinator
     store: Store
     commits: Commits
-    prefix: str
+    prefix: str  # of this manager's coordination keys, and of no other manager's of the job
     nodes: Nodes
     survey: Survey
-    refused: AccessError | None
-
-
-def folder_mode(options: ocp.CheckpointManagerOptions) -> int | None:
-    """Permission bits that the options ask for."""
-    return options.file_options.path_permission_mode if options.file_options else None
+    refused: AccessError | None  # on the primary: why this user may not write there, if that can be seen
 
 
 def commits_of(store: Store, names: StepNames) -> Commits:
@@ -104,16 +86,20 @@ def commits_of(store: Store, names: StepNames) -> Commits:
     return RenameCommits(store, names) if store.renames else PutCommits(store, names)
 
 
+def _commits_at(directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions) -> Commits:
+    mode = options.file_options.path_permission_mode if options.file_options else None
+    return commits_of(open_store(directory, folder_mode=mode), StepNames.of(options))
+
+
 def survey(
     commits: Commits, options: ocp.CheckpointManagerOptions, known: Mapping[int, ReplaceCondition] | None = None
 ) -> Survey:
     """Looks at a directory; what is `known` to be damaged still is, as long as the same attempt is there.
 
-    Raises:
-        FormatVersionError: the newest epoch was written by a newer epochckpt.
-        StorageError: storage does not answer; nothing is decided then.
+    Where a newer epochckpt wrote the newest epoch, or storage does not give it, nothing is decided: that is an error.
     """
-    epochs = commits.list_epochs()
+    epochs, others = commits.scan()
+    foreign = {epoch: commits.obstacle(name) for epoch, name in others.items()}
     there = {epoch: found for epoch, found in (known or {}).items() if epoch in epochs}
     damaged = {epoch: found for epoch, found in there.items() if commits.read_attempt(epoch) == found.attempt}
     epochs, looks = [e for e in epochs if e not in damaged], 0
@@ -131,20 +117,13 @@ def survey(
         logging.error("%s: epoch %d is damaged and will not be used: %s", where, epoch, found.damage)
         damaged[epoch] = found
         epochs.pop()
-    metrics: dict[int, Any] = {}
-    if attached_metrics.are_needed(options):
-        metrics = attached_metrics.of_epochs(commits, epochs, commits.read_attempt)
-    foreign = {epoch: commits.obstacle(name) for epoch, name in commits.foreign().items()}
+    needed = attached_metrics.are_needed(options)
+    metrics = attached_metrics.of_epochs(commits, epochs, commits.read_attempt) if needed else {}
     return Survey(epochs, damaged, foreign, metrics)
 
 
 def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | None:
-    """What is wrong with an epoch, as far as its records and the sizes of its files tell.
-
-    Raises:
-        EpochNotFoundError: it is not there any more.
-        FormatVersionError, AccessError, StorageError: it cannot be told.
-    """
+    """What is wrong with an epoch, as far as its records and the sizes of its files tell; None if nothing is."""
     while True:  # one that is replaced meanwhile is looked at again
         attempt = None
         try:
@@ -184,11 +163,10 @@ def open_directory(
             f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
             f"{coordinator.processes}; pass the one name of this process's node"
         )
-    # The primary looks at the directory, once it knows every node's name. The others take its answer.
-    names = StepNames.of(options)
+    # The primary looks at the directory, once it knows every node's name. The other processes take its answer.
+    prefix = ""
     if coordinator.processes == 1:
-        answer = _decide(directory, options, names, own, item_names)
-        prefix = ""
+        answer = _decide(directory, options, own, item_names)
     else:
         if not coordinator.primary:
             try:
@@ -202,22 +180,20 @@ def open_directory(
 
         def decide() -> dict[str, Any]:
             nodes = _gather_nodes(coordinator, f"{base}/hello", own[0], wait)
-            return _decide(directory, options, names, nodes, item_names)
+            return _decide(directory, options, nodes, item_names)
 
-        # the others wait longer: the primary may come late, and then waits for the latest
+        # The other processes wait longer: the primary may come late, and then waits for the latest of them.
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
         prefix = f"{base}/{answer['opening']}"
         coordination.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
     # Each process opens the directory as the primary has resolved it.
-    store = open_store(answer["directory"], folder_mode=folder_mode(options))
-    commits = commits_of(store, names)
-    found = tuple(answer["nodes"])
+    commits, found = _commits_at(answer["directory"], options), tuple(answer["nodes"])
     given = node is not None or (coordinator.processes > 1 and found != tuple(map(_default_name, coordinator.ids)))
     nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
     refused = commits.write_refusal() if coordinator.primary and not options.read_only else None
     if refused is not None:
         logging.warning("%s", refused)
-    return Opened(coordinator, store, commits, prefix, nodes, Survey.from_wire(answer["survey"]), refused)
+    return Opened(coordinator, commits.store, commits, prefix, nodes, Survey.from_wire(answer["survey"]), refused)
 
 
 def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> str:
@@ -254,7 +230,6 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
 def _decide(
     directory: str | os.PathLike[str],
     options: ocp.CheckpointManagerOptions,
-    names: StepNames,
     nodes: Sequence[str],
     item_names: Sequence[str],
 ) -> dict[str, Any]:
@@ -262,8 +237,8 @@ def _decide(
     folders = {paths.folder_name(node) for node in nodes}
     for item in item_names:
         paths.check_item_name(item, folders)
-    store = open_store(directory, folder_mode=folder_mode(options))
-    commits = commits_of(store, names)
+    commits = _commits_at(directory, options)
+    store = commits.store
     try:
         _check_directory(store, options.create and not options.read_only)
         if not options.read_only:
@@ -279,7 +254,7 @@ def _decide(
             "to be created"
         ) from error
     if not (found.epochs or found.damaged or found.foreign):
-        _look_beside(store, names)
+        _look_beside(store, commits.names)
     for text in found.foreign.values():
         logging.error("%s. It is left alone: other epochs can be used, saving under its number is refused", text)
     if moving and not options.read_only:
@@ -294,11 +269,7 @@ def _decide(
 
 
 def _look_beside(store: Store, names: StepNames) -> None:
-    """Looks why a directory has no epochs: it may be one, or they may be named otherwise.
-
-    Raises:
-        NotACheckpointDirectoryError: it is the folder of a single epoch.
-    """
+    """Looks why a directory has no epochs: refuses the folder of a single epoch, warns of other names of epochs."""
     try:
         entries = [(entry.name, entry.is_folder) for entry in store.list("")]
     except OSError:  # it is missing, or may be read and not listed
@@ -326,9 +297,10 @@ def _check_directory(store: Store, create: bool) -> None:
     except FileNotFoundError:
         if create:
             return
-        problem = f"{store.root} does not exist, and options.create is False; check the path"
-        problem += f" (in Orbax's words: No steps found in {store.root})"
-        raise NotACheckpointDirectoryError(problem) from None
+        raise NotACheckpointDirectoryError(
+            f"{store.root} does not exist, and options.create is False; check the path (in Orbax's words: No steps "
+            f"found in {store.root})"
+        ) from None
     if not is_folder(store.root):
         kind = "a broken link" if stat.S_ISLNK(found.st_mode) and not os.path.exists(store.root) else "a file"
         raise NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")

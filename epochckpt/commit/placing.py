@@ -1,8 +1,8 @@
-"""How a folder comes to its place, and what becomes of a folder that is out of sight: stores with rename.
+"""How folders come to their places, and how they go out of sight, on stores with rename.
 
-Every run that writes has a folder of its own, its home, and everything on its way goes through there. A newer run takes
-over by moving the home away: from then on every rename out of it, and into it, fails. What lies in a home says by its
-name what the newer run does with it if its owner was killed:
+Every run that writes has a folder of its own, its home, and moves every folder through it. A newer run takes over by
+moving the home away: from then on every rename out of it, and into it, fails. Names in a home say what the newer run
+does with a folder whose owner was killed:
 
 | name | state | the newer run |
 | --- | --- | --- |
@@ -11,8 +11,8 @@ name what the newer run does with it if its owner was killed:
 | the home of an older run, under its own name | taken over | looks in it for what is on the move, then removes it |
 | anything else: attempts, drafts | unfinished | removes it |
 
-What is to be *kept* out of sight lies in the directory itself: `rolled-back-<id>/`, `damaged-<id>/`, the folder that
-`todelete_subdir` names. In names `/` is `%2F`.
+Epochs that are *kept* out of sight lie in the directory itself: in `rolled-back-<id>/`, in `damaged-<id>/`, or in the
+folder that `todelete_subdir` names. In names `/` is `%2F`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ def moving(home: str, destination: str) -> str:
     return paths.join(home, f"moving-{paths.new_id()}-{_escaped(destination)}")
 
 
+def _escaped(path: str) -> str:
+    return urllib.parse.quote(path, safe="")
+
+
 def parse_moving(name: str) -> str | None:
     """The destination of something on the move, by its name; None for other names."""
     found = _MOVING.match(name)
@@ -60,10 +64,6 @@ def parse_removed(name: str) -> str | None:
     return urllib.parse.unquote(found[1] or "") if found else None
 
 
-def _escaped(path: str) -> str:
-    return urllib.parse.quote(path, safe="")
-
-
 def immovable(error: OSError) -> bool:
     """Whether no rename can move it: overlayfs says so of folders in a lower layer."""
     return error.errno == errno.EXDEV
@@ -73,23 +73,15 @@ def immovable(error: OSError) -> bool:
 
 
 def put(store: Store, home: str, staged: str, final: str, *, replace: bool = False) -> str | None:
-    """Gives a staged folder its name, at once; `settle` then makes that durable.
+    """Gives a staged folder its final name, at once; `settle` then makes that durable.
 
-    Args:
-        store: the directory.
-        home: the caller's folder.
-        staged: a folder in it.
-        final: its name from now on.
-        replace: a folder of that name gives way. At any moment the old one or the new one is there (on a file system
-            that cannot exchange folders, such as NFS: is there again after the next run's `rescue`).
-
-    Returns:
-        The path of the folder that gave way; None if none did.
+    With `replace`, a folder of that name gives way, and its path is returned. At any moment one of the two is there (on
+    a file system that cannot exchange folders, such as NFS: is there again after the next run's `rescue`).
 
     Raises:
         FileExistsError: something has the name, and does not give way.
         FileNotFoundError: `staged` or `final` is gone; nothing has changed.
-        OSError: it has not happened; over a network it may have.
+        OSError: the folder has not moved; over a network it may have.
     """
     if not replace:
         store.rename(staged, final)
@@ -106,14 +98,14 @@ def put(store: Store, home: str, staged: str, final: str, *, replace: bool = Fal
             with contextlib.suppress(OSError):
                 store.rename(old, final)
             raise
-    with contextlib.suppress(OSError):  # the new one is in its place, and that counts
+    with contextlib.suppress(OSError):  # the commit does not depend on it
         store.rename(old, away)
         return away
     return old
 
 
 def settle(store: Store, home: str, epoch: int, final: str, old: str | None) -> None:
-    """Makes durable what `put` did; where that fails, takes it back and raises UncertainError."""
+    """Makes what `put` did durable; where that fails, takes it back and raises UncertainError."""
     parent = _parent(final)
     try:
         store.sync_folder(parent)
@@ -134,8 +126,7 @@ def settle(store: Store, home: str, epoch: int, final: str, old: str | None) -> 
 def keep(store: Store, home: str, path: str, where: str) -> None:
     """Moves a folder to a new path that keeps it, durably; after a kill on the way, the next run finishes that.
 
-    Raises:
-        OSError: it is where it was, if it is not gone; with EXDEV (`immovable`): no rename moves it.
+    After an OSError the folder is where it was, if it is not gone.
     """
     draft = moving(home, where)
     store.rename(path, draft)
@@ -172,7 +163,7 @@ def _parent(path: str) -> str:
 def move(store: Store, home: str, src: str, dst: str) -> None:
     """Renames a folder; one that no rename moves is copied, by way of home, and the original removed.
 
-    Only for folders that nobody may see meanwhile because a record hides them.
+    Only for folders that a record hides from every reader meanwhile.
     """
     try:
         store.rename(src, dst)
@@ -188,7 +179,7 @@ def move(store: Store, home: str, src: str, dst: str) -> None:
 
 
 def remove_here(store: Store, home: str, path: str) -> None:
-    """Removes, where it lies, a folder that no rename moves; FileNotFoundError if a newer run has taken over.
+    """Removes a folder that no rename moves where it lies; FileNotFoundError if a newer run has taken over.
 
     A run that takes over after that look, and saves an epoch of this name before the removal has ended, could lose that
     epoch. This is the price where no rename is possible, and only there.
@@ -201,7 +192,7 @@ def remove_here(store: Store, home: str, path: str) -> None:
 
 
 def on_the_move(store: Store, home: str) -> Iterator[tuple[str, str]]:
-    """(path, destination) of what is on the move in a home, and in the homes that it has taken over."""
+    """(path, destination) of each folder on the move in a home, and in the homes that it has taken over."""
     try:
         entries = store.list(home)
     except (FileNotFoundError, NotADirectoryError):  # gone by now
@@ -215,7 +206,7 @@ def on_the_move(store: Store, home: str) -> Iterator[tuple[str, str]]:
 
 
 def rescue(store: Store, home: str, taken: str) -> None:
-    """Finishes every move in a home that was `taken` over; only then may that be removed."""
+    """Finishes every move in a home that was `taken` over; only then may that home be removed."""
     for path, where in list(on_the_move(store, taken)):
         if store.exists(where):
             store.rename(path, removed(home, where))
@@ -227,10 +218,9 @@ def rescue(store: Store, home: str, taken: str) -> None:
 
 
 def take_over(store: Store, home: str, older: str) -> str | None:
-    """Takes an older home over, so that all that its owner still tries there fails, and finishes its moves.
+    """Takes an older home over, so that its owner's next step there fails, and finishes its moves.
 
-    Returns:
-        Its path now, to be removed; None if nothing is left of it (or of home: then every further step fails).
+    Returns its path now, to be removed; None if nothing is left of it (or of home: then every further step fails).
     """
     away = paths.join(home, older)
     try:
@@ -248,6 +238,6 @@ def take_over(store: Store, home: str, older: str) -> str | None:
 
 
 def leave(store: Store, home: str) -> None:
-    """Removes the caller's own home at its end; something that could not be moved to its place stays in it."""
+    """Removes the caller's own home at its end, once every folder on the move in it is in its place."""
     rescue(store, home, home)
     store.remove_tree(home)

@@ -9,18 +9,18 @@
 | the same, while a save that may replace it (`allow_overwrite`) commits | committed, old or new | everybody |
 | moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
 
-With a folder rename (POSIX, `rename`) an epoch is staged whole and renamed into place. Without one (object stores,
-`conditional_put`) the data objects carry the attempt's name, and `epoch.json` is put last, if it is absent. A later
-incarnation fences off earlier ones: it moves their staging folders away (POSIX), or claims a higher number, which they
-look at before and after their put (object stores).
+On POSIX (`rename`) an epoch is staged whole and renamed into place. On object stores (`conditional_put`) data objects
+carry the attempt's name, and `epoch.json` is put last, if it is absent. A later incarnation fences off earlier ones: it
+moves their staging folders away, or claims a higher number, which they look at before and after their put.
 
-A committed epoch is quarantined by a rollback to an earlier one or, if it cannot be read, by the next save of its
-number. A good epoch is replaced only if the caller allows it (`ReplaceCondition`).
+A rollback quarantines every later epoch, and the next save of its number quarantines a damaged one. A good epoch is
+replaced only if the caller allows it (`ReplaceCondition`).
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import json
 import os
@@ -47,21 +47,15 @@ from epochckpt.storage import Store
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-    """`rollback.json`: epochs that do not count any more; readers obey it, the next run that writes finishes it.
+    """`rollback.json`: epochs that no longer count. Readers obey it, and the next run that writes finishes it.
 
     A rollback always has one. A deletion needs one only where no rename can take the epoch out of sight at once.
-
-    Attributes:
-        to: the epoch that was rolled back to; None for a deletion.
-        epochs: those that do not count any more.
-        id: unlike that of every other rollback.
-        kept: for a deletion: the folder that keeps the epochs; None: they are removed.
     """
 
-    to: int | None
+    to: int | None  # the epoch that was rolled back to; None for a deletion
     epochs: tuple[int, ...]
     id: str
-    kept: str | None = None
+    kept: str | None = None  # for a deletion: the folder that keeps the epochs; None: they are removed
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -97,16 +91,10 @@ def parse_rollback(path: str, data: bytes) -> Rollback:
 
 @dataclasses.dataclass(frozen=True)
 class ReplaceCondition:
-    """Which epoch the next save of its number may replace: only this attempt at it, another one is another epoch.
+    """Which epoch the next save of its number may replace: this attempt at it and no other."""
 
-    Attributes:
-        attempt: its attempt id; None for an epoch whose commit record cannot be used.
-        damage: what is wrong with it: it is quarantined first. Empty for a good epoch, which is exchanged for the new
-            one so that one of them is there at any moment.
-    """
-
-    attempt: str | None
-    damage: str = ""
+    attempt: str | None  # None: an epoch whose commit record cannot be used
+    damage: str = ""  # a damaged epoch is quarantined first, a good one is exchanged: one is there at any moment
 
 
 _ignored: set[str] = set()  # paths that were logged as ignored, once per process
@@ -125,28 +113,22 @@ class Commits(abc.ABC):
     def folder(self, epoch: int) -> str:
         """Folder of an epoch, relative to the directory."""
         if epoch not in self._folders and self.names.several:
-            self._scan()
+            self.scan()
         return self._folders.get(epoch) or self.names.build(epoch)
 
     def list_epochs(self) -> list[int]:
         """The committed epochs, ascending, as storage has them now."""
-        return self._scan()[0]
-
-    def foreign(self) -> dict[int, str]:
-        """Folders named like an epoch that hold no commit record of ours, and are no step of stock Orbax, by number."""
-        return {epoch: name for name in self._scan()[1] if (epoch := self.names.parse(name)) is not None}
+        return self.scan()[0]
 
     def read_record(self, epoch: int) -> EpochRecord:
         """An epoch's commit record; an `OrbaxRecord` if stock Orbax wrote it.
 
-        Raises:
-            EpochNotFoundError: there is none; lists those that exist.
-            DamagedError, FormatError: it cannot be used.
+        EpochNotFoundError says that there is none, DamagedError and FormatError that it cannot be used.
         """
         return self._read(epoch, parsing.parse_epoch)
 
     def read_head(self, epoch: int) -> EpochRecord:
-        """The same without the items, in a small part of the time."""
+        """The commit record without the items, in a small part of the time."""
         return self._read(epoch, parsing.parse_head)
 
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
@@ -157,11 +139,7 @@ class Commits(abc.ABC):
     def read_in(
         self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
     ) -> EpochRecord | None:
-        """The commit record in a folder; by default without its items. None if there is no record of ours.
-
-        Raises:
-            DamagedError, FormatError: it cannot be used.
-        """
+        """The commit record in a folder, by default without its items; None if there is no record of ours."""
         path = paths.join(folder, paths.EPOCH_RECORD)
         record = parsing.read_record(self.store, path, parse)
         if record is not None and record.epoch != epoch:
@@ -184,7 +162,7 @@ class Commits(abc.ABC):
             return EpochNotFoundError(epoch, self.store.root, self.list_epochs())
         except NotADirectoryError:  # not about an epoch at all
             raise
-        except OSError as error:  # one of the others may not be looked at, for example
+        except OSError as error:  # another epoch's folder is not permitted, for example
             raise unreadable(self.store.root, error) from error
 
     def moving(self) -> list[int]:
@@ -192,9 +170,9 @@ class Commits(abc.ABC):
         return []
 
     def obstacle(self, folder: str) -> str:
-        """What a folder is that is named like an epoch and is none, and what to do; see `foreign`."""
+        """What a folder is that is named like an epoch and is none, and what to do about it."""
         where = f"{self.store.root}/{folder}"
-        if per_node := self._single_nodes(folder):
+        if per_node := self._per_node(folder):
             return (
                 f"{where} holds no {paths.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs "
                 f"that know nothing of each other ({', '.join(per_node[:5])}). Read them with "
@@ -211,40 +189,31 @@ class Commits(abc.ABC):
             "Orbax on a file system either, as far as its files say. Choose another directory, or move the folder away"
         )
 
-    def _single_nodes(self, folder: str) -> list[str]:
+    def _per_node(self, folder: str) -> list[str]:
         """The nodes whose epochs, each by itself, lie in a foreign folder (Caffe2's managers write them)."""
-        try:
-            inner = [entry.name for entry in self.store.list(folder) if entry.is_folder]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return [paths.shown_name(name) for name in inner if self._is_per_node(paths.join(folder, name))]
-
-    def _is_per_node(self, folder: str) -> bool:
-        try:
-            record = parsing.read_record(self.store, paths.join(folder, paths.EPOCH_RECORD), parsing.parse_epoch)
-        except (EpochCheckpointError, OSError):  # another's: a sweep of runs has <seed>/<step>/epoch.json
-            return False
-        return record is not None and record.per_node
+        found = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for node in (entry.name for entry in self.store.list(folder) if entry.is_folder):
+                path = paths.join(folder, node, paths.EPOCH_RECORD)
+                with contextlib.suppress(EpochCheckpointError, OSError):  # of another program, as in <seed>/<step>/
+                    record = parsing.read_record(self.store, path, parsing.parse_head)
+                    if record is not None and record.per_node:
+                        found.append(paths.shown_name(node))
+        return found
 
     def check_shallow(self, record: EpochRecord) -> None:
-        """Looks for files that are missing or have another size than recorded, without reading them.
-
-        Raises:
-            DamagedError: the first one found.
-        """
+        """Raises DamagedError for the first file that is missing or has another size than recorded; reads none."""
+        folder = self.folder(record.epoch)
         if isinstance(record, steps.OrbaxRecord):
-            steps.check(self.store, self.folder(record.epoch), record)
-            return
+            steps.check(self.store, folder, record)
         for number in range(len(record.nodes)):
-            self.check_node(self.folder(record.epoch), record, number)
+            self.check_node(folder, record, number)
 
     def check_node(self, folder: str, record: EpochRecord, number: int) -> None:
-        """The same for one node of an epoch in a folder."""
+        """The same as `check_shallow`, for one node of an epoch in a folder."""
         base = paths.join(folder, record.node_folder(number))
-        expected = {paths.NODE_RECORD: record.nodes[number].record_size}
-        for f in record.nodes[number].files:
-            expected[f.path] = f.size
-        for name, size in expected.items():
+        node = record.nodes[number]
+        for name, size in [(paths.NODE_RECORD, node.record_size), *((f.path, f.size) for f in node.files)]:
             path = paths.join(base, name)
             try:
                 found = self.store.size(path)
@@ -253,15 +222,18 @@ class Commits(abc.ABC):
             if found != size:
                 raise DamagedError(path, f"has {found} bytes, {size} were written")
 
-    def _scan(self) -> tuple[list[int], list[str]]:
-        """The committed epochs, and the folders that are named like an epoch and are none."""
+    def scan(self) -> tuple[list[int], dict[int, str]]:
+        """The committed epochs, and by number the folders that are named like an epoch and are none.
+
+        Such a folder holds no commit record of ours, and is neither a step of stock Orbax nor a remainder of ours.
+        """
         try:
             entries = self.store.list("")
         except FileNotFoundError:
-            return [], []
+            return [], {}
         hidden = self.hidden() if any(e.name == paths.ROLLBACK_RECORD for e in entries) else frozenset()
         folders: dict[int, str] = {}
-        foreign = []
+        foreign: dict[int, str] = {}
         for entry in entries:
             epoch = self.names.parse(entry.name)
             if epoch is None:
@@ -271,13 +243,11 @@ class Commits(abc.ABC):
                 if self.store.renames and where not in _ignored:
                     _ignored.add(where)
                     logging.warning("%s is a symlink or a file, not a folder: not followed, and no epoch", where)
-                continue
-            recorded = self.store.exists(paths.join(entry.name, paths.EPOCH_RECORD))
-            if recorded or self._is_orbax(entry.name):
+            elif self.store.exists(paths.join(entry.name, paths.EPOCH_RECORD)) or self._is_orbax(entry.name):
                 if epoch not in folders or entry.name == self.names.build(epoch):
                     folders[epoch] = entry.name
             elif epoch not in hidden and self._is_foreign(entry.name):
-                foreign.append(entry.name)
+                foreign[epoch] = entry.name
         self._folders = folders
         return sorted(folders.keys() - hidden), foreign
 
@@ -287,11 +257,7 @@ class Commits(abc.ABC):
         return frozenset() if rollback is None else frozenset(rollback.epochs)
 
     def rollback(self) -> Rollback | None:
-        """The rollback that is under way, or was interrupted; None without one.
-
-        Raises:
-            DamagedError, FormatError: its record cannot be used.
-        """
+        """The rollback that is under way, or was interrupted; None without one."""
         return parsing.read_record(self.store, paths.ROLLBACK_RECORD, parse_rollback)
 
     @abc.abstractmethod
@@ -327,14 +293,9 @@ class Commits(abc.ABC):
     def claim(self, epoch: int = 0, continues: str = "") -> None:
         """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps what they left.
 
-        After a failure in the middle of it, a second call makes another incarnation.
-
-        Args:
-            epoch: the epoch that it is needed for, for messages.
-            continues: an attempt that keeps the id of another incarnation, such as an upload's: it is not swept.
-
-        Raises:
-            FencedError: another run has claimed at the same moment, and is the later one.
+        After a failure in the middle of it, a second call makes another incarnation. An attempt that `continues` under
+        the id of another incarnation, such as an upload's, is not swept. Errors name `epoch`. FencedError says that
+        another run has claimed at the same moment, and is the later one.
         """
 
     @abc.abstractmethod
@@ -347,24 +308,13 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """Makes a node's folder (with folders for the named items) and returns its path.
-
-        Raises:
-            FencedError: a newer incarnation has taken over.
-            SaveError: the primary has given the attempt up.
-        """
+        """Makes a node's folder and returns its path; raises `lost` where there is no staging to make it in."""
 
     @abc.abstractmethod
-    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
-        """Writes `node.json`, and makes names durable; the node's last act on its staging.
+    def seal_node(self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: bool) -> None:
+        """Makes the names in a node's folder and in its `folders` durable, and writes `node.json` (`record`).
 
-        Args:
-            epoch: the epoch.
-            attempt: the attempt's id.
-            node: the node's name.
-            items: folders that were made in the node's.
-            record: content of `node.json`.
-            view: the epoch is to have an Orbax view.
+        It is the node's last act on its staging. `view`: the epoch is to have an Orbax view.
         """
 
     def uncache(self, epoch: int, node: str) -> None:
@@ -374,12 +324,7 @@ class Commits(abc.ABC):
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
         """Primary: writes the Orbax view of a staged epoch, durably, where the store has symlinks.
 
-        Args:
-            record: what is about to be published.
-            run: runs calls in parallel.
-
-        Returns:
-            The record with the note of what the view lacks.
+        `run` runs calls in parallel. Returns the record with the note of what the view lacks.
         """
         del run
         return record
@@ -388,17 +333,10 @@ class Commits(abc.ABC):
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        """Primary: makes the epoch visible.
+        """Primary: makes the epoch visible. Returns a call that removes the bytes of a good epoch that gave way.
 
-        Args:
-            epoch: its number.
-            attempt: the attempt's id.
-            record: `epoch.json`.
-            check: called just before the decisive step; raises when it is too late.
-            replaces: the epoch of this number that may give way, if it is still that one.
-
-        Returns:
-            A call that removes the bytes of a good epoch that gave way, if one did.
+        `check` is called just before the decisive step, and raises when it is too late. An epoch of this number gives
+        way only where it is the one that `replaces` names.
 
         Raises:
             FencedError: a newer incarnation has taken over.
@@ -414,24 +352,15 @@ class Commits(abc.ABC):
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
         """Primary: takes an epoch out of sight, durably; the returned call removes its bytes.
 
-        Where no rename can do that (overlayfs, for epochs of a lower layer), a record hides it during the removal.
-
-        Args:
-            epoch: its number.
-            into: a subfolder of the directory that keeps the epoch; None: it is removed.
-
-        Raises:
-            FencedError: a newer incarnation has taken over.
-            UnfinishedError: it is hidden, but could not be removed.
+        With `into`, that subfolder of the directory keeps the epoch. Where no rename can move an epoch (overlayfs, for
+        epochs of a lower layer), a record hides it during the removal; UnfinishedError says that this has failed.
         """
 
     @abc.abstractmethod
     def roll_back(self, rollback: Rollback) -> None:
         """Primary: quarantines epochs, durably recorded before the first one moves.
 
-        Raises:
-            FencedError: a newer incarnation has taken over.
-            UnfinishedError: the rollback holds, but the epochs could not be moved.
+        UnfinishedError says that the rollback holds, but that the epochs could not be moved.
         """
 
     @abc.abstractmethod
@@ -439,15 +368,11 @@ class Commits(abc.ABC):
         """Primary: ends the incarnation; removes its empty staging."""
 
     def lost(self, epoch: int) -> SaveError:
-        """The error for a staging folder that is not there any more."""
+        """The error of an attempt whose staging folder is gone."""
         return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def read_attempt(self, epoch: int) -> str | None:
-        """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged.
-
-        Raises:
-            AccessError, StorageError: storage does not answer.
-        """
+        """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged."""
         try:
             return self.read_head(epoch).attempt
         except (DamagedError, FormatError, EpochNotFoundError):
@@ -456,8 +381,7 @@ class Commits(abc.ABC):
     def is_there(self, epoch: int, attempt: str, error: Exception) -> bool:
         """Whether an attempt has become the epoch although the decisive step has reported an error.
 
-        Raises:
-            UncertainError: storage does not answer.
+        UncertainError says that storage does not answer.
         """
         try:
             return self.read_head(epoch).attempt == attempt
@@ -505,8 +429,7 @@ class Commits(abc.ABC):
     def finish_rollback(self) -> None:
         """Completes a rollback, or a deletion, that was begun before.
 
-        Raises:
-            UnfinishedError: something is in the way. It holds nevertheless: nobody sees its epochs.
+        UnfinishedError says that something is in the way. The rollback holds nevertheless: no reader sees its epochs.
         """
         rollback = self.rollback()
         if rollback is None:
@@ -522,7 +445,7 @@ class Commits(abc.ABC):
             raise UnfinishedError(self.store.root, rollback.epochs, say(error)) from error
 
     def _finish_if_it_can(self) -> None:
-        """The same for a claim, which succeeds without it: what is in the way is logged."""
+        """Completes a rollback for a claim, which succeeds without it: what is in the way is logged."""
         try:
             self.finish_rollback()
         except UnfinishedError as error:

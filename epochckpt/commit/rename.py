@@ -2,7 +2,7 @@
 
 Guarantees:
 - an epoch is staged whole and durably below the incarnation's folder, and becomes visible by one rename;
-- every rename goes through that folder. A newer run moves it away, so that all that an older one tries then fails;
+- every rename goes through that folder. A newer run moves it away, so that every later rename of an older run fails;
 - an epoch that is deleted, quarantined or replaced is moved out of sight whole before a byte of it is removed.
 
 How folders come to their places, and what a kill on the way leaves, is in `placing`.
@@ -43,7 +43,7 @@ _GIVEN_UP = 16  # failed attempts whose staging is looked for once more
 
 
 class RenameCommits(Commits):
-    """See the module."""
+    """Epochs become visible by the rename of a staged folder."""
 
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
@@ -75,8 +75,7 @@ class RenameCommits(Commits):
         if self.store.exists(paths.join(self.folder(epoch), paths.EPOCH_RECORD)):
             return True
         try:
-            record = self.read_record(epoch)
-            sure = record.sure
+            sure = self.read_record(epoch).sure
         except EpochNotFoundError:  # as every other epoch
             return True
         except EpochCheckpointError:
@@ -98,7 +97,7 @@ class RenameCommits(Commits):
         self._begun.add(self.incarnation)
         self.store.make_root()  # deleted since it was opened, perhaps
         self.store.make_folder(self._home)
-        with self._fenced(epoch):  # another run may claim at the same moment: one of them is the later one
+        with self._fenced(epoch):  # of two runs that claim at the same moment, one is the later one
             self.store.create(paths.join(self._home, paths.OWNER_FILE), claiming.Owner.this_process().to_bytes())
             swept = [gone for gone in map(self._sweep, self.store.list("")) if gone]
             self.store.sync_folder("")
@@ -110,7 +109,7 @@ class RenameCommits(Commits):
             _threads.start(lambda: [self.store.remove_tree(path) for path in swept])
 
     def _sweep(self, entry: Entry) -> str:
-        """Fences off an earlier run, if this is its staging; returns where that lies then, if it is to be removed."""
+        """Fences off the earlier run whose staging this is; returns where that lies then, if it is to be removed."""
         older = paths.parse_incarnation(entry.name)
         if older is None or older == self.incarnation:
             return ""
@@ -133,22 +132,15 @@ class RenameCommits(Commits):
     def begin(self, epoch: int, attempt: str) -> None:
         """See Commits."""
         for given_up in list(self._given_up):
-            if self.store.exists(self._staging(given_up)):  # a node that came late has made it again
-                self._discard(given_up)
+            if self.store.exists(self._staging(given_up)):  # a late node has made it again
+                self.discard(epoch, given_up)
         self.make_staging(epoch, attempt)
 
     def make_staging(self, epoch: int, attempt: str) -> str:
-        """Makes the folder that an attempt is staged in, unless another node has made it; returns its path.
-
-        Raises:
-            FencedError, SaveError: see `make_node_folder`.
-        """
+        """Makes the folder that an attempt is staged in, unless another node has made it; returns its path."""
         staging = self._staging(attempt)
-        try:
-            with suppress(FileExistsError):
-                self.store.make_folder(staging)
-        except FileNotFoundError:
-            raise self.lost(epoch) from None
+        with self._staged(epoch), suppress(FileExistsError):
+            self.store.make_folder(staging)
         return staging
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
@@ -159,28 +151,24 @@ class RenameCommits(Commits):
         """See Commits."""
         folder = self.node_folder(epoch, attempt, node)
         self.make_staging(epoch, attempt)
-        try:
+        with self._staged(epoch):
             self.store.make_folder(folder)
-        except FileNotFoundError:
-            raise self.lost(epoch) from None
         return folder
 
-    def seal_node(self, epoch: int, attempt: str, node: str, items: Sequence[str], record: bytes, view: bool) -> None:
+    def seal_node(self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: bool) -> None:
         """See Commits."""
         folder = self.node_folder(epoch, attempt, node)
-        try:
-            for item in items:
-                self.store.sync_folder(paths.join(folder, item))
-            if view and paths.JSON_FILE not in items:
+        with self._staged(epoch):
+            for inner in folders:
+                self.store.sync_folder(paths.join(folder, inner))
+            if view and paths.JSON_FILE not in folders:
                 view_files.link_node(self.store, folder)
             self.store.create(paths.join(folder, paths.NODE_RECORD), record)
             self.store.sync_folder(folder)
             self.store.sync_folder(self._staging(attempt))
-        except FileNotFoundError:
-            raise self.lost(epoch) from None
 
     def uncache(self, epoch: int, node: str) -> None:
-        """See Commits. Its pages take the bytes of the next epoch, instead of pages that nobody has touched yet."""
+        """See Commits. The next epoch is written to these pages, which are faster than pages not touched yet."""
         folder = paths.join(self.folder(epoch), paths.folder_name(node))
         with suppress(OSError):  # deleted meanwhile, as a rule
             for entry in self.store.list(folder):
@@ -189,22 +177,17 @@ class RenameCommits(Commits):
 
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
         """See Commits."""
-        staging = self._staging(record.attempt)
         try:
             view = self._views.build(record)
         except Exception as error:  # whatever Orbax's form cannot take: the epoch itself is not in danger
             logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
             return dataclasses.replace(record, orbax_unsupported={"*": {"*": say(error)}}, orbax_view=None)
-        try:
-            written = view_files.write(self.store, staging, record, view, run)
-        except FileNotFoundError:
-            raise self.lost(record.epoch) from None
+        with self._staged(record.epoch):
+            written = view_files.write(self.store, self._staging(record.attempt), record, view, run)
         for item, leaves in view.unsupported.items():
-            few = orbax_view.few(leaves)
+            text, few = "item %s: stock Orbax will not see %d of its leaves: %s", orbax_view.few(leaves)
             level = logging.INFO if record.items[item].kind == "node" else logging.WARNING  # that goes without saying
-            logging.log_first_n(
-                level, "item %s: stock Orbax will not see %d of its leaves: %s", 3, item, len(leaves), few
-            )
+            logging.log_first_n(level, text, 3, item, len(leaves), few)
         return written
 
     def publish(
@@ -218,33 +201,23 @@ class RenameCommits(Commits):
                 self.finish_rollback()
             except UnfinishedError as error:
                 raise SaveError(epoch, str(error)) from error
-        try:
+        with self._staged(epoch):
             self.store.create(paths.join(staging, paths.EPOCH_RECORD), record)
             self.store.sync_folder(staging)
-        except FileNotFoundError:
-            raise self.lost(epoch) from None
         # From here on the epoch may become visible. A damaged one gives way before, a good one by the rename itself.
         check()
         present = replaces is not None and self.read_attempt(epoch) == replaces.attempt
         replace = replaces is not None and present and not replaces.damage
-        if present and not replace:
-            with self._fenced(epoch):
-                self._quarantine_damaged(epoch)
+        if present and not replace and self.store.exists(self.folder(epoch)):
+            away = f"damaged-{paths.new_id()}"
+            self.hide(epoch, away)
+            logging.warning("%s: the damaged epoch %d was moved to %s", self.store.root, epoch, away)
         return self.put_in_place(epoch, attempt, replace=replace)
 
     def put_in_place(self, epoch: int, attempt: str, *, replace: bool) -> Callable[[], None] | None:
         """Gives a staged folder the epoch's name, durably; `publish` does so once the commit record is in it.
 
-        Args:
-            epoch: its number.
-            attempt: the attempt's id.
-            replace: what has the name now gives way.
-
-        Returns:
-            A call that removes the bytes of what gave way, if anything did.
-
-        Raises:
-            FencedError, SaveError, UncertainError: see `publish`.
+        With `replace`, what has the name gives way, and the returned call removes its bytes. Raises as `publish` does.
         """
         final, old = self.names.build(epoch), None
         try:
@@ -257,17 +230,13 @@ class RenameCommits(Commits):
         return None if old is None else partial(self.store.remove_tree, old)
 
     def _arrived(self, epoch: int, attempt: str, error: OSError) -> bool:
-        """Whether the staged epoch has been put in its place by a call that has reported an error.
+        """Whether the staged epoch is in its place although the call that put it there has reported an error.
 
         Over a network that is possible, and it may still happen later: a staging folder that is still there is taken
-        away, so that it never will.
-
-        Raises:
-            UncertainError: storage does not answer.
+        away, so that it never will. UncertainError says that storage does not answer.
         """
-        staging = self._staging(attempt)
         try:
-            staged = self.read_in(staging, epoch)
+            staged = self.read_in(self._staging(attempt), epoch)
             if staged is None:
                 return self.is_there(epoch, attempt, error)
             if staged.attempt == attempt:
@@ -275,31 +244,26 @@ class RenameCommits(Commits):
                 _threads.logged("the remains of a save stay", lambda: self.store.remove_tree(away))
         except (DamagedError, FormatError, OSError) as problem:
             raise UncertainError(epoch, f"{say(error)}; and where it is now cannot be seen ({problem})") from error
-        return staged.attempt != attempt  # exchanged for the other
+        return staged.attempt != attempt  # exchanged for the epoch that it replaces
 
     def _refusal(self, epoch: int, error: OSError) -> SaveError:
         """Why a staged epoch could not be put in its place."""
         if isinstance(error, FileNotFoundError):
             return self.lost(epoch)
         if isinstance(error, FileExistsError):
-            return SaveError(epoch, self._in_the_way(self.names.build(epoch)))
+            final = self.names.build(epoch)
+            if final in self.scan()[1].values():
+                return SaveError(epoch, f"something else is in the way: {self.obstacle(final)}")
+            return SaveError(epoch, f"{self.store.root}/{final} exists already; delete() or rollback_to() make room")
         reason = f"renaming it into place failed: {error}"
         if placing.immovable(error):
             reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
         return SaveError(epoch, reason)
 
-    def _in_the_way(self, final: str) -> str:
-        """What lies under the name of an epoch that was to be committed."""
-        if final in self.foreign().values():
-            return f"something else is in the way: {self.obstacle(final)}"
-        return f"{self.store.root}/{final} exists already; delete() or rollback_to() make room"
-
     def discard(self, epoch: int, attempt: str) -> None:
         """See Commits."""
-        self._given_up.append(attempt)
-        self._discard(attempt)
-
-    def _discard(self, attempt: str) -> None:
+        if attempt not in self._given_up:
+            self._given_up.append(attempt)
         with suppress(FileNotFoundError):
             self.store.remove_tree(self._take_away(attempt))
 
@@ -367,19 +331,6 @@ class RenameCommits(Commits):
         placing.leave(self.store, self._home)
         self.store.sync_folder("")
 
-    def _quarantine_damaged(self, epoch: int) -> None:
-        name = self.folder(epoch)
-        if not self.store.exists(name):
-            return
-        away = f"damaged-{paths.new_id()}"
-        try:
-            placing.keep(self.store, self._home, name, paths.join(away, name))
-        except OSError as error:
-            if not placing.immovable(error):
-                raise
-            self.roll_back(Rollback(None, (epoch,), paths.new_id(), away))
-        logging.warning("%s: the damaged epoch %d was moved to %s", self.store.root, epoch, away)
-
     def lost(self, epoch: int) -> SaveError:
         """See Commits."""
         if self.store.exists(self._home):
@@ -391,8 +342,16 @@ class RenameCommits(Commits):
         )
 
     @contextmanager
+    def _staged(self, epoch: int) -> Generator[None]:
+        """Raises `lost` where the staging of an attempt is not there any more."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise self.lost(epoch) from None
+
+    @contextmanager
     def _fenced(self, epoch: int) -> Generator[None]:
-        """Raises FencedError for names that a newer run has taken away, or has taken."""
+        """Raises FencedError where a newer run has taken this run's home, or has done the step before this run."""
         try:
             yield
         except (FileNotFoundError, FileExistsError) as error:

@@ -1,12 +1,11 @@
 """Which epoch `restore(None)` takes: the newest that every process can read, agreed by vote.
 
-Each process restores (and so verifies) what it needs of the candidate, and votes. The primary publishes `accept`, or
-the next older candidate. Guarantees:
+Each process restores (and so verifies) its part of the candidate, and votes. The primary publishes that the epoch is
+accepted, or the first error. Guarantees:
 
 - every wait is bounded, and an epoch that one process finds damaged is used by none;
 - an epoch that was deleted shows that the list is old: the next candidate is the newest that storage has then;
-- where storage does not answer one of the processes, also when asked again, all of them stop: falling back to an older
-  epoch would be the wrong answer to that.
+- where storage does not answer one of the processes, all of them stop instead of falling back to an older epoch.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ _MARGIN_SECS = 60.0
 _LOOKS = 16  # at a directory whose epochs are deleted again and again
 
 T = TypeVar("T")
-Look = tuple[Sequence[int], Mapping[int, str]]
-"""Committed epochs, ascending, and those known to be damaged, with what was found."""
+Look = tuple[Sequence[int], Mapping[int, str]]  # committed epochs, ascending, and damaged ones with what was found
 
 
 def patience(timeout_secs: float) -> float:
-    """How long the others wait for the primary, which waits for all of them."""
+    """How long the other processes wait for the primary, which waits for all of them."""
     return 2 * timeout_secs + _MARGIN_SECS
 
 
@@ -100,7 +98,7 @@ def newest_readable(
             return Choice(epoch, value[0], rejected)
         if not isinstance(error, EpochNotFoundError):
             logging.error("%s: epoch %d is not restored, falling back to an older one: %s", directory, epoch, error)
-            rejected[epoch] = kept(error)  # without what was read of it, while older ones are read
+            rejected[epoch] = kept(error)  # its traceback would hold the arrays that were read of the epoch
             continue
         logging.warning("%s: epoch %d is not restored, it is not there any more: %s", directory, epoch, error)
         gone.append(epoch)
@@ -127,7 +125,7 @@ def _try(
     error = mine
     if coordinator.processes > 1:
         error = _vote(coordinator, key, mine, timeout_secs) or mine
-    # An error that says nothing about the epoch stops this process; the verdict on a silent storage is everybody's.
+    # An error that says nothing about the epoch stops this process. Where storage is silent, all take the verdict.
     if mine is not None and not _is_verdict(mine) and not (isinstance(mine, StorageError) and error is not mine):
         raise mine
     if error is not None and not _is_verdict(error):
@@ -144,9 +142,12 @@ def _is_verdict(error: Exception) -> bool:
 
 def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_secs: float) -> Exception | None:
     """Votes; returns what every process then knows: None to accept the epoch, else the first error."""
-    mine = {"ok": True} if error is None else {"error": to_wire(error)}
+
+    def wire(error: Exception | None) -> dict[str, Any]:
+        return {"ok": True} if error is None else {"error": to_wire(error)}
+
     if not coordinator.primary:
-        coordinator.put(f"{key}/vote/{coordinator.process}", mine)
+        coordinator.put(f"{key}/vote/{coordinator.process}", wire(error))
         try:
             verdict = coordinator.get(f"{key}/verdict/0", patience(timeout_secs))
         except EpochCheckpointError as silence:
@@ -157,20 +158,18 @@ def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_s
                 raise CoordinationTimeoutError(
                     f"the primary, {primary}, did not say within {secs:g} s which epoch restore(None) takes"
                 ) from None
-            raise silence
+            raise
         return from_wire(verdict["error"]) if "error" in verdict else None
-    deadline = Deadline(timeout_secs)
-    votes: dict[int, Any] = {0: mine}
-    missing = set(range(1, coordinator.processes))
-    if error is None:
-        found, missing = coordinator.gather(f"{key}/vote", missing, deadline)
-        votes.update(found)
-    bad = [from_wire(votes[p]["error"]) for p in sorted(votes) if "error" in votes[p]]
+    # The primary waits for the votes, unless it rejects the epoch itself.
     answer = error
-    if error is None and bad:
-        answer = next((e for e in bad if not _is_verdict(e)), bad[0])
-    elif error is None and missing:
-        late = coordinator.named(missing)
-        answer = CoordinationTimeoutError(f"{late} did not say within {timeout_secs:g} s whether it can restore")
-    coordinator.put(f"{key}/verdict/0", {"ok": True} if answer is None else {"error": to_wire(answer)})
+    if error is None:
+        others = set(range(1, coordinator.processes))
+        votes, missing = coordinator.gather(f"{key}/vote", others, Deadline(timeout_secs))
+        bad = [from_wire(vote["error"]) for _, vote in sorted(votes.items()) if "error" in vote]
+        if bad:
+            answer = next((e for e in bad if not _is_verdict(e)), bad[0])
+        elif missing:
+            late = coordinator.named(missing)
+            answer = CoordinationTimeoutError(f"{late} did not say within {timeout_secs:g} s whether it can restore")
+    coordinator.put(f"{key}/verdict/0", wire(answer))
     return answer

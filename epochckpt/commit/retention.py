@@ -27,14 +27,12 @@ from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.format import EpochRecord, paths
 
+_STEP = operator.attrgetter("step")
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
+
 
 class EpochInfo:
-    """What a policy may look at; metrics and time are read from storage only when it does.
-
-    Attributes:
-        step: the epoch's number (Orbax's word).
-        attached: metrics that were attached to it later, by name, as far as the primary has told.
-    """
+    """What a policy may look at; metrics and time are read from storage only when it does. `step` is Orbax's word."""
 
     def __init__(
         self,
@@ -46,11 +44,11 @@ class EpochInfo:
         attempt: str = "",
     ):
         self.step, self._load, self._metrics, self._time_ns, self._attempt = step, load, metrics, time_ns, attempt
-        self.attached: Mapping[str, Any] = {}
+        self.attached: Mapping[str, Any] = {}  # metrics that were attached later, by name, as the primary sees them
 
     @classmethod
     def of(cls, attempt: Attempt) -> EpochInfo:
-        """That of an epoch that is being saved."""
+        """The info of an epoch that is being saved."""
         return cls(attempt.epoch, metrics=attempt.metrics, time_ns=attempt.started_ns)
 
     def _read(self) -> None:
@@ -89,12 +87,10 @@ class History:
     """The epochs that this process knows: committed, damaged, and requested ones.
 
     `committed` is what `latest_step` and `all_steps` return. `requested` is what `should_save` decides from: it depends
-    only on calls that every process makes alike, not on how far the background is.
+    only on calls that every process makes alike, not on how far the background is. `damaged` epochs are on storage and
+    cannot be restored; the next save of their number may replace them.
 
     Several threads and signal handlers use it without a lock: each change is one operation of a dict, see `_threads`.
-
-    Attributes:
-        damaged: epochs on storage that cannot be restored, with what the next save of their number may replace.
     """
 
     def __init__(self, load: Callable[[int], EpochRecord]):
@@ -104,18 +100,14 @@ class History:
         self.damaged: dict[int, ReplaceCondition] = {}
 
     def reset(self, survey: Survey) -> None:
-        """Replaces everything by what a look at storage has found."""
+        """Starts anew from a look at storage."""
         self.damaged = survey.damaged
         self._committed = {e: EpochInfo(e, self._load) for e in sorted(survey.epochs)}  # any may have been replaced
         self.forget_failed()
         self.attach(survey.attached)
 
     def adopt(self, epochs: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Replaces the committed epochs by those on storage, keeping what is known of each, and `requested`.
-
-        Returns:
-            Epochs that are new, and those that are gone.
-        """
+        """Replaces the committed epochs by those on storage; returns the new epochs, and those that are gone."""
         before, now = self._committed, sorted(epochs)
         self._committed = {e: before.get(e) or EpochInfo(e, self._load) for e in now}
         return [e for e in now if e not in before], [e for e in before if e not in now]
@@ -135,12 +127,12 @@ class History:
         self.damaged.pop(epoch, None)
 
     def attach(self, metrics: Mapping[int, Mapping[str, Any]]) -> None:
-        """Takes over what is attached to each epoch by now; nothing is attached to epochs that are not named."""
+        """Replaces the attached metrics of every epoch; nothing is attached to epochs that are not named."""
         for info in list(self._committed.values()):
             info.attached = metrics.get(info.step, {})
 
     def attached(self) -> dict[int, Mapping[str, Any]]:
-        """What is known to be attached to each epoch; epochs without anything are left out."""
+        """The attached metrics by epoch, as far as they are known; epochs without any are left out."""
         return {info.step: info.attached for info in list(self._committed.values()) if info.attached}
 
     def drop(self, epochs: Iterable[int]) -> None:
@@ -157,34 +149,29 @@ class History:
 
     def committed(self) -> list[EpochInfo]:
         """Committed epochs, ascending."""
-        return sorted(self._committed.values(), key=_step)
+        return sorted(self._committed.values(), key=_STEP)
 
     def requested(self, in_flight: Iterable[Attempt]) -> list[EpochInfo]:
         """Requested epochs (committed ones among them), ascending, with those that are being saved."""
-        return sorted({**self._requested, **{a.epoch: EpochInfo.of(a) for a in in_flight}}.values(), key=_step)
+        return sorted({**self._requested, **{a.epoch: EpochInfo.of(a) for a in in_flight}}.values(), key=_STEP)
 
     def is_known(self, epoch: int) -> bool:
         """Whether an epoch exists or could not be saved."""
         return epoch in self._requested
 
 
-_step = operator.attrgetter("step")
-
-
 def score(options: ocp.CheckpointManagerOptions, info: EpochInfo) -> float | None:
-    """How good an epoch is by `best_fn`, larger is better; None without metrics; NaN is worst of all.
+    """How good an epoch is by `best_fn`: larger is better, and NaN is worst of all.
 
-    Where `best_fn` returns None or something that is no number, or raises KeyError for a missing metric, the epoch
-    counts as one without metrics.
+    None for an epoch without metrics. An epoch counts as one if `best_fn` returns no number, or raises KeyError for a
+    missing metric.
     """
     if options.best_fn is None or info.metrics is None:
         return None
     try:
-        found: float | None = options.best_fn(info.metrics)
+        found = options.best_fn(info.metrics)
     except KeyError as error:  # that metric may be attached later
         return _without_score(options, info, f"finds no {error}")
-    if found is None:
-        return _without_score(options, info, "returns None")
     try:
         return rank(found, options.best_mode)
     except (TypeError, ValueError):  # another job may attach anything
@@ -207,19 +194,16 @@ def best_of(ranks: Mapping[int, float | None]) -> int | None:
     return max(((rank, epoch) for epoch, rank in ranks.items() if rank is not None), default=(0.0, None))[1]
 
 
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
-
-
 def _without_score(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: str) -> None:
     """Warns, once for each `best_fn`, that it gives no score for an epoch that has metrics."""
+    key: Any = options.best_fn
     try:
-        warned = options.best_fn in _warned
-        _warned.add(options.best_fn)
+        weakref.ref(key)
     except TypeError:  # an `operator.itemgetter` has no weak references: all of them share one warning
-        warned = type(options.best_fn) in _warned
-        _warned.add(type(options.best_fn))
-    if warned:
+        key = type(key)
+    if key in _warned:
         return
+    _warned.add(key)
     known = info.metrics
     names = ", ".join(map(repr, known)) if isinstance(known, Mapping) else type(known).__name__
     fate = "kept" if options.keep_checkpoints_without_metrics else "deleted"
@@ -301,7 +285,7 @@ def _preserved(policy: Any, infos: Sequence[EpochInfo]) -> set[int]:
 
 
 def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> set[int]:
-    """What the older options keep: `max_to_keep` (the latest, or the best), `keep_period`, `keep_time_interval`."""
+    """The epochs that the older options keep: `max_to_keep`, `keep_period` and `keep_time_interval`."""
     count = options.max_to_keep
     if count is None:
         return {i.step for i in infos}
@@ -325,12 +309,12 @@ def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochIn
 
 
 def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOptions, fresh: Committed) -> Committed:
-    """Completes a fresh commit with the epochs that are to be deleted, and with what is attached to the others."""
+    """Completes a fresh commit with the epochs that are to be deleted, and with the attached metrics of the rest."""
     infos = {i.step: i for i in history.committed() if i.step != fresh.epoch}
     if attached_metrics.are_needed(options):
         history.attach(attached_metrics.of_epochs(commits, infos, lambda epoch: infos[epoch].attempt))
     infos[fresh.epoch] = EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns)
-    gone = superfluous(options, sorted(infos.values(), key=_step))
+    gone = superfluous(options, sorted(infos.values(), key=_STEP))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
     deleted = tuple(epoch for epoch in gone if commits.may_retire(epoch))
     return dataclasses.replace(fresh, deleted=deleted, attached=history.attached())
@@ -348,12 +332,7 @@ def hide(commits: Commits, epochs: Sequence[int], into: str | None) -> Callable[
 
 
 def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
-    """The condition that allows a save to replace an epoch as it is on storage now.
-
-    Raises:
-        EpochNotFoundError: there is no such epoch.
-        InvalidArgumentError: it lies in a folder that we would not write; says what to do.
-    """
+    """The condition that allows a save to replace an epoch as it is on storage now."""
     record = commits.read_record(epoch)
     if record.stock or commits.folder(epoch) != commits.names.build(epoch):
         raise InvalidArgumentError(
@@ -364,12 +343,7 @@ def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
 
 
 def roll_back(commits: Commits, epoch: int) -> None:
-    """Quarantines every later epoch.
-
-    Raises:
-        EpochNotFoundError: there is no such epoch.
-        UnfinishedError: they, or those of a call before, could not be moved; they count no more nevertheless.
-    """
+    """Quarantines every later epoch; UnfinishedError says that they no longer count, but could not be moved."""
     commits.finish_rollback()  # of a call that was interrupted
     later = tuple(e for e in commits.require(epoch) if e > epoch)
     if later:

@@ -10,13 +10,13 @@ Guarantees:
   attempt is uncertain at worst;
 - attempts of one manager are written one after the other, and end in order.
 
-An attempt is called `<epoch>-<number>` on every process, because all processes make the same calls. Keys, all below the
+An attempt is called `<epoch>-<number>` on every process, because all processes make the same calls. Keys, below the
 prefix that the processes agreed on when they opened the directory, so that a relaunched job never meets an old one:
 
-- `report/<attempt>/<process>`: what a process has written;
+- `report/<attempt>/<process>`: the nodes that a process has written;
 - `verdict/<attempt>/0`: the primary's decision;
 - `claim/<attempt>/0`: the primary's claim to the directory (see `claiming`), until every process has reported once. The
-  first save of the other processes waits for it; later ones wait for nobody before they write.
+  first save of the other processes waits for it; later saves wait for no process before they write.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from absl import logging
@@ -35,7 +36,6 @@ from epochckpt._threads import Deadline
 from epochckpt.commit import memory
 from epochckpt.commit.attempt import Attempt, Committed, ProcessReport, write_nodes
 from epochckpt.commit.claiming import Claim
-from epochckpt.commit.lagging import Lags
 from epochckpt.commit.opening import Opened
 from epochckpt.errors import (
     CoordinationError,
@@ -52,13 +52,14 @@ from epochckpt.errors import (
 )
 from epochckpt.options import StorageOptions
 
-LONG_SECS = 1.0  # training that is held for longer is told why
-_VERDICT_MARGIN_SECS = 60.0  # by how much the others wait longer than the primary does
+LONG_SECS = 1.0  # a save that holds training for longer logs why
+_VERDICT_MARGIN_SECS = 60.0  # by how much the other processes wait longer than the primary does
 _MAX_UNDECIDED = 3  # written here, waiting for other nodes; nodes that compute in step are at most one save apart
-_PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before others suffer
+_PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves are decided, before a new save fails
 _COMMITTING = "every node has written, committing"
 _KEPT_REPORTS = 2  # attempts whose reports the coordination service keeps
 _KEPT_KEYS = 192  # other keys that it keeps, for a process that was away: reports are large, those are small
+_MISSED = 16  # attempts that are looked at again, per process: the oldest, which come first, and the newest
 
 
 class SaveListener(Protocol):
@@ -74,26 +75,16 @@ class SaveListener(Protocol):
 
     def committed(self, commit: Committed) -> None:
         """On every process, for every commit. Must not fail."""
-        ...
 
     def announce(self, attempt: Attempt, commit: Committed) -> None:
         """On every process, after `committed`. May fail."""
-        ...
 
     def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
         """On every process, for every attempt that ends, with the reason if it failed. Must not fail."""
-        ...
 
 
 class Attempts:
-    """The attempts of one manager on one process.
-
-    Args:
-        opened: the directory, and the other processes.
-        claim: when this manager becomes the writer of the directory.
-        options: bounds and sizes.
-        listener: see `SaveListener`.
-    """
+    """The attempts of one manager on one process, which saves to an opened directory once it has the claim to it."""
 
     def __init__(self, opened: Opened, claim: Claim, options: StorageOptions, listener: SaveListener):
         self._store, self._commits, self._coordinator = opened.store, opened.commits, opened.coordinator
@@ -102,8 +93,9 @@ class Attempts:
         self._listener = listener
         self._pool = _threads.Pool(options.io_threads)
         self._write_lane, self._report_lane, self._commit_lane = _threads.Lane(), _threads.Lane(), _threads.Lane()
-        self._lags = Lags(options.save_timeout_secs, self._has_answered)
-        self._memory = options.host_memory_limit_bytes or memory.default_limit()
+        self._lags = _Lags(options.save_timeout_secs, self._has_answered)
+        machine = memory.of_this_machine()
+        self._memory = options.host_memory_limit_bytes or (machine and machine // 2)  # for all snapshots together
         self.last = ""  # the name of the last attempt that was submitted
         # Threads and signal handlers share these without a lock: each access is one operation of a list or dict, and
         # no invariant spans two of them; see the guarantees of `_threads`.
@@ -119,11 +111,7 @@ class Attempts:
     # -- on the training thread ----------------------------------------------------------------------------------
 
     def make_room(self, epoch: int, copied_bytes: int, runs_handlers: bool) -> None:
-        """Waits until a new save may begin, see `_in_the_way`, and logs why when that takes long.
-
-        Raises:
-            InvalidArgumentError: this snapshot alone is more than the limit that was asked for.
-        """
+        """Waits until a new save may begin, see `_in_the_way`, and logs why when that takes long."""
         limit = self._options.host_memory_limit_bytes
         if limit is not None and copied_bytes > limit:
             raise InvalidArgumentError(
@@ -145,8 +133,8 @@ class Attempts:
         """The older save that a new one waits for, the event of it, and the reason; None if there is none.
 
         One save is written and one more may wait; in a job of one process a third may be committing. Snapshots together
-        stay within the bound on host memory, but a larger one is let through when it is alone. A save that runs
-        handlers waits until they are done with the save before, because handlers may keep state.
+        stay within the bound on host memory, but a larger one may begin when it is alone. A save that runs handlers
+        waits until they are done with the save before, because handlers may keep state.
         """
         pending = self.pending()
         unwritten = [a for a in pending if not a.written.done()]
@@ -189,7 +177,7 @@ class Attempts:
         return pending
 
     def in_flight(self) -> list[Attempt]:
-        """Those of them that this process could begin."""
+        """The pending attempts that this process could begin."""
         return [attempt for attempt in self.pending() if attempt.error is None]
 
     def failure(self, epoch: int) -> tuple[str, str] | None:
@@ -221,19 +209,19 @@ class Attempts:
         self._commit_lane.submit(lambda: None).wait(self._options.save_timeout_secs)
 
     def remove(self, remove: Callable[[], None]) -> None:
-        """Removes what has been hidden, in the background, after what is being done now."""
+        """Removes hidden epochs in the background, after the saves in flight."""
         self._commit_lane.submit(lambda: _threads.logged("what was deleted could not be removed", remove))
 
     @property
     def longest_secs(self) -> float:
-        """No attempt goes on for longer than this."""
+        """The bound on every attempt."""
         return self._options.save_timeout_secs + _VERDICT_MARGIN_SECS + self._lags.most()
 
     def _wait(self, attempt: Attempt, event: _threads.Future[Any]) -> None:
         """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed.
 
-        That happens only when a system call of this process's own hangs. What that call still writes goes into staging
-        that is never committed: this process neither reports it nor, on the primary, commits it.
+        That happens only when a system call of this process hangs. Such a call writes into staging that is never
+        committed: this process neither reports it nor, on the primary, commits it.
         """
         while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
             if attempt.deadline.left() + _VERDICT_MARGIN_SECS <= 0:
@@ -303,7 +291,7 @@ class Attempts:
             logging.warning("epoch %d: the primary may not hear of this node: %s", attempt.epoch, error)
 
     def _begin(self, attempt: Attempt) -> None:
-        """Sees to it that there is a place to write to: the primary claims the directory, the others learn of that."""
+        """Makes the place to write to: the primary claims the directory, and the other processes learn the claim."""
         key = f"{self._key('claim', attempt)}/0"
         if not self._coordinator.primary:
             if not self._claim.known:
@@ -328,10 +316,9 @@ class Attempts:
         self._commits.begin(attempt.epoch, self._id(attempt))
 
     def _let_older_ones_end(self, attempt: Attempt) -> None:
-        """On the primary: waits while too many are undecided, as long as no node is silent: slow, or behind.
+        """On the primary: waits while too many saves are undecided because nodes are slow or behind.
 
-        Raises:
-            SaveError: a node has been silent for a while: what waits for it must not pile up on storage.
+        SaveError says that a node is silent: saves that wait for it must not pile up on storage.
         """
         while len(waiting := [a for a in self.pending() if a.written.done()]) > _MAX_UNDECIDED:
             oldest = waiting[0]
@@ -342,7 +329,7 @@ class Attempts:
                 epochs = ", ".join(str(a.epoch) for a in waiting)
                 raise SaveError(attempt.epoch, f"epochs {epochs} are still waiting for their nodes; not more than that")
             for each in self.pending():
-                if not each.written.done():  # held up by that, as long as that takes
+                if not each.written.done():  # it waits for this one, which waits for the node that is behind
                     self._give_time(each, lag)
             if oldest.deadline.passed():
                 self._wait(oldest, oldest.done)
@@ -390,7 +377,7 @@ class Attempts:
         if failure is not None:
             state = "uncertain" if isinstance(failure, UncertainError) else "failed"
             self._failed[attempt.epoch] = (state, failure.reason)
-            if attempt.error is None:  # else its caller has been told
+            if attempt.error is None:  # else `save` has raised it
                 self._errors.append(failure)
         self._listener.ended(attempt, failure)
         if attempt.dequeued.claim():  # it was never written
@@ -400,7 +387,7 @@ class Attempts:
             logging.error("%s: %s", self._store.root, failure)
 
     def _leave(self, attempt: Attempt) -> None:
-        """Takes an attempt off the list, and lets those go on that wait for it."""
+        """Takes an attempt off the list, and wakes the threads that wait for it."""
         self._pending.remove(attempt)
         attempt.written.set(None)
         attempt.done.set(None)
@@ -436,25 +423,25 @@ class Attempts:
         """
         key, missing = self._key("report", attempt), set(range(self.nodes.processes)) - attempt.reports.keys()
 
-        def receive(found: Mapping[Any, Any]) -> None:
-            attempt.reports.update({int(process): ProcessReport.from_wire(wire) for process, wire in found.items()})
+        def receive(found: dict[int, Any]) -> None:
+            attempt.reports.update({process: ProcessReport.from_wire(wire) for process, wire in found.items()})
 
-        # Processes that have reported before anybody asked are not late, whatever they were before.
+        # Processes that have reported before the primary asks are not late, whatever they were before.
         if missing:
-            receive(self._coordinator.get_all(key))
-            prompt = missing & attempt.reports.keys()
-            missing -= prompt
-            self._lags.prompt(prompt)
+            receive({int(process): wire for process, wire in self._coordinator.get_all(key).items()})
+            self._lags.heard(missing & attempt.reports.keys())
+            missing -= attempt.reports.keys()
             self._await_lagging(attempt, missing)
         while missing and not any(report.error for report in attempt.reports.values()):
             found, missing = self._coordinator.gather(key, missing, attempt.deadline)
             receive(found)
-            self._lags.heard(attempt, found)
+            self._lags.heard(found, attempt)
             if not attempt.deadline.passed():
                 break  # all there, or one with an error
             if not self._await_lagging(attempt, missing):
                 self._lags.missed(attempt, missing)
                 break
+        # The first error of a process is the attempt's; then come missing reports, and plans that differ.
         for process, report in sorted(attempt.reports.items()):
             if (error := report.error) is not None:
                 kind = FencedError if isinstance(error, FencedError) else SaveError
@@ -515,17 +502,17 @@ class Attempts:
         """Publishes the verdict, and forgets the keys of attempts that ended long ago."""
         try:
             self._coordinator.put(f"{self._key('verdict', attempt)}/0", verdict)
-        except CoordinationError as error:  # the others will look at storage
+        except CoordinationError as error:  # the other processes will look at storage
             logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
         report = self._key("report", attempt)
         self._report_keys.append(report)
-        self._keys += [self._key("verdict", attempt), self._key("claim", attempt), report]  # again: some report late
+        self._keys += [self._key("verdict", attempt), self._key("claim", attempt), report]  # late reports once more
         for keys, count in ((self._report_keys, _KEPT_REPORTS), (self._keys, _KEPT_KEYS)):
             while len(keys) > count:
                 self._coordinator.forget(keys.popleft())
 
     def _await_verdict(self, attempt: Attempt, error: Exception | None) -> Committed:
-        """On the other processes: the primary's verdict, or what storage shows when it does not come."""
+        """On the other processes: the primary's verdict; where it does not come, storage decides."""
         self._await_lagging(attempt, [0])
         while True:
             try:
@@ -537,7 +524,7 @@ class Attempts:
             self._read_late_verdicts(final=False)
             if not isinstance(silence, CoordinationTimeoutError) or not self._await_lagging(attempt, [0]):
                 return self._without_verdict(attempt, error, silence)
-        self._lags.heard(attempt, [0])
+        self._lags.heard([0], attempt)
         self._read_late_verdicts(final=True)
         if "error" in verdict:
             raise from_wire(verdict["error"])
@@ -556,11 +543,10 @@ class Attempts:
         raise UncertainError(attempt.epoch, reason) from silence
 
     def _read_late_verdicts(self, *, final: bool) -> None:
-        """Reads verdicts that had not come in time; what has been committed after all is.
+        """Reads verdicts that had not come in time, and tells the listener of commits among them.
 
-        Args:
-            final: the verdict of a later attempt has come. The primary publishes them in order, so one that is not
-                there now never comes, and storage alone decides.
+        `final`: the verdict of a later attempt has come. The primary publishes them in order, so one that is not there
+        now never comes, and storage alone decides.
         """
         while self._unheard:
             attempt = self._unheard[0]
@@ -591,3 +577,60 @@ class Attempts:
 
     def _key(self, kind: str, attempt: Attempt) -> str:
         return f"{self._prefix}/{kind}/{attempt.name}"
+
+
+class _Lags:
+    """How late other processes have answered last, so that processes that are behind are waited for longer.
+
+    Processes that do not compute in step stay as far apart as a pause of one of them has put them. A bound on the wait
+    that is shorter than that would fail every later save. So the wait for a process that has answered late is longer by
+    how late that was. A silent process is not waited for longer: nothing is known of it.
+
+    An answer within `prompt_secs` of the start of a save is not late. `answered` says whether a process has answered an
+    attempt by now.
+    """
+
+    def __init__(self, prompt_secs: float, answered: Callable[[Attempt, int], bool]):
+        self._prompt_secs, self._answered = prompt_secs, answered
+        self._lock = threading.Lock()  # between the lanes; the training thread calls `most` alone
+        self._secs: dict[int, float] = {}
+        self._missed: dict[int, list[Attempt]] = {}
+
+    def heard(self, processes: Iterable[int], attempt: Attempt | None = None) -> None:
+        """Processes have answered an attempt now; None: they had answered before this process waited for them."""
+        with self._lock:
+            for process in processes:
+                self._missed.pop(process, None)
+                self._note(process, attempt)
+
+    def missed(self, attempt: Attempt, processes: Iterable[int]) -> None:
+        """Processes have not answered an attempt, which waits for them no more."""
+        with self._lock:
+            for process in processes:
+                self._secs.pop(process, None)
+                missed = self._missed.setdefault(process, [])
+                missed[_MISSED - 1 :] = [attempt]
+
+    def look(self) -> None:
+        """Looks whether processes that were missed have answered after all."""
+        with self._lock:
+            for process, missed in self._missed.items():
+                for count in range(len(missed), 0, -1):
+                    if self._answered(missed[count - 1], process):
+                        self._note(process, missed[count - 1])
+                        del missed[:count]
+                        break
+
+    def secs(self, processes: Iterable[int]) -> float:
+        """By how much all of these are behind, at least."""
+        with self._lock:
+            return min((self._secs.get(process, 0.0) for process in processes), default=0.0)
+
+    def most(self) -> float:
+        """By how much the live process that is furthest behind is behind."""
+        return max(list(self._secs.values()), default=0.0)
+
+    def _note(self, process: int, attempt: Attempt | None) -> None:
+        self._secs.pop(process, None)
+        if attempt is not None and attempt.elapsed_secs > self._prompt_secs:
+            self._secs[process] = attempt.elapsed_secs
