@@ -89,8 +89,8 @@ class Attempt:
     written: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)  # its nodes here, or a failure
     done: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)
     reports: dict[int, ProcessReport] = dataclasses.field(default_factory=dict)  # by process
-    # Claimed by the step after which this process may not call the attempt failed any more: on the primary by the
-    # commit, elsewhere by the report.
+    # Claimed by the thread that gives the attempt up, or by the step after which this process may not do that any more
+    # (on the primary the commit, elsewhere the report): only the first of the two happens.
     binding: _threads.Once = dataclasses.field(default_factory=_threads.Once)
     dequeued: _threads.Once = dataclasses.field(default_factory=_threads.Once)  # by the thread that writes or drops it
     ended: _threads.Once = dataclasses.field(default_factory=_threads.Once)  # by the thread that ends it

@@ -75,6 +75,11 @@ class Coordinator(abc.ABC):
         """Whether this process commits and deletes."""
         return self.process == 0
 
+    def peek(self, key: str) -> Any:
+        """A value that is there now; None if there is none, or if the service does not answer at once."""
+        with contextlib.suppress(CoordinationError):
+            return self.get(key, 0.001)
+
     def agree(self, key: str, decide: Callable[[], T], timeout_secs: float) -> T:
         """The primary decides, and every process returns its answer (JSON), or raises its error."""
         if self.processes == 1:
@@ -186,8 +191,29 @@ class JaxCoordinator(Coordinator):
             raise CoordinationError(f"the coordination service did not {what}: {error}") from error
 
 
+class RecentKeys:
+    """Keys that the primary has published: of more than `limit` of them it forgets the oldest."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._kept: collections.deque[tuple[Coordinator, str]] = collections.deque()
+
+    def add(self, coordinator: Coordinator, *keys: str) -> None:
+        """Keeps some keys, or prefixes of keys, as the newest."""
+        self._kept.extend((coordinator, key) for key in keys)
+        while len(self._kept) > self._limit:
+            owner, old = self._kept.popleft()
+            owner.forget(old)
+
+
 _KEPT_ANSWERS = 128  # answers and votes that are kept for a process that is behind
-_opens: collections.deque[tuple[Coordinator, str]] = collections.deque()
+_openings = RecentKeys(_KEPT_ANSWERS // 4)
+
+
+def forget_opening(coordinator: Coordinator, *keys: str) -> None:
+    """On the primary: forgets the keys of an opening, or of a closed manager, once some more have come."""
+    if coordinator.primary and coordinator.processes > 1:
+        _openings.add(coordinator, *keys)
 
 
 class Calls:
@@ -210,7 +236,7 @@ class Calls:
         self._save, self._counts = "", collections.Counter[str]()
         self._serial = 0  # of the last answer that the primary has given, or that this process has received
         self._votes, self._voting = 0, ""
-        self._kept: collections.deque[tuple[Coordinator, str]] = collections.deque()
+        self._kept = RecentKeys(_KEPT_ANSWERS)
 
     def answer(self, call: str, decide: Callable[[], Any], timeout_secs: float) -> Any:
         """What `decide` returns on the primary (JSON), or its error, on every process that makes this call."""
@@ -236,7 +262,7 @@ class Calls:
             base, key = self._next(call)
             answer = {"candidates": list(candidates), "vote": f"{self._prefix}/vote/{self._votes}"}
             self._publish(base, key, answer)
-            _forget_old(self._kept, self._coordinator, answer["vote"], _KEPT_ANSWERS)
+            self._kept.add(self._coordinator, answer["vote"])
         else:
             base, answer = self._receive(call, timeout_secs)
         self._voting = answer["vote"].rpartition("/")[2]
@@ -262,7 +288,7 @@ class Calls:
         """On the primary: answers a call."""
         self._serial += 1
         self._counts[base] += 1
-        _forget_old(self._kept, self._coordinator, key, _KEPT_ANSWERS)
+        self._kept.add(self._coordinator, key)
         self._coordinator.put(key, {**answer, "serial": self._serial})
 
     def _receive(self, call: str, timeout_secs: float) -> tuple[str, Any]:
@@ -282,22 +308,6 @@ class Calls:
                 self._serial = answer["serial"]
                 return base, answer
             # Else the primary made this call alone, before one that this process has received the answer of.
-
-
-def forget_opening(coordinator: Coordinator, *keys: str) -> None:
-    """On the primary: forgets the keys of an opening, or of a closed manager, once some more have come."""
-    if coordinator.primary and coordinator.processes > 1:
-        for key in keys:
-            _forget_old(_opens, coordinator, key, _KEPT_ANSWERS // 4)
-
-
-def _forget_old(
-    kept: collections.deque[tuple[Coordinator, str]], coordinator: Coordinator, key: str, count: int
-) -> None:
-    kept.append((coordinator, key))
-    while len(kept) > count:
-        owner, old = kept.popleft()
-        owner.forget(old)
 
 
 class Preemption:

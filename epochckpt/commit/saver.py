@@ -1,22 +1,15 @@
 """The attempts of one manager, in the background, from the snapshot to the verdict.
 
 Guarantees:
-- only `Attempts.submit` and `make_room` run on the training thread, and they talk to no other process;
-- every wait is bounded, and an attempt always ends: committed, failed, or (on a process other than the primary that
-  received no verdict) uncertain;
+- calls on the training thread (`make_room`, `submit`) talk to no other process;
+- every wait is bounded, and every attempt ends: committed, failed or, on a process without a verdict, uncertain;
 - only the primary decides. A process's report is its last act on the staging of an attempt;
-- an attempt that a process has called failed is never committed with its help. Giving an attempt up and the step after
-  which it may be committed both claim `Attempt.binding`, so only the first of them happens. After that step the
-  attempt is uncertain at worst;
+- an attempt that a process has called failed is never committed with its help (`Attempt.binding`);
 - attempts of one manager are written one after the other, and end in order.
 
-An attempt is called `<epoch>-<number>` on every process, because all processes make the same calls. Keys, below the
-prefix that the processes agreed on when they opened the directory, so that a relaunched job never meets an old one:
-
-- `report/<attempt>/<process>`: the nodes that a process has written;
-- `verdict/<attempt>/0`: the primary's decision;
-- `claim/<attempt>/0`: the primary's claim to the directory (see `claiming`), until every process has reported once. The
-  first save of the other processes waits for it; later saves wait for no process before they write.
+An attempt is called `<epoch>-<number>` on every process, because all processes make the same calls. Its keys are
+`report/<attempt>/<process>`, the primary's `verdict/<attempt>/0` and, until every process has reported once, the
+primary's `claim/<attempt>/0`: the first save of the other processes waits for it, later saves wait for no process.
 """
 
 from __future__ import annotations
@@ -26,17 +19,20 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads, _units
 from epochckpt._threads import Deadline
-from epochckpt.commit import memory
+from epochckpt.commit import memory, retention
 from epochckpt.commit.attempt import Attempt, Committed, ProcessReport, write_nodes
 from epochckpt.commit.claiming import Claim
+from epochckpt.commit.coordination import RecentKeys
 from epochckpt.commit.opening import Opened
+from epochckpt.commit.retention import History
 from epochckpt.errors import (
     CoordinationError,
     CoordinationTimeoutError,
@@ -63,40 +59,40 @@ _MISSED = 16  # attempts that are looked at again, per process: the oldest, whic
 
 
 class SaveListener(Protocol):
-    """What a manager does about its saves. The commit lane calls it, in the order of the saves."""
-
-    def retire(self, fresh: Committed) -> Committed:
-        """On the primary, after a commit: completes it with the epochs to delete, and with attached metrics."""
-        ...
-
-    def hide(self, epochs: Sequence[int]) -> Callable[[], None]:
-        """On the primary, after the verdict: takes epochs out of sight; the returned call removes their bytes."""
-        ...
-
-    def committed(self, commit: Committed) -> None:
-        """On every process, for every commit. Must not fail."""
+    """What a manager does about its saves. The commit lane calls it on every process, in the order of the saves."""
 
     def announce(self, attempt: Attempt, commit: Committed) -> None:
-        """On every process, after `committed`. May fail."""
+        """An attempt is committed, and in the history. May fail."""
 
     def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
-        """On every process, for every attempt that ends, with the reason if it failed. Must not fail."""
+        """An attempt has ended, with the reason if it failed. Must not fail."""
 
 
 class Attempts:
-    """The attempts of one manager on one process, which saves to an opened directory once it has the claim to it."""
+    """The attempts of one manager on one process, which saves to an opened directory once it has the claim to it.
 
-    def __init__(self, opened: Opened, claim: Claim, options: StorageOptions, listener: SaveListener):
+    Orbax's `policies` (the manager's options) say which epochs of the `history` each commit deletes.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        claim: Claim,
+        options: StorageOptions,
+        history: History,
+        policies: ocp.CheckpointManagerOptions,
+        listener: SaveListener,
+    ):
         self._store, self._commits, self._coordinator = opened.store, opened.commits, opened.coordinator
         self._prefix, self.nodes, self._options = f"{opened.prefix}/save", opened.nodes, options
         self._claim, self._claim_is_known = claim, opened.coordinator.processes == 1
-        self._listener = listener
+        self._history, self._policies, self._listener = history, policies, listener
         self._pool = _threads.Pool(options.io_threads)
         self._write_lane, self._report_lane, self._commit_lane = _threads.Lane(), _threads.Lane(), _threads.Lane()
         self._lags = _Lags(options.save_timeout_secs, self._has_answered)
         machine = memory.of_this_machine()
         self._memory = options.host_memory_limit_bytes or (machine and machine // 2)  # for all snapshots together
-        self.last = ""  # the name of the last attempt that was submitted
+        self.last = ""  # the name of the last attempt that was submitted; empty before the first
         # Threads and signal handlers share these without a lock: each access is one operation of a list or dict, and
         # no invariant spans two of them; see the guarantees of `_threads`.
         self._pending: list[Attempt] = []
@@ -104,8 +100,7 @@ class Attempts:
         self._errors: list[SaveError] = []
         self._failed: dict[int, tuple[str, str]] = {}
         self._unheard: collections.deque[Attempt] = collections.deque(maxlen=_KEPT_KEYS)
-        self._report_keys: collections.deque[str] = collections.deque()
-        self._keys: collections.deque[str] = collections.deque()
+        self._report_keys, self._keys = RecentKeys(_KEPT_REPORTS), RecentKeys(_KEPT_KEYS)
         self._resident: collections.deque[int] = collections.deque()  # epochs whose bytes the page cache may hold
 
     # -- on the training thread ----------------------------------------------------------------------------------
@@ -156,11 +151,6 @@ class Attempts:
         handed = [attempt.number + 1 for attempt in self.pending() if attempt.epoch == epoch]
         return max([self._tries.get(epoch, 0), *handed])  # in this order: an attempt moves from `pending` to `_tries`
 
-    @property
-    def used(self) -> bool:
-        """Whether anything was ever submitted."""
-        return bool(self._pending or self._tries)
-
     def submit(self, attempt: Attempt) -> None:
         """Queues an attempt. Of two with one number (a signal handler can make them) only the first is saved."""
         if not self._coordinator.primary:  # the primary decides by its own clock, and may have begun later
@@ -193,7 +183,7 @@ class Attempts:
         return errors
 
     def after_fork(self) -> None:
-        """In a forked child: what is in flight is the parent's."""
+        """In a forked child: the saves in flight are the parent's."""
         self._pending.clear()
         self._errors.clear()
 
@@ -224,18 +214,16 @@ class Attempts:
         committed: this process neither reports it nor, on the primary, commits it.
         """
         while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
-            if attempt.deadline.left() + _VERDICT_MARGIN_SECS <= 0:
-                self._give_up(attempt)
-                event.wait(_VERDICT_MARGIN_SECS)  # it may be ending just now
-                return
-
-    def _give_up(self, attempt: Attempt) -> None:
-        epoch, secs, state = attempt.epoch, attempt.deadline.secs, attempt.state
-        if attempt.binding.claim():  # from here on nothing binding is done any more
-            self._end(attempt, LateNodesError(epoch, self.nodes.hosted_names, secs))
-        else:
-            reason = f"storage has not answered, long after its {secs:g} s were over ({state})"
-            self._end(attempt, UncertainError(epoch, reason))
+            if attempt.deadline.left() + _VERDICT_MARGIN_SECS > 0:  # it has been given more time
+                continue
+            epoch, secs, state = attempt.epoch, attempt.deadline.secs, attempt.state
+            if attempt.binding.claim():  # from here on nothing binding is done any more
+                self._end(attempt, LateNodesError(epoch, self.nodes.hosted_names, secs))
+            else:
+                reason = f"storage has not answered, long after its {secs:g} s were over ({state})"
+                self._end(attempt, UncertainError(epoch, reason))
+            event.wait(_VERDICT_MARGIN_SECS)  # it may be ending just now
+            return
 
     def _bind(self, attempt: Attempt) -> None:
         """From here on this process may not give the attempt up any more; SaveError if it has done so."""
@@ -265,7 +253,12 @@ class Attempts:
             if attempt.error is not None:
                 raise attempt.error
             attempt.state = "writing"
-            report = self._write_files(attempt)
+            while self._resident:
+                epoch = self._resident.popleft()
+                for name in self.nodes.hosted_names:
+                    self._commits.uncache(epoch, name)
+            identity = self._id(attempt)
+            report = write_nodes(self._commits, self.nodes, attempt, identity, self._options, self._pool)
         except Exception as caught:  # every failure becomes this process's report
             error = kept(caught)
             report = ProcessReport(error=error)
@@ -278,8 +271,7 @@ class Attempts:
             except SaveError as caught:
                 error = kept(caught)
         attempt.reports[self._coordinator.process] = report
-        alone = self._coordinator.processes == 1
-        attempt.state = "written, waiting for " + ("its commit" if alone else "the other nodes")
+        attempt.state = f"written, waiting for {'its commit' if self.nodes.processes == 1 else 'the other nodes'}"
         attempt.written.set(None)
         self._commit_lane.submit(lambda: self._conclude(attempt, error))
 
@@ -292,28 +284,24 @@ class Attempts:
 
     def _begin(self, attempt: Attempt) -> None:
         """Makes the place to write to: the primary claims the directory, and the other processes learn the claim."""
-        key = f"{self._key('claim', attempt)}/0"
-        if not self._coordinator.primary:
-            if not self._claim.known:
-                attempt.state = "waiting for the primary to claim the directory"
-                try:
-                    claimed = self._coordinator.get(key, max(attempt.deadline.left(), 0.001))
-                except CoordinationTimeoutError:
-                    raise LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
-                if "error" in claimed:
-                    raise from_wire(claimed["error"])
-                self._claim.learn(claimed)
-            return
-        try:
+
+        def take() -> dict[str, Any]:
             self._let_older_ones_end(attempt)
-            claimed = self._claim.take(attempt.epoch)
-        except Exception as error:
-            if not self._claim_is_known:
-                self._coordinator.put(key, {"error": to_wire(error)})
-            raise
-        if not self._claim_is_known:
-            self._coordinator.put(key, claimed)
-        self._commits.begin(attempt.epoch, self._id(attempt))
+            return self._claim.take(attempt.epoch)
+
+        key, left = f"{self._key('claim', attempt)}/0", max(attempt.deadline.left(), 0.001)
+        if self._coordinator.primary:
+            if self._claim_is_known:
+                take()
+            else:
+                self._coordinator.agree(key, take, left)
+            self._commits.begin(attempt.epoch, self._id(attempt))
+        elif not self._claim.known:
+            attempt.state = "waiting for the primary to claim the directory"
+            try:
+                self._claim.learn(self._coordinator.agree(key, take, left))
+            except CoordinationTimeoutError:
+                raise LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
 
     def _let_older_ones_end(self, attempt: Attempt) -> None:
         """On the primary: waits while too many saves are undecided because nodes are slow or behind.
@@ -335,13 +323,6 @@ class Attempts:
                 self._wait(oldest, oldest.done)
             oldest.done.wait(_PATIENCE_SECS / 4)
 
-    def _write_files(self, attempt: Attempt) -> ProcessReport:
-        while self._resident:
-            epoch = self._resident.popleft()
-            for name in self.nodes.hosted_names:
-                self._commits.uncache(epoch, name)
-        return write_nodes(self._commits, self.nodes, attempt, self._id(attempt), self._options, self._pool)
-
     # -- the verdict ---------------------------------------------------------------------------------------------
 
     def _conclude(self, attempt: Attempt, error: Exception | None) -> None:
@@ -354,14 +335,14 @@ class Attempts:
                 deleted = commit.deleted
             else:
                 commit = self._await_verdict(attempt, error)
-            self._listener.committed(commit)
+            self._history.commit(commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)
         except Exception as caught:
             failure = kept(as_save_error(attempt.epoch, caught))
             self._claim.note(failure)
         # What is deleted is out of sight before the attempt ends, and its bytes are removed after that.
-        hide = functools.partial(self._listener.hide, deleted)
+        hide = functools.partial(retention.hide, self._commits, deleted, self._policies.todelete_subdir)
         remove = _threads.logged("older epochs could not be deleted", hide) if deleted else None
         self._end(attempt, failure)
         if remove is not None:
@@ -379,6 +360,7 @@ class Attempts:
             self._failed[attempt.epoch] = (state, failure.reason)
             if attempt.error is None:  # else `save` has raised it
                 self._errors.append(failure)
+                self._history.fail(attempt)
         self._listener.ended(attempt, failure)
         if attempt.dequeued.claim():  # it was never written
             attempt.snapshot.drop()
@@ -408,7 +390,7 @@ class Attempts:
                 _threads.logged("the remains of a save stay", lambda: self._commits.discard(attempt.epoch, me))
             raise
         try:
-            commit = self._listener.retire(commit)
+            commit = retention.retire(self._commits, self._history, self._policies, commit)
         except Exception:  # a policy of the user's: a failure there must not harm the commit
             logging.exception("epoch %d is committed, but deciding what to delete failed", attempt.epoch)
         self._publish_verdict(attempt, commit.to_wire())
@@ -431,40 +413,36 @@ class Attempts:
             receive({int(process): wire for process, wire in self._coordinator.get_all(key).items()})
             self._lags.heard(missing & attempt.reports.keys())
             missing -= attempt.reports.keys()
-            self._await_lagging(attempt, missing)
+            self._give_time(attempt, self._lags.secs(missing))
         while missing and not any(report.error for report in attempt.reports.values()):
             found, missing = self._coordinator.gather(key, missing, attempt.deadline)
             receive(found)
             self._lags.heard(found, attempt)
             if not attempt.deadline.passed():
                 break  # all there, or one with an error
-            if not self._await_lagging(attempt, missing):
+            if not self._give_time(attempt, self._lags.secs(missing)):
                 self._lags.missed(attempt, missing)
                 break
         # The first error of a process is the attempt's; then come missing reports, and plans that differ.
         for process, report in sorted(attempt.reports.items()):
             if (error := report.error) is not None:
                 kind = FencedError if isinstance(error, FencedError) else SaveError
-                reason = f"node {self._named([process])}: {getattr(error, 'reason', error)}"
+                reason = f"node {self.nodes.names[process]}: {getattr(error, 'reason', error)}"
                 raise kind(attempt.epoch, reason) from error
         if missing:
-            late = [name for process in sorted(missing) for name in self.nodes.names_of(process)]
+            late = [self.nodes.names[process] for process in sorted(missing)]
             raise LateNodesError(attempt.epoch, late, attempt.deadline.secs)
         self._claim_is_known = True
-        different = [process for process, report in sorted(attempt.reports.items()) if report.plan != attempt.plan]
+        different = [process for process, report in attempt.reports.items() if report.plan != attempt.plan]
         if different:
-            raise SaveError(
-                attempt.epoch,
-                f"{self._named(different)} planned something else than {self.nodes.names[0]}: the trees, shapes or "
-                "shardings that were passed to save() differ between the processes",
+            reason = (
+                f"{self._coordinator.named(different)} planned something else than {self.nodes.names[0]}: the trees, "
+                "shapes or shardings that were passed to save() differ between the processes"
             )
-
-    def _await_lagging(self, attempt: Attempt, missing: Collection[int]) -> bool:
-        """Gives an attempt more time if the missing processes are known to be behind; returns whether it has."""
-        self._lags.look()
-        return self._give_time(attempt, self._lags.secs(missing))
+            raise SaveError(attempt.epoch, reason)
 
     def _give_time(self, attempt: Attempt, lag: float) -> bool:
+        """Gives an attempt more time, for processes that are behind; returns whether it has more than before."""
         bound = self._options.save_timeout_secs + (0.0 if self._coordinator.primary else _VERDICT_MARGIN_SECS)
         left = bound + lag - attempt.elapsed_secs
         if not lag or left <= max(attempt.deadline.left() + 0.001, 0.0):  # it has been given that already
@@ -475,11 +453,7 @@ class Attempts:
 
     def _has_answered(self, attempt: Attempt, process: int) -> bool:
         answer = self._key("report" if self._coordinator.primary else "verdict", attempt)
-        try:
-            self._coordinator.get(f"{answer}/{process}", 0.001)
-        except CoordinationError:
-            return False
-        return True
+        return self._coordinator.peek(f"{answer}/{process}") is not None
 
     def _publish(self, attempt: Attempt) -> Committed:
         record = attempt.record(self._id(attempt), objects=not self._store.renames)
@@ -505,25 +479,21 @@ class Attempts:
         except CoordinationError as error:  # the other processes will look at storage
             logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
         report = self._key("report", attempt)
-        self._report_keys.append(report)
-        self._keys += [self._key("verdict", attempt), self._key("claim", attempt), report]  # late reports once more
-        for keys, count in ((self._report_keys, _KEPT_REPORTS), (self._keys, _KEPT_KEYS)):
-            while len(keys) > count:
-                self._coordinator.forget(keys.popleft())
+        self._report_keys.add(self._coordinator, report)  # late reports of that attempt go with its other keys
+        self._keys.add(self._coordinator, self._key("verdict", attempt), self._key("claim", attempt), report)
 
     def _await_verdict(self, attempt: Attempt, error: Exception | None) -> Committed:
         """On the other processes: the primary's verdict; where it does not come, storage decides."""
-        self._await_lagging(attempt, [0])
-        while True:
+        key, verdict = f"{self._key('verdict', attempt)}/0", None
+        self._give_time(attempt, self._lags.secs([0]))
+        while verdict is None:
             try:
-                left = max(attempt.deadline.left(), 0.001)
-                verdict = self._coordinator.get(f"{self._key('verdict', attempt)}/0", left)
-                break
-            except CoordinationError as caught:
-                silence = caught
-            self._read_late_verdicts(final=False)
-            if not isinstance(silence, CoordinationTimeoutError) or not self._await_lagging(attempt, [0]):
-                return self._without_verdict(attempt, error, silence)
+                verdict = self._coordinator.get(key, max(attempt.deadline.left(), 0.001))
+            except CoordinationError as silence:
+                self._read_late_verdicts(final=False)
+                late = isinstance(silence, CoordinationTimeoutError)
+                if not (late and self._give_time(attempt, self._lags.secs([0]))):
+                    return self._without_verdict(attempt, error, silence)
         self._lags.heard([0], attempt)
         self._read_late_verdicts(final=True)
         if "error" in verdict:
@@ -543,23 +513,22 @@ class Attempts:
         raise UncertainError(attempt.epoch, reason) from silence
 
     def _read_late_verdicts(self, *, final: bool) -> None:
-        """Reads verdicts that had not come in time, and tells the listener of commits among them.
+        """Reads verdicts that had not come in time, and adds the commits among them to the history.
 
         `final`: the verdict of a later attempt has come. The primary publishes them in order, so one that is not there
         now never comes, and storage alone decides.
         """
         while self._unheard:
             attempt = self._unheard[0]
-            try:
-                verdict = self._coordinator.get(f"{self._key('verdict', attempt)}/0", 0.001)
-            except CoordinationError:
+            verdict = self._coordinator.peek(f"{self._key('verdict', attempt)}/0")
+            if verdict is None:
                 if not final:
                     return
                 verdict = Committed(attempt.epoch, attempt.metrics, time.time_ns()).to_wire()
             self._unheard.popleft()
             if "error" not in verdict and self._is_there(attempt):
                 logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
-                self._listener.committed(Committed.from_wire(attempt.epoch, verdict))
+                self._history.commit(Committed.from_wire(attempt.epoch, verdict))
 
     def _is_there(self, attempt: Attempt) -> bool:
         """Whether storage says that an attempt is committed."""
@@ -567,10 +536,6 @@ class Attempts:
             return self._commits.read_attempt(attempt.epoch) == self._id(attempt)
         except OSError:  # it says nothing
             return False
-
-    def _named(self, processes: Sequence[int]) -> str:
-        """The nodes of some processes."""
-        return ", ".join(name for process in processes for name in self.nodes.names_of(process))
 
     def _id(self, attempt: Attempt) -> str:
         return f"{self._commits.incarnation}-{attempt.name}"
@@ -580,14 +545,12 @@ class Attempts:
 
 
 class _Lags:
-    """How late other processes have answered last, so that processes that are behind are waited for longer.
+    """How late other processes have answered last.
 
-    Processes that do not compute in step stay as far apart as a pause of one of them has put them. A bound on the wait
-    that is shorter than that would fail every later save. So the wait for a process that has answered late is longer by
-    how late that was. A silent process is not waited for longer: nothing is known of it.
-
-    An answer within `prompt_secs` of the start of a save is not late. `answered` says whether a process has answered an
-    attempt by now.
+    Processes that do not compute in step stay as far apart as a pause of one of them has put them, and a shorter bound
+    on the wait would fail every later save. So a save waits longer for a process that has answered late, by how late
+    that was: by more than `prompt_secs` after its start. It waits no longer for a silent process. `answered` says
+    whether a process has answered an attempt by now.
     """
 
     def __init__(self, prompt_secs: float, answered: Callable[[Attempt, int], bool]):
@@ -608,8 +571,7 @@ class _Lags:
         with self._lock:
             for process in processes:
                 self._secs.pop(process, None)
-                missed = self._missed.setdefault(process, [])
-                missed[_MISSED - 1 :] = [attempt]
+                self._missed.setdefault(process, [])[_MISSED - 1 :] = [attempt]
 
     def look(self) -> None:
         """Looks whether processes that were missed have answered after all."""
@@ -622,7 +584,8 @@ class _Lags:
                         break
 
     def secs(self, processes: Iterable[int]) -> float:
-        """By how much all of these are behind, at least."""
+        """By how much all of these are behind, at least, after a look at their answers."""
+        self.look()
         with self._lock:
             return min((self._secs.get(process, 0.0) for process in processes), default=0.0)
 

@@ -138,7 +138,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._notifier = HandlerNotifier(metadata_handler, tells, call_secs=self._storage.save_timeout_secs)
         self._listener = outcomes.Listener(self._commits, self._options, self._history, self._notifier, self._step_log)
         self._claim = Claim(self._commits, opened.refused, self._listener.claimed, root_files)
-        self._attempts = Attempts(opened, self._claim, self._storage, self._listener)
+        self._attempts = Attempts(opened, self._claim, self._storage, self._history, self._options, self._listener)
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
         self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
@@ -176,7 +176,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         nodes = self._nodes.renamed(names)
         if nodes == self._nodes:
             return
-        if self._attempts.used:
+        if self._attempts.last:
             raise InvalidArgumentError(
                 f"{self._directory}: nodes are named before the first save; this manager has saved as "
                 f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"

@@ -1,15 +1,15 @@
-"""The effects of a manager's saves: history, results, retention, and messages to metadata handler and logger."""
+"""The effects of a manager's saves: results, and messages to metadata handler and logger."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt.commit import Attempt, Commits, History, retention
+from epochckpt.commit import Attempt, Commits, History
 from epochckpt.commit.attempt import Committed
 from epochckpt.errors import SaveError
 from epochckpt.manager.notifier import HandlerNotifier
@@ -56,18 +56,6 @@ class Listener:
                 ),
             )
 
-    def retire(self, fresh: Committed) -> Committed:
-        """See `SaveListener`."""
-        return retention.retire(self._commits, self._history, self._options, fresh)
-
-    def hide(self, epochs: Sequence[int]) -> Callable[[], None]:
-        """See `SaveListener`."""
-        return retention.hide(self._commits, epochs, self._options.todelete_subdir)
-
-    def committed(self, commit: Committed) -> None:
-        """See `SaveListener`."""
-        self._history.commit(commit)
-
     def announce(self, attempt: Attempt, commit: Committed) -> None:
         """See `SaveListener`."""
         self._notifier.committed(commit.epoch, attempt.node_secs)
@@ -80,9 +68,6 @@ class Listener:
         """See `SaveListener`."""
         if attempt.error is not None:  # this process could not begin it: `save` has raised the error
             return
-        detail = ""
-        if failure is not None:
-            detail = failure.reason
-            self._history.fail(attempt)
+        detail = "" if failure is None else failure.reason
         times = attempt.blocked_secs, attempt.elapsed_secs, attempt.node_secs
         self._results.append(SaveResult(attempt.epoch, failure is None, detail, *times))

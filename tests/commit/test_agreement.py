@@ -238,13 +238,13 @@ def test_an_epoch_can_be_deleted_before_every_node_has_heard_of_it(job: Job) -> 
         manager = job.open()
         commit(manager, 1)
         if number == 1:
-            hear = manager._attempts._listener.committed
+            hear = manager._history.commit
 
             def late(done: Any) -> None:
                 manager._coordinator.get(f"{manager._prefix}/call/2-0/delete(2)/0", WAIT_SECS)
                 hear(done)
 
-            manager._attempts._listener.committed = late
+            manager._history.commit = late
             assert save(manager, 2)
         else:
             commit(manager, 2)
