@@ -1,7 +1,7 @@
 """Names and other text as people see them: made safe to show, matched by patterns, and near names where one is missing.
 
-Names, paths and messages that come from storage may hold escape sequences of a terminal, HTML, line breaks, marks that
-turn the direction of writing round, or ten thousand letters. Every view passes such text through `shown` or `html`.
+Text that comes from storage may hold escape sequences of a terminal, HTML, line breaks, marks that turn the direction
+of writing round, or ten thousand letters. Every view passes it through `shown` or `html`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import collections
 import difflib
 import fnmatch
 import html as _html
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from urllib.parse import unquote_to_bytes
+
+from epochckpt._units import several
 
 LIMIT = 160
 
@@ -41,37 +44,26 @@ def shown(text: str, limit: int = LIMIT) -> str:
     """
     if len(text) <= limit and text.isprintable():
         return text
-    cut = len(text) > 2 * limit
-    # Each character becomes at least one, so only the first and the last `limit` characters can remain.
-    head = [_visible(c) for c in (text[:limit] if cut else text)]
-    tail = [_visible(c) for c in text[-limit:]] if cut else head
-    if not cut and sum(map(len, head)) <= limit:
-        return "".join(head)
+    # Each character becomes at least one: only the first and the last `limit` characters can remain.
+    text = text if len(text) <= 2 * limit else text[:limit] + text[-limit:]
+    tokens = [c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text]
+    if sum(map(len, tokens)) <= limit:
+        return "".join(tokens)
     room = max(limit - 1, 0)
-    last = _fitting(reversed(tail), room // 2)
-    first = _fitting(iter(head), room - sum(map(len, last)))
+    last = _fitting(tokens[::-1], room // 2)
+    first = _fitting(tokens, room - sum(map(len, last)))
     return "".join([*first, "…", *reversed(last)])
+
+
+def _fitting(tokens: Sequence[str], room: int) -> list[str]:
+    """The first tokens that have room."""
+    ends = itertools.accumulate(map(len, tokens))
+    return [token for token, end in zip(tokens, ends, strict=True) if end <= room]
 
 
 def html(text: str, limit: int = LIMIT) -> str:
     """`shown` for HTML: in text and in quoted attributes."""
     return _html.escape(shown(text, limit))
-
-
-def _visible(char: str) -> str:
-    if char.isprintable():
-        return char
-    return char.encode("unicode_escape").decode("ascii")
-
-
-def _fitting(tokens: Iterator[str], room: int) -> list[str]:
-    taken: list[str] = []
-    for token in tokens:
-        room -= len(token)
-        if room < 0:
-            break
-        taken.append(token)
-    return taken
 
 
 _NEAR = 5
@@ -94,12 +86,14 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
 def near(name: str, known: Iterable[str]) -> str:
     """A hint for an error about an unknown name: `near: 'a', 'b'`, else `there are: 'c', 'd', … 7 more`."""
     listed = list(known)
-    if not listed:
-        return "there is none"
-    found = near_names(name, listed)
-    quoted = ", ".join(repr(shown(one, limit=_LIMIT)) for one in (found or listed)[:_NEAR])
-    more = f", … {len(listed) - _NEAR} more" if not found and len(listed) > _NEAR else ""
-    return f"{'near' if found else 'there are'}: {quoted}{more}"
+    if found := near_names(name, listed):
+        return f"near: {_some(found)}"
+    return f"there are: {_some(listed)}" if listed else "there is none"
+
+
+def _some(names: Sequence[str]) -> str:
+    quoted = ", ".join(repr(shown(name, limit=_LIMIT)) for name in names[:_NEAR])
+    return f"{quoted}, … {len(names) - _NEAR} more" if len(names) > _NEAR else quoted
 
 
 def near_epochs(epoch: int, known: Iterable[int]) -> str:
@@ -124,11 +118,8 @@ def either(names: Sequence[str]) -> dict[str, int]:
 
 def matching(names: Sequence[str], pattern: str) -> list[int]:
     """Numbers of the public names that equal `pattern` or match it as a shell pattern, which may be in stored form."""
-    for asked in (pattern, readable(pattern)):
-        found = [i for i, name in enumerate(names) if _matches(name, asked)]
-        if found:
-            return found
-    return []
+    found = ([i for i, name in enumerate(names) if _matches(name, asked)] for asked in (pattern, readable(pattern)))
+    return next(filter(None, found), [])
 
 
 def matches(item: str, leaf: str, pattern: str) -> bool:
@@ -154,10 +145,7 @@ def no_leaf(name: str, known: Iterable[str]) -> str:
     listed, quoted = list(known), repr(shown(name, limit=_LIMIT))
     below = [other for other in listed if other.startswith(f"{name.rstrip('/')}/")] if name else []
     if below:
-        some = ", ".join(repr(shown(other, limit=_LIMIT)) for other in below[:_NEAR])
-        more = f", … {len(below) - _NEAR} more" if len(below) > _NEAR else ""
-        count = "1 leaf lies" if len(below) == 1 else f"{len(below)} leaves lie"
-        return f"{quoted} is no leaf, {count} below it: {some}{more}"
+        return f"{quoted} is no leaf, {several(len(below), 'leaf lies', 'leaves lie')} below it: {_some(below)}"
     if any(mark in name for mark in "*?["):
         return f"{quoted} looks like a pattern, which names no single leaf: .stats({quoted}) takes patterns"
     return f"there is no leaf {quoted}; {near(name, listed)}"

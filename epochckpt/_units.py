@@ -10,25 +10,17 @@ from collections.abc import Mapping
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _SECS = {"s": 1, "ms": 0.001, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # a number without a unit counts bytes or seconds
 _QUANTITY = re.compile(r"((?:\d{1,25}\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
 def parse_secs(text: str) -> float:
-    """Seconds of a duration: `90`, `250ms`, `15min`, `1.5h`, `2d`, `1w`. A number alone counts seconds.
-
-    Raises:
-        ValueError: the text is no duration; says which units there are.
-    """
+    """Seconds of a duration: `90`, `250ms`, `15min`, `1.5h`, `2d`, `1w`; ValueError if the text is none."""
     return float(_parsed(text, _SECS))
 
 
 def parse_nbytes(text: str) -> int:
-    """Bytes of a size: `4096`, `8GB` (powers of 1000), `512MiB` (powers of 1024). A number alone counts bytes.
-
-    Raises:
-        ValueError: the text is no size; says which units there are.
-    """
+    """Bytes of a size: `4096`, `8GB` (powers of 1000), `512MiB` (powers of 1024); ValueError if the text is none."""
     return round(_parsed(text, _BYTES))
 
 
@@ -68,20 +60,16 @@ def secs(s: float | None) -> str:
         return "?"
     if s < 0:
         return f"−{secs(-s)}"
-    if s < 0.9995:
-        return f"{_short(s * 1e3)} ms"
     # A value that would be rounded to 60 of a unit is one of the next.
-    size, unit = next(
-        ((size, unit) for size, unit in _SPANS if s >= size * (0.9917 if size > 1 else 0.9995)), _SPANS[-1]
-    )
-    return f"{_short(s / size)} {unit}"
+    least = ((size * (0.9917 if size > 1 else 0.9995), size, unit) for size, unit in _SPANS)
+    size, unit = next(((size, unit) for limit, size, unit in least if s >= limit), (1e-3, "ms"))
+    figure = f"{s / size:.0f}" if s / size >= 9.95 else f"{s / size:.1f}".removesuffix(".0")
+    return f"{figure} {unit}"
 
 
 def number(x: float) -> str:
     """A figure with about four significant digits: `0.1235`, `12.3`, `123457`, `1.235e+08`, `NaN`."""
-    if isinstance(x, bool):
-        return str(x)
-    if isinstance(x, int) and abs(x) < 10**6:
+    if isinstance(x, int) and abs(x) < 10**6:  # also True and False
         return str(x)
     try:
         value = float(x)
@@ -112,7 +100,3 @@ def when(ns: float) -> str:
         return datetime.datetime.fromtimestamp(ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):  # no year that a calendar has
         return "unknown"
-
-
-def _short(x: float) -> str:
-    return f"{x:.0f}" if x >= 9.95 else f"{x:.1f}".removesuffix(".0")
