@@ -8,14 +8,9 @@
 The commit is that of every other epoch (see `commit.rename`); only the names differ. There is no record of the epoch as
 a whole, and nothing here ever touches another node's folders. POSIX only.
 
-Guarantees:
-- `NodeEpochs.save` returns when the epoch is durable and committed. It replaces an epoch of this node that has the
-  number already; at any moment one of the two is there (on a file system that cannot exchange two folders, such as NFS:
-  is there again when the next job for the node has saved).
-- Of two jobs for one node, the one that joined later takes over with its first save: it moves the staging folders that
-  it found when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that
-  only reads takes nothing over.
-- The directory itself is never created, and nothing is looked at before the first use.
+Of two jobs for one node, the one that joined later takes over with its first save: it moves the staging folders that it
+found when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that only
+reads takes nothing over. The directory itself is never created, and nothing is looked at before the first use.
 """
 
 from __future__ import annotations
@@ -76,15 +71,9 @@ class _NodeNames(StepNames):
 
 
 class NodeCommits(RenameCommits):
-    """The epochs of one node, each committed by itself.
+    """The epochs of one node, each committed by itself, in a directory that need not exist yet.
 
-    Args:
-        store: the directory; it need not exist yet.
-        node: the node's name.
-        lead: what the folders of epochs begin with, before the number; only for reading.
-
-    Raises:
-        UnsupportedError: the store has no rename.
+    With a `lead`, which is only for reading, the folders of epochs are named `<lead><epoch>`.
     """
 
     def __init__(self, store: Store, node: str, lead: str = ""):
@@ -95,7 +84,7 @@ class NodeCommits(RenameCommits):
             )
         self.node, self._lead = paths.check_node_name(node), lead
         super().__init__(store, _NodeNames(node, lead))
-        self._older: list[str] = []
+        self._older: list[str] = []  # the staging folders that this job found when it joined
         self._leave: weakref.finalize | None = None
 
     @property
@@ -105,7 +94,7 @@ class NodeCommits(RenameCommits):
     # -- reading -------------------------------------------------------------------------------------------------
 
     def is_committed(self, epoch: int) -> bool:
-        """Whether this node has committed an epoch. False where the directory is missing."""
+        """Whether this node has committed an epoch; False where the directory is missing."""
         with self.access():
             return self.store.exists(paths.join(self.folder(epoch), paths.EPOCH_RECORD))
 
@@ -149,9 +138,7 @@ class NodeCommits(RenameCommits):
     def claim(self, epoch: int = 0, continues: str = "") -> None:
         """Takes this job's place in the order of jobs for this node; `begin` then takes over from those before it.
 
-        Raises:
-            NotACheckpointDirectoryError: the directory is missing.
-            AccessError: it may not be written.
+        NotACheckpointDirectoryError: the directory is missing. AccessError: it may not be written.
         """
         del epoch, continues
         if self.incarnation:
@@ -162,16 +149,18 @@ class NodeCommits(RenameCommits):
             with self.access():
                 self.store.make_folder(home)
                 # listed after our own was made: of two jobs that join at once, at least one sees the other
-                found = [entry.name for entry in self.store.list("") if entry.name != home]
+                found = [
+                    entry.name for entry in self.store.list("") if paths.parse_node_staging(entry.name) == self.node
+                ]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._missing() from error
-        self.incarnation, self._older = incarnation, [n for n in found if paths.parse_node_staging(n) == self.node]
+        self.incarnation, self._older = incarnation, [name for name in found if name != home]
         self._leave = weakref.finalize(self, _leave, self.store, home, os.getpid())
 
     def begin(self, epoch: int, attempt: str) -> None:
         """See Commits. Fences off the jobs that were there when this one joined, and removes what they left."""
         moved = [placing.take_over(self.store, self._home, name) for name in self._older]
-        if self._older and not self.store.exists(self._home):
+        if moved and not self.store.exists(self._home):
             raise self.lost(epoch)
         self._older = []
         for path in filter(None, moved):
@@ -258,16 +247,9 @@ def _leave(store: Store, home: str, pid: int) -> None:
 
 
 class NodeEpochs:
-    """The epochs of one node in a directory that other jobs may share.
+    """The epochs of one node in a directory that other jobs may share; UnsupportedError if the directory is a URL.
 
-    Args:
-        prefix: the directory; must exist when it is used first, and is never created.
-        node: the node's name.
-        options: sizes; an Orbax view is never written.
-        lead: what the folders of epochs begin with, before the number; only for reading.
-
-    Raises:
-        UnsupportedError: the directory is a URL.
+    The directory must exist when it is used first. An Orbax view is never written. `lead`: see `NodeCommits`.
     """
 
     def __init__(
@@ -276,6 +258,7 @@ class NodeEpochs:
         self.commits = NodeCommits(open_store(prefix), node, lead)
         self._options = dataclasses.replace(options or StorageOptions(), orbax_view=False)
         self._pool = _threads.Pool(self._options.io_threads)
+        self._handlers = Handlers()
         self._tries = 0
 
     @functools.cached_property
@@ -283,54 +266,36 @@ class NodeEpochs:
         return Nodes((self.commits.node,), ids=(jax.process_index(),))  # not before it is used: starts jax's backend
 
     @functools.cached_property
-    def _context(self) -> RestoreContext:
-        return RestoreContext(Handlers(), self._nodes)
-
-    @functools.cached_property
     def _planner(self) -> Planner:
         return Planner(self._nodes, self._options, self._options.part_bytes)
 
     def reader(self, epoch: int) -> EpochReader:
-        """A reader of one epoch; its record, which has the items and the custom metadata, is read now.
-
-        Raises:
-            EpochNotFoundError: this node has no such epoch; lists those that it has.
-            DamagedError, FormatError: its record cannot be used.
-        """
+        """A reader of one epoch, whose record is read now; EpochNotFoundError lists the epochs of this node."""
         commits, record = self.commits, self.commits.read_record(epoch)
         return EpochReader(commits.store, commits.folder(epoch), record, self._pool, self._options.verify)
 
     def restore(self, reader: EpochReader, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Restores chosen items; reads only their bytes, and verifies them.
+        """Restores items as their arguments ask, None: as saved; reads only their bytes, and verifies them."""
+        context = RestoreContext(self._handlers, self._nodes)
+        return {name: items.restore_item(reader, name, args, context) for name, args in wanted.items()}
 
-        Args:
-            reader: of the epoch.
-            wanted: by item, what to restore it as: an argument such as `StandardRestore`, or None for as saved.
-        """
-        return {name: items.restore_item(reader, name, args, self._context) for name, args in wanted.items()}
-
-    def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> EpochRecord:
+    def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> None:
         """Saves an epoch of this node; durable and committed on return.
 
-        Args:
-            epoch: its number; an epoch of this node that has it already is replaced.
-            args: what to save, as for `CheckpointManager.save`. Arrays must be addressable by this process.
-            custom_metadata: JSON, kept with the epoch.
-
-        Returns:
-            What was committed.
+        An epoch of this node that has the number already is replaced; at any moment one of the two is there (on a file
+        system that cannot exchange two folders, such as NFS: is there again when the next job for the node has saved).
+        Arrays must be addressable by this process.
 
         Raises:
-            NotACheckpointDirectoryError: the directory is missing.
-            AccessError: it may not be written.
+            NotACheckpointDirectoryError, AccessError: see `NodeCommits.claim`.
             InvalidArgumentError: something in it cannot be saved, by name.
             FencedError: a newer job for this node has taken over.
             SaveError: it was not committed.
         """
         commits, epoch = self.commits, epoch_number(epoch)
-        wanted = items.to_save(args, self._context.handlers)
+        wanted = items.to_save(args, self._handlers)
         items.check_names([item.name for item in wanted], (), ())
-        commits.claim(epoch)
+        commits.claim()
         self._tries += 1
         attempt = Attempt(
             epoch,
@@ -344,7 +309,12 @@ class NodeEpochs:
         identity = f"{commits.incarnation}-{attempt.name}"
         try:
             with commits.access():
-                record, remove = self._commit(attempt, identity)
+                commits.begin(epoch, identity)
+                report = write_nodes(commits, self._nodes, attempt, identity, self._options, self._pool)
+                attempt.reports[0] = report
+                record = attempt.record(identity, objects=False, per_node=True)
+                replaces = ReplaceCondition(commits.read_attempt(epoch)) if commits.is_committed(epoch) else None
+                remove = commits.publish(epoch, identity, record.to_bytes(), lambda: None, replaces)
         except BaseException as error:  # Ctrl-C, too: what is staged must not stay
             _threads.logged("the remains of a save stay", lambda: commits.discard(epoch, identity))
             if isinstance(error, EpochCheckpointError) or not isinstance(error, Exception):
@@ -356,13 +326,3 @@ class NodeEpochs:
         if remove is not None:
             _threads.logged("what was replaced stays", remove)
         logging.info("%s: epoch %d of node %s committed", commits.store.root, epoch, commits.node)
-        return record
-
-    def _commit(self, attempt: Attempt, identity: str) -> tuple[EpochRecord, Callable[[], None] | None]:
-        """Writes and publishes; returns also what removes the epoch that was replaced."""
-        commits, epoch = self.commits, attempt.epoch
-        commits.begin(epoch, identity)
-        attempt.reports[0] = write_nodes(commits, self._nodes, attempt, identity, self._options, self._pool)
-        record = attempt.record(identity, objects=False, per_node=True)
-        replaces = ReplaceCondition(commits.read_attempt(epoch)) if commits.is_committed(epoch) else None
-        return record, commits.publish(epoch, identity, record.to_bytes(), lambda: None, replaces)

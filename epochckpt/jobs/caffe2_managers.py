@@ -37,13 +37,9 @@ def get_ckpt_filename(node_name: str, epoch: int) -> str:
 
 
 def db_name(epoch: int, node_name: str, db_prefix: PathLike, path_prefix: PathLike | None = None) -> str:
-    """The full path of a node's epoch.
+    """The full path of a node's epoch in the directory `db_prefix`.
 
-    Args:
-        epoch: its number.
-        node_name: the node.
-        db_prefix: the directory.
-        path_prefix: in place of the directory; put before `<epoch>/<node>` as it stands, not joined to it.
+    A `path_prefix`, in place of the directory, is put before `<epoch>/<node>` as it stands, not joined to it.
     """
     name = get_ckpt_filename(node_name, epoch)
     return expanded(f"{os.fspath(path_prefix)}{name}" if path_prefix else os.path.join(os.fspath(db_prefix), name))
@@ -76,21 +72,19 @@ class Manager(abc.ABC):
     """What both managers share: the metadata handler, and the notes.
 
     Attributes:
-        several: whether it saves many nodes (not in Caffe2).
         db_prefix: the directory.
         metadata_handler: the handler that it was given, or None.
         notes: JSON that is written with each save (not in Caffe2); `read_notes` gives it back.
-        introduced: whether `set_params` was called (not in Caffe2).
     """
 
-    several = False
+    several = False  # whether it saves many nodes
 
     def __init__(self, db_prefix: PathLike, db_type: str, metadata_handler: AbstractMetadataHandler | None):
         _check_type("db_type", db_type)
-        self.db_prefix, self._db_type = expanded(os.fspath(db_prefix)), db_type
+        self.db_prefix = expanded(os.fspath(db_prefix))
         self.metadata_handler = None if metadata_handler is None else check_handler(metadata_handler)
         self.notes: dict[str, Any] = {}
-        self.introduced = False
+        self.introduced = False  # whether `set_params` was called
 
     @abc.abstractmethod
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
@@ -99,6 +93,10 @@ class Manager(abc.ABC):
     @abc.abstractmethod
     def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
         """The managers of those nodes that are checkpointed, by node (not in Caffe2)."""
+
+    @abc.abstractmethod
+    def read_notes(self, epoch: int) -> dict[str, Any] | None:
+        """The `notes` of the first node that has an epoch; None if none has it (not in Caffe2)."""
 
     @abc.abstractmethod
     def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
@@ -111,22 +109,17 @@ class Manager(abc.ABC):
         names = self.take_nodes(nodes)
         _check_type("path_type", path_type)
         if self._handler is not None:
-            prefix = None if path_prefix is None else os.fspath(path_prefix)
             self._handler.set_params(
                 db_prefix=self.db_prefix,
-                db_type=self._db_type,
+                db_type=DB_TYPE,
                 node_names=names,
-                path_prefix=prefix,
+                path_prefix=None if path_prefix is None else os.fspath(path_prefix),
                 path_type=path_type,
             )
         self.introduced = True
 
     def get_resume_from_epoch_id(self, user_epoch: int | None = None) -> int | None:
-        """The epoch to resume from; None: from scratch.
-
-        Args:
-            user_epoch: the one that the user names; the metadata handler, if there is one, may override it.
-        """
+        """The epoch to resume from; None: from scratch. The metadata handler may override the `user_epoch`."""
         if self._handler is not None:
             return answered_epoch(self._handler.last_epoch(user_epoch=user_epoch), self._handler)
         return None if user_epoch is None else epoch_number(user_epoch)
@@ -143,8 +136,7 @@ class Manager(abc.ABC):
     def report_checkpoint_stats(self, action_name: str) -> None:
         """Reports the stats of the last operation to the metadata handler, all nodes together.
 
-        Args:
-            action_name: `checkpoint_save`, `checkpoint_load` or `checkpoint_partial_load`.
+        Actions are `checkpoint_save`, `checkpoint_load` and `checkpoint_partial_load`.
         """
         stats: dict[str, float] = {}
         self.collect_checkpoint_stats(stats)
@@ -173,9 +165,6 @@ class CheckpointManager(Manager):
         db_type: `"epochckpt"`.
         metadata_handler: see `epochckpt.metadata`.
 
-    Attributes:
-        node_name: the name of the node's folder (not in Caffe2).
-
     Raises:
         InvalidArgumentError: a `db_type` that is not ours, or a name that cannot be one of a folder.
     """
@@ -188,9 +177,9 @@ class CheckpointManager(Manager):
         self._epochs = NodeEpochs(self.db_prefix, self.node_name)
         self._node: str | None = None  # whose workspace it is, where a caller has said so
         self._ran_on: str | None = None
-        self._initialised = False
+        self._initialised = False  # `init` was called; once its task has run, there are names
         self._blob_names: list[str] | None = None
-        self._last: tuple[str, float] | None = None
+        self._last: tuple[str, float] | None = None  # db name and seconds of the last save or load
         self._recorder = containers.Recorder()
 
     def init(
@@ -220,27 +209,23 @@ class CheckpointManager(Manager):
         Raises:
             InvalidArgumentError: `init` has not run.
         """
-        if self._blob_names is None:
-            raise self._not_initialised("blob_list")
-        return list(self._blob_names)
+        self._require_init("blob_list", self._blob_names is not None)
+        return list(self._blob_names or ())
 
     def load(self, epoch: int, path_prefix: PathLike | None = None, path_type: str | None = None) -> Task:
         """A task that puts the blobs of `blob_list` back into the workspace.
 
         Each comes back as what `ws.target` says. Nothing is loaded if something is wrong with any of them.
         """
-        if not self._initialised:
-            raise self._not_initialised("load")
+        self._require_init("load", self._initialised)
         _check_type("path_type", path_type)
         number = epoch_number(epoch)
         return self._task(f"load epoch {number}", lambda ws: self._load(ws, number, None, path_prefix))
 
     def load_blobs_from_checkpoint(self, blob_names: Iterable[str], epoch: int) -> Task:
-        """A task that loads just these blobs, reading just their bytes; works without `init`.
+        """A task that loads just these blobs (`name` or `node/name`), reading just their bytes; works without `init`.
 
-        Args:
-            blob_names: their names, or `node/name`; what the epoch lacks is left out.
-            epoch: the epoch.
+        Blobs that the epoch lacks are left out.
         """
         wanted, number = _blob_names(blob_names), epoch_number(epoch)
         return self._task(f"load blobs of epoch {number}", lambda ws: self._load(ws, number, wanted, None))
@@ -255,8 +240,7 @@ class CheckpointManager(Manager):
 
         Running it raises a SaveError, or an OSError for a directory that cannot be reached, if it was not committed.
         """
-        if not self._initialised:
-            raise self._not_initialised("save")
+        self._require_init("save", self._initialised)
         number = epoch_number(epoch)
         return self._task(f"save epoch {number}", lambda ws: self._save(ws, number))
 
@@ -270,7 +254,7 @@ class CheckpointManager(Manager):
         return self._epochs.commits.is_committed(epoch)
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
-        """The `notes` that an epoch was saved with; None if this node has no such epoch (not in Caffe2)."""
+        """See Manager."""
         return _recorded(self._epochs.reader(epoch), "notes") if self.has_epoch(epoch) else None
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
@@ -351,8 +335,8 @@ class CheckpointManager(Manager):
                     f"has: {', '.join(items) or 'no blob'}. Pass init(retrieve_from_epoch={epoch})"
                 )
             for name in wanted or ():
-                known = next((n for n in (name, name.removeprefix(f"{self.node_name}/")) if n in items), None)
-                needed += [known] if known is not None and known not in needed else []
+                known = [n for n in (name, name.removeprefix(f"{self.node_name}/")) if n in items]
+                needed += [n for n in known[:1] if n not in needed]
             targets = {items[name]: blobs.target_of(ws, name) for name in needed}
             asked = {item: None if t is None else ocp.args.StandardRestore(t) for item, t in targets.items()}
             values, types = epochs.restore(reader, asked), reader.record.custom_metadata.get("types")
@@ -374,17 +358,17 @@ class CheckpointManager(Manager):
         yield
         self._last = db_name(epoch, self.node_name, self.db_prefix, path_prefix), time.monotonic() - began
 
-    def _not_initialised(self, verb: str) -> InvalidArgumentError:
-        return InvalidArgumentError(
-            f"{verb} of node {self.node_name!r} needs to know the blobs; first: session.run(manager.init(…))"
-        )
+    def _require_init(self, verb: str, done: bool) -> None:
+        if not done:
+            raise InvalidArgumentError(
+                f"{verb} of node {self.node_name!r} needs to know the blobs; first: session.run(manager.init(…))"
+            )
 
 
 def _recorded(reader: EpochReader, name: str) -> dict[str, Any]:
     value = reader.record.custom_metadata.get(name)
     if not isinstance(value, dict):
-        problem = f"was not written by a manager of epochckpt.caffe2: custom_metadata has no {name!r}"
-        raise FormatError(paths.join(reader.folder, paths.EPOCH_RECORD), problem)
+        raise _foreign(reader, f"was not written by a manager of epochckpt.caffe2: custom_metadata has no {name!r}")
     return value
 
 
@@ -392,9 +376,12 @@ def _items_by_blob(reader: EpochReader) -> dict[str, str]:
     """The item of each blob, in the order in which they were saved."""
     recorded = _recorded(reader, "blobs")
     if recorded.keys() != reader.record.items.keys() or len(set(recorded.values())) != len(recorded):
-        problem = "the names of its blobs are not one for each item"
-        raise FormatError(paths.join(reader.folder, paths.EPOCH_RECORD), problem)
+        raise _foreign(reader, "the names of its blobs are not one for each item")
     return {str(blob): item for item, blob in recorded.items()}
+
+
+def _foreign(reader: EpochReader, problem: str) -> FormatError:
+    return FormatError(paths.join(reader.folder, paths.EPOCH_RECORD), problem)
 
 
 class MultiNodeCheckpointManager(Manager):
@@ -436,11 +423,7 @@ class MultiNodeCheckpointManager(Manager):
         return list(self._managers.items())
 
     def get_ckpt_db_name(self, node_name: str, epoch: int) -> str:
-        """The full path of a node's epoch.
-
-        Raises:
-            InvalidArgumentError: this manager does not have that node.
-        """
+        """The full path of a node's epoch; InvalidArgumentError if this manager does not have that node."""
         self._chosen([str(node_name)])
         return db_name(epoch, node_name, self.db_prefix)
 
@@ -451,11 +434,7 @@ class MultiNodeCheckpointManager(Manager):
         path_prefix: PathLike | None = None,
         path_type: str | None = None,
     ) -> TaskGroup:
-        """Tasks that determine which blobs are checkpointed, on each node; see `CheckpointManager.init`.
-
-        Raises:
-            InvalidArgumentError: it was given other nodes before.
-        """
+        """Tasks that determine which blobs are checkpointed, on each node; see `CheckpointManager.init`."""
         names = self.take_nodes(nodes)
         return self._group("init", lambda m: m.init(None, retrieve_from_epoch, path_prefix, path_type), names)
 
@@ -472,10 +451,10 @@ class MultiNodeCheckpointManager(Manager):
         """Loads just these blobs from the nodes' folders into their workspaces; works without `init`.
 
         Args:
-            nodes: the nodes.
+            nodes: the nodes; those that run in this process load their blobs.
             blob_names: names that any of the nodes may have, or `node/name`; what an epoch lacks is left out.
             epoch: the epoch.
-            session: whose workspaces are meant; of the nodes, those that it runs in this process.
+            session: has the workspaces.
 
         Returns:
             False if any of the nodes lacks that epoch; nothing is loaded then.
@@ -506,7 +485,7 @@ class MultiNodeCheckpointManager(Manager):
             manager.collect_checkpoint_stats(stats)
 
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
-        """The `notes` of the first node that has an epoch; None if none has it (not in Caffe2)."""
+        """See Manager."""
         found = (manager.read_notes(epoch) for manager in self._chosen(None).values())
         return next((notes for notes in found if notes is not None), None)
 
@@ -523,7 +502,7 @@ class MultiNodeCheckpointManager(Manager):
                 "another manager for other nodes"
             )
         for name in names if not self._managers else ():
-            self._managers[name] = CheckpointManager(self.db_prefix, name, self._db_type)
+            self._managers[name] = CheckpointManager(self.db_prefix, name, DB_TYPE)
             self._managers[name].take_nodes([name])
         return names
 
@@ -532,7 +511,7 @@ class MultiNodeCheckpointManager(Manager):
         return {node: self._managers[node] for node in nodes if node in self._managers}
 
     def _chosen(self, names: Iterable[str] | None) -> dict[str, CheckpointManager]:
-        """The managers of some nodes; None: of all."""
+        """The managers of the named nodes; None: of all."""
         if not self._managers:
             raise InvalidArgumentError("this manager knows no nodes yet; first: set_params(nodes), or init(nodes)")
         chosen = list(self._managers if names is None else names)
