@@ -1,20 +1,17 @@
 """`CopyUpload`: the last epoch of a run, copied to another directory.
 
 An upload is a commit in the other directory (see `commit.protocol`): it claims that directory, stages the copy, and
-publishes it. Only the bytes are not new: they are those of the epoch, and so is the attempt. Nobody sees a copy before
-it is published, and what a killed upload leaves is swept by whoever claims the directory next.
+publishes it. Only the bytes and the attempt are not new: they are those of the epoch. No reader sees a copy before it
+is published, and the next claim of the directory sweeps what a killed upload leaves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import re
 from collections.abc import Callable, Collection, Generator
 from typing import Any
 
-import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads
@@ -43,27 +40,25 @@ from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager, copy
 from epochckpt.manager.reader import epoch_number
-from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, open_store
 
 _THREADS = 2
-_NUMBERED = re.compile(r"(?:(.+)_)?(\d+)\Z")
 
 
 class CopyUpload(UploadTaskGroupBuilder):
     """Copies an epoch to another directory, which is a checkpoint directory like any other then.
 
     Every node copies its own folder; when all have, the primary adds what belongs to the epoch as a whole and makes the
-    copy visible, atomically and durably. The copy has the epoch's attempt, its folder has the same name as at home, and
-    on a file system stock Orbax reads it, too.
+    copy visible, atomically and durably. Its folder has the same name as at home, and on a file system stock Orbax
+    reads it, too. All nodes must see the destination under the same name.
 
     Every byte of the epoch is compared on its way with the checksums that it was saved with. Before the copy becomes
     visible, all its files are there in their length. What has been written is not read back: `verify` of a manager of
     the destination does that. Steps of stock Orbax have no checksums.
 
-    Doing it again only looks if the copy is there, all files in their length; one that lacks something is made anew. An
-    upload that has something to copy writes to the destination as a run does: it takes over from whoever wrote there
-    before, and removes what a killed upload left. All nodes must see the destination under the same name.
+    A second upload of the same epoch only looks whether the copy is whole, and makes it anew if a file is missing or
+    short. An upload that has something to copy writes to the destination as a run does: it takes over from the run that
+    wrote there before, and removes what a killed upload left.
 
     Memory is bounded by blocks; on stores without rename, which take a file whole, by the largest file of a node (see
     `StorageOptions.part_bytes`).
@@ -105,21 +100,15 @@ class CopyUpload(UploadTaskGroupBuilder):
         self.replace, self.timeout_secs = bool(replace), timeout_secs
 
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
-        """The task group that uploads an epoch; call it on every process.
+        """The task group that uploads an epoch of a manager; call it on every process.
 
-        When it runs it raises on every process alike:
-
-        - EpochExistsError: the destination has another epoch of this number, or something that cannot be read.
-        - UploadError: the destination refused, is out of reach of a node, or was claimed by another run meanwhile.
-        - DamagedError: bytes differ from what was saved.
-        - CoordinationTimeoutError: a node did not finish in time; names it.
-
-        Args:
-            epoch: its number; it is committed.
-            checkpoint_manager: the manager that has it.
+        When the group runs it raises, on every process alike: EpochExistsError (the destination has another epoch of
+        this number, or something that cannot be read), UploadError (the destination refused, is out of reach of a node,
+        or was claimed by another run meanwhile), DamagedError (bytes differ from what was saved) or
+        CoordinationTimeoutError (a node did not finish in time).
 
         Raises:
-            InvalidArgumentError: that is no manager that can be copied from, or the destination lies in its directory.
+            InvalidArgumentError: no epoch of this manager can be copied, or the destination lies in its directory.
         """
         epoch = epoch_number(epoch)
         if isinstance(checkpoint_manager, Manager):
@@ -137,187 +126,143 @@ class CopyUpload(UploadTaskGroupBuilder):
         return group
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """An epoch where it is.
-
-    Attributes:
-        epoch: its number.
-        store: where it lies.
-        folder: its folder there.
-        reader: reads it; None if stock Orbax wrote it.
-        names: how its manager names the folders of epochs; None if that is stock Orbax's manager.
-    """
-
-    epoch: int
-    store: Store
-    folder: str
-    reader: EpochReader | None
-    names: StepNames | None = None
-
-    @classmethod
-    def of(cls, epoch: int, found: EpochReader, names: StepNames | None = None) -> _Source:
-        """An epoch of ours, every byte of which is verified."""
-        reader = EpochReader(found.store, found.folder, found.record, _threads.Pool(_THREADS), verify=True)
-        return cls(epoch, found.store, found.folder, reader, names)
-
-    def step_names(self) -> StepNames:
-        """The names of epochs' folders; those of stock Orbax's manager are told from this folder's name."""
-        if self.names is not None:
-            return self.names
-        found = _NUMBERED.match(self.folder)
-        prefix, number = (found[1], found[2]) if found else (None, "")
-        length = len(number) if number.startswith("0") and len(number) > 1 else None
-        name_format = ocp.path.step.standard_name_format(step_prefix=prefix, step_format_fixed_length=length)
-        return StepNames(name_format)
-
-
 class _Copy:
-    """One copy in the making.
+    """One copy in the making, of the epoch in a folder of a store.
 
-    Args:
-        source: the epoch.
-        commits: the epochs of the destination.
+    A `reader` of an epoch of ours is made to verify every byte. Without one the folder is a step of stock Orbax.
     """
 
-    def __init__(self, source: _Source, commits: Commits):
-        self._source, self.commits = source, commits
+    def __init__(self, epoch: int, store: Store, folder: str, reader: EpochReader | None, commits: Commits):
+        self._epoch, self._store, self._folder, self.commits = epoch, store, folder, commits
+        self._reader = reader
+        if reader is not None:
+            self._reader = EpochReader(store, folder, reader.record, _threads.Pool(_THREADS), verify=True)
         self._replaces: ReplaceCondition | None = None
         self._done: set[str] = set()
         self._may_be_visible = False
 
     @property
     def _attempt(self) -> str:
-        reader = self._source.reader
-        return f"{self.commits.incarnation}-{self._source.epoch}-0" if reader is None else reader.record.attempt
+        reader = self._reader
+        return f"{self.commits.incarnation}-{self._epoch}-0" if reader is None else reader.record.attempt
 
     def begin(self, replace: bool) -> bool:
-        """On the primary: claims the destination and makes room for the copy.
+        """On the primary: claims the destination and makes room; False if the destination has this epoch, whole.
 
-        Args:
-            replace: another epoch of this number may give way.
-
-        Returns:
-            False if the destination has this very epoch, whole.
-
-        Raises:
-            EpochExistsError: something else is there.
+        Another epoch of this number gives way only if `replace` says so; else it is an EpochExistsError.
         """
-        epoch, commits, store = self._source.epoch, self.commits, self.commits.store
+        epoch, commits = self._epoch, self.commits
         # A run that saves there is fenced off only for a copy that is to be made.
         if self._is_there(replace):
             return False
         commits.claim(epoch, continues=self._attempt)
-        try:
+        with self.giving_up():
             commits.begin(epoch, self._attempt)
             if self._is_there(replace):  # since that look
                 commits.release()
                 return False
-            if not store.renames:  # the copy's objects have the names of those that an earlier upload has left
+            if not commits.store.renames:  # the copy's objects have the names of those that an earlier upload has left
                 if self._replaces is not None and self._replaces.attempt == self._attempt:
                     commits.hide(epoch)()
                     self._replaces = None
                 commits.discard(epoch, self._attempt)
-        except Exception as error:
-            self.give_up(error)
-            raise
         return True
 
     def _is_there(self, replace: bool) -> bool:
         """Whether this epoch is there, whole; if not, `_replaces` names what is to give way."""
-        self._replaces = None
-        if there := self._look(replace):
-            folder = paths.join(self.commits.store.root, self.commits.folder(self._source.epoch))
-            logging.info("epoch %d is in %s already", self._source.epoch, folder)
-        return there
-
-    def _look(self, replace: bool) -> bool:
-        source, store = self._source, self.commits.store
-        folder = self.commits.folder(source.epoch)
+        self._replaces, store, folder = None, self.commits.store, self.commits.folder(self._epoch)
         if not store.exists(folder if store.renames else paths.join(folder, paths.EPOCH_RECORD)):
             return False
-        if source.reader is None:
-            if copy.same_step(source.store, store, folder):
-                return True
-            if not replace:
+        if self._reader is None:
+            there = copy.same_step(self._store, store, folder)
+            if not there and not replace:
                 raise self._in_the_way("another step, or not whole")
-            self._replaces = ReplaceCondition(None)
-            return False
+            self._replaces = None if there else ReplaceCondition(None)
+        else:
+            there = self._is_whole(folder, replace)
+        if there:
+            logging.info("epoch %d is in %s already", self._epoch, paths.join(store.root, folder))
+        return there
+
+    def _is_whole(self, folder: str, replace: bool) -> bool:
+        """The same for what lies in the folder of an epoch of ours."""
         try:
-            record = self.commits.read_in(folder, source.epoch)
+            record = self.commits.read_in(folder, self._epoch)
         except (DamagedError, FormatError) as error:
             raise self._in_the_way(f"not readable: {error}") from error
         if record is None:
             raise self._in_the_way("no epoch")
-        if record.attempt != self._attempt and not replace:
-            raise self._in_the_way(f"another one (attempt {record.attempt})")
-        try:
-            if record.attempt == self._attempt:
-                copy.check(store, folder, record)
-                return True
-        except DamagedError as error:
-            logging.warning(
-                "%s: the copy of epoch %d is made anew, it is not whole: %s", store.root, record.epoch, error
-            )
         self._replaces = ReplaceCondition(record.attempt)
-        return False
+        if record.attempt != self._attempt:
+            if not replace:
+                raise self._in_the_way(f"another one (attempt {record.attempt})")
+            return False
+        try:
+            copy.check(self.commits, folder, record)
+        except DamagedError as error:
+            root = self.commits.store.root
+            logging.warning("%s: the copy of epoch %d is made anew, it is not whole: %s", root, self._epoch, error)
+            return False
+        return True
 
     def _in_the_way(self, found: str) -> EpochExistsError:
         """The error for what lies where the epoch is to go."""
-        epoch, commits = self._source.epoch, self.commits
         return EpochExistsError(
-            f"{commits.store.root} has {commits.folder(epoch)} already, which is {found}. Nothing there was changed: "
-            f"delete it or move it away, upload epoch {epoch} to another destination, or replace epochs with "
-            "CopyUpload(…, replace=True)"
+            f"{self.commits.store.root} has {self.commits.folder(self._epoch)} already, which is {found}. Nothing "
+            f"there was changed: delete it or move it away, upload epoch {self._epoch} to another destination, or "
+            "replace epochs with CopyUpload(…, replace=True)"
         )
 
-    def nodes(self, names: set[str]) -> None:
-        """Copies the folders of nodes that are not copied yet."""
-        reader = self._source.reader
+    def nodes(self, names: Collection[str]) -> None:
+        """Copies the folders of these nodes, unless they are copied."""
+        reader = self._reader
         for number, entry in enumerate(reader.record.nodes if reader is not None else ()):
-            if reader is not None and entry.name in names - self._done:
+            if reader is not None and entry.name in names and entry.name not in self._done:
                 copy.copy_node(reader, number, self.commits)
                 self._done.add(entry.name)
 
     def publish(self, elsewhere: Collection[str] = ()) -> None:
-        """On the primary: copies what is not copied yet, makes the copy visible, and leaves the destination.
+        """On the primary: copies the rest, makes the copy visible, and leaves the destination.
 
-        Args:
-            elsewhere: the nodes whose folders other processes have copied.
+        The folders of the nodes `elsewhere` were copied by other processes.
         """
-        source, commits = self._source, self.commits
+        commits, root = self.commits, self.commits.store.root
         try:
             remove = self._publish(elsewhere)
         except UncertainError:
             self._may_be_visible = True
             raise
         self._may_be_visible = True
-        root = commits.store.root
         if remove is not None:
             _threads.logged(f"{root}: an epoch that was replaced", remove)
         _threads.logged(f"{root}: the staging of an upload", commits.release)
-        logging.info("epoch %d was uploaded to %s", source.epoch, paths.join(root, commits.folder(source.epoch)))
+        logging.info("epoch %d was uploaded to %s", self._epoch, paths.join(root, commits.folder(self._epoch)))
 
     def _publish(self, elsewhere: Collection[str]) -> Callable[[], None] | None:
-        source, commits = self._source, self.commits
-        if source.reader is not None:
-            self.nodes({entry.name for entry in source.reader.record.nodes} - set(elsewhere))
-            return copy.publish(source.reader, commits, self._replaces)
+        commits = self.commits
+        if self._reader is not None:
+            self.nodes({entry.name for entry in self._reader.record.nodes} - set(elsewhere))
+            return copy.publish(self._reader, commits, self._replaces)
         assert isinstance(commits, RenameCommits), "stores without rename were refused"
-        staging = commits.make_staging(source.epoch, self._attempt)
-        copy.copy_tree(source.store, source.folder, commits.store, staging)
-        return commits.put_in_place(source.epoch, self._attempt, replace=self._replaces is not None)
+        staging = commits.make_staging(self._epoch, self._attempt)
+        copy.copy_tree(self._store, self._folder, commits.store, staging)
+        return commits.put_in_place(self._epoch, self._attempt, replace=self._replaces is not None)
 
-    def give_up(self, error: Exception) -> None:
-        """On the primary: removes what there is of the copy, as long as nobody can see it."""
-        commits, what = self.commits, f"{self.commits.store.root}: what a failed upload left"
-        if not self._may_be_visible and not isinstance(error, EpochExistsError):
-            _threads.logged(what, self._discard)
-        _threads.logged(what, commits.release)
+    @contextlib.contextmanager
+    def giving_up(self) -> Generator[None]:
+        """On the primary: removes, after an error, what there is of the copy, as long as nobody can see it."""
+        try:
+            yield
+        except Exception as error:
+            what = f"{self.commits.store.root}: what a failed upload left"
+            if not self._may_be_visible and not isinstance(error, EpochExistsError):
+                _threads.logged(what, self._discard)
+            _threads.logged(what, self.commits.release)
+            raise
 
     def _discard(self) -> None:
         """Removes what is staged. Another upload of the epoch has the same names: its objects are left alone."""
-        epoch, commits = self._source.epoch, self.commits
+        epoch, commits = self._epoch, self.commits
         if not commits.store.renames:
             commits.begin(epoch, self._attempt)  # raises if a newer run has claimed the destination
             if commits.read_attempt(epoch) == self._attempt:
@@ -334,11 +279,11 @@ def _uploading(epoch: int, destination: str) -> Generator[None]:
         raise UploadError(epoch, destination, error.reason) from error
     except EpochCheckpointError:
         raise
-    except FileNotFoundError as error:
-        reason = f"{say(error)} (another run has claimed it meanwhile, or not all nodes see the same folder)"
-        raise UploadError(epoch, destination, reason) from error
     except OSError as error:
-        raise UploadError(epoch, destination, say(error)) from error
+        reason = say(error)
+        if isinstance(error, FileNotFoundError):
+            reason += " (another run has claimed it meanwhile, or not all nodes see the same folder)"
+        raise UploadError(epoch, destination, reason) from error
 
 
 class _Upload:
@@ -352,12 +297,12 @@ class _Upload:
                 "CopyUpload copies epochs of an epochckpt.CheckpointManager, of stock Orbax's or of a manager of "
                 f"epochckpt.caffe2, got {type(manager).__name__}"
             )
-        self._coordinator = coordination.connect(False)
-        processes = self._coordinator.processes
+        coordinator = coordination.connect(False)
+        processes = coordinator.processes
         self._nodes = tuple(manager.node_names if self._ours else (f"process_{i}" for i in range(processes)))
-        here = self._nodes if processes == 1 else [self._nodes[self._coordinator.process]]
+        here = self._nodes if processes == 1 else [self._nodes[coordinator.process]]
         self._here = frozenset(here)  # the nodes whose folders this process copies
-        self._exchange = Exchange(self._coordinator, self._nodes, asked.timeout_secs)
+        self._exchange = Exchange(coordinator, self._nodes, asked.timeout_secs)
         self._begun = False
         self._incarnation: str | None = None  # of the upload; None if there is nothing to copy
         self._copy: _Copy | None = None
@@ -379,24 +324,20 @@ class _Upload:
     def finish(self, workspace: Workspace) -> None:
         """When all have: the primary copies the rest and makes it visible."""
         del workspace
-        self._copy_nodes(set(self._here))  # of a session that knows nothing of the manager's nodes
+        self._copy_nodes(self._here)  # of a session that knows nothing of the manager's nodes
         copy, incarnation = self._copy, self._incarnation
         self._copy, self._incarnation, self._begun = None, None, False
         if incarnation is None:
             return
-        try:
+        with copy.giving_up() if copy is not None and self._exchange.primary else contextlib.nullcontext():
             self._exchange.gather("upload of the nodes' folders", self._raise_error, lambda found: None)
             self._exchange.broadcast("end of the upload", lambda: self._publish(copy))
-        except Exception as error:
-            if self._exchange.primary and copy is not None:
-                copy.give_up(error)
-            raise
 
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _copy_nodes(self, names: set[str]) -> None:
+    def _copy_nodes(self, names: Collection[str]) -> None:
         if self._incarnation is None or self._error is not None:
             return
         try:
@@ -405,7 +346,7 @@ class _Upload:
                     self._copy = self._open()
                     self._copy.commits.incarnation = self._incarnation
                 self._copy.nodes(names)
-        except Exception as error:  # all processes hear of it in the next exchange
+        except Exception as error:  # all processes raise it in the next exchange
             self._error = error
 
     def _prepare(self) -> str | None:
@@ -422,28 +363,25 @@ class _Upload:
             copy.publish(elsewhere=set(self._nodes) - self._here)
 
     def _open(self) -> _Copy:
-        if not self._ours:
-            store = open_store(str(self._manager.directory))
-            source = _Source(self._epoch, store, copy.find_step(store, self._epoch), None)
-        else:
+        if self._ours:
             store, folder, reader, names = self._manager.source(self._epoch)
-            if reader is None:
-                source = _Source(self._epoch, store, folder, None, names)
-            else:
-                source = _Source.of(self._epoch, reader, names)
+        else:
+            store, reader = open_store(str(self._manager.directory)), None
+            folder, names = copy.find_step(store, self._epoch)
         target = open_store(self._asked.destination)
-        _check_place(source, target)
-        return _Copy(source, commits_of(target, source.step_names()))
+        _check_place(store, "" if reader is not None else folder, target)
+        return _Copy(self._epoch, store, folder, reader, commits_of(target, names))
 
 
-def _check_place(source: _Source, target: Store) -> None:
-    home, there = source.store.root, target.root
-    if source.reader is None and not (source.store.renames and target.renames):
+def _check_place(source: Store, step: str, target: Store) -> None:
+    """Refuses a destination that lies in the source, or to which a `step` of stock Orbax cannot be copied."""
+    home, there = source.root, target.root
+    if step and not (source.renames and target.renames):
         raise UnsupportedError(
-            f"{home}/{source.folder} is a step of stock Orbax, which is copied only from one file system to another; "
+            f"{home}/{step} is a step of stock Orbax, which is copied only from one file system to another; "
             f"the destination is {there}"
         )
-    if source.store.renames and target.renames:
+    if source.renames and target.renames:
         root = os.path.realpath(home)
         if os.path.commonpath([root, os.path.realpath(there)]) == root:
             raise InvalidArgumentError(
@@ -464,14 +402,11 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
     def upload(workspace: Workspace) -> None:
         for node in (each.node_name for each in manager.managers_of([workspace.node]).values()):
             with _uploading(epoch, target.root):
-                source = _Source.of(epoch, NodeEpochs(manager.db_prefix, node).reader(epoch))
+                reader = NodeEpochs(manager.db_prefix, node).reader(epoch)
                 target.make_root()
-                copy = _Copy(source, NodeCommits(target, node))
+                copy = _Copy(epoch, reader.store, reader.folder, reader, NodeCommits(target, node))
                 if copy.begin(asked.replace):
-                    try:
+                    with copy.giving_up():
                         copy.publish()
-                    except Exception as error:
-                        copy.give_up(error)
-                        raise
 
     return upload
