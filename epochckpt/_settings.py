@@ -26,44 +26,49 @@ from epochckpt.metadata import AbstractMetadataHandler, JsonMetadataHandler, Sql
 from epochckpt.options import StorageOptions
 from epochckpt.storage import path_text
 
+NONE = "none"  # the text that stands for no value; for texts that is the empty one
 MAX_SECS = 1e9  # 30 years; locks and timedeltas overflow somewhere above
 MAX_INT = 2**63 - 1  # what files and other languages hold
 _STORAGE = StorageOptions()
 OPTIONS, STORAGE = "CheckpointManagerOptions", "StorageOptions"
 MANAGER, RUNNER, FOLLOW = "CheckpointManager", "JobRunner", "follow"
 
+Parse = Callable[[Any], Any]
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """What a setting may be."""
 
-    expected: str  # for errors and help
-    parse: Callable[[Any], Any]  # makes the value of a text or an object; raises for what is none of this kind
-    write: Callable[[Any], str] = str  # makes a text that `parse` reads as this value
-    none: str | None = None  # the text that stands for None; None if there must be a value
+class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
+    """What a setting may be; reads and writes its values, also as absl's parser of its flag.
 
-    def optional(self, none: str = "none") -> Kind:
-        """A value of this kind, or None."""
-        return dataclasses.replace(self, expected=f"{self.expected}, or {none or 'nothing'}", none=none)
+    `parse` makes the value of a text or an object, and raises for what is none of this kind; `write` makes a text that
+    it reads as this value; `none` is the text that stands for None (None: there must be a value).
+    """
 
-    def read(self, value: Any) -> Any:
+    def __init__(self, expected: str, parse: Parse, write: Callable[[Any], str] = str, none: str | None = None):
+        self.expected = self.syntactic_help = expected if none is None else f"{expected}, or {none or 'nothing'}"
+        self._read, self._write, self._none = parse, write, none
+
+    def parse(self, argument: Any) -> Any:
         """The value that a text, or an object of a program, stands for; InvalidArgumentError if it stands for none."""
-        empty = value is None or (isinstance(value, str) and value.strip().lower() in ("", self.none))
-        if empty and self.none is not None:
+        empty = argument is None or (isinstance(argument, str) and argument.strip().lower() in ("", self._none))
+        if empty and self._none is not None:
             return None
         try:
-            return self.parse(value)
+            return self._read(argument)
         except (TypeError, ValueError, OverflowError) as error:
             why = f": {error}" if str(error) else ""
-            found = f"{_text.shown(repr(value))}{why}"
+            found = f"{_text.shown(repr(argument))}{why}"
             raise InvalidArgumentError(f"expected {self.expected}, found {found}") from None
 
-    def text(self, value: Any) -> str:
-        """What `read` reads as this value."""
-        return str(self.none) if value is None else self.write(value)
+    def serialize(self, value: Any) -> str:
+        """The text that `parse` reads as this value."""
+        return str(self._none) if value is None else self._write(value)
+
+    def flag_type(self) -> str:
+        """See absl."""
+        return self.expected
 
 
-def _number(of_text: Callable[[str], Any], of_object: Callable[[Any], Any], least: float, most: float = MAX_INT) -> Any:
+def _number(of_text: Callable[[str], Any], of_object: Parse, least: float, most: float = MAX_INT) -> Parse:
     def parse(value: Any) -> Any:
         if isinstance(value, bool):
             raise TypeError("a bool is no number")
@@ -75,57 +80,64 @@ def _number(of_text: Callable[[str], Any], of_object: Callable[[Any], Any], leas
     return parse
 
 
-def _integer(least: int = 0) -> Kind:
-    return Kind(f"an integer of at least {least}", _number(int, operator.index, least))
-
-
-def _nbytes(least: int = 1, most: int = MAX_INT) -> Kind:
-    parse = _number(_units.parse_nbytes, operator.index, least, most)
-    return Kind("bytes, such as 4096, 8GB or 512MiB", parse, _units.exact_nbytes)
-
-
-def _secs(least: float = 0.001) -> Kind:
-    parse = _number(_units.parse_secs, float, least, MAX_SECS)
-    return Kind(f"seconds, such as 90, 10min or 1.5h, of at least {least}", parse, lambda v: repr(v).removesuffix(".0"))
-
-
-def _text_like(expected: str, pattern: str = r"[^\0]+") -> Kind:
+def _text_like(pattern: str) -> Parse:
     def parse(value: Any) -> str:
         if not isinstance(value, str) or not re.fullmatch(pattern, value, re.DOTALL):
             raise ValueError
         return value
 
-    return Kind(expected, parse)
+    return parse
 
 
-def _list_of(kind: Kind, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, bytes | Mapping):
-        raise TypeError("it is no list")
-    return tuple(map(kind.parse, absl_flags.ListParser().parse(value) if isinstance(value, str) else value))
+def _list_of(parse: Parse) -> Parse:
+    def parse_all(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, bytes | Mapping):
+            raise TypeError("it is no list")
+        return tuple(map(parse, absl_flags.ListParser().parse(value) if isinstance(value, str) else value))
+
+    return parse_all
+
+
+def _integer(least: int = 0, none: str | None = None) -> Kind:
+    return Kind(f"an integer of at least {least}", _number(int, operator.index, least), none=none)
+
+
+def _nbytes(least: int = 1, most: int = MAX_INT, none: str | None = None) -> Kind:
+    parse = _number(_units.parse_nbytes, operator.index, least, most)
+    return Kind("bytes, such as 4096, 8GB or 512MiB", parse, _units.exact_nbytes, none)
+
+
+def _secs(least: float = 0.001, none: str | None = None) -> Kind:
+    parse = _number(_units.parse_secs, float, least, MAX_SECS)
+    expected = f"seconds, such as 90, 10min or 1.5h, of at least {least}"
+    return Kind(expected, parse, lambda value: repr(value).removesuffix(".0"), none)
+
+
+def _bool(none: str | None = None) -> Kind:
+    return Kind("true or false", absl_flags.BooleanParser().parse, lambda value: "true" if value else "false", none)
 
 
 def _choice(*words: str) -> Kind:
     return Kind(" or ".join(words), absl_flags.EnumParser(words).parse)
 
 
-def _resume(value: Any) -> str | int:
-    return value if value in ("auto", "never", "must") else _integer().parse(value)
-
-
-_BOOL = Kind("true or false", absl_flags.BooleanParser().parse, lambda value: "true" if value else "false")
-_PATH = Kind("a path or URL", path_text).optional("")
-_TEXT = _text_like("a text").optional("")
-_PREFIX = _text_like("letters, digits, '.', '_' and '-', a letter or digit first", "[A-Za-z0-9][A-Za-z0-9._-]*")
-_ITEM = _text_like("a text without spaces around it", r"\S|\S.*\S")
+_EPOCH = _number(int, operator.index, 0)
+_PATH = Kind("a path or URL", path_text, none="")
+_TEXT = Kind("a text", _text_like(r"[^\0]+"), none="")
+_NAME = _text_like("[A-Za-z0-9][A-Za-z0-9._-]*")
+_PREFIX = Kind("letters, digits, '.', '_' and '-', a letter or digit first", _NAME, none="")
 _CSV = absl_flags.CsvListSerializer(",").serialize
-_TEXTS = Kind("texts with commas between them", functools.partial(_list_of, _ITEM), _CSV)
+_TEXTS = Kind("texts with commas between them", _list_of(_text_like(r"\S|\S.*\S")), _CSV)
 _EPOCHS = Kind(
     "epochs (integers of at least 0) with commas between them",
-    lambda value: tuple(sorted(set(_list_of(_integer(), value)))),
+    lambda value: tuple(sorted(set(_list_of(_EPOCH)(value)))),
     lambda value: ",".join(map(str, value)),
 )
-_RESUME = Kind("auto, never, must, or the number of an epoch", _resume)
-_HANDLER = _text_like("json, json:FILE or sqlite:FILE", r"json(:\S(.*\S)?)?|sqlite:\S(.*\S)?").optional()
+_RESUME = Kind(
+    "auto, never, must, or the number of an epoch",
+    lambda value: value if value in ("auto", "never", "must") else _EPOCH(value),
+)
+_HANDLER = Kind("json, json:FILE or sqlite:FILE", _text_like(r"json(:\S(.*\S)?)?|sqlite:\S(.*\S)?"), none=NONE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,37 +219,37 @@ class Settings:
 
     # Where
     directory: str | None = _of(None, _PATH, MANAGER)
-    read_only: bool = _of(False, _BOOL, OPTIONS)
-    create: bool = _of(True, _BOOL, OPTIONS)
+    read_only: bool = _of(False, _bool(), OPTIONS)
+    create: bool = _of(True, _bool(), OPTIONS)
     node: str | None = _of(None, _TEXT, MANAGER)
-    step_prefix: str | None = _of(None, _PREFIX.optional(""), OPTIONS)
-    step_format_fixed_length: int | None = _of(None, _integer(1).optional(), OPTIONS)
+    step_prefix: str | None = _of(None, _PREFIX, OPTIONS)
+    step_format_fixed_length: int | None = _of(None, _integer(1, NONE), OPTIONS)
 
     # What is saved, and when
     save_interval_steps: int = _of(1, _integer(), OPTIONS)
     save_on_steps: tuple[int, ...] = _of((), _EPOCHS, OPTIONS)
-    enable_async_checkpointing: bool = _of(True, _BOOL, OPTIONS)
+    enable_async_checkpointing: bool = _of(True, _bool(), OPTIONS)
 
     # What is kept
-    max_to_keep: int | None = _of(None, _integer(1).optional(), OPTIONS)
-    keep_period: int | None = _of(None, _integer(1).optional(), OPTIONS)
-    keep_time_interval_secs: float | None = _of(None, _secs(1).optional(), OPTIONS, "keep_time_interval")
+    max_to_keep: int | None = _of(None, _integer(1, NONE), OPTIONS)
+    keep_period: int | None = _of(None, _integer(1, NONE), OPTIONS)
+    keep_time_interval_secs: float | None = _of(None, _secs(1, NONE), OPTIONS, "keep_time_interval")
     best_metric: str | None = _of(None, _TEXT, OPTIONS, "best_fn")
     best_mode: Literal["max", "min"] = _of("max", _choice("max", "min"), OPTIONS)
-    keep_checkpoints_without_metrics: bool = _of(True, _BOOL, OPTIONS)
+    keep_checkpoints_without_metrics: bool = _of(True, _bool(), OPTIONS)
     todelete_subdir: str | None = _of(None, _TEXT, OPTIONS)
 
     # Waiting, memory and bytes
     save_timeout_secs: float = _of(_STORAGE.save_timeout_secs, _secs(), STORAGE)
     open_timeout_secs: float = _of(_STORAGE.open_timeout_secs, _secs(), STORAGE)
     restore_timeout_secs: float = _of(_STORAGE.restore_timeout_secs, _secs(), STORAGE)
-    host_memory_limit_bytes: int | None = _of(_STORAGE.host_memory_limit_bytes, _nbytes().optional(), STORAGE)
+    host_memory_limit_bytes: int | None = _of(_STORAGE.host_memory_limit_bytes, _nbytes(none=NONE), STORAGE)
     io_threads: int = _of(_STORAGE.io_threads, _integer(1), STORAGE)
-    part_bytes: int | None = _of(_STORAGE.part_bytes, _nbytes().optional(), STORAGE)
+    part_bytes: int | None = _of(_STORAGE.part_bytes, _nbytes(none=NONE), STORAGE)
     block_bytes: int = _of(_STORAGE.block_bytes, _nbytes(4096, 256 * 2**20), STORAGE)
     replica_split_bytes: int = _of(_STORAGE.replica_split_bytes, _nbytes(), STORAGE)
-    orbax_view: bool = _of(_STORAGE.orbax_view, _BOOL, STORAGE)
-    verify: bool = _of(_STORAGE.verify, _BOOL, STORAGE)
+    orbax_view: bool = _of(_STORAGE.orbax_view, _bool(), STORAGE)
+    verify: bool = _of(_STORAGE.verify, _bool(), STORAGE)
 
     # The run
     metadata_handler: str | None = _of(None, _HANDLER, MANAGER)
@@ -245,15 +257,15 @@ class Settings:
     include: tuple[str, ...] = _of((), _TEXTS, RUNNER)
     exclude: tuple[str, ...] = _of((), _TEXTS, RUNNER)
     unsaved_blobs: Literal["warn", "error", "ignore"] = _of("warn", _choice("warn", "error", "ignore"), RUNNER)
-    preemption_deadline_secs: float | None = _of(None, _secs(0).optional(), RUNNER, "deadline_secs")
-    max_consecutive_save_failures: int | None = _of(5, _integer().optional(), RUNNER)
-    raise_if_not_saved: bool = _of(True, _BOOL, RUNNER)
+    preemption_deadline_secs: float | None = _of(None, _secs(0, NONE), RUNNER, "deadline_secs")
+    max_consecutive_save_failures: int | None = _of(5, _integer(none=NONE), RUNNER)
+    raise_if_not_saved: bool = _of(True, _bool(), RUNNER)
     exchange_timeout_secs: float = _of(600.0, _secs(), RUNNER)
-    progress: bool | None = _of(None, _BOOL.optional(), RUNNER)
+    progress: bool | None = _of(None, _bool(NONE), RUNNER)
 
     # Following
     follow_interval_secs: float = _of(1.0, _secs(), FOLLOW, "interval_secs")
-    follow_timeout_secs: float | None = _of(None, _secs(0).optional(), FOLLOW, "timeout_secs")
+    follow_timeout_secs: float | None = _of(None, _secs(0, NONE), FOLLOW, "timeout_secs")
 
     def __post_init__(self) -> None:
         for name, value in checked({name: getattr(self, name) for name in SETTINGS}).items():
@@ -380,7 +392,7 @@ class Rule:
     def check(self, values: Mapping[str, Any], prefix: str = "") -> None:
         """Refuses values, by setting, that break the rule; `prefix` stands before the names in the error."""
         changed = {
-            name: f"{prefix}{name}={SETTINGS[name].kind.text(values[name])}"
+            name: f"{prefix}{name}={SETTINGS[name].kind.serialize(values[name])}"
             for name in (self.name, self.other)
             if values.get(name, SETTINGS[name].default) != SETTINGS[name].default
         }
@@ -419,7 +431,7 @@ def read(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found = {}
     for name, value in values.items():
         try:
-            found[name] = SETTINGS[name].kind.read(value)
+            found[name] = SETTINGS[name].kind.parse(value)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{prefix}{name}: {error}") from None
     return found

@@ -88,7 +88,7 @@ class Flags:
         """
         lines = []
         for name, value in dataclasses.asdict(self.settings()).items():
-            text, flag = SETTINGS[name].kind.text(value), self.name(name)
+            text, flag = SETTINGS[name].kind.serialize(value), self.name(name)
             if not text.isprintable() or text != text.strip():
                 raise InvalidArgumentError(f"--{flag}: {text!r} cannot be written as a line of a flagfile")
             if value != self.flag_values[flag].default:
@@ -136,7 +136,7 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     found, own = Flags(prefix, flag_values), checked(defaults)
     there = {name: flag_values[found.name(name)] for name in SETTINGS if found.name(name) in flag_values}
     for name, flag in there.items():
-        if not isinstance(flag.parser, _Parser) or len(there) < len(SETTINGS):
+        if not isinstance(flag.parser, Kind) or len(there) < len(SETTINGS):
             where = flag_values.find_module_defining_flag(flag.name)
             raise InvalidArgumentError(f"--{flag.name} is defined already, by {where}; choose another prefix")
         if own.get(name, flag.default) != flag.default:
@@ -149,27 +149,11 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     return found
 
 
-class _Parser(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
-    """Reads and writes the values of a kind of setting. absl adds the flag's name to the errors."""
-
-    def __init__(self, kind: Kind):
-        self._kind, self.syntactic_help = kind, kind.expected
-
-    def parse(self, argument: Any) -> Any:
-        return self._kind.read(argument)
-
-    def serialize(self, value: Any) -> str:
-        return self._kind.text(value)
-
-    def flag_type(self) -> str:
-        return self._kind.expected
-
-
 def _define(flags: Flags, defaults: Mapping[str, Any]) -> None:
     for name, row in SETTINGS.items():
-        parser, default = _Parser(row.kind), defaults.get(name, row.default)
-        is_bool = row.kind.expected.startswith("true or false")
-        flag = absl_flags.Flag(parser, parser, flags.name(name), default, row.help, boolean=is_bool)
+        kind, default = row.kind, defaults.get(name, row.default)
+        is_bool = kind.expected.startswith("true or false")
+        flag = absl_flags.Flag(kind, kind, flags.name(name), default, row.help, boolean=is_bool)
         absl_flags.DEFINE_flag(flag, flags.flag_values)
     for rule in RULES:
         names = [flags.name(rule.name), flags.name(rule.other)]
@@ -180,7 +164,7 @@ def _define(flags: Flags, defaults: Mapping[str, Any]) -> None:
 def _validate(flags: Flags, rule: Rule, values: Mapping[str, Any]) -> bool:
     """Has absl refuse a command line with contradictions, as it does wrong values."""
     if flags.flag_values.is_parsed():  # in a notebook one after the other is assigned: `settings` checks
-        found = {name: SETTINGS[name].kind.read(values[flags.name(name)]) for name in (rule.name, rule.other)}
+        found = {name: SETTINGS[name].kind.parse(values[flags.name(name)]) for name in (rule.name, rule.other)}
         try:
             rule.check(found, f"--{flags.prefix}_")
         except InvalidArgumentError as error:

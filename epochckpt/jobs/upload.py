@@ -111,18 +111,9 @@ class CopyUpload(UploadTaskGroupBuilder):
             InvalidArgumentError: no epoch of this manager can be copied, or the destination lies in its directory.
         """
         epoch = epoch_number(epoch)
-        if isinstance(checkpoint_manager, Manager):
-            tasks = {"copy the node's folder": _node_upload(epoch, checkpoint_manager, self)}
-        else:
-            upload = _Upload(epoch, checkpoint_manager, self)
-            tasks = {
-                "begin upload": upload.begin,
-                "copy the node's folder": upload.copy_node,
-                "finish upload": upload.finish,
-            }
+        upload = _node_upload if isinstance(checkpoint_manager, Manager) else _epoch_upload
         with joining(group := TaskGroup("upload")):
-            for name, task in tasks.items():
-                Task(task, name=name)
+            Task(upload(epoch, checkpoint_manager, self), name="upload")
         return group
 
 
@@ -138,7 +129,6 @@ class _Copy:
         if reader is not None:
             self._reader = EpochReader(store, folder, reader.record, _threads.Pool(_THREADS), verify=True)
         self._replaces: ReplaceCondition | None = None
-        self._done: set[str] = set()
         self._may_be_visible = False
 
     @property
@@ -214,21 +204,16 @@ class _Copy:
         )
 
     def nodes(self, names: Collection[str]) -> None:
-        """Copies the folders of these nodes, unless they are copied."""
-        reader = self._reader
-        for number, entry in enumerate(reader.record.nodes if reader is not None else ()):
-            if reader is not None and entry.name in names and entry.name not in self._done:
-                copy.copy_node(reader, number, self.commits)
-                self._done.add(entry.name)
+        """Copies the folders of these nodes."""
+        for number, entry in enumerate(self._reader.record.nodes if self._reader is not None else ()):
+            if self._reader is not None and entry.name in names:
+                copy.copy_node(self._reader, number, self.commits)
 
-    def publish(self, elsewhere: Collection[str] = ()) -> None:
-        """On the primary: copies the rest, makes the copy visible, and leaves the destination.
-
-        The folders of the nodes `elsewhere` were copied by other processes.
-        """
+    def publish(self, copied: Collection[str] = ()) -> None:
+        """On the primary: copies what is not `copied`, by node, makes the copy visible, and leaves the destination."""
         commits, root = self.commits, self.commits.store.root
         try:
-            remove = self._publish(elsewhere)
+            remove = self._publish(copied)
         except UncertainError:
             self._may_be_visible = True
             raise
@@ -238,10 +223,10 @@ class _Copy:
         _threads.logged(f"{root}: the staging of an upload", commits.release)
         logging.info("epoch %d was uploaded to %s", self._epoch, paths.join(root, commits.folder(self._epoch)))
 
-    def _publish(self, elsewhere: Collection[str]) -> Callable[[], None] | None:
+    def _publish(self, copied: Collection[str]) -> Callable[[], None] | None:
         commits = self.commits
         if self._reader is not None:
-            self.nodes({entry.name for entry in self._reader.record.nodes} - set(elsewhere))
+            self.nodes({entry.name for entry in self._reader.record.nodes} - set(copied))
             return copy.publish(self._reader, commits, self._replaces)
         assert isinstance(commits, RenameCommits), "stores without rename were refused"
         staging = commits.make_staging(self._epoch, self._attempt)
@@ -286,91 +271,67 @@ def _uploading(epoch: int, destination: str) -> Generator[None]:
         raise UploadError(epoch, destination, reason) from error
 
 
-class _Upload:
-    """One upload, as one process sees it. A process that hosts several nodes begins and finishes once for all."""
+def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Workspace], None]:
+    """A task that copies an epoch of a manager of Orbax's interface, once for all nodes of this process."""
+    ours = isinstance(manager, CheckpointManager)
+    if not ours and not all(hasattr(manager, name) for name in ("directory", "all_steps", "restore")):
+        raise InvalidArgumentError(
+            "CopyUpload copies epochs of an epochckpt.CheckpointManager, of stock Orbax's or of a manager of "
+            f"epochckpt.caffe2, got {type(manager).__name__}"
+        )
+    coordinator = coordination.connect(False)
+    processes = coordinator.processes
+    nodes = tuple(manager.node_names if ours else (f"process_{i}" for i in range(processes)))
+    here = nodes if processes == 1 else [nodes[coordinator.process]]
+    exchange, ran = Exchange(coordinator, nodes, asked.timeout_secs), set[str]()
 
-    def __init__(self, epoch: int, manager: Any, asked: CopyUpload):
-        self._epoch, self._manager, self._asked = epoch, manager, asked
-        self._ours = isinstance(manager, CheckpointManager)
-        if not self._ours and not all(hasattr(manager, name) for name in ("directory", "all_steps", "restore")):
-            raise InvalidArgumentError(
-                "CopyUpload copies epochs of an epochckpt.CheckpointManager, of stock Orbax's or of a manager of "
-                f"epochckpt.caffe2, got {type(manager).__name__}"
-            )
-        coordinator = coordination.connect(False)
-        processes = coordinator.processes
-        self._nodes = tuple(manager.node_names if self._ours else (f"process_{i}" for i in range(processes)))
-        here = self._nodes if processes == 1 else [self._nodes[coordinator.process]]
-        self._here = frozenset(here)  # the nodes whose folders this process copies
-        self._exchange = Exchange(coordinator, self._nodes, asked.timeout_secs)
-        self._begun = False
-        self._incarnation: str | None = None  # of the upload; None if there is nothing to copy
-        self._copy: _Copy | None = None
-        self._error: Exception | None = None
-
-    def begin(self, workspace: Workspace) -> None:
-        """The primary looks at the destination and makes room."""
-        del workspace
-        if not self._begun:
-            self._copy = self._error = None
-            self._incarnation = self._exchange.broadcast("beginning of the upload", self._prepare)
-            self._begun = True
-
-    def copy_node(self, workspace: Workspace) -> None:
-        """Every node copies its folder."""
-        if workspace.node in self._here:
-            self._copy_nodes({workspace.node})
-
-    def finish(self, workspace: Workspace) -> None:
-        """When all have: the primary copies the rest and makes it visible."""
-        del workspace
-        self._copy_nodes(self._here)  # of a session that knows nothing of the manager's nodes
-        copy, incarnation = self._copy, self._incarnation
-        self._copy, self._incarnation, self._begun = None, None, False
-        if incarnation is None:
-            return
-        with copy.giving_up() if copy is not None and self._exchange.primary else contextlib.nullcontext():
-            self._exchange.gather("upload of the nodes' folders", self._raise_error, lambda found: None)
-            self._exchange.broadcast("end of the upload", lambda: self._publish(copy))
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _copy_nodes(self, names: Collection[str]) -> None:
-        if self._incarnation is None or self._error is not None:
-            return
-        try:
-            with _uploading(self._epoch, self._asked.destination):
-                if self._copy is None:
-                    self._copy = self._open()
-                    self._copy.commits.incarnation = self._incarnation
-                self._copy.nodes(names)
-        except Exception as error:  # all processes raise it in the next exchange
-            self._error = error
-
-    def _prepare(self) -> str | None:
-        with _uploading(self._epoch, self._asked.destination):
-            copy = self._open()
-            if not copy.begin(self._asked.replace):
-                return None
-            self._copy = copy
-        return copy.commits.incarnation
-
-    def _publish(self, copy: _Copy | None) -> None:
-        assert copy is not None, "the primary has begun"
-        with _uploading(self._epoch, self._asked.destination):
-            copy.publish(elsewhere=set(self._nodes) - self._here)
-
-    def _open(self) -> _Copy:
-        if self._ours:
-            store, folder, reader, names = self._manager.source(self._epoch)
+    def open_copy() -> _Copy:
+        if ours:
+            store, folder, reader, names = manager.source(epoch)
         else:
-            store, reader = open_store(str(self._manager.directory)), None
-            folder, names = copy.find_step(store, self._epoch)
-        target = open_store(self._asked.destination)
+            store, reader = open_store(str(manager.directory)), None
+            folder, names = copy.find_step(store, epoch)
+        target = open_store(asked.destination)
         _check_place(store, "" if reader is not None else folder, target)
-        return _Copy(self._epoch, store, folder, reader, commits_of(target, names))
+        return _Copy(epoch, store, folder, reader, commits_of(target, names))
+
+    def upload_once() -> None:
+        made: _Copy | None = None
+
+        def begin() -> str | None:
+            nonlocal made
+            with _uploading(epoch, asked.destination):
+                made = open_copy()
+                return made.commits.incarnation if made.begin(asked.replace) else None
+
+        def copy_nodes(incarnation: str) -> None:
+            with _uploading(epoch, asked.destination):
+                mine = made
+                if mine is None:
+                    mine = open_copy()
+                    mine.commits.incarnation = incarnation
+                mine.nodes(here)
+
+        def publish() -> None:
+            assert made is not None, "the primary has begun"
+            with _uploading(epoch, asked.destination):
+                made.publish(set(nodes))
+
+        # The primary looks at the destination and makes room, every process copies, and the primary publishes.
+        incarnation = exchange.broadcast("beginning of the upload", begin)
+        if incarnation is not None:
+            with contextlib.nullcontext() if made is None else made.giving_up():
+                exchange.gather("upload of the nodes' folders", lambda: copy_nodes(incarnation), lambda _: None)
+                exchange.broadcast("end of the upload", publish)
+
+    def upload(workspace: Workspace) -> None:
+        if workspace.node in ran:  # the group runs again
+            ran.clear()
+        ran.add(workspace.node)
+        if len(ran) == 1:
+            upload_once()
+
+    return upload
 
 
 def _check_place(source: Store, step: str, target: Store) -> None:

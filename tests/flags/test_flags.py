@@ -332,7 +332,7 @@ def test_the_docs_have_the_table_of_flags() -> None:
     text = (ROOT / "docs" / "configure.md").read_text(encoding="utf-8")
     expected = []
     for name, about in SETTINGS.items():
-        default = about.kind.text(SETTINGS[name].default)
+        default = about.kind.serialize(SETTINGS[name].default)
         sets = f"`{about.owner}.{about.option}`"
         expected.append([f"`{name}`", default and f"`{default}`", sets, about.help])
     found = [row for row in rows_of(text) if re.fullmatch(r"`[a-z_]+`", row[0]) and len(row) == 4]
