@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 
 import orbax.checkpoint as ocp
 
-from epochckpt.arrays import EpochReader
-from epochckpt.arrays.reader import NodeFile
+from epochckpt.arrays import EpochReader, NodeFile
 from epochckpt.commit import Commits
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
