@@ -38,20 +38,9 @@ def compare(
     directory: str = "",
     other_directory: str = "",
 ) -> Diff:
-    """Compares two epochs.
+    """Compares what two epochs are described to have; see `Inspection.diff`.
 
-    Args:
-        before: the first epoch: its description, of whatever is to be compared, and its arrays.
-        after: the second epoch; it may lie in another directory or be stock Orbax's.
-        progress: called with the bytes of both epochs that have been read, and with those that are to be read.
-        directory: where the first epoch lies.
-        other_directory: where the second epoch lies, if elsewhere.
-
-    Returns:
-        One row per leaf or file. What could not be compared is among its problems; everything else is compared.
-
-    Raises:
-        EpochDeletedError: one of the epochs went away meanwhile.
+    What cannot be compared is among the problems. Only EpochDeletedError, for one of the epochs, ends the comparison.
     """
     pairs, problems = _pairs(before[0], after[0])
     found = _Comparison(before[1], after[1], progress, problems).run(pairs)
@@ -61,36 +50,21 @@ def compare(
 # -- what has the same checksums -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cells:
-    """The cells of an item that are not empty, by leaf and cell: four numbers that identify the bytes of each."""
-
-    arrays: ArrayItem
-    numbers: np.ndarray  # checksum, length of its first block, its place in that, its own length: shape (cells, 4)
-    ends: np.ndarray  # where the cells of each leaf end
-
-    def of(self, leaf: int) -> np.ndarray:
-        """Those of one leaf."""
-        return self.numbers[self.ends[leaf - 1] if leaf else 0 : self.ends[leaf]]
-
-
 def _same_leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]:
     """Public names of leaves of an item that are surely the same in two epochs: shape, dtype and bytes."""
-    one, other = _cells(before, item), _cells(after, item)
-    found, twins = [], {name: number for number, name in enumerate(other.arrays.public_names)}
-    for number, (name, leaf) in enumerate(zip(one.arrays.public_names, one.arrays.leaves, strict=True)):
+    (arrays, cells), (other, other_cells) = _cells(before, item), _cells(after, item)
+    found, twins = [], {name: number for number, name in enumerate(other.public_names)}
+    for number, (name, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True)):
         twin = twins.get(name)
         if twin is None or leaf.dtype is None or not leaf.nbytes:
             continue
-        peer = other.arrays.leaves[twin]
+        peer = other.leaves[twin]
         if (leaf.kind, leaf.dtype, leaf.impl, leaf.shape) != (peer.kind, peer.dtype, peer.impl, peer.shape):
             continue
-        if one.arrays.counts(number) != other.arrays.counts(twin):
-            continue
-        cells = one.of(number)
         # A node whose record cannot be read has no cells here.
-        complete = len(cells) == len(one.arrays.grids[leaf.grid].holders)
-        if complete and np.array_equal(cells, other.of(twin)):
+        complete = len(cells[number]) == len(arrays.grids[leaf.grid].holders)
+        same_cut = arrays.counts(number) == other.counts(twin)
+        if complete and same_cut and np.array_equal(cells[number], other_cells[twin]):
             found.append(name)
     return frozenset(found)
 
@@ -102,7 +76,11 @@ def _same_files(before: EpochReader, after: EpochReader, item: str) -> dict[str,
     return {name: (a.size, a.xxh3) == (b.size, b.xxh3) for name, a, b in both if a.block_bytes == b.block_bytes}
 
 
-def _cells(reader: EpochReader, item: str) -> _Cells:
+def _cells(reader: EpochReader, item: str) -> tuple[ArrayItem, list[np.ndarray]]:
+    """An item's arrays, and for each the cells that are not empty: four numbers that identify the bytes of each.
+
+    The numbers are the checksum, the length of its first block, the cell's place in that, and its own length.
+    """
     arrays = reader.record.items[item].arrays
     assert arrays is not None, "callers choose items of arrays"
     nodes = [n for n, entry in enumerate(reader.record.nodes) if any(f.item == item for f in entry.files)]
@@ -111,8 +89,8 @@ def _cells(reader: EpochReader, item: str) -> _Cells:
     parts = [part for node in nodes for part in found[node]]
     rows = np.concatenate([np.zeros((0, 6), np.uint64), *parts])
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    ends = np.searchsorted(rows[:, 0], np.arange(1, len(arrays.leaves) + 1, dtype=np.uint64))
-    return _Cells(arrays, rows[:, 2:], ends)
+    starts = np.searchsorted(rows[:, 0], np.arange(1, len(arrays.leaves), dtype=np.uint64))
+    return arrays, np.split(rows[:, 2:], starts)
 
 
 def _look(reader: EpochReader, item: str, node: int, found: dict[int, list[np.ndarray]]) -> None:

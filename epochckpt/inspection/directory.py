@@ -7,7 +7,7 @@ storage anew, because others may be writing there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import orbax.checkpoint as ocp
@@ -16,7 +16,7 @@ from epochckpt import _text
 from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import scan
-from epochckpt.inspection.epoch import DiffView, EpochInspection, Shown
+from epochckpt.inspection.epoch import Container, DiffView, EpochInspection
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
 from epochckpt.inspection.select import narrowed
 from epochckpt.manager.reader import epoch_number
@@ -66,10 +66,10 @@ def inspect(
     """
     if mode not in ("max", "min"):
         raise InvalidArgumentError(f"mode {mode!r} is not known; expected 'max' or 'min'")
-    return Inspection(directory, metric=metric, mode=mode, options=options)
+    return Inspection(directory, metric, mode, options)
 
 
-class Inspection(Shown):
+class Inspection(Container):
     """A directory of checkpoints; see `inspect`. Iterates over the numbers of its epochs, ascending.
 
     Attributes:
@@ -80,10 +80,9 @@ class Inspection(Shown):
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        *,
-        metric: str | None = None,
-        mode: str = "max",
-        options: ocp.CheckpointManagerOptions | None = None,
+        metric: str | None,
+        mode: str,
+        options: ocp.CheckpointManagerOptions | None,
     ):
         self._given, self.metric, self._mode, self._options = os.fspath(directory), metric, mode, options
         self.commits = scan.open_commits(directory, options, single=True)
@@ -100,9 +99,8 @@ class Inspection(Shown):
             limit: how many epochs, the newest; None: all.
             check: see whether the files of the newest epochs are there.
         """
-        return scan.look(
-            self._given, metric=self.metric, mode=self._mode, limit=limit, options=self._options, check=check
-        )
+        asked = {"metric": self.metric, "mode": self._mode, "options": self._options}
+        return scan.look(self._given, limit=limit, check=check, **asked)
 
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
         """The row of every committed epoch, damaged ones too, ascending."""
@@ -111,7 +109,7 @@ class Inspection(Shown):
     @property
     def latest(self) -> EpochInspection | None:
         """The newest epoch that is whole, as far as a look at its files tells; None if there is none."""
-        latest, _ = self._marks()
+        latest, _ = self._latest_and_best()
         return None if latest is None else self._epoch(latest)
 
     @property
@@ -123,17 +121,11 @@ class Inspection(Shown):
         """
         if self.metric is None:
             raise InvalidArgumentError("best by which metric? Pass it: inspect(directory, metric='loss', mode='min')")
-        _, best = self._marks()
+        _, best = self._latest_and_best()
         return None if best is None else self._epoch(best)
 
-    def __len__(self) -> int:
-        return len(self.epochs())
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([row.epoch for row in self.epochs()])
-
-    def __contains__(self, epoch: object) -> bool:
-        return epoch in list(self)
+    def _names(self) -> list[int]:
+        return [row.epoch for row in self.epochs()]
 
     def __getitem__(self, epoch: int) -> EpochInspection:
         """One epoch.
@@ -182,7 +174,7 @@ class Inspection(Shown):
             EpochNotFoundError: there is no such epoch; names those that are near.
             UnknownNameError: a pattern matches nothing in either epoch; names what is near.
         """
-        other = self if directory is None else Inspection(directory, options=self._options)
+        other = self if directory is None else Inspection(directory, None, self._mode, self._options)
         one, two = self[before], other[after]
         details = narrowed([one.detail(), two.detail()], patterns, item, node)
         elsewhere = "" if other is self else other.directory
@@ -197,10 +189,10 @@ class Inspection(Shown):
         return Plots(lambda: self.overview(None, check=False))
 
     def _epoch(self, number: int) -> EpochInspection:
-        return EpochInspection(self.commits, number, self._marks)
+        return EpochInspection(self.commits, number, self._latest_and_best)
 
-    def _marks(self) -> tuple[int | None, int | None]:
-        """The latest and the best epoch, of those that are whole as far as a look at their files tells."""
+    def _latest_and_best(self) -> tuple[int | None, int | None]:
+        """Of the epochs that are whole as far as a look at their files tells."""
         rows = self.overview(1).epochs
         return next((r.epoch for r in rows if r.latest), None), next((r.epoch for r in rows if r.best), None)
 

@@ -68,6 +68,22 @@ class Shown:
         return self.to_text().rstrip("\n")
 
 
+class Container(Shown):
+    """Something that shows itself and iterates over the names of what is in it."""
+
+    def _names(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._names())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names()
+
+
 class _Table(Shown, Sequence[T]):
     """A sequence of rows that shows itself."""
 
@@ -82,23 +98,14 @@ class _Table(Shown, Sequence[T]):
 
 
 class StatsView(_Table[LeafStats]):
-    """Statistics of leaves, in the order of the tree.
-
-    Attributes:
-        rows: the statistics.
-    """
+    """Statistics of leaves, in the order of the tree."""
 
     def _rows(self) -> tuple[LeafStats, ...]:
         return self.rows
 
 
 class DiffView(_Table[DiffRow]):
-    """The difference of two epochs, leaf by leaf.
-
-    Attributes:
-        rows: one row per leaf.
-        diff: the rows with the epochs that they are about and with what could not be compared.
-    """
+    """The difference of two epochs, one row per leaf; `diff` also has the epochs and what could not be compared."""
 
     def __init__(self, diff: Diff):
         super().__init__(diff.rows)
@@ -108,17 +115,15 @@ class DiffView(_Table[DiffRow]):
         return self.diff
 
 
-class EpochInspection(Shown):
+class EpochInspection(Container):
     """One epoch. Iterates over the names of its items.
 
-    Args:
-        commits: the directory.
+    Attributes:
         epoch: its number.
-        marks: looks for the numbers of the latest and of the best epoch.
     """
 
-    def __init__(self, commits: Commits, epoch: int, marks: Callable[[], tuple[int | None, int | None]]):
-        self._commits, self.epoch, self._marks = commits, epoch, marks
+    def __init__(self, commits: Commits, epoch: int, latest_and_best: Callable[[], tuple[int | None, int | None]]):
+        self._commits, self.epoch, self._latest_and_best = commits, epoch, latest_and_best
 
     @property
     def row(self) -> EpochRow:
@@ -128,7 +133,7 @@ class EpochInspection(Shown):
             EpochDeletedError: the epoch is not there any more.
         """
         row = scan.checked(self._commits, self.plain_row())
-        latest, best = self._marks()
+        latest, best = self._latest_and_best()
         return dataclasses.replace(row, latest=row.state == COMMITTED and row.epoch == latest, best=row.epoch == best)
 
     def plain_row(self) -> EpochRow:
@@ -171,14 +176,8 @@ class EpochInspection(Shown):
     def _items(self) -> dict[str, ItemRow]:
         return {item.name: item for item in self._described().items}
 
-    def __len__(self) -> int:
-        return len(self._items())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items())
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._items()
+    def _names(self) -> list[str]:
+        return list(self._items())
 
     def __getitem__(self, item: str) -> ItemInspection:
         """One item.
@@ -237,16 +236,11 @@ class EpochInspection(Shown):
         return self.detail()
 
 
-class ItemInspection(Shown):
+class ItemInspection(Container):
     """One item of one epoch. Iterates over the names of its leaves, of its files, or of its nodes.
 
     Everything is read from the attempt that was committed at the first read. If that attempt is deleted, reads raise
     EpochDeletedError.
-
-    Args:
-        epoch: the epoch.
-        row: the item's row.
-        node: the node that saved it, for an item of each node's own; empty otherwise.
 
     Attributes:
         row: what is known of the item.
@@ -268,14 +262,8 @@ class ItemInspection(Shown):
             return list(self.row.nodes)
         return [file.name for file in self.row.files] if self.row.kind == "files" else list(self._by_name)
 
-    def __len__(self) -> int:
-        return len(self._names())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
-
     def __contains__(self, name: object) -> bool:
-        return name in self._names() or (isinstance(name, str) and readable(name) in self._by_name)
+        return super().__contains__(name) or (isinstance(name, str) and readable(name) in self._by_name)
 
     def __getitem__(self, leaf: str) -> Any:
         """A leaf as a NumPy array or Python value; typed keys as their data.

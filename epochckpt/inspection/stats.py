@@ -12,38 +12,23 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection.rows import LeafRow, LeafStats
 
 ARRAYS = frozenset({"jax", "numpy", "scalar", "prng"})
 """Kinds of leaves that have statistics."""
 
 _CHUNK = 2**16  # elements; as float64 they stay in a core's cache
+_BINS = 20  # of the histogram over [min, max]
 _KEEP_BYTES = 2**26  # a smaller array is read once and kept for the histogram
-_MAX_BINS = 1000
 
 
-def of_leaf(
-    pieces: Callable[[], Iterable[np.ndarray]], item: str, leaf: LeafRow, node: str = "", bins: int = 20
-) -> LeafStats:
+def of_leaf(pieces: Callable[[], Iterable[np.ndarray]], item: str, leaf: LeafRow, node: str = "") -> LeafStats:
     """Statistics of one array. Typed PRNG keys count as their key data, datetimes as their integer counts.
 
-    Args:
-        pieces: reads the array as consecutive one-dimensional pieces; a large array is read twice.
-        item: the item's name.
-        leaf: the leaf's row.
-        node: the node, for a leaf of a per-node item.
-        bins: number of bins of the histogram over [min, max]. Bin i holds the values from edge i (included) to edge
-            i + 1 (excluded, except in the last bin). An array with one value has one bin; 0 means no histogram.
-
-    Raises:
-        InvalidArgumentError: the leaf is no array, or `bins` is out of range.
-        DamagedError, EpochDeletedError: the array cannot be read.
+    `pieces` reads the array as consecutive one-dimensional pieces; it is called twice for a large array. Bin i of the
+    histogram holds the values from edge i to edge i + 1 (excluded, except in the last bin); an array with one value has
+    one bin.
     """
-    if leaf.kind not in ARRAYS:
-        raise InvalidArgumentError(f"leaf {leaf.name!r} is a {leaf.kind}; expected an array: others have no statistics")
-    if not 0 <= bins <= _MAX_BINS:
-        raise InvalidArgumentError(f"bins: expected 0 to {_MAX_BINS}, found {bins}")
     kept: list[np.ndarray] = []
     found = _Moments()
     for values in _chunks(_keeping(pieces(), kept)):
@@ -51,15 +36,13 @@ def of_leaf(
     result = LeafStats(item, node, leaf, found.count, found.nans, found.infs, found.zeros, None, None, None, None, 0.0)
     if not found.finite:
         return result
-    edges, histogram = np.zeros(0), np.zeros(0, np.int64)
-    if bins:
-        edges = _edges(found.least, found.greatest, bins)
-        histogram = np.zeros(len(edges) - 1, np.int64)
-        for values in _chunks(kept or pieces()):
-            finite = values[np.isfinite(values)]
-            # One comparison per edge is ten times as fast as a search for the bin of each element.
-            below = [int(np.count_nonzero(finite < edge)) for edge in edges[1:-1]]
-            histogram += np.diff(np.array([0, *below, finite.size]))
+    edges = _edges(found.least, found.greatest)
+    histogram = np.zeros(len(edges) - 1, np.int64)
+    for values in _chunks(kept or pieces()):
+        finite = values[np.isfinite(values)]
+        # One comparison per edge is ten times as fast as a search for the bin of each element.
+        below = [int(np.count_nonzero(finite < edge)) for edge in edges[1:-1]]
+        histogram += np.diff(np.array([0, *below, finite.size]))
     return dataclasses.replace(
         result,
         min=found.least,
@@ -101,10 +84,10 @@ def _floats(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float64)
 
 
-def _edges(least: float, greatest: float, bins: int) -> np.ndarray:
+def _edges(least: float, greatest: float) -> np.ndarray:
     if least == greatest:
         return np.array([least, greatest])
-    share = np.linspace(0.0, 1.0, bins + 1)
+    share = np.linspace(0.0, 1.0, _BINS + 1)
     return np.maximum.accumulate(least * (1 - share) + greatest * share)  # the range itself may be beyond float64
 
 
@@ -140,21 +123,14 @@ class _Moments:
 class Change:
     """What changed between two arrays of one shape and any two dtypes.
 
-    NaN equals NaN, whatever its payload, and 0 equals -0. Norms are of the elements that are finite in both arrays.
-
-    Args:
-        numbers: whether differences mean something; otherwise elements are only compared.
-
-    Attributes:
-        elements: how many elements changed.
-        lost: how many of them were finite and are not any more.
-        gained: how many were not finite and are now.
-        largest: greatest absolute change of an element; None without `numbers`.
+    NaN equals NaN, whatever its payload, and 0 equals -0. Norms are of the elements that are finite in both arrays;
+    without `numbers`, elements are only compared and there are no norms.
     """
 
     def __init__(self, numbers: bool = True):
-        self.elements = self.lost = self.gained = 0
-        self.largest: float | None = 0.0 if numbers else None
+        self.elements = 0  # that changed
+        self.lost = self.gained = 0  # of them: that ceased to be finite, that became finite
+        self.largest: float | None = 0.0 if numbers else None  # greatest absolute change of an element
         self._numbers = numbers
         self._squares = self._squares_before = 0.0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 from epochckpt._threads import Deadline
 from epochckpt.commit import Commits
@@ -18,43 +18,33 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection import leftovers, scan
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow
 
-PRESENT, SAVED, SAVING, FAILED, DELETED = "present", "committed", "saving", "failed", "deleted"
+PRESENT = "present"  # an epoch that was there before the first look
+SAVED = "committed"
+SAVING = "saving"  # an attempt that wrote something since the last look
+FAILED = "failed"  # an attempt that is gone and was not committed, or that wrote nothing for long
+DELETED = "deleted"  # an epoch is gone
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that was seen.
+    """Something that was seen."""
 
-    Attributes:
-        kind: `present`: an epoch that was there before; `committed`; `saving`: an attempt that wrote something since
-            the last look; `failed`: an attempt that is gone and was not committed, or at which nothing was written
-            for long; `deleted`: an epoch is gone.
-        time_ns: when it was seen, nanoseconds since 1970.
-        row: the epoch or the attempt; of what is gone, as it was seen last.
-        before: the newest committed epoch, against which progress is measured; None: there is none.
-        detail: more in words; empty otherwise.
-    """
-
-    kind: str
-    time_ns: int
-    row: EpochRow
-    before: EpochRow | None = None
+    kind: str  # PRESENT, SAVED, SAVING, FAILED or DELETED
+    time_ns: int  # when it was seen, nanoseconds since 1970
+    row: EpochRow  # the epoch or the attempt; of what is gone, as it was seen last
+    before: EpochRow | None = None  # the newest committed epoch, against which progress is measured
     detail: str = ""
 
     @property
     def done(self) -> float | None:
-        """Of an attempt: the share that is written of what the epoch before has, at most 1; None: not known."""
+        """Of an attempt: the share of the bytes of the epoch before that is written, at most 1; None: not known."""
         if self.kind not in (SAVING, FAILED) or self.before is None or not self.before.nbytes:
             return None
         return min(self.row.nbytes / self.before.nbytes, 1.0)
 
 
 class Watcher:
-    """Compares a directory with what it was.
-
-    Args:
-        commits: the directory.
-    """
+    """Compares a directory with what it was at the last look."""
 
     def __init__(self, commits: Commits):
         self._commits = commits
@@ -64,20 +54,15 @@ class Watcher:
     @property
     def newest(self) -> EpochRow | None:
         """The newest committed epoch that is whole, as it was seen last."""
-        whole = [row for row in self._epochs.values() if row.state == COMMITTED]
-        return max(whole, key=lambda row: row.epoch, default=None)
+        return self._epochs.get(max((n for n, row in self._epochs.items() if row.state == COMMITTED), default=-1))
 
     @property
-    def last(self) -> int | None:
-        """The newest epoch's number, whole or not."""
-        return max(self._epochs, default=None)
+    def last(self) -> int:
+        """The newest epoch's number, whole or not; -1 if there is none."""
+        return max(self._epochs, default=-1)
 
     def look(self) -> list[Event]:
-        """What has changed since the last look; all that is there at the first one.
-
-        Raises:
-            StorageError, OSError: the directory cannot be looked at.
-        """
+        """What has changed since the last look; all that is there at the first one."""
         now = time.time_ns()
         # Attempts first: one that is committed meanwhile is then seen in its new place, and not as failed.
         attempts = {row.attempt: row for row in leftovers.find(self._commits, now).attempts}
@@ -110,9 +95,10 @@ class Watcher:
 
     def _replaced(self) -> set[int]:
         """The newest epoch, if another attempt has its number by now."""
-        newest = max(self._epochs.values(), key=lambda row: row.epoch, default=None)
-        attempt = None if newest is None else self._commits.read_attempt(newest.epoch)
-        return {newest.epoch} if newest is not None and attempt not in (None, newest.attempt) else set()
+        newest = self._epochs.get(self.last)
+        if newest is None or self._commits.read_attempt(newest.epoch) in (None, newest.attempt):
+            return set()
+        return {newest.epoch}
 
     def _under_way(self, now: int, row: EpochRow, before: EpochRow | None) -> list[Event]:
         known = self._attempts.get(row.attempt)
@@ -130,7 +116,6 @@ def watch(
     timeout_secs: float | None = None,
     interval_secs: float = 1.0,
     history: int = 0,
-    stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Event, None, bool]:
     """Events as they are seen, oldest first.
 
@@ -139,15 +124,10 @@ def watch(
         until: end when this epoch, or a later one, is there, be it damaged; at once if it is already.
         timeout_secs: end when no epoch was committed for this long; None: never.
         interval_secs: how often to look.
-        history: of the epochs that are there at the beginning, tell of the newest so many.
-        stop: looked at between looks; ends when it returns True.
+        history: how many of the epochs that are there at the beginning become events, the newest ones.
 
     Returns:
         False if it ended because of `timeout_secs`.
-
-    Raises:
-        InvalidArgumentError: an interval that is not positive.
-        OSError: the directory cannot be looked at.
     """
     if not interval_secs > 0:
         raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
@@ -162,8 +142,7 @@ def watch(
                 deadline = Deadline(timeout_secs)
             yield event
         first = False
-        last = watcher.last
-        if stop() or (until is not None and last is not None and last >= until):
+        if until is not None and watcher.last >= until:
             return True
         if deadline is not None and deadline.passed():
             return False

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from epochckpt.errors import InvalidArgumentError
 from epochckpt.inspection import rows, stats
 
 MAX = np.finfo(np.float64).max
@@ -39,9 +38,9 @@ def row(array: np.ndarray, kind: str = "jax") -> rows.LeafRow:
     return rows.LeafRow("w", ("w",), kind, str(array.dtype), array.shape, array.nbytes)
 
 
-def of(array: Any, size: int = 2**20, bins: int = 20) -> rows.LeafStats:
+def of(array: Any, size: int = 2**20) -> rows.LeafStats:
     array = np.asarray(array)
-    return stats.of_leaf(Pieces(array, size), "default", row(array), bins=bins)
+    return stats.of_leaf(Pieces(array, size), "default", row(array))
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -215,9 +214,9 @@ def test_constant_arrays(value: float) -> None:
 
 def test_a_range_beyond_float64_has_a_histogram() -> None:
     """The distance between two values need not be a float64."""
-    found = of(np.array([-MAX, 0.0, MAX, MAX]), bins=4)
-    assert found.edges == pytest.approx((-MAX, -MAX / 2, 0.0, MAX / 2, MAX))
-    assert found.histogram == (1, 0, 1, 2)
+    found = of(np.array([-MAX, 0.0, MAX, MAX]))
+    assert found.edges[::5] == pytest.approx((-MAX, -MAX / 2, 0.0, MAX / 2, MAX))
+    assert found.histogram == (1, *[0] * 9, 1, *[0] * 8, 2)
     assert found.norm == math.inf
 
 
@@ -244,27 +243,6 @@ def test_the_cut_into_pieces_does_not_matter(size: int) -> None:
     assert (found.histogram, found.edges, found.zeros) == (whole.histogram, whole.edges, whole.zeros)
     assert found.std == pytest.approx(whole.std, rel=1e-13)
     assert found.norm == pytest.approx(whole.norm, rel=1e-13)
-
-
-@pytest.mark.parametrize("kind", ["int", "str", "longstr", "none", "dict"])
-def test_what_is_no_array_is_refused(kind: str) -> None:
-    """Python values have no statistics; the error says what the leaf is."""
-    array = np.zeros(3)
-    with pytest.raises(InvalidArgumentError, match=rf"'w' is a {kind}; expected an array"):
-        stats.of_leaf(Pieces(array), "default", row(array, kind))
-
-
-@pytest.mark.parametrize("bins", [-1, 10**6])
-def test_bins_are_bounded(bins: int) -> None:
-    """A histogram has a sane size."""
-    with pytest.raises(InvalidArgumentError, match="bins: expected 0 to"):
-        of(np.zeros(3), bins=bins)
-
-
-def test_no_histogram_if_none_is_wanted() -> None:
-    """Without bins all the rest is there."""
-    found = of(np.arange(5.0), bins=0)
-    assert (found.edges, found.histogram, found.mean) == ((), (), 2.0)
 
 
 @pytest.mark.parametrize("size", [1, 3])
