@@ -21,15 +21,15 @@ _PROBLEMS = 20  # that a view lists
 
 
 class Tone(enum.Enum):
-    """How a text or a mark looks; each renderer has a style of its own for it."""
+    """How a text or a mark looks: its class in HTML, without the prefix; the text renderer has a style for each."""
 
-    PLAIN = enum.auto()
-    STRONG = enum.auto()
-    FAINT = enum.auto()
-    GOOD = enum.auto()
-    BAD = enum.auto()
-    WARN = enum.auto()
-    LIVE = enum.auto()
+    PLAIN = ""
+    STRONG = "strong"
+    FAINT = "faint"
+    GOOD = "good"
+    BAD = "bad"
+    WARN = "warn"
+    LIVE = "live"
 
 
 @dataclasses.dataclass(frozen=True)

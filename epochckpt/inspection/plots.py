@@ -26,63 +26,59 @@ _FEW = 6  # nodes up to which each has a line
 _NAMED = 3  # of more nodes, how many of the slowest have one
 _STANDS_OUT = 0.1  # by how much of the median a node is slower, all epochs together, to be named
 
+_Figure = Callable[[float], str]
+
 
 class Plots:
     """Plots of the epochs of a directory, by matplotlib; each draws on axes of its own unless it is given some.
 
-    All raise UnsupportedError where matplotlib is not installed.
-
-    Args:
-        overview: looks at the directory; called for every plot.
+    All raise UnsupportedError where matplotlib is not installed. `overview` is called for every plot.
     """
 
     def __init__(self, overview: Callable[[], Overview]):
-        self._seen = overview
+        self._overview = overview
 
     def nbytes(self, ax: Axes | None = None) -> Axes:
         """Bytes of each epoch."""
-        plot = _Plot(self._seen(), ax, "Size of epochs", "size of an epoch (bytes)", _units.nbytes)
-        plot.line([float(row.nbytes) for row in plot.epochs])
-        return plot.done()
+        return self._curve(ax, "Size of epochs", "size of an epoch (bytes)", _units.nbytes, lambda row: row.nbytes)
 
     def save_secs(self, ax: Axes | None = None) -> Axes:
         """Seconds from the call of `save` to the commit of each epoch."""
-        plot = _Plot(self._seen(), ax, "Time to save an epoch", "from save() to commit (seconds)", _units.secs)
-        plot.line([_known(row.secs) for row in plot.epochs])
-        return plot.done()
+        label = "from save() to commit (seconds)"
+        return self._curve(ax, "Time to save an epoch", label, _units.secs, lambda row: row.secs)
 
     def blocked_secs(self, ax: Axes | None = None) -> Axes:
         """Seconds that the training thread of the primary was blocked by each save."""
-        plot = _Plot(self._seen(), ax, "Time that training was blocked", "blocked in save() (seconds)", _units.secs)
-        plot.line([_known(row.blocked_secs) for row in plot.epochs])
+        label = "blocked in save() (seconds)"
+        return self._curve(ax, "Time that training was blocked", label, _units.secs, lambda row: row.blocked_secs)
+
+    def _curve(
+        self, ax: Axes | None, title: str, label: str, figure: _Figure, value: Callable[[EpochRow], Any]
+    ) -> Axes:
+        plot = _Plot(self._overview(), ax, title, label, figure)
+        plot.line([_known(value(row)) for row in plot.epochs])
         return plot.done()
 
     def node_secs(self, ax: Axes | None = None) -> Axes:
         """Seconds that each node wrote: a line per node, or, of many, the median, most of them, and the slowest."""
-        plot = _Plot(self._seen(), ax, "Time that nodes wrote", "writing of a node (seconds)", _units.secs)
+        plot = _Plot(self._overview(), ax, "Time that nodes wrote", "writing of a node (seconds)", _units.secs)
         names = list(dict.fromkeys(node.name for row in plot.epochs for node in row.nodes))
-        place = {name: i for i, name in enumerate(names)}
-        secs = np.full((len(names), len(plot.epochs)), np.nan)
-        for column, row in enumerate(plot.epochs):
-            for node in row.nodes:
-                secs[place[node.name], column] = _known(node.secs)
+        times = [{node.name: _known(node.secs) for node in row.nodes} for row in plot.epochs]
+        secs = np.array([[each.get(name, math.nan) for each in times] for name in names])
         many = len(names) > _FEW
-        chosen = plot.band(secs) if many else range(len(names))
-        for colour, i in enumerate(chosen, start=int(many)):
+        for colour, i in enumerate(plot.band(secs) if many else range(len(names)), start=int(many)):
             plot.line(secs[i].tolist(), f"C{colour}", _label(names[i]))
         return plot.done()
 
     def metric(self, name: str | None = None, ax: Axes | None = None) -> Axes:
         """A metric of each epoch; the latest is marked, and the best by the metric that `inspect` was given.
 
-        Args:
-            name: of the metric, `a/b` for b in a mapping a; None: the one that `inspect` was given.
-            ax: where to draw; None: on axes of its own.
+        A metric in a mapping is named `mapping/metric`; None means the one that `inspect` was given.
 
         Raises:
             InvalidArgumentError: no epoch has it.
         """
-        seen = self._seen()
+        seen = self._overview()
         if name is None and not seen.metric:
             raise InvalidArgumentError("which metric? Name it, or pass it: inspect(directory, metric='loss')")
         name = seen.metric if name is None else name
@@ -102,15 +98,13 @@ class Plots:
 class _Plot:
     """One plot of the committed epochs, in the making."""
 
-    def __init__(self, seen: Overview, ax: Axes | None, title: str, label: str, figure: Callable[[float], str]):
+    def __init__(self, seen: Overview, ax: Axes | None, title: str, label: str, figure: _Figure):
         try:
             import matplotlib.pyplot as plt
             from matplotlib.ticker import FuncFormatter, MaxNLocator
         except ImportError as error:
             raise UnsupportedError('plots need matplotlib: pip install "epochckpt[plots]"') from error
-        self.epochs: list[EpochRow] = sorted(
-            (row for row in seen.epochs if row.state == COMMITTED), key=lambda row: row.epoch
-        )
+        self.epochs = [row for row in seen.epochs if row.state == COMMITTED]
         self._numbers = [row.epoch for row in self.epochs]
         self._marks = 0
         self._ax: Axes = plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
@@ -128,13 +122,12 @@ class _Plot:
         # A value between two gaps has no line: only a marker shows it.
         alone = np.flatnonzero(~padded[1:-1] & padded[:-2] & padded[2:]).tolist()
         every = None if len(values) <= _MARKED else alone
-        style: dict[str, Any] = {"linewidth": 1.3, "color": colour, "label": label}
-        self._ax.plot(self._numbers, values, marker=".", markevery=every, **style)
+        self._ax.plot(self._numbers, values, marker=".", markevery=every, linewidth=1.3, color=colour, label=label)
 
     def band(self, table: np.ndarray) -> list[int]:
-        """Draws what most rows do; returns those that are greater than the median by most, all epochs together."""
+        """Draws the range of most rows; returns those that are greater than the median by most, all epochs together."""
         known = ~np.isnan(table).all(axis=0)
-        low, middle, high = (np.full(table.shape[1], np.nan) for _ in range(3))
+        low, middle, high = np.full((3, table.shape[1]), np.nan)
         if known.any():
             low[known], middle[known], high[known] = np.nanpercentile(table[:, known], (10, 50, 90), axis=0)
         said = f"80 % of {len(table)} nodes"
@@ -153,8 +146,8 @@ class _Plot:
         for number, value, marked in zip(self._numbers, values, at, strict=True):
             if marked and math.isfinite(value):
                 said = f"{label}: epoch {number}, {_units.number(value)}"
-                style: dict[str, Any] = {"linestyle": "none", "markersize": size, "zorder": 3 + self._marks}
-                self._ax.plot(number, value, marker=marker, color=f"C{self._marks}", label=said, **style)
+                style: dict[str, Any] = {"linestyle": "none", "markersize": size, "color": f"C{self._marks}"}
+                self._ax.plot(number, value, marker=marker, label=said, zorder=3 + self._marks, **style)
 
     def done(self, from_zero: bool = True) -> Axes:
         """The axes, with a legend, and with words in place of lines if nothing is known."""
@@ -172,7 +165,7 @@ class _Plot:
 
 
 def _known(value: Any) -> float:
-    """A number to draw; what is none, or not finite, is a gap."""
+    """A number to draw; NaN, which is a gap, for what is no finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

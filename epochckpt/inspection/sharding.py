@@ -33,6 +33,11 @@ class NodeLabels:
         """The node's place among the names."""
         return self._places.get(name)
 
+    def of(self, owners: Iterable[str]) -> list[tuple[str, str]]:
+        """The names of some of the nodes, in order, each with its label."""
+        known = set(owners)
+        return [(name, self.label(name)) for name in self.names if name in known]
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:

@@ -7,12 +7,12 @@ nothing in a row becomes markup.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from epochckpt import _units
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import leaf_views, tree
-from epochckpt.inspection.blocks import Block, Cell, Column, Row
+from epochckpt.inspection.blocks import Block, Cell, Column
 from epochckpt.inspection.html import drawings
 from epochckpt.inspection.html.elements import Html, el, joined, worded
 from epochckpt.inspection.html.style import PREFIX, css
@@ -28,41 +28,39 @@ _CHILDREN = 100  # shown of one group at most
 
 def page(view: Sequence[Block]) -> Html:
     """A view as HTML."""
-    return Html(f'<div class="{PREFIX}"><style>{css()}</style>{joined(_Renderer(view).blocks(view))}</div>')
+    drawn = joined(map(_Renderer(view).block, view))
+    return Html(f'<div class="{PREFIX}"><style>{css()}</style>{drawn}</div>')
 
 
 class _Renderer:
-    """Draws the blocks of one page, which share the room that there is.
-
-    Args:
-        view: all blocks of the page.
-    """
+    """Draws the blocks of one page, which share the room that there is."""
 
     def __init__(self, view: Sequence[Block]):
         self._table_chars = _TABLE_CHARS
         self._drawings = drawings.Drawings()
         self._chars_per_leaf = _TREE_CHARS / max(sum(block.root.count for block in kinds.trees(view)), 1)
 
-    def blocks(self, view: Iterable[Block]) -> Iterator[Html]:
-        return map(self._block, view)
-
-    def _block(self, block: Block) -> Html:
-        if isinstance(block, kinds.Line):
-            return el("div", "title" if block.title else "", worded(block.words))
-        if isinstance(block, kinds.Summary):
-            return el("div", "summary", *(el("span", "", worded(words)) for words in block.statements))
-        if isinstance(block, kinds.Facts):
-            facts = ((el("dt", "", name), el("dd", "", worded(words))) for name, words in block.facts)
-            return el("dl", "", *(part for pair in facts for part in pair))
-        if isinstance(block, kinds.Problem):
-            return el("div", "problem", worded(block.words))
-        if isinstance(block, kinds.Table):
-            return self._table(block)
-        if isinstance(block, kinds.Tree):
-            return self._tree(block)
-        if isinstance(block, kinds.Cuts):
-            return self._cuts(block)
-        return _fold(worded(block.heading), *self.blocks(block.blocks), open=block.open, classes="section")
+    def block(self, block: Block) -> Html:
+        """One block, and those in it."""
+        match block:
+            case kinds.Line():
+                return el("div", "title" if block.title else "", worded(block.words))
+            case kinds.Summary():
+                return el("div", "summary", *(el("span", "", worded(words)) for words in block.statements))
+            case kinds.Facts():
+                facts = ((el("dt", "", name), el("dd", "", worded(words))) for name, words in block.facts)
+                return el("dl", "", *(part for pair in facts for part in pair))
+            case kinds.Problem():
+                return el("div", "problem", worded(block.words))
+            case kinds.Table():
+                return self._table(block)
+            case kinds.Tree():
+                return self._tree(block)
+            case kinds.Cuts():
+                return self._cuts(block)
+            case kinds.Section():
+                blocks = map(self.block, block.blocks)
+                return _fold(worded(block.heading), *blocks, open=block.open, classes="section")
 
     def _table(self, block: kinds.Table) -> Html:
         used = [n for n in range(len(block.columns)) if not all(row.cells[n].empty for row in block.rows)]
@@ -71,8 +69,11 @@ class _Renderer:
         for row in reversed(block.rows) if block.recent else block.rows:
             if self._table_chars <= 0:
                 break
-            lines.append(self._row(columns, [row.cells[n] for n in used], row))
-            self._table_chars -= len(lines[-1])
+            line = el("tr", "row", *self._cells(columns, [row.cells[n] for n in used], "td"))
+            if below := worded(row.below):
+                line = joined([line, el("tr", "below", el("td", "", el("div", "", below), colspan=len(used)))])
+            lines.append(line)
+            self._table_chars -= len(line)
         more = len(block.rows) - len(lines)
         rest = el("div", "faint", f"… {_units.count(more)} more") if more else ""
         head = el("thead", "", el("tr", "", *_heads(columns, "th")))
@@ -83,12 +84,6 @@ class _Renderer:
         if not block.recent or len(lines) <= block.recent:
             return joined([table(lines), rest])
         return joined([table(lines[: block.recent]), _fold(block.older, table(lines[block.recent :]), rest)])
-
-    def _row(self, columns: Sequence[Column], cells: Sequence[Cell], row: Row) -> Html:
-        line = el("tr", "row", *self._cells(columns, cells, "td"))
-        if not (below := worded(row.below)):
-            return line
-        return joined([line, el("tr", "below", el("td", "", el("div", "", below), colspan=len(cells)))])
 
     def _cells(self, columns: Sequence[Column], cells: Sequence[Cell], tag: str) -> Iterator[Html]:
         for column, cell in zip(columns, cells, strict=True):
@@ -112,30 +107,22 @@ class _Renderer:
         folding = _folding(most)
         opened = tree.opened(block.root, folding)
 
-        def branches(branch: tree.Branch) -> Html:
-            return joined(map(drawn, branch.listed(folding)))
-
         def drawn(branch: tree.Branch) -> Html:
             cells = leaf_views.branch_cells(branch, block.total_nbytes)[: len(_TREE_COLUMNS)]
             line = joined(self._cells(_TREE_COLUMNS, cells, "span"))
             if branch.leaf is not None or branch.hidden:
                 return el("div", "leaf", line)
-            return _fold(line, el("div", "within", branches(branch)), open=branch in opened)
+            return _fold(line, el("div", "within", *map(drawn, branch.listed(folding))), open=branch in opened)
 
-        return branches(block.root)
+        return joined(map(drawn, block.root.listed(folding)))
 
     def _cuts(self, block: kinds.Cuts) -> Html:
-        cards = [
-            el(
-                "div",
-                "card",
-                *(el("div", "", worded(words)) for words in leaf_views.cut_lines(cut)),
-                self._drawings.cut(cut.sharding, block.labels),
-            )
-            for cut in block.cuts[:_CARDS]
-        ]
-        more = len(block.cuts) - _CARDS
-        cards += [el("div", "faint", f"… {_units.count(more)} more ways of cutting")] if more > 0 else []
+        cards: list[Html] = []
+        for cut in block.cuts[:_CARDS]:
+            lines = (el("div", "", worded(words)) for words in leaf_views.cut_lines(cut))
+            cards.append(el("div", "card", *lines, self._drawings.cut(cut.sharding, block.labels)))
+        if (more := len(block.cuts) - _CARDS) > 0:
+            cards.append(el("div", "faint", f"… {_units.count(more)} more ways of cutting"))
         return joined([el("div", "strong", "How its arrays are cut over nodes"), el("div", "cards", *cards)])
 
 
@@ -148,5 +135,5 @@ def _folding(most: int) -> tree.Folding:
 
 
 def _fold(summary: str, *children: str, open: bool = False, classes: str = "") -> Html:
-    """What opens with a click, without a script."""
+    """Children that a click on the summary opens, without a script."""
     return el("details", classes, el("summary", "", summary), *children, open="" if open else None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from epochckpt import _units
 from epochckpt.inspection import sharding
 from epochckpt.inspection.blocks import Bar, Histogram, Strip
-from epochckpt.inspection.html.elements import Html, el, joined, text, tone_class
+from epochckpt.inspection.html.elements import Html, el, joined, text
 from epochckpt.inspection.html.style import node_colour
 from epochckpt.inspection.rows import ShardingRow
 from epochckpt.inspection.sharding import Grid, NodeLabels
@@ -30,24 +29,22 @@ class Drawings:
     def of(self, drawing: Bar | Strip | Histogram | None) -> Html:
         """The drawing of a cell; empty if there is none, or no room."""
         if isinstance(drawing, Bar):
-            bar = el("i", tone_class(drawing.tone), style=f"width:{drawing.share * 100:.3g}%")
-            return el("span", "bar", bar)
+            return el("span", "bar", el("i", drawing.tone.value, style=f"width:{drawing.share * 100:.3g}%"))
         if isinstance(drawing, Histogram):
             return _histogram(drawing)
         return Html("") if drawing is None else self._strip(drawing)
 
     def _strip(self, strip: Strip) -> Html:
-        """Nodes as a row of bars; the tip of each says what it stands for."""
+        """Nodes as a row of bars; the tip of each says which nodes it stands for."""
         fitted = strip.fitted(_STRIP)
         self._bars -= len(fitted)
         if self._bars < 0:
             return Html("")
         bars: list[Html] = []
         for mark, group in fitted:
-            ends = f"{group[0].tip.partition(' · ')[0]} … {group[-1].tip.partition(' · ')[0]}"
+            ends = " … ".join(group[end].tip.partition(" · ")[0] for end in (0, -1))
             tip = mark.tip if len(group) == 1 else f"{ends}: {mark.tip}"
-            height = f"height:{max(round(100 * mark.level), 15)}%"
-            bars.append(el("i", tone_class(mark.tone), title=tip, style=height))
+            bars.append(el("i", mark.tone.value, title=tip, style=f"height:{max(round(100 * mark.level), 15)}%"))
         return el("span", "strip", *bars)
 
     def cut(self, lies: ShardingRow, labels: NodeLabels) -> Html:
@@ -60,11 +57,11 @@ class Drawings:
         if parts <= min(_PARTS, self._parts) and max(found.down, found.across) <= _SIDE:
             self._parts -= parts
             return joined([_rectangle(found, labels), _keys(found, labels)])
-        shares = Counter(lies.owners).values()
-        each = f"{_units.several(len(shares), 'node', 'nodes')} wrote {_units.count(min(shares))}" if shares else ""
-        more = f" to {_units.count(max(shares))}" if shares and max(shares) > min(shares) else ""
-        words = f"; {each}{more} of them each" if shares else ""
-        return el("div", "faint", f"{_units.count(parts)} parts, not drawn{words}")
+        words = f"{_units.count(parts)} parts, not drawn"
+        if shares := Counter(lies.owners).values():
+            each = " to ".join(map(_units.count, sorted({min(shares), max(shares)})))
+            words += f"; {_units.several(len(shares), 'node', 'nodes')} wrote {each} of them each"
+        return el("div", "faint", words)
 
 
 def _histogram(drawing: Histogram) -> Html:
@@ -85,44 +82,34 @@ def _histogram(drawing: Histogram) -> Html:
 def _rectangle(found: Grid, labels: NodeLabels) -> Html:
     width, height = (240, 30) if found.down == 1 else (110, 150) if found.across == 1 else (240, 150)
     x, y = width / found.across, height / found.down
-    paths: dict[str, list[str]] = {}
+    fields: dict[str, str] = {}
+    numbers: list[Html] = []
     for part, owner in enumerate(found.owners):
         row, column = divmod(part, found.across)
-        paths.setdefault(owner, []).append(f"M{column * x:.4g} {row * y:.4g}h{x:.4g}v{y:.4g}h-{x:.4g}z")
+        fields[owner] = f"{fields.get(owner, '')}M{column * x:.4g} {row * y:.4g}h{x:.4g}v{y:.4g}h-{x:.4g}z"
+        at = {"x": f"{(column + 0.5) * x:.5g}", "y": f"{(row + 0.5) * y:.5g}"}
+        numbers.append(el("text", "ink", labels.label(owner), **at))
     drawn = [] if found.owners else [el("path", "blank", d=f"M0 0h{width}v{height}H0z")]
-    for owner, fields in paths.items():
-        said = f"{owner or 'node not known'}: {len(fields)} of {len(found.owners)} parts"
-        drawn.append(el("path", "", el("title", "", said), fill=_colour(owner, labels), d=Html("".join(fields))))
+    for owner, path in fields.items():
+        said = f"{owner or 'node not known'}: {found.owners.count(owner)} of {len(found.owners)} parts"
+        drawn.append(el("path", "", el("title", "", said), fill=node_colour(labels.place(owner)), d=Html(path)))
     if min(x, y) >= 4:
         edges = [f"M{place * x:.5g} 0V{height}" for place in range(1, found.across)]
         edges += [f"M0 {place * y:.5g}H{width}" for place in range(1, found.down)]
         drawn.append(el("path", "edge", d=Html("".join(edges))))
-    if x >= 15 and y >= 11:
-        drawn += _labels(found, labels, x, y)
-    return _svg(width, height, *drawn)
-
-
-def _labels(found: Grid, labels: NodeLabels, x: float, y: float) -> Iterator[Html]:
-    for part, owner in enumerate(found.owners):
-        row, column = divmod(part, found.across)
-        yield el("text", "ink", labels.label(owner), x=f"{(column + 0.5) * x:.5g}", y=f"{(row + 0.5) * y:.5g}")
+    return _svg(width, height, *drawn, *(numbers if x >= 15 and y >= 11 else ()))
 
 
 def _keys(found: Grid, labels: NodeLabels) -> Html:
     """Which label and colour is which node's."""
-    wrote = set(found.owners)
-    names = [name for name in labels.names if name in wrote]
+    nodes = labels.of(found.owners)
     keys: list[Html] = []
-    for name in names[:_KEYS]:
-        swatch = el("span", "swatch", labels.label(name), style=f"background:{_colour(name, labels)}")
+    for name, label in nodes[:_KEYS]:
+        swatch = el("span", "swatch", label, style=f"background:{node_colour(labels.place(name))}")
         keys.append(el("span", "", swatch, text(name, 24)))
-    more = len(names) - _KEYS
-    return el("div", "keys", *keys, *([el("span", "faint", f"… {_units.count(more)} more")] if more > 0 else []))
-
-
-def _colour(name: str, labels: NodeLabels) -> str:
-    place = labels.place(name)
-    return "#888888" if place is None else node_colour(place)
+    if len(nodes) > _KEYS:
+        keys.append(el("span", "faint", f"… {_units.count(len(nodes) - _KEYS)} more"))
+    return el("div", "keys", *keys)
 
 
 def _svg(width: int, height: int, *drawn: Html) -> Html:

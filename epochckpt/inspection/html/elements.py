@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from epochckpt import _text
-from epochckpt.inspection.blocks import Span, Tone, Words, spans
+from epochckpt.inspection.blocks import Tone, Words, spans
 from epochckpt.inspection.html.style import PREFIX
 
 
@@ -18,15 +18,12 @@ class Html(str):
 def el(tag: str, classes: str = "", *children: str, **attributes: str | float | None) -> Html:
     """One element. Children and values of attributes that are plain `str` are escaped.
 
-    Args:
-        tag: its name, a constant of the code.
-        classes: names without the prefix, separated by spaces.
-        *children: what is in it.
-        **attributes: by name (`_` for `-`), constants of the code; None: left out.
+    The tag, the classes (without the prefix) and the names of attributes are constants of the code. An attribute that
+    is None is left out.
     """
     named = f' class="{" ".join(f"{PREFIX}-{name}" for name in classes.split())}"' if classes else ""
     rest = "".join(
-        f' {name.replace("_", "-")}="{value if isinstance(value, Html) else text(str(value), 400)}"'
+        f' {name}="{value if isinstance(value, Html) else text(str(value), 400)}"'
         for name, value in attributes.items()
         if value is not None
     )
@@ -39,20 +36,11 @@ def joined(children: Iterable[str]) -> Html:
 
 
 def text(content: str, limit: int = _text.LIMIT) -> Html:
-    """Text of anybody, as markup that shows it."""
+    """Any text, as markup that shows it."""
     return Html(_text.html(content, limit))
 
 
 def worded(words: Words) -> Html:
     """Words of a block."""
-    return joined(map(_span, spans(words)))
-
-
-def _span(span: Span) -> Html:
-    shown = text(span.text, span.limit)
-    return shown if span.tone is Tone.PLAIN else el("span", tone_class(span.tone), shown)
-
-
-def tone_class(tone: Tone) -> str:
-    """The class of a tone; PLAIN has none."""
-    return "" if tone is Tone.PLAIN else tone.name.lower()
+    shown = ((span.tone, text(span.text, span.limit)) for span in spans(words))
+    return joined(each if tone is Tone.PLAIN else el("span", tone.value, each) for tone, each in shown)

@@ -12,58 +12,32 @@ import colorsys
 import re
 
 PREFIX = "eckpt"
+_ROOT = f".{PREFIX}.{PREFIX}"
 
-# `fg` is text, `line` borders, `soft` headings and stripes, `bar` and `track` bars. `faint` to `warn` are tones;
-# `bad-bg` is behind problems, and `ink` is text on a node's colour.
-LIGHT = {
-    "bg": "#ffffff",
-    "fg": "#1c2430",
-    "faint": "#5a6472",
-    "line": "#d9dee5",
-    "soft": "#f4f6f8",
-    "track": "#e8ecf1",
-    "bar": "#8fb0da",
-    "good": "#176f31",
-    "bad": "#b42020",
-    "live": "#1a57a8",
-    "warn": "#725300",
-    "bad-bg": "#fde8e8",
-    "ink": "#14171c",
+# In the light and in the dark theme. `fg` is text, `line` borders, `soft` headings and stripes, `bar` and `track` bars.
+# `faint` to `warn` are tones; `bad-bg` is behind problems, and `ink` is text on a node's colour.
+_COLOURS = {
+    "bg": ("#ffffff", "#14171c"),
+    "fg": ("#1c2430", "#e4e8ee"),
+    "faint": ("#5a6472", "#a3adba"),
+    "line": ("#d9dee5", "#363e4a"),
+    "soft": ("#f4f6f8", "#1d222a"),
+    "track": ("#e8ecf1", "#262d37"),
+    "bar": ("#8fb0da", "#4a709f"),
+    "good": ("#176f31", "#5fd573"),
+    "bad": ("#b42020", "#ff8a82"),
+    "live": ("#1a57a8", "#82bcff"),
+    "warn": ("#725300", "#e3b54a"),
+    "bad-bg": ("#fde8e8", "#431b1c"),
+    "ink": ("#14171c", "#14171c"),
 }
-DARK = {
-    "bg": "#14171c",
-    "fg": "#e4e8ee",
-    "faint": "#a3adba",
-    "line": "#363e4a",
-    "soft": "#1d222a",
-    "track": "#262d37",
-    "bar": "#4a709f",
-    "good": "#5fd573",
-    "bad": "#ff8a82",
-    "live": "#82bcff",
-    "warn": "#e3b54a",
-    "bad-bg": "#431b1c",
-    "ink": "#14171c",
-}
-# (text, background): the pairs that the rules put together.
-TEXT_ON = [
-    *((text, on) for text in ("fg", "faint", "good", "bad", "live", "warn") for on in ("bg", "soft")),
-    ("fg", "bad-bg"),
-]
+LIGHT, DARK = ({name: pair[theme] for name, pair in _COLOURS.items()} for theme in (0, 1))
 
-_IS_LIGHT = (
-    'body[data-jp-theme-light="true"]',
-    "body.vscode-light",
-    "body.vscode-high-contrast-light",
-    'html[theme="light"]',
-    'html[data-theme="light"]',
-)
+_IS_LIGHT = 'body[data-jp-theme-light="true"]', "body.vscode-light", "body.vscode-high-contrast-light"
 _IS_DARK = (
     'body[data-jp-theme-light="false"]',
     "body.vscode-dark",
     "body.vscode-high-contrast:not(.vscode-high-contrast-light)",
-    'html[theme="dark"]',
-    'html[data-theme="dark"]',
 )
 
 # `&` stands for the root, `.x` for a class of ours. Lengths in em, so that a notebook's zoom holds.
@@ -144,23 +118,20 @@ _RULES = """
 def css() -> str:
     """The style sheet, without its element."""
     light, dark = _variables(LIGHT, "light"), _variables(DARK, "dark")
-    root = f".{PREFIX}.{PREFIX}"
-    return "".join(
-        [
-            f"{root}{{{light}}}",
-            f"@media (prefers-color-scheme:dark){{{root}{{{dark}}}}}",
-            f"{','.join(f'{page} {root}' for page in _IS_LIGHT)}{{{light}}}",
-            f"{','.join(f'{page} {root}' for page in _IS_DARK)}{{{dark}}}",
-            _sheet(root),
-        ]
-    )
+    themes = [f"{_ROOT}{{{light}}}", f"@media (prefers-color-scheme:dark){{{_ROOT}{{{dark}}}}}"]
+    for theme, variables, pages in (("light", light, _IS_LIGHT), ("dark", dark, _IS_DARK)):
+        marked = *pages, f'html[theme="{theme}"]', f'html[data-theme="{theme}"]'
+        themes.append(f"{','.join(f'{page} {_ROOT}' for page in marked)}{{{variables}}}")
+    return "".join([*themes, *(_rule(*rule) for rule in re.findall(r"([^{}]+)\{([^{}]*)\}", _RULES))])
 
 
-def node_colour(index: int) -> str:
-    """A node's colour: neighbours differ much, and `ink` can be read on each."""
+def node_colour(place: int | None) -> str:
+    """A node's colour by its place, grey without one: neighbours differ much, and `ink` can be read on each."""
+    if place is None:
+        return "#888888"
     # Steps of the golden angle never come round; the lightness alternates as not everybody sees hues.
-    hue = (0.58 + index * 0.381966) % 1
-    red, green, blue = colorsys.hls_to_rgb(hue, (0.67, 0.78, 0.72)[index % 3], 0.62)
+    hue = (0.58 + place * 0.381966) % 1
+    red, green, blue = colorsys.hls_to_rgb(hue, (0.67, 0.78, 0.72)[place % 3], 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
@@ -168,10 +139,7 @@ def _variables(theme: dict[str, str], scheme: str) -> str:
     return f"color-scheme:{scheme};" + ";".join(f"--{PREFIX}-{name}:{colour}" for name, colour in theme.items())
 
 
-def _sheet(root: str) -> str:
-    rules = []
-    for selector, body in re.findall(r"([^{}]+)\{([^{}]*)\}", _RULES):
-        own = re.sub(r"\.(?=[a-z])", f".{PREFIX}-", selector).replace("&", root)
-        body = re.sub(r"\$([a-z-]+)", rf"var(--{PREFIX}-\1)", body)
-        rules.append(f"{' '.join(own.split())}{{{' '.join(body.split())}}}")
-    return "".join(rules)
+def _rule(selector: str, body: str) -> str:
+    own = re.sub(r"\.(?=[a-z])", f".{PREFIX}-", selector).replace("&", _ROOT)
+    body = re.sub(r"\$([a-z-]+)", rf"var(--{PREFIX}-\1)", body)
+    return f"{' '.join(own.split())}{{{' '.join(body.split())}}}"

@@ -106,8 +106,6 @@ def _cuts(block: kinds.Cuts) -> Iterator[RenderableType]:
 def _grid(found: sharding.Grid, labels: sharding.NodeLabels) -> Iterator[Text]:
     if not found.owners:
         return
-    wrote = set(found.owners)
-    names = [name for name in labels.names if name in wrote]
     width = max(len(labels.label(name)) for name in found.owners)
     for first in range(0, min(found.down, _DOWN) * found.across, found.across):
         row = found.owners[first : first + min(found.across, _ACROSS)]
@@ -115,8 +113,9 @@ def _grid(found: sharding.Grid, labels: sharding.NodeLabels) -> Iterator[Text]:
         yield Text(" ".join(labels.label(name).rjust(width) for name in row) + more, GOOD)
     if found.down > _DOWN:
         yield Text(f"… {_units.count(found.down - _DOWN)} more rows", FAINT)
-    keys = [Text(f"{labels.label(name)} ").append_text(styled(Span(name, Tone.FAINT, 40))) for name in names[:_NODES]]
+    nodes = labels.of(found.owners)
+    keys = [Text(f"{label} ").append_text(styled(Span(name, Tone.FAINT, 40))) for name, label in nodes[:_NODES]]
     for first in range(0, len(keys), 3):
         yield Text("  ").join(keys[first : first + 3])
-    if len(names) > _NODES:
-        yield Text(f"… {_units.count(len(names) - _NODES)} more nodes", FAINT)
+    if len(nodes) > _NODES:
+        yield Text(f"… {_units.count(len(nodes) - _NODES)} more nodes", FAINT)
