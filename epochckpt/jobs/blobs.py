@@ -103,14 +103,8 @@ def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str,
             return containers.rebuild(value, made)
     except InvalidArgumentError as error:
         problem = f"{problem}; {error}"
-    logging.warning(
-        "node %s, blob %r comes back as dicts, lists and arrays, not as it was saved: %s. Say how it comes back, in "
-        "@job.setup: ws.target(%r, …)",
-        workspace.node,
-        name,
-        problem,
-        name,
-    )
+    where, answer = f"node {workspace.node}, blob {name!r}", f"say how, in @job.setup: ws.target({name!r}, …)"
+    logging.warning("%s comes back as dicts, lists and arrays, not as it was saved: %s; %s", where, problem, answer)
     return value
 
 
@@ -162,10 +156,8 @@ def refuse_global(node: str, values: Mapping[str, Any]) -> None:
     """Raises UnsupportedError if a blob holds arrays that are spread over processes: for Caffe2's managers."""
     for name, value in values.items():
         if holds_global(value):
-            raise UnsupportedError(
-                f"node {node}, blob {name!r} has arrays that are spread over processes; Caffe2's managers save each "
-                "node by itself: use epochckpt.CheckpointManager"
-            )
+            problem = f"node {node}, blob {name!r} has arrays that are spread over processes"
+            raise UnsupportedError(f"{problem}: use epochckpt.CheckpointManager, not Caffe2's")
 
 
 def split(tree: Any) -> tuple[Any, dict[str, Any]]:

@@ -58,15 +58,9 @@ def check_metrics(
         lost = {name for value in values if isinstance(value, Mapping) for name in value} - metrics.keys()
         if lost:
             names = sorted(map(str, lost))
-            logging.warning(
-                "metrics %s of node %s are not kept: those of the first node, %s, count", names, node, primary
-            )
+            logging.warning("metrics %s of node %s are not kept: those of node %s count", names, node, primary)
     for task, kind in numbers.items():
-        logging.warning(
-            "%s returned a %s, which is no metric: only a mapping is, such as {'loss': loss}. It is the task's output",
-            task,
-            kind,
-        )
+        logging.warning("%s returned a %s, which is no metric: return a mapping, such as {'loss': loss}", task, kind)
 
 
 def _is_numeric(value: Any) -> bool:

@@ -39,8 +39,7 @@ class _Scope:
 class Node(_Scope):
     """Inside `with Node("trainer_0"):` tasks are made for that node.
 
-    Args:
-        name: any text without '/'. The node's folder has this name; characters that a folder cannot have are escaped.
+    The name is any text without '/'. The node's folder has it; characters that a folder cannot have are escaped.
     """
 
     def __init__(self, name: str):
@@ -165,13 +164,10 @@ class Task:
 class TaskGroup(_Scope):
     """The tasks of one phase, in the order in which they were added. Inside `with group:` new tasks join the group.
 
-    >>> with ec.TaskGroup("evaluation") as group:
+    >>> with ec.TaskGroup("evaluation") as group:  # the name is for messages
     ...     task = ec.Task(lambda ws: ws["x"] + 1, node="trainer_0")
     >>> group.used_nodes(), len(group)
     (['trainer_0'], 1)
-
-    Args:
-        name: for messages.
     """
 
     def __init__(self, name: str = "group"):
@@ -258,9 +254,8 @@ def _blob_condition(name: str, node: str | None) -> ComputedCondition:
 class Job(_Scope):
     """A training job: what runs once, what runs every epoch, and when it is over.
 
-    There are two forms of the same thing. Decorators for functions of a `Workspace`: `@job.setup`, `@job.init`,
-    `@job.epoch`, `@job.download`, `@job.exit`, and `job.stop_when(condition)`. Or Caffe2's: `with Job() as job:` and
-    tasks in `job.init_group`, `job.epoch_group`, and so on.
+    It is made with decorators for functions of a `Workspace`, and `job.stop_when(condition)`, or in Caffe2's form:
+    `with Job() as job:` and tasks in `job.init_group`, `job.epoch_group`, and so on.
 
     >>> job = ec.Job()
     >>> @job.init
@@ -324,10 +319,7 @@ class Job(_Scope):
         return list(self._conditions)
 
     def nodes_to_checkpoint(self) -> list[str]:
-        """The nodes whose workspaces are checkpointed: those given, or those that `init_group` uses.
-
-        Empty if the job names no nodes: then it runs, and is checkpointed, on every node of its session.
-        """
+        """The nodes that are checkpointed: those given, or those that `init_group` uses; empty: all of the session."""
         return list(self._nodes) if self._nodes is not None else self.init_group.used_nodes()
 
     def nodes(self) -> list[str]:
@@ -356,10 +348,9 @@ class Job(_Scope):
     def add_stop_condition(self, output: Any) -> None:
         """Adds a stop condition.
 
-        Args:
-            output: a `TaskOutput`, a `Task` with one output, the name of a blob (of one node: `node/blob`, or inside
-                `with Node(…)`), a condition of `epochckpt.stop`, or any callable of a `stop.Context`. The values of
-                outputs and blobs must be booleans; one node where it is true is enough.
+        It is a `TaskOutput`, a `Task` with one output, the name of a blob (of one node: `node/blob`, or inside
+        `with Node(…)`), a condition of `epochckpt.stop`, or any callable of a `stop.Context`. The values of outputs and
+        blobs must be booleans; one node where it is true is enough.
         """
         if isinstance(output, Task):
             if len(output.outputs()) != 1:

@@ -56,10 +56,8 @@ def choose(
                 f"it has no epoch, but something under the name of one: {foreign[-1]}. Nothing is started over there",
             )
         if resume == NEVER and epochs:
-            raise InvalidArgumentError(
-                f"resume='never', but {directory} has epochs up to {epochs[-1]}; take another directory, delete "
-                "them, or resume='auto'"
-            )
+            problem = f"resume='never', but {directory} has epochs up to {epochs[-1]}"
+            raise InvalidArgumentError(f"{problem}; take another directory, delete them, or resume='auto'")
         if resume == NEVER:
             return False
         # The handler knows of an epoch that is gone: a mistake in the path would train from scratch for days.
@@ -115,13 +113,10 @@ def warn_of_types(workspace: Workspace, names: Sequence[str], declared: Collecti
         lost = "" if found is None else found.loses()
         if lost:
             logging.warning(
-                "node %s, blob %r: %s. A resume runs init once more, without computing (jax.eval_shape), to get it; "
-                "where init cannot be traced the blob comes back as dicts and lists. Better say how it comes back, in "
-                "@job.setup: ws.target(%r, jax.eval_shape(…what makes it…))",
-                workspace.node,
-                name,
-                lost,
-                name,
+                "%s. A resume runs init once more, without computing (jax.eval_shape), to get it; where init cannot be "
+                "traced the blob comes back as dicts and lists. Better say how, in @job.setup: %s",
+                f"node {workspace.node}, blob {name!r}: {lost}",
+                f"ws.target({name!r}, jax.eval_shape(…what makes it…))",
             )
 
 
@@ -144,7 +139,5 @@ def check_targets(
             f"node {node}, not {', '.join(missing)}, for which setup declared targets"
         )
         if len(missing) == len(wanted):
-            raise InvalidArgumentError(
-                f"{problem}: it was saved by something else. Take another directory, or name the blobs alike"
-            )
+            raise InvalidArgumentError(f"{problem}: something else saved it; take another directory")
         logging.warning("%s; these blobs are not there unless the job makes them", problem)

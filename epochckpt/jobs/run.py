@@ -29,9 +29,10 @@ from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
 
 PREEMPTED, FINISHED, FENCED_OFF = "preempted", "was finished already", "fenced off"
+NOT_ACCESSIBLE = "the metadata handler does not say that the storage can be reached"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RunSettings:
     """Arguments of `JobRunner`."""
 
@@ -199,11 +200,7 @@ class TrainingRun:
             except Exception as error:
                 if not foreign:
                     raise
-                logging.warning(
-                    "stop condition %r cannot be evaluated before an epoch has been trained, so one is: %s",
-                    condition,
-                    say(error),
-                )
+                logging.warning("stop condition %r needs an epoch, so one is trained: %s", condition, say(error))
                 return False
 
         def report() -> bool:
@@ -289,7 +286,7 @@ class TrainingRun:
             # The epoch is saved if every process can save its part, and storage can be reached.
             refusal = problem = _first(reports, "problem")
             if backend is not None and not problem and not self._is_accessible(epoch.number):
-                refusal = "the metadata handler does not say that the storage can be reached"
+                refusal = NOT_ACCESSIBLE
             if refusal:
                 self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
             verdict = _Verdict(
@@ -308,11 +305,8 @@ class TrainingRun:
         limit, failures = self.settings.max_consecutive_save_failures, self._failures_in_a_row
         if limit is not None and failures > limit and not verdict.fenced_off:
             failed, reason = self._result.failed_saves[-1]
-            raise SaveError(
-                failed,
-                f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}; the last: "
-                f"{reason}",
-            )
+            many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
+            raise SaveError(failed, f"{many}; the last: {reason}")
         return verdict
 
     def _look_back(self, epoch: _TrainedEpoch, returned: Mapping[str, Sequence[Any]]) -> None:
@@ -432,15 +426,10 @@ class TrainingRun:
         if current is not None and (epoch > current or not own):
             notes[BESIDE] = True
         if current is not None and epoch > current:
-            logging.warning(
-                "epoch %d is saved by save_checkpoints() while the run is in epoch %d; the run goes on with its own "
-                "numbers. %s",
-                epoch,
-                current,
-                "A metadata handler takes it for the newest epoch until the run saves its next one"
-                if backend is not None and backend.chooses
-                else "A resumed run does not go on from it unless it is named: resume_from_epoch=…",
-            )
+            resume = "A resumed run goes on from it only if it is named: resume_from_epoch=…"
+            if backend is not None and backend.chooses:
+                resume = "A metadata handler takes it for the newest epoch until the run saves its next one"
+            logging.warning("epoch %d is saved while the run stays in epoch %d. %s", epoch, current, resume)
         return notes
 
     # -- after the last epoch ------------------------------------------------------------------------------------
@@ -517,9 +506,7 @@ def merge_metrics(returned: Iterable[Any]) -> dict[str, bool | int | float]:
             raise InvalidArgumentError(f"two tasks returned a metric {name!r}; rename one")
         scalar = stop.as_scalar(value)
         if scalar is None:
-            shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
-            raise InvalidArgumentError(
-                f"metric {name!r} must be a scalar (a number, or a 0-d array), got a {type(value).__name__}{shape}"
-            )
+            found = f"{type(value).__name__}{f' of shape {value.shape}' if hasattr(value, 'shape') else ''}"
+            raise InvalidArgumentError(f"metric {name!r} must be a scalar (a number, or a 0-d array), got a {found}")
         merged[name] = scalar
     return merged

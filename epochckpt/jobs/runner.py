@@ -20,7 +20,7 @@ from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.progress import bar
 from epochckpt.jobs.result import RunResult
 from epochckpt.jobs.resume import AUTO, MUST, NEVER, traced_init
-from epochckpt.jobs.run import RunSettings, TrainingRun
+from epochckpt.jobs.run import NOT_ACCESSIBLE, RunSettings, TrainingRun
 from epochckpt.jobs.session import DistributedSession, Session
 from epochckpt.manager import HandlerNotifier, metadata_handlers
 from epochckpt.manager.reader import epoch_number
@@ -123,14 +123,7 @@ class JobRunner:
         self.resume_from_epoch, self.upload_task_group_builder = resume_from_epoch, upload_task_group_builder
         self._handler = None if metadata_handler is None else metadata_handlers.check_handler(metadata_handler)
         self._introduced: Any = None  # the manager whose directory and nodes the handler knows
-        self._settings = RunSettings(
-            resume=resume,
-            include=include,
-            exclude=exclude,
-            deadline_secs=deadline_secs,
-            max_consecutive_save_failures=limit,
-            unsaved_blobs=unsaved_blobs,
-        )
+        self._settings = RunSettings(resume, include, exclude, deadline_secs, limit, unsaved_blobs)
         self._timeout, self._progress, self._must_save = exchange_timeout_secs, progress, raise_if_not_saved
         self._result: RunResult | None = None
         self._run: TrainingRun | None = None
@@ -139,9 +132,7 @@ class JobRunner:
     def __setattr__(self, name: str, value: Any) -> None:
         own = type(self) is JobRunner or name in inspect.signature(JobRunner).parameters  # not a subclass's
         if own and not name.startswith("_") and name not in _ASSIGNABLE:  # it would be ignored
-            raise AttributeError(
-                f"JobRunner.{name} cannot be assigned; {', '.join(_ASSIGNABLE)} can. Give JobRunner(…) anything else"
-            )
+            raise AttributeError(f"JobRunner.{name} cannot be assigned; {', '.join(_ASSIGNABLE)} can")
         super().__setattr__(name, value)
 
     def _check(self) -> CheckpointBackend | None:
@@ -155,13 +146,10 @@ class JobRunner:
                 what = "resume='never'" if self._settings.resume == NEVER else "no checkpoint_manager"
                 raise InvalidArgumentError(f"resume_from_epoch={self.resume_from_epoch} contradicts {what}")
         if builder is not None and not callable(getattr(builder, "build", None)):
-            raise InvalidArgumentError(
-                f"upload_task_group_builder needs a method build(epoch, manager); {type(builder).__name__} has none"
-            )
+            name = type(builder).__name__
+            raise InvalidArgumentError(f"upload_task_group_builder needs a method build; {name} has none")
         if builder is not None and manager is None:
-            raise InvalidArgumentError(
-                "upload_task_group_builder uploads the last epoch, and without a checkpoint_manager there is none"
-            )
+            raise InvalidArgumentError("upload_task_group_builder has nothing to upload without a checkpoint_manager")
         backend = backends.backend_of(manager)
         own = backend.handler if backend is not None else None
         if self._handler is not None and own is not None and own is not self._handler:
@@ -170,11 +158,7 @@ class JobRunner:
 
     @property
     def result(self) -> RunResult:
-        """What became of the last run.
-
-        Raises:
-            InvalidArgumentError: none has ended yet.
-        """
+        """What became of the last run; raises InvalidArgumentError before one has ended."""
         if self._result is None:
             raise InvalidArgumentError("no run has ended yet: train(session) comes first")
         return self._result
@@ -233,13 +217,8 @@ class JobRunner:
     def load_blobs_from_checkpoints(self, blob_names: Sequence[str], epoch: int, session: Session) -> bool:
         """Loads single blobs of an epoch, from every node's folder, into the session's workspaces.
 
-        Args:
-            blob_names: names of blobs, of all nodes or (`node/blob`) of one; those that the epoch lacks are left out.
-            epoch: its number.
-            session: whose workspaces.
-
-        Returns:
-            Whether they were loaded; False if the epoch is not there, or not of all nodes.
+        A name is that of a blob of all nodes or, as `node/blob`, of one; names that the epoch lacks are left out.
+        Returns whether the blobs were loaded: False if the epoch is not there, or not of all nodes.
 
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
@@ -265,10 +244,6 @@ class JobRunner:
         If it dies before that, what was saved here as the current epoch counts as that epoch (of a resumable job: as a
         part of it). A later number, or an epoch of another session, is resumed from only if it is named.
 
-        Args:
-            epoch: its number.
-            session: whose workspaces.
-
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
         """
@@ -293,16 +268,13 @@ class JobRunner:
                 backend.agree_on_names(names)
 
             accessible, exists = exchange.broadcast("whether storage is there", look)
-            if accessible:
-                prepared = backend.prepare(epoch, names)
-                if exists:
-                    backend.allow_overwrite(epoch)
-                backend.save(epoch, prepared, {}, notes, True)
-                backend.drain()
-            else:
-                logging.warning(
-                    "epoch %d is not saved: the metadata handler does not say that the storage can be reached", epoch
-                )
+            if not accessible:
+                raise SaveError(epoch, NOT_ACCESSIBLE)
+            prepared = backend.prepare(epoch, names)
+            if exists:
+                backend.allow_overwrite(epoch)
+            backend.save(epoch, prepared, {}, notes, True)
+            backend.drain()
         except Exception as error:
             logging.warning("epoch %d could not be saved: %s", epoch, say(error))
         for one in backend.outcomes():
@@ -319,14 +291,11 @@ class JobRunner:
             self._introduced = self.checkpoint_manager
 
     def _upload(self, epoch: int) -> TaskGroup | None:
-        if self.upload_task_group_builder is None:
-            return None
-        group = self.upload_task_group_builder.build(epoch, self.checkpoint_manager)
-        if not isinstance(group, TaskGroup):
-            raise InvalidArgumentError(
-                f"{type(self.upload_task_group_builder).__name__}.build() must return a TaskGroup, "
-                f"got {type(group).__name__}"
-            )
+        builder = self.upload_task_group_builder
+        group = None if builder is None else builder.build(epoch, self.checkpoint_manager)
+        if builder is not None and not isinstance(group, TaskGroup):
+            name = type(builder).__name__
+            raise InvalidArgumentError(f"{name}.build() must return a TaskGroup, got {type(group).__name__}")
         return group
 
     def _open_saved(self, session: Session, verb: str) -> tuple[CheckpointBackend, Exchange, HandlerNotifier]:
@@ -338,13 +307,11 @@ class JobRunner:
     def _open(self, session: Session) -> tuple[CheckpointBackend | None, Exchange, HandlerNotifier]:
         """Gives job, session and manager the same nodes; makes what a run, or one call, uses the manager with."""
         backend = self._check()
+        found, expected = type(session).__name__, self.job.session_class
         if not isinstance(session, Session):
-            raise InvalidArgumentError(
-                f"expected a session (LocalSession() or DistributedSession()), got {type(session).__name__}"
-            )
-        expected = self.job.session_class
+            raise InvalidArgumentError(f"expected a session (LocalSession() or DistributedSession()), got {found}")
         if expected is not None and not isinstance(session, expected):
-            raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {type(session).__name__}")
+            raise InvalidArgumentError(f"the job was compiled for {expected.__name__}, got a {found}")
 
         # In a distributed job every process has its part in a save, if only to say that it has nothing.
         everywhere, nodes = self.job.nodes(), session.nodes

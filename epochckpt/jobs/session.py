@@ -81,9 +81,8 @@ class Session(abc.ABC):
             raise InvalidArgumentError(f"a session runs tasks and task groups, got {type(runnable).__name__}")
         self._meet(list(dict.fromkeys(task.node for task in tasks if task.node is not None)))
         for unknown in (task for task in tasks if task.node not in (None, *self.nodes)):
-            raise InvalidArgumentError(
-                f"{unknown} is for node {unknown.node!r}; the nodes of this session are: {', '.join(self.nodes)}"
-            )
+            problem = f"{unknown} is for node {unknown.node!r}"
+            raise InvalidArgumentError(f"{problem}; the nodes of this session are: {', '.join(self.nodes)}")
         returned: dict[str, list[Any]] = {}
         for task in tasks:
             for node in self.hosted:

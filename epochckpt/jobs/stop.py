@@ -80,10 +80,7 @@ class Condition(abc.ABC):
         return None
 
     def set_state(self, state: Any) -> None:
-        """Restores what `get_state` returned in an earlier run; None starts fresh.
-
-        A state that it refuses with an error is logged, and the condition starts fresh.
-        """
+        """Restores what `get_state` returned in an earlier run; None, or a state that raises here, starts fresh."""
         del state
 
     def __or__(self, other: Condition | Callable[[Context], Any]) -> Condition:
@@ -213,32 +210,26 @@ class _OfMetric(_Shipped):
 
     def __call__(self, ctx: Context) -> bool:
         """Looks at the metric, which must be there."""
+        where, value = f"stop condition {self!r}, epoch {ctx.epoch}", ctx.metrics.get(self._metric)
         if self._metric not in ctx.metrics:
-            raise InvalidArgumentError(f"{self._lacks(ctx)}; return it from an epoch task, or correct the name")
-        value = ctx.metrics[self._metric]
+            names = ", ".join(map(repr, sorted(map(str, ctx.metrics)))) or "none"
+            problem = f"there is no metric {self._metric!r} among those of the epoch ({names})"
+            raise InvalidArgumentError(f"{where}: {problem}; return it from an epoch task, or correct the name")
         number = _as_float(value)
         if number is None:
-            raise InvalidArgumentError(
-                f"stop condition {self!r}, epoch {ctx.epoch}: metric {self._metric!r} is {_shown(value)}; expected a "
-                "real number, or an array of one without dimensions"
-            )
+            raise InvalidArgumentError(f"{where}: metric {self._metric!r} is {_shown(value)}; expected a real number")
         return self._look(number)
 
     def holds(self, ctx: Context) -> bool:
         """Whether the metric is there and makes the condition true."""
         if self._metric in ctx.metrics:
             return self(ctx)
-        logging.warning("%s", self._lacks(ctx))
+        logging.warning("stop condition %r, epoch %d: there is no metric %r", self, ctx.epoch, self._metric)
         return False
 
     @abc.abstractmethod
     def _look(self, value: float) -> bool:
         """Whether this value of the metric makes the condition true."""
-
-    def _lacks(self, ctx: Context) -> str:
-        names = ", ".join(map(repr, sorted(map(str, ctx.metrics)))) or "none"
-        where = f"stop condition {self!r}, epoch {ctx.epoch}"
-        return f"{where}: there is no metric {self._metric!r} among those of the epoch ({names})"
 
 
 class target(_OfMetric):
@@ -260,11 +251,7 @@ class target(_OfMetric):
 
 
 class nan(_OfMetric):
-    """True after an epoch whose metric is NaN (an infinity is not).
-
-    Args:
-        metric: its name.
-    """
+    """True after an epoch whose metric of this name is NaN (an infinity is not)."""
 
     def __init__(self, metric: str):
         super().__init__(metric)
@@ -306,7 +293,7 @@ class no_improvement(_OfMetric):
         return self._count >= self._patience
 
     def get_state(self) -> Any:
-        """The best value so far (an infinity as text, which is JSON) and how many epochs have not improved it."""
+        """The best value so far, as text if it is infinite, and how many epochs have not improved it."""
         return {"best": self._best if math.isfinite(self._best) else str(self._best), "count": self._count}
 
     def set_state(self, state: Any) -> None:
@@ -336,10 +323,8 @@ preempted = _Preempted()
 class file_exists(_Shipped):
     """True after an epoch at whose end a file or folder exists: a way to end a run from outside.
 
-    A look that fails is logged and counts as "not there": an outage of storage ends no run.
-
-    Args:
-        path: local, or what etils can read (`gs://…`, `s3://…`).
+    The path is local, or one that etils reads (`gs://…`, `s3://…`). A look that fails is logged and counts as "not
+    there": an outage of storage ends no run.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -348,9 +333,7 @@ class file_exists(_Shipped):
         try:
             self._path = epath.Path(expanded(name))
         except KeyError:  # etils does not know the scheme
-            raise InvalidArgumentError(
-                f"file_exists(path) is {name!r}: expected a local path, gs://… or s3://…"
-            ) from None
+            raise InvalidArgumentError(f"file_exists({name!r}): expected a local path, gs://… or s3://…") from None
 
     def holds(self, ctx: Context) -> bool:
         """Looks whether the file is there."""
@@ -377,9 +360,7 @@ def as_condition(obj: Any) -> Condition:
     if isinstance(obj, type):
         raise InvalidArgumentError(f"the class {obj.__name__} is no stop condition; call it first: {obj.__name__}(…)")
     if not callable(obj):
-        raise InvalidArgumentError(
-            f"{_shown(obj)} is no stop condition; expected one of ec.stop, or a function of a Context that gives a bool"
-        )
+        raise InvalidArgumentError(f"{_shown(obj)} is no stop condition; expected one of ec.stop, or a callable")
     return _Wrapped(obj)
 
 
@@ -388,10 +369,8 @@ def checked(condition: Any, answer: Any, epoch: int) -> bool:
     found = as_scalar(answer)
     if isinstance(found, bool):
         return found
-    raise InvalidArgumentError(
-        f"stop condition {condition!r}, epoch {epoch}: answered {_shown(answer)}; expected a bool (of Python or NumPy, "
-        "or an array of one without dimensions): return True to stop after this epoch, else False"
-    )
+    where = f"stop condition {condition!r}, epoch {epoch}"
+    raise InvalidArgumentError(f"{where}: answered {_shown(answer)}; expected a bool: True to stop after this epoch")
 
 
 def why(condition: Condition, ctx: Context) -> str:

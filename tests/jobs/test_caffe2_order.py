@@ -119,5 +119,5 @@ def test_what_is_assigned_to_a_runner_counts_from_the_next_call(tmp_path: pathli
 
 def test_an_upload_without_a_manager_is_refused(tmp_path: pathlib.Path) -> None:
     """It would never be built."""
-    with pytest.raises(errors.InvalidArgumentError, match="without a checkpoint_manager there is none"):
+    with pytest.raises(errors.InvalidArgumentError, match="nothing to upload without a checkpoint_manager"):
         ec.JobRunner(job_of([]), upload_task_group_builder=ec.CopyUpload(tmp_path))

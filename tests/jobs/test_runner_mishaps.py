@@ -174,7 +174,7 @@ def test_numbers_that_are_no_metrics_are_warned_of_once(caplog: pytest.LogCaptur
     ec.epoch_limiter(job, 2)
     run(job)
     assert [r.message for r in caplog.records if "not kept" in r.message] == [
-        "metrics ['loss_1'] of node b are not kept: those of the first node, a, count"
+        "metrics ['loss_1'] of node b are not kept: those of node a count"
     ]
 
 
