@@ -90,9 +90,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     ):
         """Opens a directory. In a job of several processes all must do so; the wait for them is bounded.
 
-        Nothing is written but the directory itself where it is missing, so opening never stops a run that trains there.
-        The first save, delete, rollback or replacement claims the directory, or `claim()`; from then on an older run
-        that saves there gets FencedError.
+        Opening writes nothing but the directory itself where it is missing, and never stops a run that trains there.
+        The first save, delete or rollback claims the directory, or `claim()`; from then on an older run that saves
+        there gets FencedError.
 
         Args:
             directory: where the epochs live: a path (relative ones and `~` are fine) or a URL that TensorStore knows.
@@ -200,8 +200,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def claim(self) -> None:
         """Makes this manager the writer of the directory now, instead of at its first write.
 
-        An older run that is still alive can save and delete nothing from here on, so that the epochs that are listed
-        now stay the newest until this manager saves. `JobRunner` calls it before it trains.
+        From then on an older run can save and delete nothing: the listed epochs stay the newest until this manager
+        saves. `JobRunner` calls it before it trains.
 
         Raises:
             FencedError: a newer run has claimed the directory since this manager did.
@@ -394,10 +394,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def allow_overwrite(self, epoch: int) -> None:
         """Lets the next save of a committed epoch's number replace it; all processes call it alike.
 
-        Until that save is committed the epoch stays as it is, and at any moment, also after a crash, either the old
-        one or the new one is there (on a file system that cannot exchange two folders, such as NFS: is there again
-        after the next write). If another process changes the epoch meanwhile, that save fails. A save that fails, or
-        that raises, has used the permission up: call this again.
+        At any moment, also after a crash, either the old or the new epoch is there (on a file system that cannot
+        exchange two folders, such as NFS: is there again after the next write). If another process changes the epoch
+        meanwhile, the save fails. A save that fails, or that raises, has used the permission up: call this again.
 
         Raises:
             InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only.
@@ -491,8 +490,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
         """Like `restore(None)`, with a function of the caller's own that restores an epoch.
 
-        The processes vote on each epoch, and take the next older one if one of them cannot read it.
-
         Args:
             restore: is given an epoch's number. It raises DamagedError or FormatError if the epoch is damaged, and
                 EpochNotFoundError if it is gone, as this manager's methods do; another error ends the search on every
@@ -504,8 +501,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             EpochNotFoundError: there is no epoch.
-            DamagedError: none of the epochs can be read.
-            StorageError: storage does not answer; no older epoch is taken instead.
+            DamagedError: none of the epochs can be read by every process.
         """
         self._attempts.drain()
         return self._newest.restore(restore, among, self._look)

@@ -6,7 +6,6 @@ import abc
 import datetime
 import inspect
 import json
-import operator
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from absl import logging
 
 from epochckpt.errors import FormatError, FormatVersionError, InvalidArgumentError, say, unreadable
 from epochckpt.format import checksums, paths
+from epochckpt.manager.reader import epoch_number
 from epochckpt.storage import Store, expanded, open_store, path_text
 
 T = TypeVar("T")
@@ -113,19 +113,19 @@ class CheckedHandler(AbstractMetadataHandler):
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
         """The user's, else the one that the run wrote last; None if there is none."""
-        return self._last_epoch() if user_epoch is None else check_epoch("last_epoch", user_epoch)
+        return self._last_epoch() if user_epoch is None else epoch_number(user_epoch, "last_epoch: ")
 
     def write(self, epoch: int) -> None:
         """Records the epoch and the time."""
-        self._note("written", check_epoch("write", epoch))
+        self._note("written", epoch_number(epoch, "write: "))
 
     def save_failed(self, epoch: int, reason: str) -> None:
         """Records the failure."""
-        self._note("failed", check_epoch("save_failed", epoch), str(reason))
+        self._note("failed", epoch_number(epoch, "save_failed: "), str(reason))
 
     def run_ended(self, epoch: int, reason: str) -> None:
         """Records the end of the run."""
-        self._note("ended", check_epoch("run_ended", epoch), str(reason))
+        self._note("ended", epoch_number(epoch, "run_ended: "), str(reason))
 
     def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
         """Records the times."""
@@ -200,22 +200,8 @@ def check_handler(handler: T) -> T:
 
 def answered_epoch(answer: Any, handler: Any) -> int | None:
     """The answer of a handler's `last_epoch` as an int or None; InvalidArgumentError if it is neither."""
-    if answer is None:
-        return None
-    return check_epoch(f"the metadata handler {type(handler).__name__} answered last_epoch", answer)
-
-
-def check_epoch(what: str, epoch: Any) -> int:
-    """An epoch's number as an int."""
-    try:
-        number = operator.index(epoch)
-    except TypeError:
-        number = -1
-    if isinstance(epoch, bool) or not 0 <= number < 2**63:  # the range of SQLite's integers
-        raise InvalidArgumentError(
-            f"{what}: epoch {str(epoch)[:80]!s} ({type(epoch).__name__}); expected a whole number, at least 0"
-        )
-    return number
+    where = f"the metadata handler {type(handler).__name__} answered last_epoch: "
+    return None if answer is None else epoch_number(answer, where)
 
 
 _KIND, _VERSION = "last_epoch", 1

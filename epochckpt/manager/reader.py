@@ -29,6 +29,7 @@ from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verificat
 from epochckpt.orbax import TreeMetadata, view_files
 
 PIECE_ELEMENTS = 2**22  # the most that a piece of an array has, unless the caller asks for another number
+_SCALARS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
 
 
 def ignore(nbytes: int) -> None:
@@ -149,12 +150,9 @@ class CheckpointReader(abc.ABC):
     def node_path(self, node: str) -> epath.Path:
         """The folder of one node's files."""
         names = [n.name for n in self.record.nodes]
-        if not names:
-            raise InvalidArgumentError(
-                f"epoch {self.record.epoch} was written by stock Orbax: it has no folders of nodes"
-            )
         if node not in names:
-            raise InvalidArgumentError(f"epoch {self.record.epoch} has no node {node!r}; it has: {', '.join(names)}")
+            there = ", ".join(names) or "none, as stock Orbax wrote it"
+            raise InvalidArgumentError(f"epoch {self.record.epoch} has no node {node!r}; it has: {there}")
         return self.path / self.record.node_folder(names.index(node))
 
     def item_metadata(self) -> Any:
@@ -172,7 +170,22 @@ class CheckpointReader(abc.ABC):
         return TreeMetadata(tree_lib.nest(pairs, str(directory)), item.custom_metadata)
 
     def _leaf_metadata(self, item: str, leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
-        return _leaf_metadata(leaf, shardings, directory)
+        """Orbax's metadata of a leaf, one of `ocp.metadata.ArrayMetadata` and its kin; an empty node as it is."""
+        common = {"name": leaf.name, "directory": directory}
+        if leaf.kind in tree_lib.EMPTY_KINDS:
+            return tree_lib.empty_value(leaf.kind)
+        if leaf.kind in ("str", "bytes", "longstr", "longbytes"):
+            return ocp.metadata.StringMetadata(**common)
+        if leaf.dtype is None:
+            if leaf.kind not in _SCALARS:
+                return ocp.metadata.Metadata(**common)  # of a user's type handler: no more is known
+            return ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=np.dtype(_SCALARS[leaf.kind]))
+        sharding, described = shardings.of(leaf), None
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            described = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+        elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
+            described = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
+        return ocp.metadata.ArrayMetadata(**common, shape=leaf.shape, sharding=described, dtype=leaf.dtype)
 
     def step_metadata(self) -> Any:
         """Orbax's StepMetadata."""
@@ -261,28 +274,6 @@ class NativeReader(CheckpointReader):
         return items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)
 
 
-_SCALARS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
-
-
-def _leaf_metadata(leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
-    """Orbax's metadata of a leaf, one of `ocp.metadata.ArrayMetadata` and its kin; an empty node as it is."""
-    common = {"name": leaf.name, "directory": directory}
-    if leaf.kind in tree_lib.EMPTY_KINDS:
-        return tree_lib.empty_value(leaf.kind)
-    if leaf.kind in ("str", "bytes", "longstr", "longbytes"):
-        return ocp.metadata.StringMetadata(**common)
-    if leaf.dtype is None:
-        if leaf.kind not in _SCALARS:
-            return ocp.metadata.Metadata(**common)  # of a user's type handler: no more is known
-        return ocp.metadata.ScalarMetadata(**common, shape=(), sharding=None, dtype=np.dtype(_SCALARS[leaf.kind]))
-    sharding, described = shardings.of(leaf), None
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        described = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
-    elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        described = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
-    return ocp.metadata.ArrayMetadata(**common, shape=leaf.shape, sharding=described, dtype=leaf.dtype)
-
-
 def shown_path(root: str) -> epath.Path:
     """A store's root as a path. A URL that etils does not know loses a slash: it can only be shown."""
     scheme, found, rest = root.partition("://")
@@ -291,8 +282,8 @@ def shown_path(root: str) -> epath.Path:
     return epath.Path(f"/{rest.lstrip('/')}" if scheme == "file" else f"{scheme}:/{rest}")
 
 
-def epoch_number(step: Any) -> int:
-    """An epoch's number as an int; raises InvalidArgumentError if it is none."""
+def epoch_number(step: Any, where: str = "") -> int:
+    """An epoch's number as an int; raises InvalidArgumentError, which begins with `where`, if it is none."""
     if isinstance(step, Tracer):
         raise InvalidArgumentError(
             "the epoch (step) is a tracer: this was called inside a function that jax transforms (jit, grad, vmap, "
@@ -302,6 +293,7 @@ def epoch_number(step: Any) -> int:
         number = operator.index(step)
     except TypeError:
         number = -1
-    if number < 0 or isinstance(step, bool):
-        raise InvalidArgumentError(f"an epoch (step) is an integer of at least 0, got {step!r}")
+    if isinstance(step, bool) or not 0 <= number < 2**63:  # the records' integers, and SQLite's, end there
+        found = f"{str(step)[:80]} ({type(step).__name__})"
+        raise InvalidArgumentError(f"{where}the epoch (step) is {found}; expected an integer of at least 0")
     return number

@@ -28,7 +28,8 @@ from epochckpt.errors import (
     InvalidArgumentError,
 )
 from epochckpt.format import paths
-from epochckpt.manager.metadata_handlers import CheckedHandler, check_epoch
+from epochckpt.manager.metadata_handlers import CheckedHandler
+from epochckpt.manager.reader import epoch_number
 from epochckpt.storage import Store, expanded, path_text
 
 APPLICATION_ID = 0x45504348  # "EPCH"
@@ -74,9 +75,9 @@ class RunRow:
     Attributes:
         name: its name; jobs that share a directory, each for its own nodes, may have one name.
         db_prefix: the directory of its checkpoints, as given when it was last started.
-        started_secs: when it was first started, since 1970.
+        started_secs: when it was first started, as Unix time.
         seen_secs: when it last wrote anything.
-        last_epoch: the epoch written last (after going back not the greatest), None before the first.
+        last_epoch: the epoch written last, which is not the greatest after a rollback.
         end_reason: why it ended, None if anything was written since.
     """
 
@@ -92,12 +93,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class RunEpochRow:
-    """One event of an epoch of a run, at `at_secs`.
-
-    Attributes:
-        outcome: "written", "failed" (its save) or "ended" (the run, with this epoch).
-        reason: why it failed or ended.
-    """
+    """One event: an epoch was "written", its save "failed", or the run "ended" with it; `at_secs` is Unix time."""
 
     run: str
     epoch: int
@@ -108,13 +104,7 @@ class RunEpochRow:
 
 @dataclass(frozen=True)
 class RunStatRow:
-    """How long one action took one node; reported at `at_secs`.
-
-    Attributes:
-        epoch: the epoch that it was about, None where the run knew of none.
-        name: the node, or its folder, as reported.
-        node: the node that `name` is about.
-    """
+    """How long one action took one node; `name` is the node or its folder, as it was reported."""
 
     run: str
     epoch: int | None
@@ -189,7 +179,7 @@ class SqliteMetadataHandler(CheckedHandler):
     def cp_accessible(self, epoch: int | None = None) -> bool:
         """Whether the directory exists, see `JsonMetadataHandler`."""
         if epoch is not None:
-            self._epoch = check_epoch("cp_accessible", epoch)
+            self._epoch = epoch_number(epoch, "cp_accessible: ")
         return super().cp_accessible(epoch)
 
     def runs(self) -> list[RunRow]:

@@ -702,7 +702,7 @@ def test_another_answer_shows_the_handler_and_the_value(answer: Any) -> None:
         metadata_handlers.answered_epoch(answer, Caffe2Style())
     assert "the metadata handler Caffe2Style answered last_epoch" in str(caught.value)
     assert str(answer)[:80] in str(caught.value)
-    assert f"({type(answer).__name__}); expected a whole number, at least 0" in str(caught.value)
+    assert f"({type(answer).__name__}); expected an integer of at least 0" in str(caught.value)
 
 
 @settings(deadline=None, max_examples=25)
