@@ -32,7 +32,7 @@ EMPTY_KINDS = frozenset({"none", "dict", "list", "tuple", "node"})
 INLINE_BYTES = 4096  # longer strings and bytes go to the data file
 _SAFE = "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in '%/[]"\\')
 _INT_LIKE = re.compile(r"-?\d+\Z")
-_MAX_DEPTH = 256
+MAX_DEPTH = 256
 TIME_UNIT = r"(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z"
 """The unit in the name of a datetime type. NumPy accepts a multiplier of 0, too, and then divides by it."""
 _TIME = re.compile(f"<[mM]8{TIME_UNIT}")
@@ -137,8 +137,8 @@ def key_path(path: Sequence[Any]) -> KeyPath:
             out.append(("f", entry.key))
         else:
             out.append(("a", str(entry)))
-    if len(out) > _MAX_DEPTH:
-        raise InvalidArgumentError(f"leaf {leaf_name(tuple(out))[:200]!r}… is nested deeper than {_MAX_DEPTH}")
+    if len(out) > MAX_DEPTH:
+        raise InvalidArgumentError(f"leaf {leaf_name(tuple(out))[:200]!r}… is nested deeper than {MAX_DEPTH}")
     return tuple(out)
 
 
@@ -176,7 +176,7 @@ def path_to_json(path: KeyPath) -> list[Any]:
 
 def path_from_json(where: str, data: object) -> KeyPath:
     """The inverse of `path_to_json`; FormatError naming `where` for anything else."""
-    if not isinstance(data, list) or len(data) > _MAX_DEPTH:
+    if not isinstance(data, list) or len(data) > MAX_DEPTH:
         raise FormatError(where, "a key path is not a list of at most 256 entries")
     out: list[tuple[str, Any]] = []
     for entry in data:

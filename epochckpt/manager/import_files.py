@@ -1,6 +1,7 @@
 """`import_`: makes an epoch out of a file that something else wrote: flax msgpack, safetensors.
 
-The file is never taken into memory: its arrays are views of the mapped file, which the writer streams to storage.
+A safetensors file is never taken into memory: its arrays are views of the mapped file, which the writer streams to
+storage.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,10 +49,10 @@ def import_(
 ) -> EpochStatus:
     """Makes a committed epoch out of a flax msgpack or a safetensors file, or a folder of those.
 
-    Arrays become NumPy leaves, bit for bit; memory stays bounded, whatever the size of the file (on object stores by
-    the size of a data file's part). Like every manager that writes it fences off whatever else writes to `directory`:
-    do not import into the directory of a running job. One process does it; the source must not change or shrink
-    meanwhile.
+    Arrays become NumPy leaves, bit for bit. Safetensors are streamed in bounded memory, whatever the size of the file
+    (on object stores bounded by the size of a data file's part); msgpack files are read whole. Like every manager that
+    writes it fences off whatever else writes to `directory`: do not import into the directory of a running job. One
+    process does it; the source must not change or shrink meanwhile.
 
     Args:
         source: a local `.msgpack` file (`flax.serialization.to_bytes`, `msgpack_serialize`), a `.safetensors` file, or
@@ -112,7 +112,7 @@ def import_(
             f"{store.root}: epoch {epoch} exists; delete it, or choose another number (in Orbax's words: "
             f"Checkpoint for step {epoch} already exists)"
         )
-    tree = _read(_path(source), format, separator, _scratch(store.root if store.renames else None))
+    tree = _read(_path(source), format, separator)
     _check_tree(tree, os.fspath(source))
     # mapped files are not copied: a bound on host memory is no reason to refuse them
     storage = dataclasses.replace(storage or StorageOptions(), host_memory_limit_bytes=None)
@@ -132,8 +132,10 @@ def _check_tree(tree: Any, source: str) -> None:
     except (ValueError, TypeError) as error:
         raise FormatError(source, f"is no tree for JAX, which sorts the keys of each dict: {error}") from None
     seen: set[str] = set()
-    for path, _ in pairs:
+    for path, value in pairs:
         name = tree_lib.leaf_name(path)
+        if tree_lib.leaf_kind(value) is None:
+            raise UnsupportedError(f"{source}: leaf {name[:200]!r} is a {type(value).__qualname__}; it cannot be saved")
         if name in seen:  # two keys that are NaN
             raise FormatError(source, f"has two leaves that are called {name[:200]!r}")
         seen.add(name)
@@ -156,14 +158,7 @@ def _path(source: str | os.PathLike[str]) -> str:
     return os.path.abspath(expanded(path))
 
 
-def _scratch(root: str | None) -> str:
-    """A folder on disk for arrays that must be put together: where the epoch goes, as far as that exists."""
-    while root and not os.path.isdir(root):
-        root = os.path.dirname(root)
-    return root or tempfile.gettempdir()
-
-
-def _read(path: str, format: str | None, separator: str | None, scratch: str) -> Any:
+def _read(path: str, format: str | None, separator: str | None) -> Any:
     if format not in (None, "msgpack", "safetensors"):
         raise InvalidArgumentError(f"format {format!r} is not known; expected 'msgpack' or 'safetensors'")
     if os.path.isdir(path):
@@ -171,7 +166,7 @@ def _read(path: str, format: str | None, separator: str | None, scratch: str) ->
     else:
         files, index = [path], {}
     if not index and (format or _guess(files[0])) == "msgpack":
-        return flax_msgpack.load(files[0], scratch)
+        return flax_msgpack.load(files[0])
     pairs: _Pairs = []
     for file in files:
         pairs += _tensors(file, separator, index.get(file))
@@ -250,8 +245,8 @@ def _tensors(path: str, separator: str | None, listed: set[str] | None) -> _Pair
         key, kind, impl = safetensors.split_name(name, separator), "numpy", None
         if notes is not None and name in notes.tensors:
             key, kind, impl = notes.tensors[name]
-        if len(key) > flax_msgpack.MAX_DEPTH:
-            raise FormatError(path, f"tensor {name[:200]!r} is nested deeper than {flax_msgpack.MAX_DEPTH}")
+        if len(key) > tree_lib.MAX_DEPTH:
+            raise FormatError(path, f"tensor {name[:200]!r} is nested deeper than {tree_lib.MAX_DEPTH}")
         pairs.append((key, safetensors.array_of(path, array, kind, impl)))
     for key, kind, value in notes.values if notes is not None else ():
         pairs.append((key, safetensors.value_of(path, kind, value)))

@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -253,8 +252,7 @@ class OrbaxItem:
         path = paths.join(self._at, steps.AGGREGATE)
         if not self._store.exists(path):
             raise DamagedError(paths.join(self._at, marks.TREE_RECORD), "is missing; expected the tree of the item")
-        with tempfile.TemporaryDirectory() as scratch:  # for arrays that flax has cut into pieces
-            tree = flax_msgpack.load(os.path.join(self._folder, steps.AGGREGATE), scratch)
+        tree = flax_msgpack.load(os.path.join(self._folder, steps.AGGREGATE))
         pairs, _ = tree_lib.flatten(tree)
         away = {p: v.removeprefix(_PLACEHOLDER) for p, v in pairs if isinstance(v, str) and v.startswith(_PLACEHOLDER)}
         found = self._zarr_metadata(list(away.values()))

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
-from collections.abc import Iterable
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
-
-_PIECE_BYTES = 8 * 2**20
 
 
 class Mapped(np.memmap[Any, Any]):
@@ -21,7 +17,7 @@ class Mapped(np.memmap[Any, Any]):
     """
 
 
-def open_map(file: str | os.PathLike[str] | IO[bytes]) -> Mapped:
+def open_map(file: str | os.PathLike[str]) -> Mapped:
     """A file as a read-only uint8 array, of which slices and views are `Mapped`, too; ValueError if it is empty."""
     return cast(Mapped, Mapped(file, np.uint8, "r"))
 
@@ -46,18 +42,6 @@ def release(array: np.ndarray, start: int = 0, stop: int | None = None) -> None:
     high = base + (array.nbytes if stop is None else stop)
     if high > low:
         owner.madvise(mmap.MADV_DONTNEED, low, high - low)
-
-
-def join(chunks: Iterable[np.ndarray], folder: str) -> Mapped:
-    """Joins pieces of mapped files to one mapped uint8 array, in a nameless file in `folder`; ValueError if empty."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        for chunk in chunks:
-            flat = chunk.reshape(-1).view(np.uint8)
-            for start in range(0, flat.nbytes, _PIECE_BYTES):
-                file.write(flat[start : start + _PIECE_BYTES].data)
-                release(flat, start, min(start + _PIECE_BYTES, flat.nbytes))
-        file.flush()
-        return open_map(file)
 
 
 def _address(array: np.ndarray) -> int:

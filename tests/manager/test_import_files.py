@@ -389,43 +389,43 @@ def _pieces(shape: Any, chunks: Any) -> bytes:
 
 
 BAD_MSGPACK: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is empty"),
-    "huge map": (b"\xdf\xff\xff\xff\xff" + b"\xc0" * 9, "a map of 4294967295 objects"),
-    "huge list": (b"\xdd\xff\xff\xff\xff", "a list of 4294967295 objects"),
+    "empty": (b"", "an empty file"),
+    "huge map": (b"\xdf\xff\xff\xff\xff" + b"\xc0" * 9, "exceeds max_map_len"),
+    "huge list": (b"\xdd\xff\xff\xff\xff", "exceeds max_array_len"),
     "huge text": (b"\xdb\xff\xff\xff\xff", "truncated"),
-    "huge array": (b"\xc9\xff\xff\xff\xff\x01", "an array of 4294967295 bytes"),
-    "deep": (b"\x91" * 100_000 + b"\xc0", "nested deeper"),
-    "deep keys": (b"\x81" * 100_000 + b"\xc0", "nested deeper"),
-    "more": (b"\xc0\xc0", "goes on for 1 bytes"),
-    "no token": (b"\x81\xa1a\xc1", "0xc1"),
-    "no text": (b"\x81\xa1\xff\xc0", "UTF-8"),
+    "huge array": (b"\xc9\xff\xff\xff\xff\x01", "exceeds max_ext_len"),
+    "deep": (b"\x91" * 100_000 + b"\xc0", "StackError"),
+    "deep keys": (b"\x81" * 100_000 + b"\xc0", "StackError"),
+    "more": (b"\xc0\xc0", "extra data"),
+    "no token": (b"\x81\xa1a\xc1", "no msgpack file"),
+    "no text": (b"\x81\xa1\xff\xc0", "utf-8"),
     "bytes as key": (b"\x81\xc4\x01a\xc0", "key of type bytes"),
     "list as key": (b"\x81\x90\xc0", "key of type list"),
     "twice": (b"\x82\xa1a\xc0\xa1a\xc0", "'a' twice"),
     "keys of types": (msgpack.packb({1: None, "a": None}), "sorts the keys"),
-    "shape": (_array([3], "float32", b"\0" * 8), r"shape \(3,\) and dtype float32 that has 8 bytes"),
+    "shape": (_array([3], "float32", b"\0" * 8), r"shape \(3,\) and dtype float32 that does not fit"),
     "negative": (_array([-2], "uint8", b""), "no list of at most 32 sizes"),
-    "overflow": (_array([2**40, 2**40], "uint8", b""), "has 0 bytes"),
+    "overflow": (_array([2**40, 2**40], "uint8", b""), "does not fit its bytes"),
     "no shape": (_array("x", "uint8", b"x"), "no list of at most 32 sizes"),
-    "no bytes": (_array([1], "uint8", 7), "that has 7 bytes"),
+    "no bytes": (_array([1], "uint8", 7), "does not fit its bytes"),
     "two parts": (msgpack.packb(msgpack.ExtType(1, msgpack.packb([1, 2]))), "is not \\(shape"),
-    "trailing": (msgpack.packb(msgpack.ExtType(1, msgpack.packb(([1], "uint8", b"x")) + b"y")), "1 bytes too many"),
+    "trailing": (msgpack.packb(msgpack.ExtType(1, msgpack.packb(([1], "uint8", b"x")) + b"y")), "extra data"),
     "complex": (msgpack.packb(msgpack.ExtType(2, msgpack.packb([1]))), "complex"),
     "scalar with a shape": (_array([1], "uint8", b"x", code=3), "a scalar that has a shape"),
     "dimensions": (_array([1] * 40, "uint8", b"x"), "no list of at most 32 sizes"),
     "deep shape": (_array([[]], "uint8", b""), "no list of"),
     "deep complex": (msgpack.packb(msgpack.ExtType(2, b"\x91" * 300 + b"\xc0")), "complex"),
-    "nested ext": (msgpack.packb(msgpack.ExtType(1, b"\x93" + _array([1], "uint8", b"x"))), "no list of"),
-    "no elements, large": (_array([0, 2**61, 2**61], "uint8", b""), "has 0 bytes"),
-    "no elements, larger": (_array([2**63, 0], "uint8", b""), "has 0 bytes"),
-    "no elements, wide": (_array([0, 2**60], "float64", b""), "has 0 bytes"),
-    "half a map": (b"\xde\x00\x09" + b"\xc0" * 12, "a map of 9 objects, 12 bytes left"),
+    "nested ext": (msgpack.packb(msgpack.ExtType(1, b"\x93" + _array([1], "uint8", b"x"))), "incomplete"),
+    "no elements, large": (_array([0, 2**61, 2**61], "uint8", b""), "does not fit its bytes"),
+    "no elements, larger": (_array([2**63, 0], "uint8", b""), "does not fit its bytes"),
+    "no elements, wide": (_array([0, 2**60], "float64", b""), "does not fit its bytes"),
+    "half a map": (b"\xde\x00\x09" + b"\xc0" * 12, "incomplete"),
     "two NaN": (b"\x82" + (b"\xcb" + struct.pack(">d", float("nan")) + b"\xc0") * 2, "'nan' twice"),
     "NaN of two kinds": (
         b"\x82" + b"".join(b"\xcb" + struct.pack(">d", x) + b"\xc0" for x in (float("nan"), -float("nan"))),
         "'nan' twice",
     ),
-    "many maps": (b"\xdd" + struct.pack(">I", 300_000) + b"\x80" * 300_000, "more than 200000 objects"),
+    "many maps": (b"\xdd" + struct.pack(">I", 300_000) + b"\x80" * 300_000, "exceeds max_array_len"),
     "pieces": (_pieces({"0": 5}, {"0": np.ones(2), "1": np.ones(2)}), "do not make up its shape"),
     "pieces of types": (_pieces({"0": 4}, {"0": np.ones(2), "1": np.ones(2, np.int8)}), "do not fit together"),
     "no pieces": (_pieces({"0": 0}, {}), "do not fit together"),
@@ -454,7 +454,7 @@ def test_bad_msgpack_files_are_refused(tmp_path: pathlib.Path, case: str) -> Non
             for name in ("datetime", "timedelta")
             for unit in ("0s", "00s", "0", "", "-1s", "s/0", "1", "25s/5", "\u0661s", "9999999999s", "B", "generic")
         ),
-        (msgpack.packb(msgpack.Timestamp(1)), "extension -1"),
+        (msgpack.packb(msgpack.Timestamp(1)), "leaf 'value' is a Timestamp"),
         (_tensors({"a": _entry(0, 8, [16], "F4")}), "'a' is of type 'F4'"),
     ],
 )
@@ -497,17 +497,14 @@ def test_datetimes_that_numpy_divides_by_zero_for_are_not_built() -> None:
         tree_lib.dtype_name(np.dtype("<M8[2000000000s]"), "x")
 
 
-def test_values_in_memory_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text and bytes outside of arrays, and the number of objects; arrays do not count."""
+def test_the_number_of_values_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all containers together; an array is one."""
     path = tmp_path / "x.msgpack"
     path.write_bytes(flax.serialization.msgpack_serialize({"a": np.zeros(5000), "b": [b"x" * 600, "y" * 600]}))
-    monkeypatch.setattr(flax_msgpack, "MAX_VALUE_BYTES", 1000)
-    with pytest.raises(FormatError, match="more than 1000 bytes"):
-        ec.import_(path, tmp_path / "run", 3)
-    monkeypatch.setattr(flax_msgpack, "MAX_VALUE_BYTES", 2000)
+    monkeypatch.setattr(flax_msgpack, "MAX_VALUES", 4)
     ec.import_(path, tmp_path / "run", 3)
-    monkeypatch.setattr(flax_msgpack, "MAX_OBJECTS", 3)
-    with pytest.raises(FormatError, match="more than 3 objects"):
+    monkeypatch.setattr(flax_msgpack, "MAX_VALUES", 3)
+    with pytest.raises(FormatError, match="more than 3 values"):
         ec.import_(path, tmp_path / "run", 4)
 
 
@@ -522,7 +519,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: pathlib.Path, format: str) -> 
     for length in [*range(0, len(data), max(1, len(data) // 900)), len(data) - 1]:
         path.write_bytes(data[:length])
         with pytest.raises(FormatError):
-            import_files._read(str(path), format, ".", str(tmp_path))
+            import_files._read(str(path), format, ".")
 
 
 @pytest.mark.parametrize("format", ["msgpack", "safetensors"])
@@ -543,7 +540,7 @@ def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path: pathlib.Path,
             data[chance.randrange(len(data))] = chance.randrange(256)
         path.write_bytes(data)
         try:
-            import_files._read(str(path), format, ".", str(tmp_path))
+            import_files._read(str(path), format, ".")
             outcomes.add("read")
         except ec.EpochCheckpointError:
             outcomes.add("refused")
