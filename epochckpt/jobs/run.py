@@ -429,7 +429,8 @@ class TrainingRun:
             resume = "A resumed run goes on from it only if it is named: resume_from_epoch=…"
             if backend is not None and backend.chooses:
                 resume = "A metadata handler takes it for the newest epoch until the run saves its next one"
-            logging.warning("epoch %d is saved while the run stays in epoch %d. %s", epoch, current, resume)
+            saved = f"epoch {epoch} is saved by save_checkpoints() while the run is in epoch {current}"
+            logging.warning("%s. %s", saved, resume)
         return notes
 
     # -- after the last epoch ------------------------------------------------------------------------------------
