@@ -31,6 +31,12 @@ from epochckpt.storage import Store
 _MAX_BYTES = 4096
 
 
+def owner_bytes(**extra: str) -> bytes:
+    """The file of a claim: the process that makes it now, as an `Owner`."""
+    owner = Owner(socket.gethostname(), os.getpid(), time.time_ns())
+    return json.dumps({**dataclasses.asdict(owner), **extra}).encode()
+
+
 @dataclasses.dataclass(frozen=True)
 class Owner:
     """The process that claimed a directory: its host's name, its process id there, and its wall clock then."""
@@ -38,11 +44,6 @@ class Owner:
     host: str
     pid: int
     claimed_ns: int
-
-    @classmethod
-    def this_process(cls) -> Owner:
-        """The process that asks, now."""
-        return cls(socket.gethostname(), os.getpid(), time.time_ns())
 
     @classmethod
     def read(cls, store: Store, path: str) -> Owner | None:
@@ -54,10 +55,6 @@ class Owner:
             return None
         valid = isinstance(owner.host, str) and type(owner.pid) is int and type(owner.claimed_ns) is int
         return dataclasses.replace(owner, host=owner.host[:200]) if valid else None
-
-    def to_bytes(self, **extra: str) -> bytes:
-        """Its form on storage."""
-        return json.dumps({**dataclasses.asdict(self), **extra}).encode()
 
     @property
     def is_gone(self) -> bool:
@@ -71,7 +68,7 @@ class Owner:
         return False
 
 
-def report_takeover(directory: str, owner: Owner | None, active_ns: int | None) -> None:
+def report_takeover(directory: str, owner: Owner | None, active_ns: int | None = None) -> None:
     """Logs that a run which has not closed the directory is fenced off from now on.
 
     It is a warning, unless that run's process is known to have ended: then it was killed, and no live run is harmed.
@@ -100,12 +97,9 @@ def report_takeover(directory: str, owner: Owner | None, active_ns: int | None) 
 class Claim:
     """One manager's claim to its directory.
 
-    Args:
-        commits: the directory.
-        refused: why this process may not write there, as far as that could be seen at open; None: nothing is known.
-        on_claim: called once on every process, with the epochs that are committed when the directory is claimed:
-            another run may have saved and deleted some since it was opened.
-        root_files: by (folder, name), files of the directory itself that are written with the claim unless they exist.
+    `refused` says why this process may not write there, as far as the open could see that. `on_claim` is called once on
+    every process, with the epochs that are committed when the directory is claimed: another run may have saved and
+    deleted some since it was opened. The `root_files`, by (folder, name), are written with the claim unless they exist.
     """
 
     def __init__(
@@ -118,22 +112,17 @@ class Claim:
         self._commits, self._refused, self._on_claim, self._root_files = commits, refused, on_claim, root_files
         self._lock = threading.Lock()
         self._known: dict[str, Any] | None = None
-        self._fenced: FencedError | None = None
+        self.fenced: FencedError | None = None  # how this manager learned that a newer run has taken over
 
     @property
     def known(self) -> bool:
         """Whether this process knows of the claim, and so the incarnation."""
         return self._known is not None
 
-    @property
-    def fenced(self) -> FencedError | None:
-        """How this manager learned that a newer run has taken over; None: it has not."""
-        return self._fenced
-
     def check(self, epoch: int) -> None:
         """Raises the error that keeps this manager from saving, if any. No I/O, unless it was refused at open."""
-        if self._fenced is not None:
-            raise FencedError(epoch, self._fenced.reason) from self._fenced
+        if self.fenced is not None:
+            raise FencedError(epoch, self.fenced.reason) from self.fenced
         if self._refused is not None and not self.known:
             self._refused = self._commits.write_refusal()
             if self._refused is not None:
@@ -141,8 +130,8 @@ class Claim:
 
     def note(self, error: BaseException | None) -> None:
         """Remembers a failure that says that a newer run has taken over."""
-        if isinstance(error, FencedError) and self._fenced is None:
-            self._fenced = FencedError(error.epoch, error.reason)  # a new one: the traceback of `error` holds arrays
+        if isinstance(error, FencedError) and self.fenced is None:
+            self.fenced = FencedError(error.epoch, error.reason)  # a new one: the traceback of `error` holds arrays
             logging.error(
                 "%s: %s. Nothing more is saved by this manager: save() raises FencedError from now on",
                 self._commits.store.root,
@@ -154,8 +143,8 @@ class Claim:
         with self._lock:
             if self._known is not None:
                 return self._known
-            if self._fenced is not None:
-                raise FencedError(epoch, self._fenced.reason)
+            if self.fenced is not None:
+                raise FencedError(epoch, self.fenced.reason)
             try:
                 self._commits.claim(epoch)
                 for parts, data in self._root_files.items():
@@ -180,7 +169,7 @@ class Claim:
 
     def release(self) -> None:
         """On the primary: ends the incarnation, if this manager ever claimed; failures are logged."""
-        if self._known is None or self._fenced is not None:
+        if self._known is None or self.fenced is not None:
             return
         try:
             self._commits.release()

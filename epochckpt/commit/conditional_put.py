@@ -50,7 +50,7 @@ class PutCommits(Commits):
 
     def claim(self, epoch: int = 0, continues: str = "") -> None:
         """See Commits."""
-        data = claiming.Owner.this_process().to_bytes(token=paths.new_id())
+        data = claiming.owner_bytes(token=paths.new_id())  # unlike the bytes of every other claim
         older = int(self.newest)
         while True:
             with suppress(FileExistsError):
@@ -58,7 +58,7 @@ class PutCommits(Commits):
                 break
             older += 1
         if older and not self.store.exists(self._path(older, _CLOSED)):
-            claiming.report_takeover(self.store.root, claiming.Owner.read(self.store, self._path(older, _CLAIM)), None)
+            claiming.report_takeover(self.store.root, claiming.Owner.read(self.store, self._path(older, _CLAIM)))
         self.incarnation = f"{older + 1:08d}"
         self._finish_if_it_can()
         # What earlier incarnations left is removed in the background.

@@ -11,7 +11,6 @@ of their JAX process indices. As a rule these numbers are those indices.
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import json
@@ -37,12 +36,31 @@ T = TypeVar("T")
 _CALL_SECS = 30.0  # bound on calls that take a fraction of a millisecond
 
 
-class Coordinator(abc.ABC):
-    """What the processes of a job need to agree. Values are JSON. Every error is a CoordinationError."""
+class Coordinator:
+    """How the processes of a job agree, by values (JSON) under keys. Every error is a CoordinationError.
 
-    process: int  # number of this process
-    ids: tuple[int, ...]  # JAX process index of every process that takes part, by number
-    nodes: Sequence[str] = ()  # name of each one's node, as soon as that is known; for messages
+    This class is for a job of one process, which agrees with itself.
+    """
+
+    process: int = 0  # number of this process
+    nodes: Sequence[str] = ()  # name of each process's node, as soon as that is known; for messages
+
+    def __init__(self, id: int = 0):
+        self.ids: tuple[int, ...] = (id,)  # JAX process index of every process that takes part, by number
+
+    def put(self, key: str, value: Any) -> None:
+        """Publishes a value under a new key."""
+
+    def get(self, key: str, timeout_secs: float) -> Any:
+        """Waits for a value; CoordinationTimeoutError says that it did not come in time."""
+        raise CoordinationError(f"{key}: a single process has no other to wait for")
+
+    def get_all(self, prefix: str) -> Mapping[str, Any]:
+        """All values now under `prefix/`, by the rest of their key."""
+        return {}
+
+    def forget(self, prefix: str) -> None:
+        """Deletes a key and everything under `prefix/`; failures are ignored, the keys only cost memory."""
 
     @property
     def processes(self) -> int:
@@ -53,22 +71,6 @@ class Coordinator(abc.ABC):
         """Some processes, for messages."""
         names = self.nodes or [f"process {index}" for index in self.ids]
         return ", ".join(names[process] for process in sorted(processes))
-
-    @abc.abstractmethod
-    def put(self, key: str, value: Any) -> None:
-        """Publishes a value under a new key."""
-
-    @abc.abstractmethod
-    def get(self, key: str, timeout_secs: float) -> Any:
-        """Waits for a value; CoordinationTimeoutError says that it did not come in time."""
-
-    @abc.abstractmethod
-    def get_all(self, prefix: str) -> Mapping[str, Any]:
-        """All values now under `prefix/`, by the rest of their key."""
-
-    @abc.abstractmethod
-    def forget(self, prefix: str) -> None:
-        """Deletes a key and everything under `prefix/`; failures are ignored, the keys only cost memory."""
 
     @property
     def primary(self) -> bool:
@@ -122,29 +124,6 @@ def _answered(decide: Callable[[], T], publish: Callable[[dict[str, Any]], None]
         raise
     publish({"value": value})
     return value
-
-
-class SingleProcess(Coordinator):
-    """One process agrees with itself and needs no service."""
-
-    process = 0
-
-    def __init__(self, id: int = 0):
-        self.ids = (id,)
-
-    def put(self, key: str, value: Any) -> None:
-        """Does nothing: no other process reads it."""
-
-    def get(self, key: str, timeout_secs: float) -> Any:
-        """Raises: no other process publishes anything."""
-        raise CoordinationError(f"{key}: a single process has no other to wait for")
-
-    def get_all(self, prefix: str) -> Mapping[str, Any]:
-        """No values."""
-        return {}
-
-    def forget(self, prefix: str) -> None:
-        """Does nothing: no key was written."""
 
 
 class JaxCoordinator(Coordinator):
@@ -219,16 +198,13 @@ def forget_opening(coordinator: Coordinator, *keys: str) -> None:
 class Calls:
     """The common calls of one manager: the primary does something, the other processes take its answer.
 
-    An answer belongs to a call by the call's text (`reload()`), by the save before it, and by how often the call was
-    made since that save. So a process that makes a common call alone is out of step for that call only:
+    The key of an answer is `call/<save>/<call>/<count>`: the last common save (`after`), the call's text (`reload()`),
+    and how often the call was made since that save. So a process that makes a common call alone is out of step for that
+    call only, and the next common save starts all counts anew:
 
     - another process than the primary waits in vain, raises, and does not count the call;
     - the primary answers at once. Another process that makes this call next takes that answer, unless it has received
-      a later one: the primary numbers all its answers, and calls are made in one order everywhere;
-    - the next common save starts all counts anew.
-
-    Keys: `call/<save>/<call>/<count>` an answer, `vote/<number>/…` see `restore_vote`. The primary forgets old ones.
-    `after` names the last save that was submitted, which is the same on every process.
+      a later one: the primary numbers all its answers, and calls are made in one order everywhere.
     """
 
     def __init__(self, coordinator: Coordinator, prefix: str, after: Callable[[], str]):
@@ -361,7 +337,7 @@ def connect(
     Readers agree on nothing, nor do processes of which each is a primary (`primary_host` None).
     """
     if read_only:
-        return SingleProcess()
+        return Coordinator()
     processes, me = jax.process_count(), jax.process_index()
     if processes == 1 and len({d.process_index for d in jax.devices()}) > 1:
         raise UnsupportedError(
@@ -375,7 +351,7 @@ def connect(
             "construct the manager on those processes only, and name only processes of the job"
         )
     if primary_host is None:
-        return SingleProcess(me)
+        return Coordinator(me)
     if primary_host not in active:
         raise InvalidArgumentError(
             f"multiprocessing_options: primary_host={primary_host} takes no part, here are processes {list(active)}; "
@@ -383,5 +359,5 @@ def connect(
         )
     ids = [primary_host, *(id for id in active if id != primary_host)]
     if len(ids) == 1:
-        return SingleProcess(me)
+        return Coordinator(me)
     return JaxCoordinator(ocp.multihost.get_jax_distributed_client(), ids, me)

@@ -152,8 +152,7 @@ def open_directory(
         NotACheckpointDirectoryError: it is a file, or missing and not to be created.
         AccessError: no permission to read it, or to create it.
         FormatVersionError: it was written by a newer epochckpt.
-        InvalidArgumentError: node names that are unusable, or not unique, or several in a job of several processes;
-            items named like a node.
+        InvalidArgumentError: unusable or repeated node names, several in a job of several processes, items named alike.
         CoordinationTimeoutError: a process did not come to open it; says which.
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
@@ -244,7 +243,7 @@ def _decide(
         if not options.read_only:
             store.make_root()
         found, moving = survey(commits, options), commits.moving()
-    except NotACheckpointDirectoryError:
+    except NotACheckpointDirectoryError:  # a NotADirectoryError, too
         raise
     except NotADirectoryError as error:
         raise NotACheckpointDirectoryError(f"{store.root}: a folder on the way to it is a file ({error})") from error

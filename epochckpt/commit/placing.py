@@ -124,10 +124,7 @@ def settle(store: Store, home: str, epoch: int, final: str, old: str | None) -> 
 
 
 def keep(store: Store, home: str, path: str, where: str) -> None:
-    """Moves a folder to a new path that keeps it, durably; after a kill on the way, the next run finishes that.
-
-    After an OSError the folder is where it was, if it is not gone.
-    """
+    """Moves a folder, durably, to a new path that keeps it; after an OSError it is where it was, if it is not gone."""
     draft = moving(home, where)
     store.rename(path, draft)
     try:
@@ -161,10 +158,7 @@ def _parent(path: str) -> str:
 
 
 def move(store: Store, home: str, src: str, dst: str) -> None:
-    """Renames a folder; one that no rename moves is copied, by way of home, and the original removed.
-
-    Only for folders that a record hides from every reader meanwhile.
-    """
+    """Renames a folder that a record hides from readers; one that no rename moves is copied, by way of home."""
     try:
         store.rename(src, dst)
         return
@@ -179,11 +173,9 @@ def move(store: Store, home: str, src: str, dst: str) -> None:
 
 
 def remove_here(store: Store, home: str, path: str) -> None:
-    """Removes a folder that no rename moves where it lies; FileNotFoundError if a newer run has taken over.
-
-    A run that takes over after that look, and saves an epoch of this name before the removal has ended, could lose that
-    epoch. This is the price where no rename is possible, and only there.
-    """
+    """Removes a folder that no rename moves where it lies; FileNotFoundError if a newer run has taken over."""
+    # A run that takes over after this look, and saves an epoch of this name before the removal has ended, could lose
+    # that epoch. This is the price where no rename is possible, and only there.
     store.list(home)
     store.remove_tree(path)
 
@@ -220,7 +212,7 @@ def rescue(store: Store, home: str, taken: str) -> None:
 def take_over(store: Store, home: str, older: str) -> str | None:
     """Takes an older home over, so that its owner's next step there fails, and finishes its moves.
 
-    Returns its path now, to be removed; None if nothing is left of it (or of home: then every further step fails).
+    Returns its new path, to be removed; None if it is gone (or the caller's home is: then every further step fails).
     """
     away = paths.join(home, older)
     try:

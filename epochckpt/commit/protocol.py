@@ -121,10 +121,7 @@ class Commits(abc.ABC):
         return self.scan()[0]
 
     def read_record(self, epoch: int) -> EpochRecord:
-        """An epoch's commit record; an `OrbaxRecord` if stock Orbax wrote it.
-
-        EpochNotFoundError says that there is none, DamagedError and FormatError that it cannot be used.
-        """
+        """An epoch's commit record; an `OrbaxRecord` if stock Orbax wrote it."""
         return self._read(epoch, parsing.parse_epoch)
 
     def read_head(self, epoch: int) -> EpochRecord:
@@ -134,7 +131,17 @@ class Commits(abc.ABC):
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
         if epoch in self.hidden():
             raise self._unknown(epoch)
-        return self.read_in(self.folder(epoch), epoch, parse) or self._read_orbax(epoch)
+        folder = self.folder(epoch)
+        if (record := self.read_in(folder, epoch, parse)) is not None:
+            return record
+        try:
+            if self._is_orbax(folder):
+                return steps.read(self.store, folder, epoch)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise unreadable(folder, error) from error
+        raise self._unknown(epoch)
 
     def read_in(
         self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
@@ -145,17 +152,6 @@ class Commits(abc.ABC):
         if record is not None and record.epoch != epoch:
             raise FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
         return record
-
-    def _read_orbax(self, epoch: int) -> EpochRecord:
-        folder = self.folder(epoch)
-        try:
-            if self._is_orbax(folder):
-                return steps.read(self.store, folder, epoch)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise unreadable(folder, error) from error
-        raise self._unknown(epoch)
 
     def _unknown(self, epoch: int) -> EpochNotFoundError:
         try:
@@ -358,10 +354,7 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def roll_back(self, rollback: Rollback) -> None:
-        """Primary: quarantines epochs, durably recorded before the first one moves.
-
-        UnfinishedError says that the rollback holds, but that the epochs could not be moved.
-        """
+        """Primary: quarantines epochs, durably recorded before the first one moves."""
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -379,10 +372,7 @@ class Commits(abc.ABC):
             return None
 
     def is_there(self, epoch: int, attempt: str, error: Exception) -> bool:
-        """Whether an attempt has become the epoch although the decisive step has reported an error.
-
-        UncertainError says that storage does not answer.
-        """
+        """Whether an attempt has become the epoch although the decisive step has reported an error."""
         try:
             return self.read_head(epoch).attempt == attempt
         except EpochNotFoundError:
@@ -398,10 +388,7 @@ class Commits(abc.ABC):
         return epochs
 
     def write_once(self, parts: tuple[str, str], data: bytes) -> None:
-        """Primary: writes a small file of JSON, `folder/name` of the directory itself, unless it has that file.
-
-        One that is torn, by a power cut for example, is written anew.
-        """
+        """Primary: writes `folder/name` of the directory itself unless that file is there, and holds JSON."""
         folder, name = parts
         path, old = paths.join(folder, name), None
         try:
@@ -427,10 +414,7 @@ class Commits(abc.ABC):
         return paths.join(paths.incarnation_folder(self.incarnation), f"draft-{paths.new_id()}")
 
     def finish_rollback(self) -> None:
-        """Completes a rollback, or a deletion, that was begun before.
-
-        UnfinishedError says that something is in the way. The rollback holds nevertheless: no reader sees its epochs.
-        """
+        """Completes a rollback, or a deletion, that was begun before, and holds since: no reader sees its epochs."""
         rollback = self.rollback()
         if rollback is None:
             return

@@ -98,7 +98,7 @@ class RenameCommits(Commits):
         self.store.make_root()  # deleted since it was opened, perhaps
         self.store.make_folder(self._home)
         with self._fenced(epoch):  # of two runs that claim at the same moment, one is the later one
-            self.store.create(paths.join(self._home, paths.OWNER_FILE), claiming.Owner.this_process().to_bytes())
+            self.store.create(paths.join(self._home, paths.OWNER_FILE), claiming.owner_bytes())
             swept = [gone for gone in map(self._sweep, self.store.list("")) if gone]
             self.store.sync_folder("")
             self._finish_if_it_can()

@@ -62,23 +62,12 @@ def newest_readable(
     timeout_secs: float,
     directory: str,
 ) -> Choice[T]:
-    """Restores the newest epoch that every process can read.
+    """Restores the newest epoch of the primary's `candidates`, ascending, that every process can read.
 
-    Args:
-        candidates: committed epochs, ascending; the primary's, on every process.
-        restore: restores one; raises DamagedError or FormatError if it is damaged, EpochNotFoundError if it is gone.
-            Another error says nothing about the epoch, and ends the search on every process.
-        look_again: given what was rejected so far, looks at storage again; the same on every process. Called after an
-            epoch that was gone, and before giving up.
-        coordinator: the other processes.
-        prefix: for this vote's keys, used once.
-        timeout_secs: how long the primary waits for the votes.
-        directory: for messages.
-
-    Raises:
-        EpochNotFoundError: there is no epoch.
-        DamagedError: there are, but none of them can be read; names the reason for the newest.
-        CoordinationTimeoutError: a process did not vote, or the primary's answer did not come.
+    `restore` raises DamagedError or FormatError for an epoch that is damaged, and EpochNotFoundError for one that is
+    gone. Any other error says nothing about the epoch, and ends the search on every process. `look_again` is given what
+    was rejected so far, and looks at storage for all processes alike; it is called after an epoch that was gone, and
+    before giving up. Where no epoch can be restored, a DamagedError names the reason for the newest.
     """
     found = candidates
     rejected: dict[int, Exception] = {}

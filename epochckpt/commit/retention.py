@@ -34,53 +34,44 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users 
 class EpochInfo:
     """What a policy may look at; metrics and time are read from storage only when it does. `step` is Orbax's word."""
 
-    def __init__(
-        self,
-        step: int,
-        load: Callable[[int], EpochRecord] | None = None,
-        *,
-        metrics: Any = None,
-        time_ns: int = 0,
-        attempt: str = "",
-    ):
-        self.step, self._load, self._metrics, self._time_ns, self._attempt = step, load, metrics, time_ns, attempt
+    def __init__(self, step: int, source: tuple[Any, int, str] | Callable[[int], EpochRecord]):
+        self.step, self._source = step, source  # (metrics, time_ns, attempt id), or what reads the record
         self.attached: Mapping[str, Any] = {}  # metrics that were attached later, by name, as the primary sees them
 
     @classmethod
     def of(cls, attempt: Attempt) -> EpochInfo:
         """The info of an epoch that is being saved."""
-        return cls(attempt.epoch, metrics=attempt.metrics, time_ns=attempt.started_ns)
+        return cls(attempt.epoch, (attempt.metrics, attempt.started_ns, ""))
 
-    def _read(self) -> None:
-        """Reads the record, once. A passing error is raised, and the next look tries again."""
-        load = self._load  # another thread may set it to None meanwhile
-        if load is not None:
+    def _read(self) -> tuple[Any, int, str]:
+        """(metrics, time_ns, attempt id), read once. A passing error is raised, and the next look tries again."""
+        source = self._source
+        if not isinstance(source, tuple):
             try:
-                record = load(self.step)
+                record = source(self.step)
                 for error in record.unread.values():
                     raise error
-                self._metrics, self._time_ns, self._attempt = record.metrics, record.committed_ns, record.attempt
+                source = record.metrics, record.committed_ns, record.attempt
             except (DamagedError, FormatError, EpochNotFoundError):  # it has no metrics, and never will
                 logging.warning("epoch %d has no readable record: it counts as one without metrics", self.step)
-            self._load = None
+                source = None, 0, ""
+            self._source = source
+        return source
 
     @property
     def metrics(self) -> Any:
         """The metrics it was saved with, and those that were attached to it; None without any."""
-        self._read()
-        return attached_metrics.merge(self._metrics, {"": self.attached} if self.attached else {})
-
-    @property
-    def attempt(self) -> str:
-        """Its attempt id, on the primary; empty without a readable record."""
-        self._read()
-        return self._attempt
+        return attached_metrics.merge(self._read()[0], {"": self.attached} if self.attached else {})
 
     @property
     def time(self) -> datetime.datetime:
         """When it was committed (wall clock, UTC)."""
-        self._read()
-        return datetime.datetime.fromtimestamp(self._time_ns / 1e9, tz=datetime.UTC)
+        return datetime.datetime.fromtimestamp(self._read()[1] / 1e9, tz=datetime.UTC)
+
+    @property
+    def attempt(self) -> str:
+        """Its attempt id, on the primary; empty without a readable record."""
+        return self._read()[2]
 
 
 class History:
@@ -119,7 +110,7 @@ class History:
     def commit(self, commit: Committed) -> None:
         """An epoch was requested, and committed; others may have been deleted for it."""
         epoch = commit.epoch
-        info = EpochInfo(epoch, metrics=commit.metrics, time_ns=commit.committed_ns, attempt=commit.attempt)
+        info = EpochInfo(epoch, (commit.metrics, commit.committed_ns, commit.attempt))
         self._committed[epoch] = self._requested[epoch] = info
         if commit.attached is not None:
             self.attach(commit.attached)
@@ -254,7 +245,7 @@ def decide_save(
         reached_preemption=preempted,
         multiprocessing_options=options.multiprocessing_options,
     )
-    return bool(policy.should_save(EpochInfo(step, time_ns=time.time_ns()), requested, context=context))
+    return bool(policy.should_save(EpochInfo(step, (None, time.time_ns(), "")), requested, context=context))
 
 
 class _FunctionPolicy(decide.SaveDecisionPolicy):
@@ -267,16 +258,11 @@ class _FunctionPolicy(decide.SaveDecisionPolicy):
 
 def superfluous(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> list[int]:
     """The epochs that may be deleted now. The newest is never among them, nor, with `best_fn`, the best."""
-    if not infos:
-        return []
     if options.preservation_policy is not None:
         kept = _preserved(options.preservation_policy, infos)
     else:
         kept = _default_kept(options, infos)
-        if options.best_fn is not None and (top := best(options, infos)) is not None:
-            kept.add(top)
-    kept.add(infos[-1].step)
-    return [i.step for i in infos if i.step not in kept]
+    return [i.step for i in infos[:-1] if i.step not in kept]
 
 
 def _preserved(policy: Any, infos: Sequence[EpochInfo]) -> set[int]:
@@ -286,23 +272,22 @@ def _preserved(policy: Any, infos: Sequence[EpochInfo]) -> set[int]:
 
 def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> set[int]:
     """The epochs that the older options keep: `max_to_keep`, `keep_period` and `keep_time_interval`."""
-    count = options.max_to_keep
+    count, ranked = options.max_to_keep, [i.step for i in infos]
     if count is None:
-        return {i.step for i in infos}
+        return set(ranked)
     kept: set[int] = set()
     if options.keep_period is not None:
         kept |= _preserved(keep.EveryNSteps(options.keep_period), infos)
     if options.keep_time_interval is not None:
         secs = int(options.keep_time_interval.total_seconds())
         kept |= _preserved(keep.EveryNSeconds(interval_secs=secs), infos)
-    if options.best_fn is None:
-        return kept | {i.step for i in infos[max(0, len(infos) - count) :]}
-    scores = [(score(options, i), i.step) for i in infos]
-    ranked = sorted((s, step) for s, step in scores if s is not None)
-    kept |= {step for _, step in ranked[max(0, len(ranked) - count) :]}
-    if options.keep_checkpoints_without_metrics:
-        kept |= {step for s, step in scores if s is None}
-    return kept
+    if options.best_fn is not None:
+        scores = [(score(options, i), i.step) for i in infos]
+        ranked = [step for _, step in sorted((s, step) for s, step in scores if s is not None)]
+        count = max(count, 1)
+        if options.keep_checkpoints_without_metrics:
+            kept |= {step for s, step in scores if s is None}
+    return kept | set(ranked[max(0, len(ranked) - count) :])
 
 
 # -- deleting, replacing and going back, on the primary ----------------------------------------------------------------
@@ -313,7 +298,7 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
     infos = {i.step: i for i in history.committed() if i.step != fresh.epoch}
     if attached_metrics.are_needed(options):
         history.attach(attached_metrics.of_epochs(commits, infos, lambda epoch: infos[epoch].attempt))
-    infos[fresh.epoch] = EpochInfo(fresh.epoch, metrics=fresh.metrics, time_ns=fresh.committed_ns)
+    infos[fresh.epoch] = EpochInfo(fresh.epoch, (fresh.metrics, fresh.committed_ns, fresh.attempt))
     gone = superfluous(options, sorted(infos.values(), key=_STEP))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
     deleted = tuple(epoch for epoch in gone if commits.may_retire(epoch))

@@ -208,11 +208,9 @@ class Attempts:
         return self._options.save_timeout_secs + _VERDICT_MARGIN_SECS + self._lags.most()
 
     def _wait(self, attempt: Attempt, event: _threads.Future[Any]) -> None:
-        """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed.
-
-        That happens only when a system call of this process hangs. Such a call writes into staging that is never
-        committed: this process neither reports it nor, on the primary, commits it.
-        """
+        """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed."""
+        # Only a system call of this process that hangs gets that far. What it writes is never committed: this process
+        # neither reports it nor, on the primary, commits it.
         while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
             if attempt.deadline.left() + _VERDICT_MARGIN_SECS > 0:  # it has been given more time
                 continue
@@ -304,16 +302,14 @@ class Attempts:
                 raise LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
 
     def _let_older_ones_end(self, attempt: Attempt) -> None:
-        """On the primary: waits while too many saves are undecided because nodes are slow or behind.
-
-        SaveError says that a node is silent: saves that wait for it must not pile up on storage.
-        """
+        """On the primary: waits while too many saves are undecided because nodes are slow or behind."""
         while len(waiting := [a for a in self.pending() if a.written.done()]) > _MAX_UNDECIDED:
             oldest = waiting[0]
             since = time.monotonic() - oldest.collecting
             self._lags.look()
             lag = self._lags.most()
             if oldest.collecting and oldest.state != _COMMITTING and since >= _PATIENCE_SECS and not lag:
+                # A node is silent: saves that wait for it must not pile up on storage.
                 epochs = ", ".join(str(a.epoch) for a in waiting)
                 raise SaveError(attempt.epoch, f"epochs {epochs} are still waiting for their nodes; not more than that")
             for each in self.pending():
@@ -397,12 +393,7 @@ class Attempts:
         return commit
 
     def _collect(self, attempt: Attempt) -> None:
-        """Primary: waits for the report of every process, bounded.
-
-        Raises:
-            SaveError, FencedError: a process failed, or planned something else than this one.
-            LateNodesError: some have not reported in time.
-        """
+        """Primary: waits for the report of every process; raises for processes that failed, differ, or are late."""
         key, missing = self._key("report", attempt), set(range(self.nodes.processes)) - attempt.reports.keys()
 
         def receive(found: dict[int, Any]) -> None:
@@ -513,17 +504,14 @@ class Attempts:
         raise UncertainError(attempt.epoch, reason) from silence
 
     def _read_late_verdicts(self, *, final: bool) -> None:
-        """Reads verdicts that had not come in time, and adds the commits among them to the history.
-
-        `final`: the verdict of a later attempt has come. The primary publishes them in order, so one that is not there
-        now never comes, and storage alone decides.
-        """
+        """Reads verdicts that had not come in time; `final`: the verdict of a later attempt has come."""
         while self._unheard:
             attempt = self._unheard[0]
             verdict = self._coordinator.peek(f"{self._key('verdict', attempt)}/0")
             if verdict is None:
                 if not final:
                     return
+                # The primary publishes in order: this verdict never comes, and storage alone decides.
                 verdict = Committed(attempt.epoch, attempt.metrics, time.time_ns()).to_wire()
             self._unheard.popleft()
             if "error" not in verdict and self._is_there(attempt):

@@ -121,7 +121,7 @@ class LocalSession(Session):
     """
 
     def __init__(self, workspace: Workspace | None = None):
-        super().__init__(workspace, coordination.SingleProcess())
+        super().__init__(workspace, Coordinator())
         if jax.process_count() > 1:
             raise InvalidArgumentError(
                 f"LocalSession runs all nodes in one process; this is one of {jax.process_count()} of a "

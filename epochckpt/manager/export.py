@@ -19,8 +19,7 @@ from absl import logging
 from epochckpt import _threads, _units
 from epochckpt._threads import Pool
 from epochckpt.arrays import EpochReader, items
-from epochckpt.commit import commits_of, restore_vote
-from epochckpt.commit.coordination import SingleProcess
+from epochckpt.commit import Coordinator, commits_of, restore_vote
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.manager import export_formats
@@ -138,7 +137,7 @@ def export(
             done = run(epoch_number(epoch))
         else:
             done = restore_vote.newest_readable(
-                commits.list_epochs(), run, lambda _: (commits.list_epochs(), {}), SingleProcess(), "", 0.0, store.root
+                commits.list_epochs(), run, lambda _: (commits.list_epochs(), {}), Coordinator(), "", 0.0, store.root
             ).value
     except NotADirectoryError as error:
         if store.renames and not os.path.isdir(store.root) and os.path.lexists(store.root):

@@ -739,5 +739,5 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _after_fork(self) -> None:
         """In a forked child: this process can only read; its parent goes on with what is being saved."""
         self._forked = True
-        self._coordinator = coordination.SingleProcess()
+        self._coordinator = coordination.Coordinator()
         self._attempts.after_fork()

@@ -137,7 +137,7 @@ def bound(directory: pathlib.Path, options: Any) -> float:
 
 
 def keys(directory: pathlib.Path, options: Any) -> str:
-    return opening._base(coordination.SingleProcess(), options).rpartition("/")[0]
+    return opening._base(coordination.Coordinator(), options).rpartition("/")[0]
 
 
 def loss(found: Mapping[str, Any]) -> float:
