@@ -41,15 +41,10 @@ _PAUSES_SECS = (0.05, 0.2, 0.75)  # before storage is asked again
 
 @dataclass(frozen=True)
 class Entry:
-    """One name in a folder.
+    """One name in a folder."""
 
-    Attributes:
-        name: last component of the path.
-        is_folder: it is a real folder, not a symlink to one.
-    """
-
-    name: str
-    is_folder: bool
+    name: str  # last component of the path
+    is_folder: bool  # a real folder, not a symlink to one
 
 
 class Reader(ABC):
@@ -62,15 +57,9 @@ class Reader(ABC):
 
     @abstractmethod
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills the whole buffer with the bytes from `offset` on. May be called by any thread.
+        """Fills a buffer with the bytes from `offset` on; EOFError if the file ends before it is full.
 
-        Args:
-            offset: byte position in the file, ≥ 0.
-            buffer: writable and C-contiguous, with items of any format.
-
-        Raises:
-            EOFError: the file ends before the buffer is full.
-            OSError: storage refused.
+        May be called by any thread. The buffer is writable and C-contiguous, with items of any format.
         """
 
     @abstractmethod
@@ -98,15 +87,10 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        """Writes all of `data` at `offset`. May be called by any thread; pieces must not overlap.
+        """Writes all of `data`, which is C-contiguous with items of any format, at a byte `offset`.
 
-        Args:
-            offset: byte position in the file, ≥ 0.
-            data: C-contiguous, with items of any format.
-
-        Raises:
-            OSError: storage refused (`ENOSPC`, `EIO`, …).
-            ValueError: the piece reaches beyond the declared size, or the writer is closed.
+        May be called by any thread; pieces must not overlap. A piece that reaches beyond the declared size, and a
+        closed writer, raise ValueError.
         """
 
     @abstractmethod
@@ -145,21 +129,12 @@ class Store(ABC):
         """Whether there is a file or folder of this name."""
 
     def size(self, path: str) -> int:
-        """Length of a file in bytes.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
+        """Length of a file in bytes; FileNotFoundError if there is none."""
         with self.open_reader(path) as reader:
             return reader.size
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
-        """Reads a whole small file.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is larger than `limit_bytes`, and was not read.
-        """
+        """Reads a whole small file; FileNotFoundError if there is none, ValueError if it is larger than the limit."""
         with self.open_reader(path) as reader:
             size = reader.size
             if size > limit_bytes:
@@ -170,18 +145,10 @@ class Store(ABC):
 
     @abstractmethod
     def open_reader(self, path: str) -> Reader:
-        """Opens a file for reading.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
+        """Opens a file for reading; FileNotFoundError if there is none."""
 
     def uncache(self, path: str) -> None:
-        """Drops a durable file from the page cache, if the store has one; changes nothing else.
-
-        Raises:
-            FileNotFoundError: there is no such file, and the store has a page cache.
-        """
+        """Drops a durable file from the page cache, if the store has one; changes nothing else."""
         check_path(path, root_allowed=False)
 
     @abstractmethod
@@ -199,46 +166,34 @@ class Store(ABC):
 
     @abstractmethod
     def open_writer(self, path: str, size: int) -> Writer:
-        """Opens a new file of exactly `size` bytes for writing.
-
-        Raises:
-            FileExistsError: there is one of that name.
-            FileNotFoundError: the folder is missing (POSIX).
-        """
+        """Opens a new file of exactly `size` bytes; FileExistsError if there is one, FileNotFoundError as `create`."""
 
     @abstractmethod
     def list(self, path: str) -> list[Entry]:
         """The entries of a folder, sorted by name.
 
-        On an object store a missing folder is empty, and every name *below* the folder is read to find those *in* it.
-
-        Raises:
-            FileNotFoundError: there is no such folder (POSIX).
+        A missing folder raises FileNotFoundError (POSIX). On an object store it is empty, and every name *below* the
+        folder is read to find those *in* it.
         """
 
     def each(self, call: Callable[[T], object], values: Iterable[T]) -> None:
         """Calls `call` with each value: one after the other on POSIX, in parallel where each answer takes long.
 
-        Raises:
-            The first error of a call, after all calls that had begun have ended.
+        The first error of a call is raised when all calls that had begun have ended.
         """
         _threads.Pool(1 if self.renames else _THREADS).run([functools.partial(call, value) for value in values])
 
     @abstractmethod
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
-        """Paths of the files whose names begin with a prefix, sorted.
+        """Paths of the files whose last component begins with a prefix, sorted.
 
-        Args:
-            prefix: beginning of the last component.
-            folder: the folder to look in, not below; None for every folder of the root. A missing one has no files.
+        They lie in `folder`, not below; None stands for every folder of the root. A missing folder has no files.
         """
 
     def make_folder(self, path: str) -> None:
         """Creates one folder, never its parents; nothing to do on object stores.
 
-        Raises:
-            FileExistsError: there is something of that name.
-            FileNotFoundError: the parent is missing.
+        FileExistsError if there is something of that name, FileNotFoundError if the parent is missing.
         """
         check_path(path)
 
@@ -251,24 +206,14 @@ class Store(ABC):
         return True
 
     def link(self, path: str, target: str) -> None:
-        """Creates a symlink; its name is durable after `sync_folder`.
+        """Creates a symlink to a target that is relative to the link's folder; durable after `sync_folder`.
 
-        Args:
-            path: of the symlink.
-            target: what it points to, relative to its own folder.
-
-        Raises:
-            FileExistsError: there is something of that name.
-            io.UnsupportedOperation: this store has no symlinks.
+        FileExistsError if there is something of that name, io.UnsupportedOperation if the store has no symlinks.
         """
         raise io.UnsupportedOperation(f"{self.root}: an object store has no symlinks")
 
     def sync_folder(self, path: str) -> None:
-        """Makes the names in a folder durable; nothing to do on object stores.
-
-        Raises:
-            OSError: they may not be durable; do not try again.
-        """
+        """Makes the names in a folder durable. After an OSError they may not be; do not try again."""
         check_path(path)
 
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
@@ -276,12 +221,8 @@ class Store(ABC):
 
         Some file systems (exFAT, some FUSE and network file systems) can neither refuse an existing name nor have hard
         links. There a file or an empty folder that appears at `dst` during the call is replaced. A caller that must
-        not rely on one winner uses a `src` that no other caller can have.
-
-        Args:
-            src: existing name.
-            dst: new name; its folder exists.
-            replace: an existing *file* at `dst` may be replaced. A folder with content never is.
+        not rely on one winner uses a `src` that no other caller can have. With `replace` an existing *file* at `dst`
+        is replaced; a folder with content never is.
 
         Raises:
             FileExistsError: there is something at `dst`.
@@ -299,19 +240,14 @@ class Store(ABC):
     def copy_tree(self, src: str, dst: str) -> None:
         """Copies a folder with everything below it, durably but for its own name; symlinks stay symlinks.
 
-        Raises:
-            FileExistsError: there is something at `dst`.
-            FileNotFoundError: `src` or the folder of `dst` is missing.
-            io.UnsupportedOperation: this store has no folders (see `renames`).
+        It raises what `rename` raises.
         """
         raise io.UnsupportedOperation(f"{self.root} cannot copy {src!r} to {dst!r}")
 
     def exchange(self, one: str, other: str) -> None:
         """Exchanges two files or folders atomically: both names exist at any moment.
 
-        Raises:
-            FileNotFoundError: one of them is missing; nothing has changed.
-            io.UnsupportedOperation: this store, or its file system, cannot.
+        FileNotFoundError if one is missing, io.UnsupportedOperation if the store or its file system cannot.
         """
         raise io.UnsupportedOperation(f"{self.root} cannot exchange {one!r} and {other!r}")
 
@@ -319,18 +255,9 @@ class Store(ABC):
         """Gives a small file its content, atomically and durably with its name.
 
         A reader, and what a crash leaves, has all of the old content or all of the new one, unlike after `create`.
-
-        Args:
-            path: of the file.
-            data: its content.
-            draft: path that nothing else uses, on the same file system. With `renames` the content is written there
-                first; a crash may leave it.
-            replace: an existing file is replaced; of several callers the last one wins.
-
-        Raises:
-            FileExistsError: there is a file, and `replace` is False.
-            FileNotFoundError: the folder of `path` or of `draft` is missing (POSIX).
-            OSError: storage refused; the draft is removed again if possible.
+        With `replace` an existing file is replaced, and of several callers the last one wins; else it raises
+        FileExistsError. With `renames` the content is first written to `draft`, a path that nothing else uses on the
+        same file system; a crash may leave it.
         """
         if self.renames:
             self.create(draft, data)
@@ -354,10 +281,7 @@ class Store(ABC):
     def replace(self, path: str, old: bytes, new: bytes) -> None:
         """Replaces the content of a small file, durably and atomically, if it still has the old content.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            FileExistsError: its content is not `old`.
-            io.UnsupportedOperation: this store cannot (POSIX).
+        FileExistsError if its content is not `old`, io.UnsupportedOperation if the store cannot (POSIX).
         """
         raise io.UnsupportedOperation(f"{self.root} cannot replace the content of {path!r}")
 
@@ -369,23 +293,15 @@ class Store(ABC):
     def remove_tree(self, path: str) -> None:
         """Removes a folder with everything below it, or a file, if it exists.
 
-        Symlinks are removed, not followed. Files that appear during the call are removed too, up to a bound.
-
-        Raises:
-            OSError: something could not be removed, or files kept appearing (`ENOTEMPTY`).
+        Symlinks are removed, not followed. Files that appear during the call are removed too, up to a bound
+        (`ENOTEMPTY`).
         """
 
 
 def patiently(name: str, read: Callable[[], T]) -> T:
-    """Calls `read`, and again after a pause as long as storage does not answer, for about a second.
+    """Calls `read`, and again after a pause as long as storage does not answer, for about a second: then StorageError.
 
-    Args:
-        name: what is read, for messages.
-        read: may be called several times.
-
-    Raises:
-        StorageError: storage never answered.
-        OSError: storage answered with an error.
+    An error that is storage's answer is raised at once.
     """
     for pause in (*_PAUSES_SECS, None):
         try:
