@@ -18,7 +18,7 @@ from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json, root_metadata
-from epochckpt.commit import Attempt, Attempts, Calls, Claim, History, coordination, opening, retention
+from epochckpt.commit import Attempt, Attempts, Calls, Claim, Commits, History, coordination, opening, retention
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.saver import LONG_SECS
 from epochckpt.errors import (
@@ -143,8 +143,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._preemption = coordination.Preemption()
         self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
         self._answer_secs = 2 * self._storage.open_timeout_secs
-        wait = self._storage.restore_timeout_secs
-        self._newest = Newest(self._commits, self._history, self._calls, coordinator, wait)
         self._closed = self._ended = self._forked = False
         self._directory = shown_path(self._store.root)
         self._take_nodes(opened.nodes)
@@ -482,7 +480,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         elif readers is self._readers:
             step, value = self.restore_newest(restore)
         else:
-            step, value = self._newest.restore_elsewhere(readers.commits, restore, self._answer_secs)
+            step, value = self._restore_newest_of(readers.commits, restore)
         self._multi = multi
         self._step_log.restored(step, str(shown_path(readers.commits.store.root)), began, read)
         return value
@@ -504,7 +502,20 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             DamagedError: none of the epochs can be read by every process.
         """
         self._attempts.drain()
-        return self._newest.restore(restore, among, self._look)
+        return self._newest(self._commits, self._history).restore(restore, among, self._look)
+
+    def _restore_newest_of(self, commits: Commits, restore: Callable[[int], T]) -> tuple[int, T]:
+        """The same in another directory, of which nothing is remembered."""
+        history = History(commits.read_head)
+        history.adopt(commits.list_epochs())
+
+        def look() -> None:
+            history.adopt(self._calls.answer("look", commits.list_epochs, self._answer_secs))
+
+        return self._newest(commits, history).restore(restore, None, look)
+
+    def _newest(self, commits: Commits, history: History) -> Newest:
+        return Newest(commits, history, self._calls, self._coordinator, self._storage.restore_timeout_secs)
 
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
         """Single leaves of an epoch by name, as NumPy arrays and Python values; reads only their blocks.

@@ -270,7 +270,7 @@ class JsonMetadataHandler(CheckedHandler):
 
     def _update(self, changes: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         with self._lock:
-            old, (store, name) = self._read(), self._place()
+            old, (store, name) = self._read(), self._place
             record = {"epochckpt": _KIND, "version": _VERSION, "epoch": None, **old, **self._params, **changes(old)}
             record["had"] = sorted(self._nodes.union(old.get("had") or ()))  # by these the job is known
             data = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
@@ -279,13 +279,13 @@ class JsonMetadataHandler(CheckedHandler):
 
     def _read(self) -> dict[str, Any]:
         """The record of this job, or, before it has written one, that of a job which had one of its nodes."""
-        store, name = self._place()
+        store, name = self._place
         record = _read_json(store, name)
+        if record and not self._is_ours(record):
+            theirs, ours = ", ".join(record["had"]), ", ".join(sorted(self._nodes))
+            problem = f"is of a job with the nodes {theirs}, and here are {ours}: give each job a file of its own"
+            raise FormatError(f"{store.root}/{name}", problem)
         if record:
-            if not self._is_ours(record):
-                problem = f"is of a job with the nodes {', '.join(record['had'])}, and here are"
-                nodes = ", ".join(sorted(self._nodes))
-                raise FormatError(f"{store.root}/{name}", f"{problem} {nodes}: give each job a file of its own")
             return record
         others = [] if self._given else [n for n in store.find(f"{_KIND}-", "") if n.endswith(".json")]
         return next(filter(self._is_ours, (_read_json(store, other) for other in others)), {})
@@ -294,6 +294,7 @@ class JsonMetadataHandler(CheckedHandler):
         had = record.get("had") or ()
         return bool(record) and (not had or not self._nodes or not self._nodes.isdisjoint(had))
 
+    @property
     def _place(self) -> tuple[Store, str]:
         if self._file is None:
             raise InvalidArgumentError("JsonMetadataHandler without a path: call set_params first")

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Newest:
-    """Restores the newest readable epoch of a manager's directory; `history` learns which ones are damaged."""
+    """Restores the newest readable epoch of a directory; `history` learns which ones are damaged."""
 
     def __init__(self, commits: Commits, history: History, calls: Calls, coordinator: Coordinator, timeout_secs: float):
         self._commits, self._history, self._calls = commits, history, calls
@@ -43,26 +43,10 @@ class Newest:
             damaged = {e: found.damage for e, found in self._history.damaged.items() if among is None or e in among}
             return allowed(), damaged
 
-        choice = self._vote(self._commits, allowed() if among is None else among, restore_one, look_again)
+        candidates, where, wait = among or allowed(), self._commits.store.root, self._timeout_secs
+        with self._calls.vote(candidates, restore_vote.patience(wait)) as (found, prefix):
+            choice = restore_vote.newest_readable(
+                found, restore_one, look_again, self._coordinator, prefix, wait, where
+            )
         reject(choice.rejected)
         return choice.epoch, choice.value
-
-    def restore_elsewhere(self, commits: Commits, restore: Callable[[int], T], timeout_secs: float) -> tuple[int, T]:
-        """The same for another directory, without a history; `timeout_secs` bounds the wait for a new look."""
-
-        def look_again(rejected: Mapping[int, Exception]) -> restore_vote.Look:
-            return self._calls.answer("look", commits.list_epochs, timeout_secs), {}
-
-        choice = self._vote(commits, commits.list_epochs(), restore, look_again)
-        return choice.epoch, choice.value
-
-    def _vote(
-        self,
-        commits: Commits,
-        candidates: Sequence[int],
-        restore: Callable[[int], T],
-        look_again: Callable[[Mapping[int, Exception]], restore_vote.Look],
-    ) -> restore_vote.Choice[T]:
-        where, wait = commits.store.root, self._timeout_secs
-        with self._calls.vote(candidates, restore_vote.patience(wait)) as (found, prefix):
-            return restore_vote.newest_readable(found, restore, look_again, self._coordinator, prefix, wait, where)

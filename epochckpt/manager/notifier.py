@@ -32,20 +32,15 @@ class HandlerNotifier:
         active: this process is the primary.
         skip: the methods, and the actions to report, that are left to the checkpoint manager.
         asks_manager: `cp_accessible` asks the checkpoint manager, too, also without a handler.
-        call_secs: a handler hangs if one call takes longer; a minute by default.
+        call_secs: a handler hangs if one call takes longer; 0: a minute.
     """
 
     def __init__(
-        self,
-        handler: Any,
-        active: bool,
-        skip: Collection[str] = (),
-        asks_manager: bool = False,
-        call_secs: float | None = None,
+        self, handler: Any, active: bool, skip: Collection[str] = (), asks_manager: bool = False, call_secs: float = 0
     ):
         self._handler = handler if active else None
         self._asks_manager = asks_manager and active
-        self._skip, self._call_secs = skip, _CALL_SECS if call_secs is None else call_secs
+        self._skip, self._call_secs = skip, call_secs or _CALL_SECS
         self._lane = _threads.Lane()
         self._nodes: tuple[str, Sequence[str]] | None = None  # until the handler knows them
 

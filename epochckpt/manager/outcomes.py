@@ -28,10 +28,10 @@ class Listener:
         options: ocp.CheckpointManagerOptions,
         history: History,
         notifier: HandlerNotifier,
-        step_log: StepLog,
+        log: StepLog,
     ):
         self._commits, self._options, self._history = commits, options, history
-        self._notifier, self._step_log = notifier, step_log
+        self._notifier, self._log = notifier, log
         self._results: collections.deque[SaveResult] = collections.deque(maxlen=_KEPT)
 
     def pop_results(self) -> list[SaveResult]:
@@ -45,21 +45,16 @@ class Listener:
     def claimed(self, epochs: Sequence[int]) -> None:
         """On every process, once: these epochs are committed as the directory is claimed."""
         new, gone = self._history.adopt(e for e in epochs if e not in self._history.damaged)
-        if new or gone:
-            logging.warning(
-                "%s: since this manager opened it, another run has %s: all_steps() follows that",
-                self._commits.store.root,
-                " and ".join(
-                    f"{verb} {'epochs' if len(which) > 1 else 'epoch'} {', '.join(map(str, which[:10]))}"
-                    for verb, which in (("committed", new), ("deleted", gone))
-                    if which
-                ),
-            )
+        changes = (("committed epoch", new), ("deleted epoch", gone))
+        told = " and ".join(f"{verb} {', '.join(map(str, found[:10]))}" for verb, found in changes if found)
+        if told:
+            text = "%s: since this manager opened it, another run has %s: all_steps() follows that"
+            logging.warning(text, self._commits.store.root, told)
 
     def announce(self, attempt: Attempt, commit: Committed) -> None:
         """See `SaveListener`."""
         self._notifier.committed(commit.epoch, attempt.node_secs)
-        self._step_log.committed(attempt.log_entry, commit.committed_ns, attempt.elapsed_secs)
+        self._log.committed(attempt.log_entry, commit.committed_ns, attempt.elapsed_secs)
         callback = getattr(self._options.async_options, "post_finalization_callback", None)
         if callback is not None:
             callback()

@@ -223,10 +223,11 @@ class SqliteMetadataHandler(CheckedHandler):
         self._epoch = epoch
 
     def _note_times(self, action: str, times: Mapping[str, float]) -> None:
-        known = {paths.folder_name(node): node for node in self._nodes} | {node: node for node in self._nodes}
+        folders = {paths.folder_name(node): node for node in self._nodes}
         rows = []
         for name, secs in times.items():
-            node = next((known[part] for part in (name, *reversed(name.split("/"))) if part in known), name)
+            found = (folders[part] for part in reversed(name.split("/")) if part in folders)
+            node = name if name in self._nodes else next(found, name)
             rows.append((self._epoch, action, name, node, secs))
         self._add(_ADD_STAT, rows)
 
