@@ -9,21 +9,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from epochckpt import _units
 from epochckpt.cli.output import FOUND, OK, UNREACHABLE, VIEW, Output
-from epochckpt.cli.resolve import epoch_of, opened, options_of
-from epochckpt.errors import EpochCheckpointError, EpochNotFoundError
+from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError, UnknownNameError
 from epochckpt.inspection import leaf_views, views
 from epochckpt.inspection.blocks import Block, Facts, Span, Tone
-from epochckpt.inspection.directory import Inspection
+from epochckpt.inspection.directory import Inspection, inspect
+from epochckpt.inspection.epoch import EpochInspection
 from epochckpt.inspection.gc import Garbage, collect
 from epochckpt.inspection.rows import DAMAGED, UNCHANGED, EpochDetail
 from epochckpt.inspection.select import narrowed
-from epochckpt.inspection.text import render
-from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, WARN, Fact, text
+from epochckpt.inspection.text import BAD, FAINT, GOOD, HEAD, WARN, Fact, render, safe
 from epochckpt.inspection.tree import ALL, Folding
 from epochckpt.manager import Verification, repair, status
 from epochckpt.manager import export as exporting
@@ -31,6 +31,36 @@ from epochckpt.options import StorageOptions
 
 _DAMAGE = 20  # places of an epoch that are listed
 _FAILED = "could not be removed"
+_NEWER = 5  # damaged epochs that are named
+
+
+def options_of(args: argparse.Namespace) -> ocp.CheckpointManagerOptions:
+    """The options that say how epochs' folders are named."""
+    return ocp.CheckpointManagerOptions(
+        step_prefix=args.step_prefix, step_format_fixed_length=args.step_format_fixed_length, read_only=True
+    )
+
+
+def opened(args: argparse.Namespace, directory: str | None = None) -> Inspection:
+    """The directory of a command, or another one that it names."""
+    return inspect(directory or args.directory, metric=args.metric or None, mode=args.mode, options=options_of(args))
+
+
+def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspection:
+    """One epoch: a number, `latest` or `best`. Raises UnknownNameError or EpochNotFoundError if there is none."""
+    if isinstance(asked, int):
+        return run[asked]
+    if asked == "best" and run.metric is None:
+        raise InvalidArgumentError("`best` needs --metric NAME: by which metric?")
+    seen = run.overview(1)
+    found = next((row.epoch for row in seen.epochs if (row.best if asked == "best" else row.latest)), None)
+    if found is None:
+        why = seen.problems.get("") or "no epoch can be used"
+        raise UnknownNameError(f"{run.directory}: no {asked} epoch: {why}")
+    newer = [row.epoch for row in seen.epochs if row.state == DAMAGED and row.epoch > found]
+    if asked == "latest" and newer:
+        output.note(f"newer, but damaged: {', '.join(map(str, newer[-_NEWER:]))}; see `epochckpt ls`")
+    return run[found]
 
 
 def ls(args: argparse.Namespace, output: Output) -> int:
@@ -162,14 +192,14 @@ def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
             yield Text("  the Orbax view is damaged: stock Orbax may not read it (--repair-view)", WARN)
             yield from _places(one.view_damage, WARN)
     for note in dict.fromkeys(one.note for one in found if one.note):
-        yield Fact(Text("*", FAINT), text(note, FAINT, limit=600), 1)
+        yield Fact(Text("*", FAINT), safe(note, FAINT, limit=600), 1)
     if not found:
         yield Text("no epochs", FAINT)
 
 
 def _places(errors: Sequence[EpochCheckpointError], style: str) -> Iterator[RenderableType]:
     for error in errors[:_DAMAGE]:
-        yield Fact(Text("×", style), text(str(error), style, limit=1000), 1, 2)
+        yield Fact(Text("×", style), safe(str(error), style, limit=1000), 1, 2)
     if len(errors) > _DAMAGE:
         yield Text(f"  … {_units.count(len(errors) - _DAMAGE)} more", style)
 
@@ -204,8 +234,8 @@ def _garbage(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
     sizes = {row.path: f"  {_units.nbytes(row.nbytes)}" for row in found.others}
     for path, why in found.kept.items():
         style = BAD if why.startswith(_FAILED) else ""
-        line = text(path, limit=100).append(sizes.get(path, ""), FAINT)
-        yield Fact(Text("·", FAINT), line.append_text(text(f"  {why}", style, limit=600)), 1, 2)
+        line = safe(path, limit=100).append(sizes.get(path, ""), FAINT)
+        yield Fact(Text("·", FAINT), line.append_text(safe(f"  {why}", style, limit=600)), 1, 2)
     if found.rows and not deleted:
         yield Text()
         yield Text("Nothing was changed; --delete removes it.", FAINT)
@@ -231,12 +261,12 @@ def export(args: argparse.Namespace, output: Output) -> int:
         )
 
     def view() -> Iterator[RenderableType]:
-        yield Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", text(done.path))
+        yield Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", safe(done.path))
         if done.unsupported:
             yield Text("left out:")
         for item, leaves in done.unsupported.items():
             why = ", ".join(f"{leaf}: {reason}" for leaf, reason in leaves.items())
-            yield Fact(text(item), text(why, limit=2000), 12, 2)
+            yield Fact(safe(item), safe(why, limit=2000), 12, 2)
 
     output.rows(done, lambda: Group(*view()))
     return OK

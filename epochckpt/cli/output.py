@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import functools
 import json
@@ -15,24 +14,11 @@ from rich.text import Text
 
 from epochckpt._text import shown
 from epochckpt.inspection import plain
-from epochckpt.inspection.text.table import WARN
+from epochckpt.inspection.text import WARN
 
 OK, FOUND, USAGE, MISSING, UNREACHABLE, VIEW, FAULT, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 4, 5, 70, 130, 141
 
 _PIECE = 2**14  # characters
-_NEAREST = "epochckpt.nearest"  # the name of an error handler of Python's codecs
-_ASCII = str.maketrans("▁▂▃▄▅▆▇█·×▸★…─━├└│→−–≠■", "12345678.x>*~--|||>--!#")
-
-
-def _nearest(error: UnicodeError) -> tuple[str, int]:
-    """Stands in for characters that an encoding lacks."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    near = error.object[error.start : error.end].translate(_ASCII)
-    return "".join(char if char.isascii() else "?" for char in near), error.end
-
-
-codecs.register_error(_NEAREST, _nearest)
 
 
 class _Console(Console):
@@ -49,9 +35,9 @@ class Output:
         if sys.stdout is None:
             raise OSError("stdout is closed")
         for stream in (sys.stdout, sys.stderr):
-            # A character that the stream's encoding lacks becomes the nearest one that it has, not a traceback.
+            # A character that the stream's encoding lacks becomes `?`, not a traceback.
             with contextlib.suppress(AttributeError, OSError):
-                stream.reconfigure(errors=_NEAREST)  # pyright: ignore[reportAttributeAccessIssue]
+                stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
         self.out = _Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
         self._err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 

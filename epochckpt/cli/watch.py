@@ -12,13 +12,13 @@ from rich.live import Live
 from rich.text import Text
 
 from epochckpt import _units
+from epochckpt.cli.commands import opened, options_of
 from epochckpt.cli.output import FOUND, MISSING, OK, Output
-from epochckpt.cli.resolve import opened, options_of
 from epochckpt.commit import commits_of
 from epochckpt.inspection import rows, scan, views
 from epochckpt.inspection import watch as watching
 from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Tone
-from epochckpt.inspection.text.table import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Line, TextTable, text
+from epochckpt.inspection.text import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Line, TextTable, safe
 from epochckpt.inspection.watch import DELETED, FAILED, PRESENT, SAVED, SAVING, Event
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -82,7 +82,7 @@ def line(event: Event, best: bool = False) -> Line:
         parts += _facts(row)
     parts.append((2, Text(f"{views.BEST} best" if best else "", GOOD)))
     detail = row.detail if damaged else event.detail
-    parts.append((9 if event.kind == SAVING else 2, text(detail, FAINT if event.kind == SAVING else WARN, limit=300)))
+    parts.append((9 if event.kind == SAVING else 2, safe(detail, FAINT if event.kind == SAVING else WARN, limit=300)))
     return Line(*parts)
 
 
@@ -96,9 +96,9 @@ def _facts(row: rows.EpochRow) -> Iterator[tuple[int, Text]]:
     took = f" in {_units.secs(row.secs)}" if row.secs is not None else ""
     yield 1, Text(f"{_units.nbytes(row.nbytes)}{took}")
     yield 7, Text(f"blocked {_units.secs(row.blocked_secs)}" if row.blocked_secs is not None else "", FAINT)
-    yield 8, text(f"slowest {row.slowest_node}" if row.slowest_node is not None else "", FAINT, limit=60)
+    yield 8, safe(f"slowest {row.slowest_node}" if row.slowest_node is not None else "", FAINT, limit=60)
     for rank, (name, value) in enumerate(list(rows.flat(row.metrics).items())[:3]):
-        yield 4 + rank, text(f"{name} ", FAINT, limit=30).append_text(text(views.figure(value), limit=12))
+        yield 4 + rank, safe(f"{name} ", FAINT, limit=30).append_text(safe(views.figure(value), limit=12))
 
 
 def _lines(output: Output) -> Show:
@@ -146,4 +146,4 @@ def under_way(event: Event) -> RenderableType:
         [Row((Cell(drawing=Bar(event.done or 0.0, 40, Tone.LIVE)), Cell(drawing=strip)))],
         indent=2,
     )
-    return Group(Line((0, head), (1, _progress(event)), (2, text(event.detail, FAINT))), table)
+    return Group(Line((0, head), (1, _progress(event)), (2, safe(event.detail, FAINT))), table)

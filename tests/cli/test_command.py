@@ -530,11 +530,11 @@ def test_colours_can_be_forced(run_cli: Any, saved: pathlib.Path, monkeypatch: p
 
 
 def test_a_terminal_without_unicode_gets_what_it_has(saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nearest characters instead of a traceback."""
+    """Question marks instead of a traceback."""
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert main.main(["ls", str(saved)]) == 0
-    assert b"> latest 3" in written.getvalue()
+    assert b"? latest 3" in written.getvalue()
 
 
 def test_long_work_shows_its_progress_on_a_terminal(terminal: Any, saved: pathlib.Path, tmp_path: pathlib.Path) -> None:

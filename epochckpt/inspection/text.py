@@ -1,35 +1,137 @@
-"""Tables and lines for terminals of any width: columns are left out by rank, long cells are shortened, nothing wraps.
+"""Blocks as text for a terminal: rich renderables that fit any width, and plain text made of them.
 
-`rich.table` wraps cells or cuts them at the end where there is no room; a table of epochs that is wrapped cannot be
-read, and names of leaves differ at their ends.
+Columns of a table are left out by rank, long cells lose their middle, and no row wraps: `rich.table` would wrap cells,
+or cut them at the end, where names of leaves differ. Every text of a block passes through `styled`, which escapes it;
+none is read as markup.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
+from epochckpt import _units
 from epochckpt._text import shown
-from epochckpt.inspection.blocks import Bar, Cell, Column, Histogram, Row, Strip, Tone, Words, spans
+from epochckpt.inspection import blocks as kinds
+from epochckpt.inspection import leaf_views, sharding, tree
+from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Histogram, Row, Span, Strip, Tone, Words
 
 # 256-colour tones that are legible on a light background as well as on a dark one.
 BAD, WARN, GOOD, LIVE, FAINT, HEAD = "bold red3", "dark_orange3", "green4", "turquoise4", "dim", "bold"
-STYLES = {
-    Tone.PLAIN: "",
-    Tone.STRONG: HEAD,
-    Tone.FAINT: FAINT,
-    Tone.GOOD: GOOD,
-    Tone.BAD: BAD,
-    Tone.WARN: WARN,
-    Tone.LIVE: LIVE,
-}
+STYLES = dict(zip(Tone, ("", HEAD, FAINT, GOOD, BAD, WARN, LIVE), strict=True))  # in the order of Tone
 _BARS = "▁▂▃▄▅▆▇█"
-_GAP = 2
+_GAP = 2  # columns between those of a table
 _BINS = 24  # of a histogram
+_FACT = 12  # columns for the name of a fact
+_INDENT = 2
+_CUTS = 12  # ways of cutting arrays that are drawn
+_DOWN, _ACROSS = 24, 60  # parts of a grid that are drawn
+_NODES = 24  # named below it
+
+
+def to_text(renderable: RenderableType, width: int | None = None, colour: bool = False) -> str:
+    """What a renderable of rich looks like in so many columns; None: those of the terminal, 80 without one."""
+    system = "256" if colour else None
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=colour, color_system=system, force_jupyter=False, no_color=False
+    )
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def render(view: Sequence[Block], *, folding: tree.Folding | None = None, owners: bool = False) -> RenderableType:
+    """A view as a renderable of rich; `owners` draws which node wrote which part of an array.
+
+    Without a folding, all trees together are unfolded to about a screen.
+    """
+    rows = max(tree.SCREEN // max(len(kinds.trees(view)), 1), 8)
+    return Group(*_blocks(view, folding or tree.Folding(rows=rows), owners))
+
+
+def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: int = 0) -> Iterator[RenderableType]:
+    for number, block in enumerate(view):
+        # An empty line sets apart a section, and the table below a summary.
+        after = view[number - 1] if number else None
+        if number and (isinstance(block, kinds.Section) or isinstance(after, kinds.Summary | kinds.Facts)):
+            yield Text()
+        match block:
+            case kinds.Line():
+                yield Line((0, Text(" " * indent).append_text(styled(block.words))))
+            case kinds.Summary():
+                yield Text.assemble((" · ", FAINT)).join(map(styled, block.statements))
+            case kinds.Facts():
+                for name, words in block.facts:
+                    yield Fact(styled(Span(name, Tone.FAINT)), styled(words), _FACT, _INDENT)
+            case kinds.Problem():
+                yield Fact(Text("!", BAD), styled(block.words), 1, indent)
+            case kinds.Table():
+                yield TextTable(block.columns, block.rows, indent=indent)
+            case kinds.Tree():
+                yield _tree(block, folding)
+            case kinds.Cuts():
+                yield from _cuts(block) if owners else ()
+            case kinds.Section():
+                yield Line((0, styled(block.heading)))
+                yield from _blocks(block.blocks, folding, owners, _INDENT)
+
+
+def _tree(block: kinds.Tree, folding: tree.Folding) -> TextTable:
+    opened = tree.opened(block.root, folding)
+
+    def lines(branch: tree.Branch, prefix: str) -> Iterator[list[Fitted]]:
+        listed = branch.listed(folding)
+        for child in listed:
+            last = child is listed[-1]
+            name, *cells = map(drawn, leaf_views.branch_cells(child, block.total_nbytes))
+            suffix = "" if child.leaf or child.hidden else "/" if child in opened else "/ …"
+            yield [_kept(f"{prefix}{'└─ ' if last else '├─ '}", name, suffix), *cells]
+            if child in opened:
+                yield from lines(child, f"{prefix}{'   ' if last else '│  '}")
+
+    return TextTable(leaf_views.TREE_COLUMNS, lines(block.root, ""), indent=_INDENT)
+
+
+def _kept(prefix: str, name: Fitted, suffix: str) -> Fitted:
+    """A name in a tree: it keeps its place when it is shortened."""
+    whole = Text.assemble((prefix, FAINT)).append_text(name.draw(name.want)).append(suffix, FAINT)
+    return Fitted(whole.cell_len, lambda width: shortened(whole, width, len(prefix)))
+
+
+def _cuts(block: kinds.Cuts) -> Iterator[RenderableType]:
+    """Each way of cutting arrays: how, which arrays, and the label of the node that wrote each part."""
+    for cut in block.cuts[:_CUTS]:
+        yield Text()
+        yield from (Line((0, Text("  ").append_text(styled(words)))) for words in leaf_views.cut_lines(cut))
+        yield from (Text("    ").append_text(line) for line in _grid(sharding.grid(cut.sharding), block.labels))
+    if len(block.cuts) > _CUTS:
+        yield Text(f"  … {_units.count(len(block.cuts) - _CUTS)} more ways of cutting", FAINT)
+
+
+def _grid(found: sharding.Grid, labels: sharding.NodeLabels) -> Iterator[Text]:
+    if not found.owners:
+        return
+    width = max(len(labels.label(name)) for name in found.owners)
+    for first in range(0, min(found.down, _DOWN) * found.across, found.across):
+        row = found.owners[first : first + min(found.across, _ACROSS)]
+        more = " …" if found.across > _ACROSS else ""
+        yield Text(" ".join(labels.label(name).rjust(width) for name in row) + more, GOOD)
+    if found.down > _DOWN:
+        yield Text(f"… {_units.count(found.down - _DOWN)} more rows", FAINT)
+    nodes = labels.of(found.owners)
+    keys = [Text(f"{label} ").append_text(styled(Span(name, Tone.FAINT, 40))) for name, label in nodes[:_NODES]]
+    for first in range(0, len(keys), 3):
+        yield Text("  ").join(keys[first : first + 3])
+    if len(nodes) > _NODES:
+        yield Text(f"… {_units.count(len(nodes) - _NODES)} more nodes", FAINT)
+
+
+# Lines, cells and tables.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +142,14 @@ class Fitted:
     draw: Callable[[int], Text]
 
 
-def text(value: str, style: str = "", limit: int = 200) -> Text:
+def safe(value: str, style: str = "", limit: int = 200) -> Text:
     """Text from storage, with control characters escaped and without markup."""
     return Text.assemble((shown(value, limit=limit), style))  # a style of its own, which nothing appended takes on
 
 
 def styled(words: Words) -> Text:
     """Words of a block as text."""
-    return Text.assemble(*(text(span.text, STYLES[span.tone], span.limit) for span in spans(words)))
+    return Text.assemble(*(safe(span.text, STYLES[span.tone], span.limit) for span in kinds.spans(words)))
 
 
 def shortened(cell: Text, width: int, keep: int = 0) -> Text:
