@@ -18,7 +18,7 @@ from absl import logging
 
 from epochckpt import _threads, _units
 from epochckpt._threads import Pool
-from epochckpt.arrays import EpochReader, items
+from epochckpt.arrays import items
 from epochckpt.commit import Coordinator, commits_of, restore_vote
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.format import EpochRecord, paths
@@ -28,7 +28,8 @@ from epochckpt.manager.reader import epoch_number
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
-from epochckpt.storage import PosixStore, Store, Writer, expanded, open_store, path_text
+from epochckpt.storage import PosixStore, Store, expanded, open_store, path_text
+from epochckpt.storage.posix import PosixWriter
 
 FORMATS = ("orbax", "safetensors")
 
@@ -123,14 +124,21 @@ def export(
             raise UnsupportedError(
                 f"epoch {number} was written by stock Orbax: copy its folder, or save it once with a manager of ours"
             )
-        record = _chosen(reader.record, item)
-
-        def write(target: PosixStore) -> export_formats.Unsupported:
+        record = reader.record
+        if item is not None:
+            if item not in record.items:
+                raise items.unknown_item(number, item, record.items)
+            record = dataclasses.replace(record, items={item: record.items[item]})
+        with _staged(place) as folder:
+            target = PosixStore(folder) if progress is None else _Counted(folder, progress)
             if format == "orbax":
-                return export_formats.write_orbax(reader, record, target, skip_unsupported)
-            return export_formats.write_safetensors(reader, _item_of_arrays(record), target, tensor_options)
-
-        return _in_place(reader, place, write, progress)
+                unsupported = export_formats.write_orbax(reader, record, target, skip_unsupported)
+            else:
+                arrays = _item_of_arrays(record)
+                unsupported = export_formats.write_safetensors(reader, arrays, target, tensor_options)
+            nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
+            reader.check_present("it was being exported")
+        return Exported(number, place, nbytes, unsupported)
 
     try:
         if epoch is not None:
@@ -181,32 +189,17 @@ def _destination(destination: str | os.PathLike[str], root: str | None) -> str:
             "choose a folder outside"
         )
     if os.path.isdir(path):
-        if _is_current(path):
-            raise InvalidArgumentError(
-                f"destination {path} is the current working directory, which an export would replace; "
-                "name a folder in it, or go elsewhere"
-            )
+        with contextlib.suppress(FileNotFoundError):  # the current directory is gone
+            if os.path.samefile(path, os.curdir):
+                raise InvalidArgumentError(
+                    f"destination {path} is the current working directory, which an export would replace; "
+                    "name a folder in it, or go elsewhere"
+                )
         if os.listdir(path) or os.path.ismount(path):
             raise InvalidArgumentError(f"destination {path} is not empty; choose another folder")
     elif os.path.lexists(path):
         raise InvalidArgumentError(f"destination {path} is a file; expected a folder that is missing or empty")
     return path
-
-
-def _is_current(path: str) -> bool:
-    try:
-        return os.path.samefile(path, os.curdir)
-    except FileNotFoundError:  # that is gone
-        return False
-
-
-def _chosen(record: EpochRecord, item: str | None) -> EpochRecord:
-    """The record with the chosen item only."""
-    if item is None:
-        return record
-    if item not in record.items:
-        raise items.unknown_item(record.epoch, item, record.items)
-    return dataclasses.replace(record, items={item: record.items[item]})
 
 
 def _item_of_arrays(record: EpochRecord) -> str:
@@ -221,97 +214,60 @@ def _item_of_arrays(record: EpochRecord) -> str:
     return arrays[0]
 
 
-_Write = Callable[[PosixStore], export_formats.Unsupported]
-_Progress = Callable[[int], None] | None
-
-
-def _in_place(reader: EpochReader, place: str, write: _Write, progress: _Progress) -> Exported:
-    """Writes into a folder with a temporary name, and renames it when all is durable."""
-    parent, name = os.path.split(place)
-    with _parents(parent):
-        return _staged(reader, PosixStore(parent), name, write, progress)
-
-
 @contextlib.contextmanager
-def _parents(parent: str) -> Generator[None]:
-    """Makes the folders that are missing, and removes those again that it made if it comes to nothing."""
+def _staged(place: str) -> Generator[str]:
+    """A folder beside `place`, under a temporary name; the block fills it durably, and then it becomes `place`.
+
+    After an error nothing is left, neither this folder nor the parents that were made for it.
+    """
+    parent, name = os.path.split(place)
+    above, staging = PosixStore(parent), f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
+    folder = os.path.join(parent, staging)
     missing = []
     while not os.path.lexists(parent):
         missing.append(parent)
         parent = os.path.dirname(parent)
-    try:
-        PosixStore(missing[0] if missing else parent).make_root()
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):  # another program uses it already
-            for folder in missing:
-                if os.path.isdir(folder):
-                    os.rmdir(folder)
-        raise
-
-
-def _staged(reader: EpochReader, above: PosixStore, name: str, write: _Write, progress: _Progress) -> Exported:
-    place = os.path.join(above.root, name)
-    staging = f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
-    folder = os.path.join(above.root, staging)
-    above.make_folder(staging)
-    try:
-        if os.path.isdir(place):  # it is replaced: by one that is as open to others as it was, from the beginning
-            _like(place, folder)
-        unsupported = write(PosixStore(folder) if progress is None else _Counted(folder, progress))
-        nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
-        reader.check_present("it was being exported")
+    with contextlib.ExitStack() as undo:
+        for made in reversed(missing):
+            undo.callback(_remove_empty, made)
+        above.make_root()
+        undo.callback(_threads.logged, f"{folder} stays", lambda: above.remove_tree(staging))
+        above.make_folder(staging)
+        if os.path.isdir(place):  # the new folder is, from the beginning, as open to others as the one it replaces
+            status = os.stat(place)
+            with contextlib.suppress(PermissionError):
+                os.chown(folder, -1, status.st_gid)
+            os.chmod(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU)
+        yield folder
         try:
             above.rename(staging, name, replace=True)  # of folders only an empty one
         except (FileExistsError, NotADirectoryError) as error:
-            raise InvalidArgumentError(
-                f"destination {place} was filled by another program meanwhile: {error}"
-            ) from error
+            problem = f"destination {place} was filled by another program meanwhile: {error}"
+            raise InvalidArgumentError(problem) from error
         above.sync_folder("")
-    except BaseException:
-        _threads.logged(f"{folder} stays", lambda: above.remove_tree(staging))
-        raise
-    return Exported(reader.record.epoch, place, nbytes, unsupported)
+        undo.pop_all()
+
+
+def _remove_empty(folder: str) -> None:
+    with contextlib.suppress(OSError):  # it was never made, or another program uses it already
+        os.rmdir(folder)
 
 
 class _Counted(PosixStore):
-    """A store that tells how many bytes are written to it.
-
-    Args:
-        root: its folder.
-        progress: is called with the bytes of each write.
-    """
+    """A store that calls `progress` with the bytes of each write."""
 
     def __init__(self, root: str, progress: Callable[[int], None]):
         super().__init__(root)
         self._progress = progress
 
-    def open_writer(self, path: str, size: int) -> Writer:
+    def open_writer(self, path: str, size: int) -> PosixWriter:
         """See Store."""
-        return _CountedWriter(super().open_writer(path, size), self._progress)
+        writer = super().open_writer(path, size)
+        write = writer.write
 
+        def counted(offset: int, data: memoryview | bytes) -> None:
+            write(offset, data)
+            self._progress(memoryview(data).nbytes)
 
-class _CountedWriter(Writer):
-    def __init__(self, writer: Writer, progress: Callable[[int], None]):
-        self._writer, self._progress = writer, progress
-
-    def write(self, offset: int, data: memoryview | bytes) -> None:
-        """See Writer."""
-        self._writer.write(offset, data)
-        self._progress(memoryview(data).nbytes)
-
-    def finish(self) -> None:
-        """See Writer."""
-        self._writer.finish()
-
-    def abort(self) -> None:
-        """See Writer."""
-        self._writer.abort()
-
-
-def _like(model: str, folder: str) -> None:
-    """Gives a folder the group, as far as that is allowed, and the mode of another; its owner may always write."""
-    status = os.stat(model)
-    with contextlib.suppress(PermissionError):
-        os.chown(folder, -1, status.st_gid)
-    os.chmod(folder, stat.S_IMODE(status.st_mode) | stat.S_IRWXU)
+        writer.write = counted
+        return writer

@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,26 +25,15 @@ from epochckpt.format.safetensors import NOTES_KEY, Notes
 from epochckpt.manager import status
 from epochckpt.orbax import Views
 from epochckpt.orbax import view as orbax_view
-from epochckpt.storage import Store, Writer, writing
+from epochckpt.storage import Store, writing
 
 Unsupported = dict[str, dict[str, str]]
 
 
 def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_unsupported: bool) -> Unsupported:
-    """Writes `<epoch>/…` and the directory's own metadata, durably; every byte is verified on its way.
+    """Writes `<epoch>/…` and the directory's own metadata into an empty folder, durably and verified on the way.
 
-    Args:
-        reader: the epoch.
-        record: its record, with the items to export.
-        target: an empty folder.
-        skip_unsupported: leave out what Orbax cannot express.
-
-    Returns:
-        What was left out: reasons by leaf name, by item.
-
-    Raises:
-        UnsupportedError: Orbax cannot express some of it, by name; or a kind of item that is not known here.
-        DamagedError: bytes differ from what was written.
+    `record` has the items to export. Returns what was left out: reasons by leaf name, by item.
     """
     # nothing of ours is needed to read it: no attempts in paths, as object stores have them
     plain = dataclasses.replace(record, objects=False)
@@ -52,27 +41,25 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_un
     if view.unsupported and not skip_unsupported:
         raise UnsupportedError(refusal(record.epoch, "orbax", view.unsupported))
     base = str(record.epoch)
-    folders = _Folders(target)
-    for folder in ("", *view.folders):
-        folders.make(paths.join(base, folder))
+    links = [path for path in view.links if record.items[path.split("/")[0]].arrays is not None]
+    custom = status.root_metadata(reader.store).custom_metadata
+    folders = [paths.join(base, folder) for folder in ("", *view.folders, *links)]
+    folders += paths.ROOT_METADATA[:1] if custom else []
+    for folder in folders:
+        target.make_folder(folder)
     for path, data in view.files.items():
         target.create(paths.join(base, path), data)
     for item in (name for name, entry in record.items.items() if entry.kind == "files"):
         for node, file in reader.item_files(item):
             NodeFile(reader, node, file).copy(target, paths.join(base, file.path))
     numbers = {entry.folder: i for i, entry in enumerate(record.nodes)}
-    for path in view.links:
-        item, name = path.split("/")[0], path.split("/")[-1]
-        if record.items[item].arrays is None:
-            continue
-        folders.make(paths.join(base, path))
-        for file in reader.files(item, numbers[name]):
+    for path in links:
+        for file in reader.files(path.split("/")[0], numbers[path.split("/")[-1]]):
             file.copy(target, paths.join(base, path, file.name))
-    custom = status.root_metadata(reader.store).custom_metadata
     if custom:
-        folders.make(paths.ROOT_METADATA[0])
         target.create(paths.join(*paths.ROOT_METADATA), root_metadata(custom))
-    folders.sync()
+    for folder in (*reversed(folders), ""):
+        target.sync_folder(folder)
     return view.unsupported
 
 
@@ -88,22 +75,6 @@ def refusal(epoch: int, format: str, unsupported: Unsupported) -> str:
     return "\n".join([head, *rows[:50], *more, "skip_unsupported=True (--skip-unsupported) exports the rest"])
 
 
-class _Folders:
-    """The folders of an export: made once each, synced at the end."""
-
-    def __init__(self, store: Store):
-        self._store = store
-        self._made = [""]
-
-    def make(self, path: str) -> None:
-        self._store.make_folder(path)
-        self._made.append(path)
-
-    def sync(self) -> None:
-        for path in reversed(self._made):
-            self._store.sync_folder(path)
-
-
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _BATCH_LEAVES = 4096  # read together at most; bounds what is kept per leaf meanwhile
@@ -111,37 +82,28 @@ _BATCH_LEAVES = 4096  # read together at most; bounds what is kept per leaf mean
 
 @dataclasses.dataclass(frozen=True)
 class TensorOptions:
-    """How to write.
+    """How to write safetensors."""
 
-    Attributes:
-        separator: joins the keys of a leaf's path.
-        max_file_bytes: bytes of tensors per file; a tensor larger than that has a file of its own.
-        max_buffer_bytes: bound on the memory for the bytes under way.
-        skip_unsupported: leave out leaves that the format cannot express.
-    """
-
-    separator: str
-    max_file_bytes: int
-    max_buffer_bytes: int
-    skip_unsupported: bool
+    separator: str  # joins the keys of a leaf's path
+    max_file_bytes: int  # bytes of tensors per file; a tensor larger than that has a file of its own
+    max_buffer_bytes: int  # bound on the memory for the bytes under way
+    skip_unsupported: bool  # leave out leaves that the format cannot express
 
 
 def write_safetensors(reader: EpochReader, item: str, target: Store, options: TensorOptions) -> Unsupported:
-    """Writes one item of arrays into an empty folder, durably; every byte is verified on its way.
+    """Writes one item of arrays into an empty folder, durably and verified on the way.
 
-    Returns:
-        What was left out: reasons by leaf name, by item.
-
-    Raises:
-        UnsupportedError: dtypes that the format lacks, by leaf name.
-        InvalidArgumentError: two leaves would have the same name; says which.
-        DamagedError: bytes differ from what was written.
+    Returns what was left out: reasons by leaf name, by item.
     """
     record = reader.record
     arrays = record.items[item].arrays
     if arrays is None:
         raise UnsupportedError(f"item {item!r} is not made of arrays; only those become tensors")
-    unsupported = _inexpressible(arrays)
+    unsupported = {
+        leaf.name: f"safetensors has no type for {leaf.dtype.name}"
+        for leaf in arrays.leaves
+        if leaf.dtype is not None and not safetensors.has_type(leaf.dtype)
+    }
     if unsupported and not options.skip_unsupported:
         raise UnsupportedError(refusal(record.epoch, "safetensors", {item: unsupported}))
     kept = [i for i, leaf in enumerate(arrays.leaves) if leaf.name not in unsupported]
@@ -159,7 +121,7 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, options: Te
         name = FILE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         mine = {names[i]: i for i in leaves}
         text = notes.only(mine, values=number == 0).to_text()
-        _write_file(reader, arrays, mine, {"format": "flax", NOTES_KEY: text}, target, name, options)
+        _write_file(reader, arrays, mine, {"format": "flax", NOTES_KEY: text}, target, name, options.max_buffer_bytes)
         weights.update(dict.fromkeys(mine, name))
     if len(files) > 1:
         total = sum(arrays.leaves[i].nbytes for leaves in files for i in leaves)
@@ -167,14 +129,6 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, options: Te
         target.create(INDEX, json.dumps(index, indent=2).encode())
     target.sync_folder("")
     return {item: unsupported} if unsupported else {}
-
-
-def _inexpressible(arrays: ArrayItem) -> dict[str, str]:
-    found = {}
-    for leaf in arrays.leaves:
-        if leaf.dtype is not None and not safetensors.has_type(leaf.dtype):
-            found[leaf.name] = f"safetensors has no type for {leaf.dtype.name}"
-    return found
 
 
 def _names(arrays: ArrayItem, leaves: Sequence[int], separator: str) -> dict[int, str]:
@@ -215,12 +169,13 @@ def _files(arrays: ArrayItem, leaves: Sequence[int], max_bytes: int) -> list[lis
         files[-1].append(i)
         size += leaf.nbytes
         head += extra
-    return [sorted(f, key=lambda i: -_itemsize(arrays, i)) for f in files]
+    return [sorted(f, key=lambda i: -_dtype(arrays, i).itemsize) for f in files]
 
 
-def _itemsize(arrays: ArrayItem, leaf: int) -> int:
+def _dtype(arrays: ArrayItem, leaf: int) -> np.dtype[Any]:
     dtype = arrays.leaves[leaf].dtype
-    return dtype.itemsize if dtype is not None else 0
+    assert dtype is not None, "only arrays become tensors"
+    return dtype
 
 
 def _write_file(
@@ -230,56 +185,49 @@ def _write_file(
     metadata: dict[str, str],
     target: Store,
     name: str,
-    options: TensorOptions,
+    max_buffer_bytes: int,
 ) -> None:
-    tensors = []
-    for tensor, i in leaves.items():
-        leaf = arrays.leaves[i]
-        assert leaf.dtype is not None
-        tensors.append((tensor, leaf.dtype, leaf.shape, leaf.nbytes))
+    """Writes the leaves one after the other, as many at once as a buffer holds; every byte of it is verified."""
+    infos = [(tensor, arrays.leaves[i]) for tensor, i in leaves.items()]
+    tensors = [(tensor, _dtype(arrays, leaves[tensor]), leaf.shape, leaf.nbytes) for tensor, leaf in infos]
     head = safetensors.header(tensors, metadata)
     if len(head) > safetensors.MAX_READ_BYTES:
         raise UnsupportedError(
             f"epoch {reader.record.epoch}, item {arrays.name!r}: its Python values make the header of {name} "
             f"{len(head)} bytes long; safetensors allows {safetensors.MAX_READ_BYTES}"
         )
-    size = len(head) + sum(t[3] for t in tensors)
-    with writing(target, name, size) as writer:
-        writer.write(0, head)
-        _write_tensors(reader, arrays, list(leaves.values()), writer, len(head), options.max_buffer_bytes)
-
-
-def _write_tensors(
-    reader: EpochReader, arrays: ArrayItem, leaves: Sequence[int], writer: Writer, start: int, max_bytes: int
-) -> None:
-    """Writes leaves one after the other: read into one buffer as many as it holds, verified, then written in one go."""
-    buffer: np.ndarray = np.empty(0, np.uint8)
-    waiting: collections.deque[tuple[int, Box, int]] = collections.deque()
-    held = 0
-
-    def flush() -> None:
-        nonlocal buffer, start, held
-        if len(buffer) < held:
-            buffer = np.empty(held, np.uint8)
-        requests, offset = [], 0
-        while waiting:
-            leaf, box, nbytes = waiting.popleft()
-            dtype = arrays.leaves[leaf].dtype
-            assert dtype is not None
-            out = buffer[offset : offset + nbytes].view(dtype).reshape(grid.box_shape(box))
-            requests.append(Request(arrays.name, leaf, box, out))
-            offset += nbytes
-        reader.read(requests)
-        writer.write(start, buffer[:offset].data)
-        start += offset
-        held = 0
-
-    for leaf in leaves:
+    for leaf in leaves.values():
         reader.check_files(arrays.name, leaf, grid.whole(arrays.leaves[leaf].shape))
-        for box in grid.boxes(arrays.leaves[leaf].shape, max(1, max_bytes // _itemsize(arrays, leaf))):
-            nbytes = math.prod(grid.box_shape(box)) * _itemsize(arrays, leaf)
-            if waiting and (held + nbytes > max_bytes or len(waiting) >= _BATCH_LEAVES):
-                flush()
-            waiting.append((leaf, box, nbytes))
+    buffer: np.ndarray = np.empty(0, np.uint8)
+    start = len(head)
+    with writing(target, name, start + sum(leaf.nbytes for _, leaf in infos)) as writer:
+        writer.write(0, head)
+        for batch in _batches(arrays, leaves.values(), max_buffer_bytes):
+            held = sum(nbytes for _, _, nbytes in batch)
+            if len(buffer) < held:
+                buffer = np.empty(held, np.uint8)
+            requests, offset = [], 0
+            for leaf, box, nbytes in batch:
+                out = buffer[offset : offset + nbytes].view(_dtype(arrays, leaf)).reshape(grid.box_shape(box))
+                requests.append(Request(arrays.name, leaf, box, out))
+                offset += nbytes
+            reader.read(requests)
+            writer.write(start, buffer[:held].data)
+            start += held
+
+
+def _batches(arrays: ArrayItem, leaves: Iterable[int], max_bytes: int) -> Iterator[list[tuple[int, Box, int]]]:
+    """(leaf, box, bytes) of boxes that follow one another in the file, in lists that a buffer of this size holds."""
+    batch: list[tuple[int, Box, int]] = []
+    held = 0
+    for leaf in leaves:
+        itemsize = _dtype(arrays, leaf).itemsize
+        for box in grid.boxes(arrays.leaves[leaf].shape, max(1, max_bytes // itemsize)):
+            nbytes = math.prod(grid.box_shape(box)) * itemsize
+            if batch and (held + nbytes > max_bytes or len(batch) >= _BATCH_LEAVES):
+                yield batch
+                batch, held = [], 0
+            batch.append((leaf, box, nbytes))
             held += nbytes
-    flush()
+    if batch:
+        yield batch
