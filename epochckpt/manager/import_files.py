@@ -31,7 +31,6 @@ from epochckpt.storage import expanded, mmap, open_store, path_text
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 256 * 2**20
-_Pairs = list[tuple[tree_lib.KeyPath, Any]]
 
 
 def import_(
@@ -102,7 +101,13 @@ def import_(
         raise UnsupportedError(
             f"import_ works in one process, and this job has {jax.process_count()}: import before the job starts"
         )
-    names = _names_only(options or ocp.CheckpointManagerOptions())
+    given = options or ocp.CheckpointManagerOptions()
+    names = ocp.CheckpointManagerOptions(  # those that name and make folders: an import must not delete any
+        file_options=given.file_options,
+        step_name_format=given.step_name_format,
+        step_prefix=given.step_prefix,
+        step_format_fixed_length=given.step_format_fixed_length,
+    )
     store = open_store(directory)
     existing: list[int] = []
     with contextlib.suppress(NotADirectoryError):  # opening it says so, once the source is known to be good
@@ -112,8 +117,11 @@ def import_(
             f"{store.root}: epoch {epoch} exists; delete it, or choose another number (in Orbax's words: "
             f"Checkpoint for step {epoch} already exists)"
         )
-    tree = _read(_path(source), format, separator)
-    _check_tree(tree, os.fspath(source))
+    path = path_text(source, "source")
+    if "://" in path:
+        raise UnsupportedError(f"source {path!r}: only local files are imported; download it first")
+    tree = _read(os.path.abspath(expanded(path)), format, separator)
+    _check_tree(tree, path)
     # mapped files are not copied: a bound on host memory is no reason to refuse them
     storage = dataclasses.replace(storage or StorageOptions(), host_memory_limit_bytes=None)
     args: Any = ocp.args.StandardSave(tree)
@@ -141,38 +149,16 @@ def _check_tree(tree: Any, source: str) -> None:
         seen.add(name)
 
 
-def _names_only(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
-    """Of the options those that name and make folders: an import must not delete any."""
-    return ocp.CheckpointManagerOptions(
-        file_options=options.file_options,
-        step_name_format=options.step_name_format,
-        step_prefix=options.step_prefix,
-        step_format_fixed_length=options.step_format_fixed_length,
-    )
-
-
-def _path(source: str | os.PathLike[str]) -> str:
-    path = path_text(source, "source")
-    if "://" in path:
-        raise UnsupportedError(f"source {path!r}: only local files are imported; download it first")
-    return os.path.abspath(expanded(path))
-
-
 def _read(path: str, format: str | None, separator: str | None) -> Any:
+    """The tree of a file or folder."""
     if format not in (None, "msgpack", "safetensors"):
         raise InvalidArgumentError(f"format {format!r} is not known; expected 'msgpack' or 'safetensors'")
-    if os.path.isdir(path):
-        files, index = _folder(path, format)
-    else:
-        files, index = [path], {}
-    if not index and (format or _guess(files[0])) == "msgpack":
-        return flax_msgpack.load(files[0])
-    pairs: _Pairs = []
-    for file in files:
-        pairs += _tensors(file, separator, index.get(file))
-    if not pairs:
-        return {}
-    return tree_lib.nest(pairs, path)
+    files = _files(path, format) if os.path.isdir(path) else {path: None}
+    for file, listed in files.items():
+        if listed is None and (format or _guess(file)) == "msgpack":
+            return flax_msgpack.load(file)
+    pairs = [pair for file, listed in files.items() for pair in _tensors(file, separator, listed)]
+    return tree_lib.nest(pairs, path) if pairs else {}
 
 
 def _guess(path: str) -> str:
@@ -186,13 +172,12 @@ def _guess(path: str) -> str:
     return "safetensors" if is_safetensors else "msgpack"
 
 
-def _folder(path: str, format: str | None) -> tuple[list[str], dict[str, set[str]]]:
-    """The files of a folder, and, where there is an index, the names of the tensors in each."""
+def _files(path: str, format: str | None) -> Mapping[str, set[str] | None]:
+    """The files of a folder: one, or those that an index lists, with the names of the tensors in each."""
     names = sorted(os.listdir(path))
     indices = [n for n in names if n.endswith(INDEX_SUFFIX)] if format != "msgpack" else []
     if len(indices) == 1:
-        found = _index(os.path.join(path, indices[0]))
-        return list(found), found
+        return _index(os.path.join(path, indices[0]))
     endings = (".safetensors", ".msgpack") if format is None else (f".{format}",)
     files = [n for n in names if n.endswith(endings)]
     if len(indices) > 1 or len(files) != 1:
@@ -200,7 +185,7 @@ def _folder(path: str, format: str | None) -> tuple[list[str], dict[str, set[str
         raise InvalidArgumentError(
             f"{path}: expected one {' or '.join(endings)} file, or parts with one '*{INDEX_SUFFIX}'; found: {several}"
         )
-    return [os.path.join(path, files[0])], {}
+    return {os.path.join(path, files[0]): None}
 
 
 def _index(path: str) -> dict[str, set[str]]:
@@ -222,7 +207,7 @@ def _index(path: str) -> dict[str, set[str]]:
     return found
 
 
-def _tensors(path: str, separator: str | None, listed: set[str] | None) -> _Pairs:
+def _tensors(path: str, separator: str | None, listed: set[str] | None) -> list[tuple[tree_lib.KeyPath, Any]]:
     """The leaves of one safetensors file."""
     if listed is not None and not os.path.exists(path):
         raise FormatError(path, "is missing; the index lists it")
@@ -239,7 +224,7 @@ def _tensors(path: str, separator: str | None, listed: set[str] | None) -> _Pair
         notes = safetensors.parse_notes(path, metadata[safetensors.NOTES_KEY])
         separator = notes.separator
     data = mmap.open_map(path)
-    pairs: _Pairs = []
+    pairs: list[tuple[tree_lib.KeyPath, Any]] = []
     for name, tensor in tensors.items():
         array: np.ndarray = data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)
         key, kind, impl = safetensors.split_name(name, separator), "numpy", None
