@@ -24,17 +24,17 @@ def apply(item: str, tree: Any, save_args: Any) -> Any:
     """
     if save_args is None:
         return tree
-    asked, _ = jax.tree_util.tree_flatten_with_path(save_args, is_leaf=lambda x: isinstance(x, ocp.SaveArgs))
-    for path, args in asked:
-        if args is not None and not isinstance(args, ocp.SaveArgs):
-            where = tree_lib.leaf_name(tree_lib.key_path(path))
+    wanted: dict[str, Any] = {}
+    for path, args in jax.tree_util.tree_leaves_with_path(save_args):
+        where = tree_lib.leaf_name(tree_lib.key_path(path))
+        if not isinstance(args, ocp.SaveArgs):
             raise InvalidArgumentError(
                 f"item {item!r}: save_args has a {type(args).__name__} at {where!r}, no SaveArgs"
             )
-    if any(args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()) for _, args in asked if args):
-        logging.log_first_n(logging.INFO, "SaveArgs: fields about Orbax's own files (chunks, …) have no effect", 1)
-    wanted = {tree_lib.leaf_name(tree_lib.key_path(path)): args.dtype for path, args in asked if args is not None}
-    if not any(dtype is not None for dtype in wanted.values()):
+        if args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()):
+            logging.log_first_n(logging.INFO, "SaveArgs: fields about Orbax's own files (chunks, …) have no effect", 1)
+        wanted[where] = args.dtype
+    if all(dtype is None for dtype in wanted.values()):
         return tree
     pairs, treedef = tree_lib.flatten(tree)
     names = [tree_lib.leaf_name(path) for path, _ in pairs]

@@ -70,8 +70,7 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     given = {nodes.hosted[0]: asked.item}
     if asked.by_node:
         given = {} if asked.item is None else by_number(name, asked.item, nodes)
-    targets = {number: plain_target(target) for number, target in given.items()}
-    states = _states(reader, name, asked, context, targets)
+    states = _states(reader, name, asked, context, given)
     if asked.by_node:
         return {nodes.names[number]: state for number, state in states.items()}
     if states:
@@ -126,7 +125,7 @@ def _states(
             f"has {now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
         )
     return {
-        number: restore_tree(reader.of_node(old, name), name, TreeRequest(targets.get(number)))
+        number: restore_tree(reader.of_node(old, name), name, TreeRequest(plain_target(targets.get(number))))
         for number, old in sources.items()
         if reader.has(old, name)
     }

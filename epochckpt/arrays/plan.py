@@ -6,6 +6,8 @@ A plan is computed once per tree structure, shapes and shardings, and kept; the 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from epochckpt._text import readable
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.format import ArrayItem, Box, Grid, Leaf
+from epochckpt.format import ArrayItem, Box, Grid, Leaf, checksums, records
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import cell_box, slices
 from epochckpt.format.tree import ARRAY_KINDS
@@ -46,6 +48,11 @@ class ItemPlan:
     sources: tuple[CellSource, ...]  # where each of these cells is found
     part_ends: tuple[int, ...]  # numbers of cells after which the data file is continued in another part
     copied_bytes: int  # host memory that a snapshot allocates
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of the item, which is the same on every node."""
+        return checksums.digest(json.dumps(records.array_item_json(self.item), separators=(",", ":")).encode())
 
 
 def key(leaves: Sequence[Any], treedef: Any) -> Any:

@@ -19,20 +19,9 @@ import numpy as np
 
 from epochckpt._threads import Pool
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, FormatError, unreadable
-from epochckpt.format import (
-    ArrayItem,
-    Box,
-    DataFile,
-    EpochRecord,
-    NodeRecord,
-    Part,
-    checksums,
-    grid,
-    parsing,
-    paths,
-    records,
-)
+from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeRecord, Part, checksums, grid, parsing, paths
 from epochckpt.format.grid import slices
+from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.storage import Reader, Store, writing
 
 _CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
@@ -40,7 +29,7 @@ _CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not check
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A part of a leaf, and the C-contiguous array of its shape and of the stored dtype that it is read into."""
+    """A part of a leaf, and the array of its shape and of the stored dtype that it is read into."""
 
     item: str
     leaf: int
@@ -307,8 +296,8 @@ class EpochReader:
         if len(found) != 1:
             raise FormatError(f"{self.folder}/{item}/{name}", "is not listed in its node's record")
         file = NodeFile(self, *found[0])
-        if file.size > records.MAX_RECORD_BYTES:
-            raise FormatError(file.path, f"is recorded with {file.size} bytes, more than {records.MAX_RECORD_BYTES}")
+        if file.size > MAX_RECORD_BYTES:
+            raise FormatError(file.path, f"is recorded with {file.size} bytes, more than {MAX_RECORD_BYTES}")
         data = bytearray(file.size)
 
         def put(start: int, block: memoryview) -> None:

@@ -20,7 +20,7 @@ from epochckpt.arrays.reader import Request
 from epochckpt.arrays.renaming import Sources
 from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, as_saved, describe_leaf, key_dims
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
-from epochckpt.format import ArrayItem, Box, EpochRecord, Leaf
+from epochckpt.format import Box, EpochRecord, Leaf
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import box_shape, whole
 
@@ -66,33 +66,19 @@ def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings
         MismatchError: the target does not fit; lists every leaf that does not.
         DamagedError: bytes differ from what was written.
     """
-    assembly = _Assembly(reader, name)
+    assembly, epoch = _Assembly(reader, name), reader.record.epoch
     item = assembly.item
     shardings = shardings or Shardings(item, request.fallback_sharding)
     if request.target is None and request.restore_args is None:
         leaves = assembly.run([as_saved(i, leaf, shardings) for i, leaf in enumerate(item.leaves)])
         where = f"{reader.folder}/epoch.json"
         return tree_lib.nest([(leaf.path, value) for leaf, value in zip(item.leaves, leaves, strict=True)], where)
-    requests, treedef = _match(reader.record.epoch, name, item, request, shardings)
-    tree = tree_lib.unflatten(treedef, assembly.run(requests))
-    return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
 
-
-def _laid_out(leaf: Any, target: Any) -> Any:
-    """An array in the device-local layout of its target, if that names one."""
-    form = getattr(target, "format", None)
-    named = isinstance(leaf, jax.Array) and getattr(form, "layout", None) is not None
-    return jax.device_put(leaf, form) if named else leaf
-
-
-def _match(
-    epoch: int, name: str, item: ArrayItem, request: TreeRequest, shardings: Shardings
-) -> tuple[list[LeafRequest], Any]:
-    """A request for each leaf of the target, and the target's treedef; MismatchError if the target does not fit."""
-    matcher = Matcher(item, shardings, request.resize)
+    # Match every leaf of the target before anything is read; all differences are reported together.
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
     given = None if request.target is None else _restore_args(name, request.restore_args)
     sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
+    matcher = Matcher(item, shardings, request.resize)
     requests = matcher.match(pairs, request.partial, given, sources)
     if matcher.rows:
         raise MismatchError(name, epoch, matcher.rows)
@@ -102,7 +88,16 @@ def _match(
         saved = describe_leaf(item.leaves[leaf])
         message = "epoch %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
         logging.warning(message, epoch, name, item.leaves[leaf].name, saved, list(shape))
-    return requests, treedef
+
+    tree = tree_lib.unflatten(treedef, assembly.run(requests))
+    return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
+
+
+def _laid_out(leaf: Any, target: Any) -> Any:
+    """An array in the device-local layout of its target, if that names one."""
+    form = getattr(target, "format", None)
+    named = isinstance(leaf, jax.Array) and getattr(form, "layout", None) is not None
+    return jax.device_put(leaf, form) if named else leaf
 
 
 def _log_absent(where: str, absent: Sequence[str], known: Sequence[str]) -> None:
@@ -147,14 +142,9 @@ def read_leaves(reader: ArraySource, name: str, patterns: str | Sequence[str]) -
 def read_values(reader: ArraySource, name: str, numbers: Sequence[int]) -> list[Any]:
     """The leaves with these numbers, as NumPy arrays and Python values; typed keys as their data."""
     assembly = _Assembly(reader, name)
-
-    def request(number: int) -> LeafRequest:
-        leaf = assembly.item.leaves[number]
-        if leaf.kind in tree_lib.EMPTY_KINDS:
-            return LeafRequest(-1, "keep", value=tree_lib.empty_value(leaf.kind))
-        return LeafRequest(number, "python" if leaf.dtype is None or leaf.kind[:4] == "long" else "numpy")
-
-    return assembly.run([request(number) for number in numbers])
+    leaves = [(number, assembly.item.leaves[number]) for number in numbers]
+    python = [leaf.dtype is None or leaf.kind in ("longstr", "longbytes") for _, leaf in leaves]
+    return assembly.run([LeafRequest(i, "python" if p else "numpy") for (i, _), p in zip(leaves, python, strict=True)])
 
 
 class _Assembly:
@@ -165,15 +155,12 @@ class _Assembly:
         assert item is not None, "callers choose array items"
         self.reader, self.name, self.item = reader, name, item
         self.reads: list[Request] = []
-        self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # of buffers larger than what is read into them
         self.rows: list[Mismatch] = []
 
     def run(self, requests: Sequence[LeafRequest]) -> list[Any]:
         """The value of each request."""
         buffers = [self._plan(request) for request in requests]
         self.reader.read(self.reads)
-        for place, part in self.parts:
-            place[...] = part
         # One device_put for all leaves: a call per leaf would cost more than the copies of small ones.
         hosts: list[np.ndarray] = []
         places: list[Any] = []
@@ -217,14 +204,14 @@ class _Assembly:
         read = inside == box or all(a < b for a, b in inside)
         if read:
             self.reader.check_files(self.name, leaf, inside)  # before memory is allocated
-        out = _empty(box_shape(inside), info.dtype)
-        if read:
-            self.reads.append(Request(self.name, leaf, inside, out))
         if inside == box:
-            return out
-        padded = np.zeros(box_shape(box), info.dtype)
-        self.parts.append((padded[tuple(slice(0, n) for n in out.shape)], out))
-        return padded
+            out = part = _empty(box_shape(box), info.dtype)
+        else:
+            out = np.zeros(box_shape(box), info.dtype)
+            part = out[tuple(slice(0, n) for n in box_shape(inside))]
+        if read:
+            self.reads.append(Request(self.name, leaf, inside, part))
+        return out
 
     def _finish(self, request: LeafRequest, data: Any, placed: Any) -> Any:
         """The value of a request; `placed` has the next arrays on devices."""
@@ -248,7 +235,9 @@ class _Assembly:
         return self._convert(leaf, data[()], request.kind) if request.form == "python" else data[()]
 
     def _value(self, leaf: Leaf, request: LeafRequest) -> Any:
-        """A recorded Python value in the requested form."""
+        """A recorded Python value, or an empty container, in the requested form."""
+        if leaf.kind in tree_lib.EMPTY_KINDS:
+            return tree_lib.empty_value(leaf.kind)
         raw = self.reader.record.items[self.name].values[request.leaf]
         value = tree_lib.value_from_json(f"{self.reader.folder}/epoch.json", leaf.kind, raw)
         if request.form == "python":

@@ -1,14 +1,13 @@
 """From the arguments of `save()` to a snapshot: the plan, and the copies that training can no longer change.
 
 On the training thread `Planner.plan` finds or makes a `SavePlan`, and `SavePlan.snapshot` makes a `Snapshot` of it.
-After that training may go on and change, or donate, everything:
+After that training may change, or donate, everything:
 
 - jax arrays on CPU: zero-copy views of the owned shards (a view keeps a donated buffer alive). Small ones are copied.
   Large ones leave a sample of their bytes, because jax may alias NumPy memory that the caller can still change.
 - jax arrays on accelerators: copies into host memory, all started before the first is awaited, through pinned host
-  memory where the backend has it. Starting a copy is not enough for donation to be safe, so they are awaited here.
-- NumPy leaves: copied. Only the files of an import (`mmap.Mapped`) are streamed from the page cache instead, and
-  leave a sample, too. Python values are taken as they are.
+  memory where the backend has it. They are awaited, because a copy that has only begun is not safe from donation.
+- NumPy leaves: copied. Only the files of an import (`mmap.Mapped`) are streamed from the page cache, with a sample.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.items import SaveItem, by_number
 from epochckpt.arrays.plan import CellSource, ItemPlan
 from epochckpt.errors import InvalidArgumentError, SaveError, say
-from epochckpt.format import ArrayItem, ItemRecord, Nodes, checksums, records
+from epochckpt.format import ItemRecord, Nodes, checksums
 from epochckpt.format import tree as tree_lib
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Content, HandlerSave
@@ -138,15 +137,11 @@ class Planner:
     def __init__(self, nodes: Nodes, options: StorageOptions, part_bytes: int | None):
         self._nodes, self._options, self._part_bytes = nodes, options, part_bytes
         self._plans: collections.OrderedDict[Any, ItemPlan] = collections.OrderedDict()
-        self._digests: collections.OrderedDict[Any, Callable[[], str]] = collections.OrderedDict()
 
     def plan(self, items: Sequence[SaveItem]) -> SavePlan:
         """Plans a save; raises InvalidArgumentError for what cannot be saved."""
         trees: list[SavedTree] = []
-        keys: list[Any] = []
         for item in items:
-            if item.kind != "arrays":
-                keys.append((item.name, item.kind, item.handler))
             for node, tree in self._trees(item):
                 try:
                     leaves, treedef = tree_lib.flatten_leaves(tree)
@@ -158,18 +153,20 @@ class Planner:
                 except AttributeError:  # a traced array has no sharding
                     plan_lib.refuse_traced(item.name, tree)
                     raise
-                plan = self._plans.pop(key, None) or self._plan(item, tree)
-                self._keep(self._plans, key, plan)
+                plan = self._plans[key] = self._plans.pop(key, None) or self._plan(item, tree)
+                if len(self._plans) > _PLANS:
+                    self._plans.popitem(last=False)
                 trees.append(SavedTree(plan, node, leaves))
-                keys.append(key)
-        digest = self._digests.get(tuple(keys))
-        if digest is None:
-            shared = {item.name for item in items if item.kind == "arrays"}
-            alike = [tree.plan.item for tree in trees if tree.plan.item.name in shared]
-            others = sorted((item.name, item.kind, item.handler) for item in items if item.name not in shared)
-            digest = functools.cache(functools.partial(self._digest, alike, others))
-            self._keep(self._digests, tuple(keys), digest)
-        return SavePlan(items, trees, digest, self._nodes.process == 0)
+        shared = {item.name for item in items if item.kind == "arrays"}
+        alike = {tree.plan.item.name: tree.plan for tree in trees if tree.plan.item.name in shared}
+        others = sorted((item.name, item.kind, item.handler) for item in items if item.name not in shared)
+
+        def digest() -> str:
+            digests = {name: plan.digest for name, plan in alike.items()}
+            agreed = {"nodes": self._nodes.rows, "others": others, "items": digests}
+            return checksums.digest(json.dumps(agreed, separators=(",", ":")).encode())
+
+        return SavePlan(items, trees, functools.cache(digest), self._nodes.process == 0)
 
     def _trees(self, item: SaveItem) -> list[tuple[int, Any]]:
         """(node number, tree) of every pytree of an item that this process saves."""
@@ -197,17 +194,6 @@ class Planner:
             part_bytes=self._part_bytes,
             per_node=per_node,
         )
-
-    def _digest(self, arrays: Sequence[ArrayItem], others: Sequence[Any]) -> str:
-        items = {item.name: records.array_item_json(item) for item in arrays}
-        plan = {"nodes": self._nodes.rows, "others": list(others), "items": items}
-        return checksums.digest(json.dumps(plan, separators=(",", ":")).encode())
-
-    @staticmethod
-    def _keep(cache: collections.OrderedDict[Any, Any], key: Any, value: Any) -> None:
-        cache[key] = value
-        while len(cache) > _PLANS:
-            cache.popitem(last=False)
 
 
 @dataclasses.dataclass(slots=True)

@@ -82,8 +82,6 @@ class Shardings:
 
 def as_saved(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:
     """A leaf as it was saved; a jax array as NumPy if its devices do not exist here, or jax cannot hold its dtype."""
-    if leaf.kind in EMPTY_KINDS:
-        return LeafRequest(-1, "keep", value=tree_lib.empty_value(leaf.kind))
     if leaf.kind in ("jax", "prng"):
         sharding = shardings.of(leaf)
         if leaf.kind == "prng" or (sharding is not None and _canonical(leaf.dtype)):
