@@ -62,15 +62,10 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     """
     nodes = context.nodes
     asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
-    if not asked.by_node and len(nodes.hosted) > 1:
-        raise InvalidArgumentError(
-            f"item {name!r}: this process hosts {len(nodes.hosted)} nodes ({', '.join(nodes.hosted_names)}); pass "
-            "NodeRestore(by_node=True), with targets by node name"
-        )
-    given = {nodes.hosted[0]: asked.item}
-    if asked.by_node:
-        given = {} if asked.item is None else by_number(name, asked.item, nodes)
-    states = _states(reader, name, asked, context, given)
+    given = {} if asked.by_node and asked.item is None else asked.item
+    advice = "NodeRestore(by_node=True), with targets by node name"
+    targets = of_hosted(name, given, asked.by_node, nodes, advice)
+    states = _states(reader, name, asked, context, targets)
     if asked.by_node:
         return {nodes.names[number]: state for number, state in states.items()}
     if states:
@@ -83,14 +78,19 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     )
 
 
-def by_number(name: str, values: Any, nodes: Nodes) -> dict[int, Any]:
-    """Values by node number, in that order, of values by node name; refuses nodes that this process does not host."""
+def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) -> dict[int, Any]:
+    """Values by node number, in that order: the value of the only node of this process, or a dict by node name."""
+    if not by_node:
+        if len(nodes.hosted) > 1:
+            hosted = ", ".join(nodes.hosted_names)
+            problem = f"this process hosts {len(nodes.hosted)} nodes ({hosted}); pass {advice}"
+            raise InvalidArgumentError(f"item {name!r}: {problem}")
+        return {nodes.hosted[0]: values}
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(
             f"item {name!r}: by_node=True expects a dict of pytrees by node name, got a {type(values).__name__}"
         )
-    hosted = set(nodes.hosted_names)
-    unknown = [node for node in values if node not in hosted]
+    unknown = [node for node in values if node not in nodes.hosted_names]
     if unknown:
         raise InvalidArgumentError(
             f"item {name!r}: by_node=True names {', '.join(map(repr, unknown))}; this process hosts "
@@ -164,7 +164,9 @@ def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
     if item is None and len(arrays) == 1:
         return arrays[0]
     if item is None or item not in arrays:
-        raise InvalidArgumentError(f"epoch {epoch} has no array item {item!r}; pass item=, one of: {', '.join(arrays)}")
+        found = f"{len(arrays)} items of arrays" if item is None else f"no item of arrays {item!r}"
+        known = ", ".join(arrays) or "none"
+        raise InvalidArgumentError(f"epoch {epoch} has {found}; pass item= (--item), one of: {known}")
     return item
 
 

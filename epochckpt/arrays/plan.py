@@ -121,9 +121,7 @@ class _Builder:
         self.names: set[str] = set()
         self.grids: dict[Grid, int] = {}
         self.shardings: dict[Any, int] = {}
-        self.sharding_rows: list[Any] = []
         self.meshes: dict[Any, int] = {}
-        self.mesh_rows: list[Any] = []
         self.cells: dict[Any, _Cells] = {}
 
     def add(self, path: tree_lib.KeyPath, value: Any) -> None:
@@ -151,7 +149,9 @@ class _Builder:
                 inner = jax.eval_shape(jax.random.key_data, value)
                 shape, dtype = tuple(inner.shape), inner.dtype
             counts, holders = self._sharding_cells(name, value)
-            sharding = self._sharding_row(value.sharding)
+            sharding = -1  # a kind that the tables cannot express
+            if isinstance(value.sharding, NamedSharding | SingleDeviceSharding):
+                sharding = self.shardings.setdefault(value.sharding, len(self.shardings))
         else:
             if kind in ("longstr", "longbytes"):
                 raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
@@ -177,7 +177,8 @@ class _Builder:
                 width = max(map(len, grids[leaf.grid].holders))
                 self.leaves[i] = dataclasses.replace(leaf, rotation=turns[leaf.grid] % width)
                 turns[leaf.grid] += steps[leaf.grid]
-        return ArrayItem(self.name, tuple(self.leaves), tuple(grids), tuple(self.sharding_rows), tuple(self.mesh_rows))
+        shardings = tuple(map(self._sharding_row, self.shardings))
+        return ArrayItem(self.name, tuple(self.leaves), tuple(grids), shardings, tuple(map(_mesh_row, self.meshes)))
 
     def _sharding_cells(self, name: str, value: jax.Array) -> _Cells:
         """The grid of an array's sharding, and the nodes that hold each cell; cached by sharding."""
@@ -237,24 +238,13 @@ class _Builder:
             finer.pop()
         return tuple(finer), tuple(holders[p] for p in parents)
 
-    def _sharding_row(self, sharding: Any) -> int:
-        if sharding in self.shardings:
-            return self.shardings[sharding]
+    def _sharding_row(self, sharding: Any) -> dict[str, Any]:
         if isinstance(sharding, NamedSharding):
-            mesh = sharding.mesh
-            if mesh not in self.meshes:
-                self.meshes[mesh] = len(self.mesh_rows)
-                self.mesh_rows.append(_mesh_row(mesh))
+            mesh = self.meshes.setdefault(sharding.mesh, len(self.meshes))
             spec = [list(e) if isinstance(e, tuple) else e for e in sharding.spec]
-            row: Any = {"mesh": self.meshes[mesh], "spec": spec, "memory": sharding.memory_kind}
-        elif isinstance(sharding, SingleDeviceSharding):
-            (device,) = sharding.device_set
-            row = {"device": device.id, "platform": device.platform, "memory": sharding.memory_kind}
-        else:
-            return self.shardings.setdefault(sharding, -1)
-        self.shardings[sharding] = len(self.sharding_rows)
-        self.sharding_rows.append(row)
-        return self.shardings[sharding]
+            return {"mesh": mesh, "spec": spec, "memory": sharding.memory_kind}
+        (device,) = sharding.device_set
+        return {"device": device.id, "platform": device.platform, "memory": sharding.memory_kind}
 
 
 def _mesh_row(mesh: Any) -> dict[str, Any]:

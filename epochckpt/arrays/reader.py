@@ -366,11 +366,7 @@ class EpochReader:
         return found
 
     def guard(
-        self,
-        path: str,
-        read: Callable[[], Any],
-        problem: str = "",
-        leaf: Callable[[], str | None] = lambda: None,
+        self, path: str, read: Callable[[], Any], problem: str = "", leaf: Callable[[], str | None] = lambda: None
     ) -> Any:
         """Calls `read`; raises EpochDeletedError if the epoch is gone, else what a failure says of the file."""
         try:

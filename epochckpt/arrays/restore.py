@@ -76,7 +76,7 @@ def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings
 
     # Match every leaf of the target before anything is read; all differences are reported together.
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
-    given = None if request.target is None else _restore_args(name, request.restore_args)
+    given = {} if request.target is None else _restore_args(name, request.restore_args)
     sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
     matcher = Matcher(item, shardings, request.resize)
     requests = matcher.match(pairs, request.partial, given, sources)

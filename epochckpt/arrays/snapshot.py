@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 
 from epochckpt._threads import Deadline
 from epochckpt.arrays import plan as plan_lib
-from epochckpt.arrays.items import SaveItem, by_number
+from epochckpt.arrays.items import SaveItem, of_hosted
 from epochckpt.arrays.plan import CellSource, ItemPlan
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.format import ItemRecord, Nodes, checksums
@@ -142,7 +142,13 @@ class Planner:
         """Plans a save; raises InvalidArgumentError for what cannot be saved."""
         trees: list[SavedTree] = []
         for item in items:
-            for node, tree in self._trees(item):
+            trees_of: dict[int, Any] = {}
+            if item.kind == "arrays":
+                trees_of = {self._nodes.hosted[0]: item.tree}
+            elif item.kind == "node":
+                advice = "NodeSave({node name: pytree}, by_node=True)"
+                trees_of = of_hosted(item.name, item.tree, item.by_node, self._nodes, advice)
+            for node, tree in trees_of.items():
                 try:
                     leaves, treedef = tree_lib.flatten_leaves(tree)
                 except (ValueError, TypeError) as error:
@@ -167,20 +173,6 @@ class Planner:
             return checksums.digest(json.dumps(agreed, separators=(",", ":")).encode())
 
         return SavePlan(items, trees, functools.cache(digest), self._nodes.process == 0)
-
-    def _trees(self, item: SaveItem) -> list[tuple[int, Any]]:
-        """(node number, tree) of every pytree of an item that this process saves."""
-        nodes = self._nodes
-        if item.kind == "files":
-            return []
-        if item.kind == "node" and item.by_node:
-            return list(by_number(item.name, item.tree, nodes).items())
-        if item.kind == "node" and len(nodes.hosted) > 1:
-            raise InvalidArgumentError(
-                f"item {item.name!r}: this process hosts {len(nodes.hosted)} nodes ({', '.join(nodes.hosted_names)}); "
-                "pass NodeSave({node name: pytree}, by_node=True)"
-            )
-        return [(nodes.hosted[0], item.tree)]
 
     def _plan(self, item: SaveItem, tree: Any) -> ItemPlan:
         pairs, _ = tree_lib.flatten(tree)

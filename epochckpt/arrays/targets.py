@@ -108,8 +108,8 @@ class Matcher:
         self,
         pairs: Sequence[tuple[tree_lib.KeyPath, Any]],
         partial: bool,
-        restore_args: Mapping[str, ocp.RestoreArgs] | None = None,
-        sources: Mapping[str, int] | None = None,
+        restore_args: Mapping[str, ocp.RestoreArgs],
+        sources: Mapping[str, int] | None,
     ) -> list[LeafRequest]:
         """One request per (key path, target leaf).
 
@@ -117,7 +117,7 @@ class Matcher:
         and leaves that the epoch lacks stay as the target has them. `restore_args` are by leaf name. `sources` gives
         the number of the recorded leaf by name of the target's leaf; without it names must be the same.
         """
-        given, numbers = restore_args or {}, self.item.by_name if sources is None else sources
+        numbers = self.item.by_name if sources is None else sources
         requests = []
         seen: set[int] = set()
         names = [tree_lib.leaf_name(path) for path, _ in pairs]
@@ -141,8 +141,8 @@ class Matcher:
             leaf = self.item.leaves[number]
             if readable(leaf.name) != readable(name):
                 leaf = dataclasses.replace(leaf, name=f"{name} (from {leaf.name})")
-            if name in given and wanted:
-                requests.append(self.with_restore_args(number, leaf, given[name], target))
+            if name in restore_args and wanted:
+                requests.append(self.with_restore_args(number, leaf, restore_args[name], target))
             else:
                 requests.append(self._leaf(number, leaf, target))
         if not partial:
@@ -168,30 +168,21 @@ class Matcher:
             return LeafRequest(-1, "keep", value=target)
         if leaf.kind in tree_lib.VALUE_KINDS and isinstance(target, ocp.metadata.ScalarMetadata):
             return LeafRequest(number, "python")
-        shape, dtype = getattr(target, "shape", None), getattr(target, "dtype", None)
         if isinstance(target, ocp.metadata.StringMetadata | str | bytes):
-            return self._text(number, leaf, target)
-        if shape is None or dtype is None:
-            return self._python(number, leaf, target)
-        return self._array(number, leaf, target, tuple(shape), dtype)
-
-    def _text(self, number: int, leaf: Leaf, target: Any) -> LeafRequest:
-        wanted = "bytes" if isinstance(target, bytes) else "str"
-        fits = ("str", "bytes") if isinstance(target, ocp.metadata.StringMetadata) else (wanted,)
-        if leaf.kind.removeprefix("long") not in fits:
-            return self._row(leaf.name, "type", describe_leaf(leaf), wanted)
-        return LeafRequest(number, "python")
-
-    def _python(self, number: int, leaf: Leaf, target: Any) -> LeafRequest:
+            fits = ["bytes"] if isinstance(target, bytes) else ["str"] if isinstance(target, str) else ["str", "bytes"]
+            if leaf.kind.removeprefix("long") not in fits:
+                return self._row(leaf.name, "type", describe_leaf(leaf), fits[0])
+            return LeafRequest(number, "python")
+        if getattr(target, "shape", None) is not None and getattr(target, "dtype", None) is not None:
+            return self._array(number, leaf, target, self.resize)
         if not isinstance(target, bool | int | float | complex) or leaf.kind in _TEXT_KINDS:
             return self._differs("type", leaf, target)
         if leaf.kind in ARRAY_KINDS and (leaf.shape != () or leaf.kind == "prng"):
             return self._differs("shape", leaf, target)
         return LeafRequest(number, "python", kind=type(target))
 
-    def _array(
-        self, number: int, leaf: Leaf, target: Any, shape: tuple[int, ...], dtype: Any, resize: bool | None = None
-    ) -> LeafRequest:
+    def _array(self, number: int, leaf: Leaf, target: Any, resize: bool) -> LeafRequest:
+        shape, dtype = tuple(target.shape), target.dtype
         typed = tree_lib.is_prng_dtype(dtype)
         describes = isinstance(target, ocp.metadata.ArrayMetadata | jax.ShapeDtypeStruct)
         if leaf.kind == "prng" and describes and shape == leaf.shape and dtype == leaf.dtype:
@@ -208,7 +199,7 @@ class Matcher:
             return self._differs("type", leaf, target)
         resized = None
         if shape != leaf.shape:
-            if not (self.resize if resize is None else resize) or len(shape) != len(leaf.shape):
+            if not resize or len(shape) != len(leaf.shape):
                 return self._differs("shape", leaf, target)
             self.resized[number] = resized = shape
         if isinstance(target, np.ndarray | np.generic):
@@ -247,7 +238,7 @@ class Matcher:
             dtype = target.dtype if dtype is None and of_array else dtype
         typed = dtype is not None and tree_lib.is_prng_dtype(dtype)
         if leaf.kind in EMPTY_KINDS or leaf.kind in _TEXT_KINDS:
-            return self._text(number, leaf, "") if kind is str else as_saved(number, leaf, self.shardings)
+            return self._leaf(number, leaf, "") if kind is str else as_saved(number, leaf, self.shardings)
         shape = logical_shape(leaf) if typed else leaf.shape
         for asked in shapes:
             if asked is not None and tuple(asked) not in (leaf.shape, logical_shape(leaf)):
@@ -261,11 +252,9 @@ class Matcher:
             if sharding is None and mesh is not None and args.mesh_axes is not None:
                 sharding = NamedSharding(mesh, args.mesh_axes)
             abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            return self._array(number, leaf, abstract, shape, dtype, self.resize or not strict)
-        if kind in (int, float, bool, complex):
-            return self._python(number, leaf, kind())
-        if kind is str:
-            return self._text(number, leaf, "")
+            return self._array(number, leaf, abstract, self.resize or not strict)
+        if kind in (str, int, float, bool, complex):
+            return self._leaf(number, leaf, kind())
         if kind is np.ndarray or (kind is None and dtype is not None):
             return LeafRequest(number, "numpy", None if dtype is None else np.dtype(dtype))
         return as_saved(number, leaf, self.shardings)

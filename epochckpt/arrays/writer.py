@@ -13,7 +13,7 @@ import functools
 import io
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,7 @@ from epochckpt.storage import Store, writing
 
 
 def write_arrays(
-    store: Store,
-    folder: str,
-    epoch: int,
-    plan: ItemPlan,
-    buffers: Sequence[Buffer],
-    block_bytes: int,
-    pool: Pool,
+    store: Store, folder: str, epoch: int, plan: ItemPlan, buffers: Sequence[Buffer], block_bytes: int, pool: Pool
 ) -> list[DataFile]:
     """Writes an item's data files into a node's staging folder, from one buffer per cell, in file order."""
     item = plan.item
@@ -45,7 +39,7 @@ def write_arrays(
             end = start + len(part.leaves)
             files.append(_File(store, folder, epoch, item, number, part, buffers[start:end], block_bytes))
             start = end
-        pool.run([task for file in files for task in file.tasks()])
+        pool.run([functools.partial(file.write, block) for file in files for block in range(len(file.ends))])
         # A last look at memory that is not ours, before anything is made durable.
         for source, buffer in zip(plan.sources, buffers, strict=True):
             if not buffer.unchanged():
@@ -114,29 +108,27 @@ class _File:
         self.record = DataFile(item.name, number, int(self.offsets[-1]), len(self.head), len(cells), block_bytes)
         self.writer = store.open_writer(paths.join(folder, self.record.path), self.record.size)
 
-    def tasks(self) -> list[Callable[[], None]]:
-        tasks: list[Callable[[], None]] = [lambda: self._put(0, 0, self.head)]
-        starts, ends = self.ends[:-1].tolist(), self.ends[1:].tolist()
-        firsts = np.searchsorted(self.offsets, self.ends[:-1], side="right") - 1
-        lasts = np.searchsorted(self.offsets, self.ends[1:], side="left")
-        for i, (start, end, first, last) in enumerate(zip(starts, ends, firsts.tolist(), lasts.tolist(), strict=True)):
-            tasks.append(functools.partial(self._block, i + 1, start, end, first, last))
-        return tasks
-
-    def _block(self, index: int, start: int, end: int, first: int, last: int) -> None:
+    def write(self, block: int) -> None:
+        """Writes one block: the header, a piece of a large cell, or a run of small cells."""
+        if not block:
+            self._put(0, 0, self.head)
+            return
+        start, end = self.ends[block - 1 : block + 1].tolist()
+        first = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        last = int(np.searchsorted(self.offsets, end, side="left"))
         if last - first == 1:
             buffer = self.buffers[first]
             base = int(self.offsets[first])
             data = buffer.array.reshape(-1).view(np.uint8).data[start - base : end - base]
-            self._put(index, start, data)
-            if buffer.sample is not None and f"{checksums.xxh3(data):016x}" != self.sums[index]:
+            self._put(block, start, data)
+            if buffer.sample is not None and f"{checksums.xxh3(data):016x}" != self.sums[block]:
                 raise BufferChangedError(self.epoch, self.names[first])
             buffer.release(start - base, end - base)
         else:  # a run of small cells is joined: a call that frees the interpreter lock costs more than copying
-            self._put(index, start, b"".join([b.array.tobytes() for b in self.buffers[first:last]]))
+            self._put(block, start, b"".join([b.array.tobytes() for b in self.buffers[first:last]]))
             for b in self.buffers[first:last]:
                 b.release()
 
-    def _put(self, index: int, offset: int, data: Any) -> None:
-        self.sums[index] = f"{checksums.xxh3(data):016x}"
+    def _put(self, block: int, offset: int, data: Any) -> None:
+        self.sums[block] = f"{checksums.xxh3(data):016x}"
         self.writer.write(offset, data)

@@ -21,7 +21,7 @@ from epochckpt._threads import Pool
 from epochckpt.arrays import items
 from epochckpt.commit import Coordinator, commits_of, restore_vote
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
-from epochckpt.format import EpochRecord, paths
+from epochckpt.format import paths
 from epochckpt.manager import export_formats
 from epochckpt.manager.export_formats import TensorOptions
 from epochckpt.manager.reader import epoch_number
@@ -73,8 +73,8 @@ def export(
       Typed PRNG keys become their key data. What the format cannot say (Python values, key paths) is noted in the
       file's `__metadata__`, for `import_`.
 
-    Memory stays bounded: by blocks for `"orbax"`, by about twice `max_buffer_bytes` for `"safetensors"`. One process
-    does it, at any time, also while the job goes on saving.
+    One process does it, at any time, also while the job goes on saving. Memory is bounded by blocks, or by about twice
+    `max_buffer_bytes`.
 
     Args:
         directory: where the epochs live: a path or a URL.
@@ -82,9 +82,9 @@ def export(
         destination: a local folder that is missing or empty; an empty one is replaced, by one of its mode and group.
         format: `"orbax"` or `"safetensors"`.
         item: export this item only; safetensors needs it if there are several of arrays.
-        separator: safetensors: joins the keys of a leaf's path to its name; "." is what Hugging Face and Orbax use.
-        max_file_bytes: safetensors: goes on in a further file past so many bytes of tensors.
-        max_buffer_bytes: safetensors: bound on the bytes that are held at a time.
+        separator: joins the keys of a leaf's path to the name of its tensor; "." is what Hugging Face and Orbax use.
+        max_file_bytes: bytes of tensors after which safetensors go on in a further file.
+        max_buffer_bytes: bound on the bytes of tensors that are held at a time.
         skip_unsupported: leave out, and log, what the format cannot express, instead of refusing.
         options: the step name format, if it is not the default.
         progress: is called with the bytes of each piece that was written, from any thread.
@@ -98,19 +98,19 @@ def export(
         OSError: the destination cannot be written.
 
     Example:
-        >>> import os
-        >>> import numpy as np
-        >>> import orbax.checkpoint as ocp
-        >>> import epochckpt as ec
         >>> with ec.CheckpointManager("run") as manager:
         ...     saved = manager.save(4, args=ocp.args.StandardSave({"w": np.zeros(3)}))
         >>> ec.export("run", None, "tensors", "safetensors").epoch
         4
-        >>> os.listdir("tensors")
-        ['model.safetensors']
     """
     began = time.monotonic()
-    _check(format, separator, max_file_bytes, max_buffer_bytes)
+    if format not in FORMATS:
+        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, FORMATS))}")
+    if not isinstance(separator, str) or not separator:
+        raise InvalidArgumentError(f"separator must be a text of at least one character, got {separator!r}")
+    for name, value in (("max_file_bytes", max_file_bytes), ("max_buffer_bytes", max_buffer_bytes)):
+        if type(value) is not int or value < 1:
+            raise InvalidArgumentError(f"{name} must be a positive integer, got {value!r}")
     store = open_store(directory)
     names = StepNames.of(options or ocp.CheckpointManagerOptions())
     commits = commits_of(store, names)
@@ -134,8 +134,9 @@ def export(
             if format == "orbax":
                 unsupported = export_formats.write_orbax(reader, record, target, skip_unsupported)
             else:
-                arrays = _item_of_arrays(record)
-                unsupported = export_formats.write_safetensors(reader, arrays, target, tensor_options)
+                arrays = [name for name, entry in record.items.items() if entry.arrays is not None]
+                chosen = item or items.chosen_arrays(number, arrays, None)
+                unsupported = export_formats.write_safetensors(reader, chosen, target, tensor_options)
             nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
             reader.check_present("it was being exported")
         return Exported(number, place, nbytes, unsupported)
@@ -158,16 +159,6 @@ def export(
     size = _units.nbytes(done.nbytes)
     logging.info("epoch %d of %s exported as %s to %s: %s in %.2f s", done.epoch, store.root, format, place, size, secs)
     return done
-
-
-def _check(format: str, separator: str, max_file_bytes: int, max_buffer_bytes: int) -> None:
-    if format not in FORMATS:
-        raise InvalidArgumentError(f"format {format!r} is not known; expected one of {', '.join(map(repr, FORMATS))}")
-    if not isinstance(separator, str) or not separator:
-        raise InvalidArgumentError(f"separator must be a text of at least one character, got {separator!r}")
-    for name, value in (("max_file_bytes", max_file_bytes), ("max_buffer_bytes", max_buffer_bytes)):
-        if type(value) is not int or value < 1:
-            raise InvalidArgumentError(f"{name} must be a positive integer, got {value!r}")
 
 
 def _local_root(store: Store) -> str | None:
@@ -200,18 +191,6 @@ def _destination(destination: str | os.PathLike[str], root: str | None) -> str:
     elif os.path.lexists(path):
         raise InvalidArgumentError(f"destination {path} is a file; expected a folder that is missing or empty")
     return path
-
-
-def _item_of_arrays(record: EpochRecord) -> str:
-    if len(record.items) == 1:
-        return next(iter(record.items))
-    arrays = [name for name, item in record.items.items() if item.arrays is not None]
-    if len(arrays) != 1:
-        raise InvalidArgumentError(
-            f"epoch {record.epoch} has {len(arrays)} items of arrays; pass item= (--item), one of: "
-            f"{', '.join(arrays) or 'none'}"
-        )
-    return arrays[0]
 
 
 @contextlib.contextmanager

@@ -49,13 +49,12 @@ def import_(
     """Makes a committed epoch out of a flax msgpack or a safetensors file, or a folder of those.
 
     Arrays become NumPy leaves, bit for bit. Safetensors are streamed in bounded memory, whatever the size of the file
-    (on object stores bounded by the size of a data file's part); msgpack files are read whole. Like every manager that
-    writes it fences off whatever else writes to `directory`: do not import into the directory of a running job. One
-    process does it; the source must not change or shrink meanwhile.
+    (on object stores by the size of a data file's part); msgpack files are read whole. One process does it. Like every
+    manager that writes it fences off whatever else writes to `directory`: do not import into that of a running job.
 
     Args:
         source: a local `.msgpack` file (`flax.serialization.to_bytes`, `msgpack_serialize`), a `.safetensors` file, or
-            a folder with one of them or with the parts and the index of Hugging Face.
+            a folder with one of them or with the parts and the index of Hugging Face. It must not change meanwhile.
         directory: where the epochs live; created if it is missing.
         epoch: the number of the new epoch.
         format: `"msgpack"` or `"safetensors"`; None: by the file's ending, else by its first bytes.
@@ -67,9 +66,6 @@ def import_(
         options: the step name format and the mode of folders, if they are not the default.
         storage: how bytes get to storage.
 
-    Returns:
-        The status of the epoch.
-
     Raises:
         FormatError: the source is truncated, damaged or no such file. As after every other error nothing was written.
         UnsupportedError: a dtype that we lack, or several processes.
@@ -78,9 +74,7 @@ def import_(
         OSError: the source cannot be read.
 
     Example:
-        >>> import numpy as np
         >>> from flax import serialization
-        >>> import epochckpt as ec
         >>> with open("params.msgpack", "wb") as file:
         ...     written = file.write(serialization.to_bytes({"w": np.arange(3)}))
         >>> ec.import_("params.msgpack", "run", 0).state
