@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -166,46 +166,33 @@ def _pairs(before: EpochDetail, after: EpochDetail) -> tuple[list[_Pair], dict[s
         # A node that is not listed in such an item may have one, in a record that cannot be read.
         unlisted = [side.problem for side in broken if not any(n.problem for n in side.nodes.values())]
         problems |= {name: unlisted[0]} if unlisted else {}
-        for node, one, other in _parts(ones.get(name), others.get(name)):
+        parts = _parts(ones.get(name)), _parts(others.get(name))
+        for node in parts[0] | parts[1]:
             if node and any(node not in side.nodes for side in broken):
                 continue
-            sides = [side for side in (one, other) if side is not None]
+            sides = [side[node] for side in parts if node in side]
             reasons = [side.problem for side in sides if side.problem]
             if reasons:
                 problems[f"{name}:{node}" if node else name] = reasons[0]
             if any(side.problem and not side.leaves and not side.files for side in sides):
                 continue  # what the other epoch has is neither added nor removed, as far as anybody knows
-            pairs += [_Pair(name, node, *pair) for pair in _merged(*([*s.leaves] if s else [] for s in (one, other)))]
-            pairs += [_Pair(name, node, *pair) for pair in _merged(*([*s.files] if s else [] for s in (one, other)))]
+            before_it, after_it = (side.get(node, ItemRow(name, "")) for side in parts)
+            pairs += [_Pair(name, node, *pair) for pair in _paired(before_it.leaves, after_it.leaves)]
+            pairs += [_Pair(name, node, *pair) for pair in _paired(before_it.files, after_it.files)]
     return pairs, problems
 
 
-def _parts(one: ItemRow | None, other: ItemRow | None) -> Iterator[tuple[str, ItemRow | None, ItemRow | None]]:
-    """An item as (node, before, after): once, or for each node that has its own."""
-    nodes = [dict(side.nodes) if side is not None and side.kind == "node" else {} for side in (one, other)]
-    whole = [side if side is not None and side.kind != "node" else None for side in (one, other)]
-    if any(side is not None for side in whole):
-        yield "", whole[0], whole[1]
-    for node in nodes[0] | nodes[1]:
-        yield node, nodes[0].get(node), nodes[1].get(node)
+def _parts(item: ItemRow | None) -> dict[str, ItemRow]:
+    """An item by node where each node has its own; else the item under an empty name."""
+    if item is None:
+        return {}
+    return dict(item.nodes) if item.kind == "node" else {"": item}
 
 
-def _merged(before: Sequence[T], after: Sequence[T]) -> Iterator[tuple[T | None, T | None]]:
-    """Rows of the same name together, in the order of both as far as they agree; else in that of the second."""
-    places = {row.name: place for place, row in enumerate(before)}
-    left = {row.name for row in before} - {row.name for row in after}
-    next_ = 0
-    for row in after:
-        place = places.get(row.name)
-        if place is None:
-            yield None, row
-            continue
-        for gone in before[next_:place]:
-            if gone.name in left:
-                yield gone, None
-        next_ = max(next_, place + 1)
-        yield before[place], row
-    yield from ((gone, None) for gone in before[next_:] if gone.name in left)
+def _paired(before: Iterable[T], after: Iterable[T]) -> Iterator[tuple[T | None, T | None]]:
+    """Rows of the same name together: in the order of the second epoch, then those that it lacks."""
+    ones, others = ({row.name: row for row in rows} for rows in (before, after))
+    return ((ones.get(name), others.get(name)) for name in others | ones)
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -162,7 +162,7 @@ def find(commits: Commits, epoch: int) -> EpochRow | None:
     if not isinstance(row, EpochRow):
         return None
     try:
-        row = with_attached(commits, row, commits.store.find(paths.METRICS_PREFIX, row.folder))
+        row = _with_attached(commits, row)
     except StorageError as error:
         logging.warning("attached metrics are left out: %s", error)
     return with_size(commits, row)
@@ -177,9 +177,12 @@ def with_size(commits: Commits, row: EpochRow) -> EpochRow:
     return row
 
 
-def with_attached(commits: Commits, row: EpochRow, files: Sequence[str]) -> EpochRow:
-    """The row with the metrics that `files`, beside the epoch, attach to it."""
-    if row.state != COMMITTED or not row.attempt or not files:
+def _with_attached(commits: Commits, row: EpochRow, listed: Mapping[str, list[str]] | None = None) -> EpochRow:
+    """The row with the metrics that were attached later; their files may be `listed` already, by epoch's folder."""
+    if row.state != COMMITTED or not row.attempt:
+        return row
+    files = commits.store.find(paths.METRICS_PREFIX, row.folder) if listed is None else listed.get(row.folder)
+    if not files:
         return row
     sources = attached_metrics.read(commits, files, row.epoch, row.attempt)
     metrics = attached_metrics.merge(row.metrics, sources)
@@ -280,9 +283,8 @@ def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
     """What else a folder with an epoch's name may be: an epoch that lost its record, or somebody else's folder."""
     if commits.lost_records(folder):
         detail = f"its commit record, {paths.EPOCH_RECORD}, is missing: nothing of it can be verified, it is not read"
-        size = leftovers.extent(commits.store, folder)
-        nbytes = size.nbytes if size is not None else 0
-        return EpochRow(commits.names.parse(folder) or 0, DAMAGED, detail=detail, folder=folder, nbytes=nbytes)
+        size = leftovers.extent(commits.store, folder) or leftovers.DiskUsage()
+        return EpochRow(commits.names.parse(folder) or 0, DAMAGED, detail=detail, folder=folder, nbytes=size.nbytes)
     if not commits.store.renames and not commits.store.exists(paths.join(folder, marks.STEP_RECORD)):
         return None  # attempts, see `leftovers.orphans`
     detail = "named like an epoch, and none: neither ours nor stock Orbax's on a file system"
@@ -382,7 +384,8 @@ class _Scan:
         self._commits, self._metric, self._mode = commits, metric, mode
         self._problems: dict[str, str] = {}
         self._rows: dict[int, EpochRow] = {}
-        self._attached: Mapping[str, list[str]] = {}
+        # On an object store, one listing instead of one for each epoch.
+        self._attached = None if commits.store.renames else attached_metrics.by_folder(commits)
 
     def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
         commits, only = self._commits, self._commits.names.only
@@ -395,11 +398,9 @@ class _Scan:
         # then another one is.
         newest = sorted(self._rows, reverse=True)
         shown = set(newest if limit is None else newest[:limit])
-        if not commits.store.renames:
-            self._attached = attached_metrics.by_folder(commits)  # one listing instead of one for each epoch
-        self._attach(shown if self._metric is None else self._rows)
+        self._update(self._attach, shown if self._metric is None else self._rows)
         if check:
-            self._check(_first(self._rows, shown))
+            self._update(self._check, _first(self._rows, shown))
         while True:
             latest = max((epoch for epoch, row in self._rows.items() if row.state == COMMITTED), default=None)
             best = self._best()
@@ -409,21 +410,17 @@ class _Scan:
                 break
             shown |= missing
             if self._metric is None:
-                self._attach(missing)
+                self._update(self._attach, missing)
             if check:
-                self._check(missing)
-        rows = [
-            dataclasses.replace(with_size(commits, self._rows[epoch]), latest=epoch == latest, best=epoch == best)
-            for epoch in shown
-        ]
+                self._update(self._check, missing)
+        sized = {epoch: with_size(commits, self._rows[epoch]) for epoch in shown}
+        rows = [dataclasses.replace(row, latest=e == latest, best=e == best) for e, row in sized.items()]
 
         committed = {row.attempt for row in rows}
         attempts = [row for row in found.attempts if row.attempt not in committed]
         if isinstance(commits, PutCommits) and not only:
-            beside = [
-                folder for epoch, folder in folders.items() if epoch not in self._rows or epoch in newest[:_NEWEST]
-            ]
-            attempts += leftovers.orphans(commits, beside)
+            near = [epoch for epoch in folders if epoch not in self._rows or epoch in newest[:_NEWEST]]
+            attempts += leftovers.orphans(commits, [folders[epoch] for epoch in near])
         hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
         return Overview(
             directory=place(commits),
@@ -450,12 +447,9 @@ class _Scan:
             if problem:
                 self._problems[paths.ROLLBACK_RECORD] = problem
         found = folders_of(self._commits, entries, hidden)
-        if (
-            not found
-            and not hidden
-            and (hint := step_names.named_otherwise(self._commits.store, list(entries.items())))
-        ):
-            self._problems[""] = hint
+        if not found and not hidden:
+            hint = step_names.named_otherwise(self._commits.store, list(entries.items()))
+            self._problems |= {"": hint} if hint else {}
         return found
 
     def _read(self, folders: Mapping[int, str]) -> list[LeftoverRow]:
@@ -465,27 +459,21 @@ class _Scan:
         self._rows = {epoch: row for epoch, row in found.items() if isinstance(row, EpochRow)}
         return [row for row in found.values() if isinstance(row, LeftoverRow)]
 
-    def _attach(self, epochs: Collection[int]) -> None:
-        """Completes rows with the metrics that were attached to their epochs."""
-        store, metrics = self._commits.store, paths.METRICS_PREFIX
+    def _update(self, change: Callable[[EpochRow], EpochRow], epochs: Collection[int]) -> None:
+        def update(epoch: int) -> None:
+            self._rows[epoch] = change(self._rows[epoch])
 
-        def attach(epoch: int) -> None:
-            row = self._rows[epoch]
-            try:
-                files = store.find(metrics, row.folder) if store.renames else self._attached.get(row.folder, ())
-                self._rows[epoch] = with_attached(self._commits, row, files)
-            except (StorageError, OSError) as error:
-                self._problems[row.folder] = str(error)
+        self._commits.store.each(update, list(epochs))
 
-        store.each(attach, [epoch for epoch in epochs if self._rows[epoch].state == COMMITTED])
+    def _attach(self, row: EpochRow) -> EpochRow:
+        try:
+            return _with_attached(self._commits, row, self._attached)
+        except (StorageError, OSError) as error:
+            self._problems[row.folder] = str(error)
+            return row
 
-    def _check(self, epochs: Collection[int]) -> None:
-        """Looks at the files of epochs."""
-
-        def check(epoch: int) -> None:
-            self._rows[epoch] = checked(self._commits, self._rows[epoch])
-
-        self._commits.store.each(check, list(epochs))
+    def _check(self, row: EpochRow) -> EpochRow:
+        return checked(self._commits, row)
 
     def _best(self) -> int | None:
         """The best epoch, the later of equals."""
