@@ -6,6 +6,7 @@ data, which is what reading them gives.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -22,23 +23,12 @@ from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, Leaf, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.inspection import leftovers
 from epochckpt.inspection.leaf_reader import LeafReader
-from epochckpt.inspection.rows import (
-    DAMAGED,
-    UNCOMMITTED,
-    EpochDetail,
-    EpochRow,
-    FileRow,
-    ItemRow,
-    LeafRow,
-    ShardingRow,
-)
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, FileRow, ItemRow, LeafRow, ShardingRow
 from epochckpt.orbax import OrbaxRecord, marks, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store
 
-MAX_REPR = 120
-"""Characters of a Python value that a row shows."""
-
+MAX_REPR = 120  # characters of a Python value that a row shows
 _TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}  # as jax names the dtypes of keys
 _MAX_SCALARS = 1000  # of stock Orbax, each of which is an array by itself, read to show its value
 _MAX_FILES = 100_000
@@ -54,7 +44,7 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
         EpochDeletedError: it is not there any more.
         AccessError: it may not be read.
     """
-    if row.state in UNCOMMITTED:
+    if row.state not in (COMMITTED, DAMAGED):
         return EpochDetail(row, ())
     try:
         reader = LeafReader(commits, row.epoch)
@@ -255,15 +245,13 @@ def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
 def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:
     """How the array lay on devices, as far as Orbax recorded it; it does not record which node wrote what."""
     recorded = item.shardings.get(row.param, {})
-    try:
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # it says nothing that we know
         if recorded.get("sharding_type") == "SingleDeviceSharding":
             return ShardingRow((1,) * len(row.leaf.shape), spec=f"one device ({recorded['device_str']})")
         if recorded:
             axes, shape, spec = recorded["axis_names"], recorded["shape"], recorded["partition_spec"]
             counts = _counts(dict(zip(axes, shape, strict=True)), spec, row.leaf.shape)
             return ShardingRow(counts, spec=_words(axes, shape, spec, recorded.get("memory_kind")))
-    except (KeyError, TypeError, ValueError):  # it says nothing that we know
-        pass
     pieces = row.write_shape
     if pieces is None or len(pieces) != len(row.leaf.shape) or not all(pieces):
         pieces = row.leaf.shape

@@ -14,19 +14,10 @@ from epochckpt.errors import DamagedError, EpochDeletedError, EpochNotFoundError
 from epochckpt.format import paths
 from epochckpt.inspection import describe, plain, scan, stats
 from epochckpt.inspection.leaf_reader import LeafReader
-from epochckpt.inspection.rows import (
-    COMMITTED,
-    DAMAGED,
-    Diff,
-    DiffRow,
-    EpochDetail,
-    EpochRow,
-    ItemRow,
-    LeafRow,
-    LeafStats,
-)
+from epochckpt.inspection.rows import DAMAGED, Diff, DiffRow, EpochDetail, EpochRow, ItemRow, LeafRow, LeafStats
 from epochckpt.inspection.select import leaves_of, narrowed, quoted
 from epochckpt.manager import Verification
+from epochckpt.manager.reader import ignore
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that have been read since the last call."""
@@ -90,6 +81,9 @@ class _Table(Shown, Sequence[T]):
     def __init__(self, rows: Sequence[T]):
         self.rows = tuple(rows)
 
+    def _rows(self) -> Any:
+        return self.rows
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -99,9 +93,6 @@ class _Table(Shown, Sequence[T]):
 
 class StatsView(_Table[LeafStats]):
     """Statistics of leaves, in the order of the tree."""
-
-    def _rows(self) -> tuple[LeafStats, ...]:
-        return self.rows
 
 
 class DiffView(_Table[DiffRow]):
@@ -134,14 +125,10 @@ class EpochInspection(Container):
         """
         row = scan.checked(self._commits, self.plain_row())
         latest, best = self._latest_and_best()
-        return dataclasses.replace(row, latest=row.state == COMMITTED and row.epoch == latest, best=row.epoch == best)
+        return dataclasses.replace(row, latest=row.state != DAMAGED and row.epoch == latest, best=row.epoch == best)
 
     def plain_row(self) -> EpochRow:
-        """The row without a look at the files or at other epochs.
-
-        Raises:
-            EpochDeletedError: the epoch is not there any more.
-        """
+        """The row without a look at the files or at other epochs; raises EpochDeletedError if the epoch is gone."""
         row = scan.find(self._commits, self.epoch)
         if row is None:
             raise self._gone()
@@ -152,12 +139,7 @@ class EpochInspection(Container):
         return describe.describe(self._commits, self.row)
 
     def leaves(self) -> LeafReader:
-        """A reader of the leaves of the attempt that is committed now.
-
-        Raises:
-            DamagedError: the epoch's record cannot be used.
-            EpochDeletedError: the epoch is not there any more.
-        """
+        """A reader of the leaves of the attempt that is committed now."""
         try:
             return LeafReader(self._commits, self.epoch)
         except EpochNotFoundError as error:
@@ -200,7 +182,7 @@ class EpochInspection(Container):
         item: str | None = None,
         node: str | None = None,
         *,
-        progress: Progress | None = None,
+        progress: Progress = ignore,
     ) -> StatsView:
         """Statistics of every array that is meant; reads those arrays, in pieces.
 
@@ -224,13 +206,12 @@ class EpochInspection(Container):
         reader, rows = self.leaves(), []
         for name, of, leaf in arrays:
             rows.append(stats.of_leaf(functools.partial(reader.pieces, name, leaf.name, of), name, leaf, of))
-            if progress is not None:
-                progress(leaf.nbytes)
+            progress(leaf.nbytes)
         return StatsView(rows)
 
-    def verify(self, progress: Progress | None = None) -> Verification:
+    def verify(self, progress: Progress = ignore) -> Verification:
         """Reads every byte of the epoch and compares it with what was written; see `CheckpointManager.verify`."""
-        return self.leaves().verify(progress or (lambda nbytes: None))
+        return self.leaves().verify(progress)
 
     def _rows(self) -> EpochDetail:
         return self.detail()
@@ -313,7 +294,7 @@ class ItemInspection(Container):
             raise UnknownNameError(f"{self._where}: there is no file {quoted(file)}; {_text.near(file, names)}")
         return self._leaves.file(self.row.name, file, self._node)
 
-    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> StatsView:
+    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress = ignore) -> StatsView:
         """Statistics of the item's arrays; see `EpochInspection.stats`."""
         return self._epoch.stats(patterns, self.row.name, self._node or None, progress=progress)
 

@@ -69,18 +69,12 @@ def collect(
     Args:
         directory: a path or a URL.
         delete: remove what is found; otherwise nothing is changed.
-        older_than_secs: only what nothing was written to for so long; more than a save may take.
-        epochs_too: also epochs that were rolled back, replaced because they were damaged, or moved to the folder that
-            `todelete_subdir` names.
+        older_than_secs: only what nothing was written to for so long; must be more than a save may take.
+        epochs_too: also the kinds that hold epochs, among them the folder that `options.todelete_subdir` names.
         options: the step name format and `todelete_subdir`, if they are not the defaults.
         storage: the options of the jobs that save here, if their `save_timeout_secs` is not the default.
         clock: the time, seconds since 1970.
         progress: called with each row that is gone.
-
-    Raises:
-        InvalidArgumentError: a save may take longer than `older_than_secs`.
-        NotACheckpointDirectoryError: it is no checkpoint directory; says what it looks like instead.
-        AccessError: it may not be read.
     """
     bound = (storage or StorageOptions()).save_timeout_secs
     number = isinstance(older_than_secs, int | float) and not isinstance(older_than_secs, bool)

@@ -31,19 +31,8 @@ from epochckpt.commit import Commits, placing
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths
-from epochckpt.inspection.rows import (
-    ABANDONED,
-    ATTEMPT,
-    DELETED,
-    FOREIGN,
-    IN_PROGRESS,
-    ORBAX_ATTEMPT,
-    QUARANTINED,
-    ROLLED_BACK,
-    EpochRow,
-    LeftoverRow,
-    NodeRow,
-)
+from epochckpt.inspection import rows
+from epochckpt.inspection.rows import EpochRow, LeftoverRow, NodeRow
 from epochckpt.storage import Store
 
 MAX_ENTRIES = 100_000
@@ -141,7 +130,7 @@ def _objects(store: Store, path: str) -> DiskUsage | None:
 LIVE_SECS = 600.0
 """An attempt that something was written to within so many seconds counts as under way."""
 
-KEPT = frozenset({ROLLED_BACK, QUARANTINED})
+KEPT = frozenset({rows.ROLLED_BACK, rows.QUARANTINED})
 """Kinds of leftovers that hold epochs."""
 
 GC_PREFIX = "gc-"
@@ -149,10 +138,10 @@ GC_PREFIX = "gc-"
 _ATTEMPT = re.compile(r"(\d+)-(\d+)\Z")
 _STAGED = rf"(.*-)?[0-9a-f]{{8,16}}{re.escape(paths.TMP_SUFFIX)}\Z"
 _NAMED = (
-    (re.compile(r"rolled-back-[0-9a-f]{16}\Z"), ROLLED_BACK, "quarantined by rollback_to"),
-    (re.compile(r"damaged-[0-9a-f]{16}\Z"), QUARANTINED, "a damaged epoch that was replaced"),
-    (re.compile(f"(?s)export-{_STAGED}"), ATTEMPT, "staging of an export"),
-    (re.compile(f"(?s){GC_PREFIX}{_STAGED}"), DELETED, "being removed, or left by a removal that was interrupted"),
+    (re.compile(r"rolled-back-[0-9a-f]{16}\Z"), rows.ROLLED_BACK, "quarantined by rollback_to"),
+    (re.compile(r"damaged-[0-9a-f]{16}\Z"), rows.QUARANTINED, "a damaged epoch that was replaced"),
+    (re.compile(f"(?s)export-{_STAGED}"), rows.ATTEMPT, "staging of an export"),
+    (re.compile(f"(?s){GC_PREFIX}{_STAGED}"), rows.DELETED, "being removed, or left by a removal that was interrupted"),
 )
 _Found = tuple[str, str, tuple[int, ...], str]  # path, kind, epochs, detail
 _NO_NODES = frozenset({"metrics", "descriptor"})  # folders of the Orbax view; no node may be called so
@@ -216,9 +205,9 @@ def _in_directory(commits: Commits, name: str, todelete_subdir: str | None) -> I
         _, kind, detail = known
         yield name, kind, _epochs_in(commits, name) if kind in KEPT else (), detail
     elif name == todelete_subdir:
-        yield name, QUARANTINED, _epochs_in(commits, name), "deleted epochs, kept because of todelete_subdir"
+        yield name, rows.QUARANTINED, _epochs_in(commits, name), "deleted epochs, kept because of todelete_subdir"
     elif step is not None:
-        yield name, ORBAX_ATTEMPT, (step,), "a save of stock Orbax, under way or left over"
+        yield name, rows.ORBAX_ATTEMPT, (step,), "a save of stock Orbax, under way or left over"
 
 
 def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list[EpochRow]:
@@ -234,14 +223,14 @@ def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list
         row = _node(commits.store, path, node)
         if row is not None:
             nodes.setdefault((folder, attempt), []).append(row)
-    rows = []
+    attempts = []
     for (folder, attempt), found in nodes.items():
-        state = ABANDONED if is_fenced_off(attempt, newest) else IN_PROGRESS
+        state = rows.ABANDONED if is_fenced_off(attempt, newest) else rows.IN_PROGRESS
         detail = {
-            ABANDONED: "of an earlier run, which can no longer commit it",
-            IN_PROGRESS: "of the newest run, or of an upload: under way, or killed (object stores tell no times)",
+            rows.ABANDONED: "of an earlier run, which can no longer commit it",
+            rows.IN_PROGRESS: "of the newest run, or of an upload: under way, or killed (object stores tell no times)",
         }[state]
-        rows.append(
+        attempts.append(
             EpochRow(
                 epoch=commits.names.parse(folder) or 0,
                 state=state,
@@ -252,7 +241,7 @@ def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list
                 nbytes=sum(n.nbytes for n in found),
             )
         )
-    return rows
+    return attempts
 
 
 def is_fenced_off(attempt: str, newest: str) -> bool:
@@ -275,17 +264,17 @@ def _in_staging(commits: Commits, home: str, now_ns: int, attempts: list[EpochRo
             row = _attempt(store, path, int(tried[1]), f"{token}-{name}", node, now_ns)
             attempts += [row] if row is not None else []
         elif where is not None:
-            yield path, QUARANTINED, (), f"an epoch on the move to {where}: the next run puts it there"
+            yield path, rows.QUARANTINED, (), f"an epoch on the move to {where}: the next run puts it there"
         elif name.endswith(paths.TMP_SUFFIX) and any(placing.on_the_move(store, path)):
-            yield path, QUARANTINED, (), "what an earlier run left, with an epoch on the move in it"
+            yield path, rows.QUARANTINED, (), "what an earlier run left, with an epoch on the move in it"
         elif name.endswith(paths.TMP_SUFFIX):
-            yield path, DELETED, (), "what an earlier run left, out of sight"
+            yield path, rows.DELETED, (), "what an earlier run left, out of sight"
         elif gone is not None:
             epoch = commits.names.parse(gone)
             detail = "a deleted or replaced epoch, out of sight" if gone else "a failed save, or a draft, out of sight"
-            yield path, DELETED, () if epoch is None else (epoch,), detail
+            yield path, rows.DELETED, () if epoch is None else (epoch,), detail
         else:
-            yield path, FOREIGN, (), "not known"
+            yield path, rows.FOREIGN, (), "not known"
 
 
 def _attempt(store: Store, path: str, epoch: int, attempt: str, node: str | None, now_ns: int) -> EpochRow | None:
@@ -304,7 +293,7 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, node: str | None
         detail += f"; nothing was written for {_units.secs(age)}: it failed, or its job was killed"
     return EpochRow(
         epoch=epoch,
-        state=IN_PROGRESS if age < LIVE_SECS else ABANDONED,
+        state=rows.IN_PROGRESS if age < LIVE_SECS else rows.ABANDONED,
         detail=whole.problem or detail,
         folder=path,
         attempt=attempt,

@@ -14,7 +14,6 @@ COMMITTED = "committed"
 DAMAGED = "damaged"  # it cannot be read, or files are missing or have other sizes than recorded
 IN_PROGRESS = "in progress"  # an attempt that something was written to lately
 ABANDONED = "abandoned"  # an attempt that failed or died
-UNCOMMITTED = (IN_PROGRESS, ABANDONED)
 
 
 @dataclasses.dataclass(frozen=True)

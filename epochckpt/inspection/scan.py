@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
@@ -26,17 +27,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.inspection import leftovers, suggest
-from epochckpt.inspection.rows import (
-    COMMITTED,
-    DAMAGED,
-    FOREIGN,
-    UNCOMMITTED,
-    EpochRow,
-    LeftoverRow,
-    NodeRow,
-    Overview,
-    flat,
-)
+from epochckpt.inspection.rows import COMMITTED, DAMAGED, FOREIGN, EpochRow, LeftoverRow, NodeRow, Overview, flat
 from epochckpt.jobs.backends import base
 from epochckpt.orbax import StepNames, marks, step_names, steps
 from epochckpt.storage import Store, open_store
@@ -400,7 +391,7 @@ class _Scan:
         shown = set(newest if limit is None else newest[:limit])
         self._update(self._attach, shown if self._metric is None else self._rows)
         if check:
-            self._update(self._check, _first(self._rows, shown))
+            self._update(functools.partial(checked, commits), _first(self._rows, shown))
         while True:
             latest = max((epoch for epoch, row in self._rows.items() if row.state == COMMITTED), default=None)
             best = self._best()
@@ -412,7 +403,7 @@ class _Scan:
             if self._metric is None:
                 self._update(self._attach, missing)
             if check:
-                self._update(self._check, missing)
+                self._update(functools.partial(checked, commits), missing)
         sized = {epoch: with_size(commits, self._rows[epoch]) for epoch in shown}
         rows = [dataclasses.replace(row, latest=e == latest, best=e == best) for e, row in sized.items()]
 
@@ -424,8 +415,11 @@ class _Scan:
         hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
         return Overview(
             directory=place(commits),
-            # An epoch before the attempts that may replace it.
-            epochs=tuple(sorted([*rows, *attempts], key=lambda r: (r.epoch, r.state in UNCOMMITTED, r.attempt))),
+            epochs=tuple(
+                sorted(
+                    [*rows, *attempts], key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.attempt)
+                )
+            ),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
             leftovers=tuple(sorted([*found.others, *others], key=lambda row: row.path)),
@@ -471,9 +465,6 @@ class _Scan:
         except (StorageError, OSError) as error:
             self._problems[row.folder] = str(error)
             return row
-
-    def _check(self, row: EpochRow) -> EpochRow:
-        return checked(self._commits, row)
 
     def _best(self) -> int | None:
         """The best epoch, the later of equals."""

@@ -37,12 +37,7 @@ def no_folder(path: str) -> str:
 
 
 def folder(store: Store, found: Mapping[str, bool]) -> str:
-    """What to say of a folder that holds no epoch.
-
-    Args:
-        store: the folder.
-        found: the names in it, with whether each is a folder.
-    """
+    """What to say of a folder that holds no epoch, but these names (with whether each is a folder)."""
     above = os.path.dirname(store.root.rstrip("/")) or store.root
     if not found:
         return "is empty: nothing was saved there yet, or it is another one; check the path"

@@ -117,17 +117,10 @@ def watch(
     interval_secs: float = 1.0,
     history: int = 0,
 ) -> Generator[Event, None, bool]:
-    """Events as they are seen, oldest first.
+    """Events as they are seen, oldest first, in a directory that need not exist yet.
 
-    Args:
-        commits: the directory; need not exist yet.
-        until: end when this epoch, or a later one, is there, be it damaged; at once if it is already.
-        timeout_secs: end when no epoch was committed for this long; None: never.
-        interval_secs: how often to look.
-        history: how many of the epochs that are there at the beginning become events, the newest ones.
-
-    Returns:
-        False if it ended because of `timeout_secs`.
+    Ends with True when the epoch `until`, or a later one, is there, be it damaged; with False when no epoch was
+    committed for `timeout_secs`. Of the epochs that are there at the beginning, the newest `history` become events.
     """
     if not interval_secs > 0:
         raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
