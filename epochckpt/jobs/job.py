@@ -151,10 +151,9 @@ class Task:
         """Runs the task on a node's workspace; called by a session."""
         returned = self.fn(workspace)
         for output in self._outputs:
-            blob = output.blob
-            if blob is not None and blob not in workspace:
-                raise InvalidArgumentError(f"{self} was to give blob {blob!r}, which does not exist after it")
-            output.by_node[workspace.node] = returned if blob is None else workspace[blob]
+            if output.blob is not None and output.blob not in workspace:
+                raise InvalidArgumentError(f"{self} was to give blob {output.blob!r}, which does not exist after it")
+            output.by_node[workspace.node] = returned if output.blob is None else workspace[output.blob]
         return returned
 
     def __repr__(self) -> str:
@@ -274,8 +273,8 @@ class Job(_Scope):
         epoch_group: runs once per epoch.
         download_group: runs once, after the last epoch.
         exit_group: runs once, at the very end. A run that is preempted there runs both again when it is started again.
-        stop_conditions: `epochckpt.stop` conditions, callables, or task outputs.
-        nodes_to_checkpoint: nodes whose workspaces are checkpointed; by default those that `init_group` uses.
+        stop_conditions: see `add_stop_condition`.
+        nodes_to_checkpoint: by default those that `init_group` uses.
     """
 
     def __init__(

@@ -42,28 +42,26 @@ class Session(abc.ABC):
         return self._nodes or tuple(f"process_{i}" for i in range(self.coordinator.processes))
 
     @property
-    @abc.abstractmethod
     def hosted(self) -> tuple[str, ...]:
         """The nodes that run in this process."""
+        coordinator = self.coordinator
+        return self.nodes if coordinator.processes == 1 else (self.nodes[coordinator.process],)
 
     def workspace(self, node: str | None = None) -> Workspace:
         """The workspace of a node of this process; the name may be left out if there is only one."""
-        hosted = self.hosted
-        if node is None and len(hosted) != 1:
-            raise InvalidArgumentError(f"several nodes run here; say which: {', '.join(hosted)}")
-        if node is not None and node not in hosted:
-            raise InvalidArgumentError(f"no node {node!r} runs in this process; here: {', '.join(hosted)}")
-        return self._workspace(hosted[0] if node is None else node)
+        spaces = self.workspaces()
+        name = next(iter(spaces)) if node is None and len(spaces) == 1 else node
+        if name not in spaces:
+            raise InvalidArgumentError(f"expected one of the nodes of this process, {', '.join(spaces)}; got {node!r}")
+        return spaces[name]
 
     def workspaces(self) -> Mapping[str, Workspace]:
         """The workspaces of this process, by node."""
-        return {node: self._workspace(node) for node in self.hosted}
-
-    def _workspace(self, node: str) -> Workspace:
-        if len(self.hosted) > 1:
-            return self.root.child(node)
-        self.root.node = node
-        return self.root
+        first, *others = self.hosted
+        if others:
+            return {node: self.root.child(node) for node in self.hosted}
+        self.root.node = first
+        return {first: self.root}
 
     def run(self, runnable: Task | TaskGroup) -> dict[str, list[Any]]:
         """Runs a task, or the tasks of a group in their order, on the nodes of this process.
@@ -85,9 +83,9 @@ class Session(abc.ABC):
             raise InvalidArgumentError(f"{problem}; the nodes of this session are: {', '.join(self.nodes)}")
         returned: dict[str, list[Any]] = {}
         for task in tasks:
-            for node in self.hosted:
+            for node, workspace in self.workspaces().items():
                 if task.node in (None, node):
-                    returned.setdefault(node, []).append(self._run(task, group, self._workspace(node)))
+                    returned.setdefault(node, []).append(self._run(task, group, workspace))
         return returned
 
     def _run(self, task: Task, group: str, workspace: Workspace) -> Any:
@@ -123,15 +121,8 @@ class LocalSession(Session):
     def __init__(self, workspace: Workspace | None = None):
         super().__init__(workspace, Coordinator())
         if jax.process_count() > 1:
-            raise InvalidArgumentError(
-                f"LocalSession runs all nodes in one process; this is one of {jax.process_count()} of a "
-                "jax.distributed job: use DistributedSession"
-            )
-
-    @property
-    def hosted(self) -> tuple[str, ...]:
-        """All nodes."""
-        return self.nodes
+            job = f"one of {jax.process_count()} of a jax.distributed job: use DistributedSession"
+            raise InvalidArgumentError(f"LocalSession runs all nodes in one process; this is {job}")
 
     def open(self, nodes: Sequence[str]) -> None:
         """See Session."""
@@ -156,26 +147,18 @@ class DistributedSession(Session):
     def __init__(self, workspace: Workspace | None = None):
         super().__init__(workspace, coordination.connect(False))
 
-    @property
-    def hosted(self) -> tuple[str, ...]:
-        """This process's node."""
-        return (self.nodes[self.coordinator.process],)
-
     def open(self, nodes: Sequence[str]) -> None:
         """See Session."""
         if len(nodes) != self.coordinator.processes:
-            raise InvalidArgumentError(
-                f"the job has {len(nodes)} nodes ({', '.join(nodes)}), jax.distributed has "
-                f"{self.coordinator.processes} processes; a DistributedSession needs one process per node"
-            )
+            found = f"the job has {len(nodes)} nodes ({', '.join(nodes)}), jax.distributed {self.coordinator.processes}"
+            raise InvalidArgumentError(f"{found} processes; a DistributedSession needs one process per node")
         self._nodes = tuple(nodes)
 
     def _meet(self, named: Sequence[str]) -> None:
         if self._nodes or set(named) <= set(self.nodes):
             return
         if len(named) != self.coordinator.processes:
-            raise InvalidArgumentError(
-                f"these tasks name {', '.join(named)}, and the session does not know the job's nodes yet. Name all "
-                f"{self.coordinator.processes}, in the order of the processes: session.open([…])"
-            )
+            problem = f"these tasks name {', '.join(named)}, and the session does not know the job's nodes yet"
+            count = self.coordinator.processes
+            raise InvalidArgumentError(f"{problem}. Name all {count}, in the order of the processes: session.open([…])")
         self.open(named)

@@ -28,8 +28,7 @@ class Workspace(MutableMapping[str, Any]):
     """A node's blobs by name: pytrees of arrays and Python values, or objects with `get_state` and `set_state`.
 
     The blobs that exist when a job's `init_group` has run are checkpointed, later ones are temporary. What is not to
-    be checkpointed at all (a mesh, a compiled function) goes into `live`. Other attributes cannot be set: they would
-    be lost.
+    be checkpointed at all (a mesh, a compiled function) goes into `live`; other attributes cannot be set.
 
     >>> ws = ec.Workspace()
     >>> ws["total"] = 0
@@ -71,8 +70,7 @@ class Workspace(MutableMapping[str, Any]):
             name: the blob.
             abstract: a pytree of `jax.ShapeDtypeStruct`s (with shardings) or of values, as for `StandardRestore`, for
                 example `jax.eval_shape` of what makes the blob; None: as the epoch has it.
-            reshard: for a blob that differs per node: makes new states from those of another number of nodes, see
-                `epochckpt.args.NodeRestore`.
+            reshard: for a blob that differs per node, see `epochckpt.args.NodeRestore`.
         """
         self._targets[name] = Target(abstract, reshard)
 
