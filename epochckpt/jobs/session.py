@@ -50,10 +50,11 @@ class Session(abc.ABC):
     def workspace(self, node: str | None = None) -> Workspace:
         """The workspace of a node of this process; the name may be left out if there is only one."""
         spaces = self.workspaces()
-        name = next(iter(spaces)) if node is None and len(spaces) == 1 else node
-        if name not in spaces:
+        if node is None and len(spaces) == 1:
+            (node,) = spaces
+        if node is None or node not in spaces:
             raise InvalidArgumentError(f"expected one of the nodes of this process, {', '.join(spaces)}; got {node!r}")
-        return spaces[name]
+        return spaces[node]
 
     def workspaces(self) -> Mapping[str, Workspace]:
         """The workspaces of this process, by node."""
