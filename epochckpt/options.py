@@ -49,22 +49,16 @@ class StorageOptions:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("io_threads", "block_bytes", "replica_split_bytes"):
-            self._check_positive(name, int)
-        for name in ("part_bytes", "host_memory_limit_bytes"):
-            if getattr(self, name) is not None:
-                self._check_positive(name, int)
-        for name in ("save_timeout_secs", "open_timeout_secs", "restore_timeout_secs"):
-            self._check_positive(name, (int, float))
-        for name in ("orbax_view", "verify"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgumentError(f"StorageOptions.{name} must be a bool, got {getattr(self, name)!r}")
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), str(field.type)
+            if kind == "bool" and not isinstance(value, bool):
+                raise InvalidArgumentError(f"StorageOptions.{field.name} must be a bool, got {value!r}")
+            if kind == "bool" or (value is None and kind.endswith("None")):
+                continue
+            numbers = (int, float) if kind == "float" else (int,)
+            if isinstance(value, bool) or not isinstance(value, numbers) or not value > 0:
+                raise InvalidArgumentError(f"StorageOptions.{field.name} must be a positive number, got {value!r}")
         if not 4096 <= self.block_bytes <= 256 * 2**20:
             raise InvalidArgumentError(
                 f"StorageOptions.block_bytes must be between 4 KiB and 256 MiB, got {self.block_bytes}"
             )
-
-    def _check_positive(self, name: str, kind: type | tuple[type, ...]) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
-            raise InvalidArgumentError(f"StorageOptions.{name} must be a positive number, got {value!r}")

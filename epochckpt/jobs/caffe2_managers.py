@@ -46,25 +46,23 @@ def db_name(epoch: int, node_name: str, db_prefix: PathLike, path_prefix: PathLi
 
 
 def _check_type(name: str, value: str | None) -> None:
-    """Refuses an unknown kind of storage; None will do for `path_type`: the same as `db_type`."""
-    if value != DB_TYPE and (value is not None or name == "db_type"):
+    """Refuses an unknown kind of storage."""
+    if value != DB_TYPE:
         raise InvalidArgumentError(f"{name} {value!r} is not known; expected {DB_TYPE!r}, the only kind of storage")
 
 
 def _blob_names(names: Iterable[str]) -> list[str]:
-    """Names of blobs as a list; one string is refused, as it would be taken for its letters."""
-    if isinstance(names, str):
+    if isinstance(names, str):  # it would be taken for its letters
         raise InvalidArgumentError(f"blob_names is a list of names, got the string {names!r}")
     return [str(name) for name in names]
 
 
 def _node_names(nodes: Iterable[Any]) -> list[str]:
     """Names of nodes, each given as its name or as a `Node`, no name twice."""
-    given = [nodes] if isinstance(nodes, str | Node) else nodes
-    names = [paths.check_node_name(str(node)) for node in given]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise InvalidArgumentError(f"node {twice[0]!r} is named twice")
+    names = [paths.check_node_name(str(node)) for node in ([nodes] if isinstance(nodes, str | Node) else nodes)]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidArgumentError(f"node {name!r} is named twice")
     return names
 
 
@@ -95,19 +93,23 @@ class Manager(abc.ABC):
         """The managers of those nodes that are checkpointed, by node (not in Caffe2)."""
 
     @abc.abstractmethod
+    def _each(self) -> Iterable[CheckpointManager]:
+        """The managers of single nodes."""
+
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
         """The `notes` of the first node that has an epoch; None if none has it (not in Caffe2)."""
+        return next((one.recorded(epoch, "notes") for one in self._each() if one.has_epoch(epoch)), None)
 
-    @abc.abstractmethod
     def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
         """Adds the seconds that the last save or load took on each node of this process, by db name."""
+        stats.update(one.last for one in self._each() if one.last is not None)
 
     def set_params(
         self, nodes: Iterable[Any] | None, path_prefix: PathLike | None = None, path_type: str | None = None
     ) -> None:
         """Tells the metadata handler, if there is one, of the nodes; the first call of a job."""
         names = self.take_nodes(nodes)
-        _check_type("path_type", path_type)
+        _check_type("path_type", path_type or DB_TYPE)
         if self._handler is not None:
             self._handler.set_params(
                 db_prefix=self.db_prefix,
@@ -179,7 +181,7 @@ class CheckpointManager(Manager):
         self._ran_on: str | None = None
         self._initialised = False  # `init` was called; once its task has run, there are names
         self._blob_names: list[str] | None = None
-        self._last: tuple[str, float] | None = None  # db name and seconds of the last save or load
+        self.last: tuple[str, float] | None = None  # db name and seconds of the last save or load (not in Caffe2)
         self._recorder = containers.Recorder()
 
     def init(
@@ -198,17 +200,13 @@ class CheckpointManager(Manager):
             path_type: as `db_type`, for that epoch only.
         """
         self.take_nodes(nodes)
-        _check_type("path_type", path_type)
+        _check_type("path_type", path_type or DB_TYPE)
         epoch = None if retrieve_from_epoch is None else epoch_number(retrieve_from_epoch)
         self._initialised = True
         return self._task("init", lambda ws: self._init(ws, epoch, path_prefix))
 
     def blob_list(self) -> list[str]:
-        """The names of the blobs that are checkpointed.
-
-        Raises:
-            InvalidArgumentError: `init` has not run.
-        """
+        """The names of the blobs that are checkpointed; InvalidArgumentError if `init` has not run."""
         self._require_init("blob_list", self._blob_names is not None)
         return list(self._blob_names or ())
 
@@ -218,7 +216,7 @@ class CheckpointManager(Manager):
         Each comes back as what `ws.target` says. Nothing is loaded if something is wrong with any of them.
         """
         self._require_init("load", self._initialised)
-        _check_type("path_type", path_type)
+        _check_type("path_type", path_type or DB_TYPE)
         number = epoch_number(epoch)
         return self._task(f"load epoch {number}", lambda ws: self._load(ws, number, None, path_prefix))
 
@@ -244,18 +242,16 @@ class CheckpointManager(Manager):
         number = epoch_number(epoch)
         return self._task(f"save epoch {number}", lambda ws: self._save(ws, number))
 
-    def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
-        """Adds the seconds that the last save or load took here, by db name."""
-        if self._last is not None:
-            stats[self._last[0]] = self._last[1]
-
     def has_epoch(self, epoch: int) -> bool:
         """Whether this node has committed an epoch (not in Caffe2)."""
         return self._epochs.commits.is_committed(epoch)
 
-    def read_notes(self, epoch: int) -> dict[str, Any] | None:
-        """See Manager."""
-        return _recorded(self._epochs.reader(epoch), "notes") if self.has_epoch(epoch) else None
+    def recorded(self, epoch: int, name: str) -> dict[str, Any]:
+        """What this node saved with an epoch beside its blobs (not in Caffe2)."""
+        return _recorded(self._epochs.reader(epoch), name)
+
+    def _each(self) -> Iterable[CheckpointManager]:
+        return [self]
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """See Manager. Returns the name of the node's folder."""
@@ -265,11 +261,12 @@ class CheckpointManager(Manager):
                 f"CheckpointManager saves one node, got {len(names)}: {', '.join(names)}; "
                 "MultiNodeCheckpointManager saves several"
             )
-        if names and self._node not in (None, *names):
-            raise InvalidArgumentError(
-                f"this CheckpointManager was given node {self._node!r} and now {names[0]!r}; make another one"
-            )
-        self._node = names[0] if names else self._node
+        for name in names:
+            if self._node not in (None, name):
+                raise InvalidArgumentError(
+                    f"this CheckpointManager was given node {self._node!r} and now {name!r}; make another one"
+                )
+            self._node = name
         return [self.node_name]
 
     def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
@@ -334,11 +331,11 @@ class CheckpointManager(Manager):
                     f"{reader.folder} lacks {', '.join(map(repr, missing))}, which init determined to checkpoint; it "
                     f"has: {', '.join(items) or 'no blob'}. Pass init(retrieve_from_epoch={epoch})"
                 )
-            for name in wanted or ():
-                known = [n for n in (name, name.removeprefix(f"{self.node_name}/")) if n in items]
-                needed += [n for n in known[:1] if n not in needed]
-            targets = {items[name]: blobs.target_of(ws, name) for name in needed}
-            asked = {item: None if t is None else ocp.args.StandardRestore(t) for item, t in targets.items()}
+            known = (
+                [n for n in (name, name.removeprefix(f"{self.node_name}/")) if n in items] for name in wanted or ()
+            )
+            needed = needed or list(dict.fromkeys(names[0] for names in known if names))
+            asked = {items[name]: ocp.args.StandardRestore(blobs.target_of(ws, name)) for name in needed}
             values, types = epochs.restore(reader, asked), reader.record.custom_metadata.get("types")
             types = types if isinstance(types, dict) else {}
             made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in needed}
@@ -354,9 +351,9 @@ class CheckpointManager(Manager):
 
     @contextlib.contextmanager
     def _timed(self, epoch: int, path_prefix: PathLike | None) -> Iterator[None]:
-        self._last, began = None, time.monotonic()
+        self.last, began = None, time.monotonic()
         yield
-        self._last = db_name(epoch, self.node_name, self.db_prefix, path_prefix), time.monotonic() - began
+        self.last = db_name(epoch, self.node_name, self.db_prefix, path_prefix), time.monotonic() - began
 
     def _require_init(self, verb: str, done: bool) -> None:
         if not done:
@@ -479,15 +476,8 @@ class MultiNodeCheckpointManager(Manager):
             manager.notes = self.notes
         return self._group("save", lambda m: m.save(epoch))
 
-    def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
-        """Adds the seconds that the last save or load took on each node of this process, by db name."""
-        for manager in self._managers.values():
-            manager.collect_checkpoint_stats(stats)
-
-    def read_notes(self, epoch: int) -> dict[str, Any] | None:
-        """See Manager."""
-        found = (manager.read_notes(epoch) for manager in self._chosen(None).values())
-        return next((notes for notes in found if notes is not None), None)
+    def _each(self) -> Iterable[CheckpointManager]:
+        return self._managers.values()
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """See Manager. The first nodes stay."""

@@ -445,7 +445,7 @@ def test_notes_go_with_every_node(tmp_path: pathlib.Path) -> None:
     shutil.rmtree(tmp_path / "0" / "b")
     assert again.read_notes(0) == manager.notes
     with pytest.raises(errors.InvalidArgumentError, match="no nodes yet"):
-        multi(tmp_path).read_notes(0)
+        multi(tmp_path).save(0)
 
 
 def test_names_of_blobs_that_are_no_names_of_files(tmp_path: pathlib.Path) -> None:

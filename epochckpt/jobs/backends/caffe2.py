@@ -139,12 +139,7 @@ class Caffe2Backend(CheckpointBackend):
 
     def _stats(self) -> dict[str, tuple[str, float]]:
         """What the last operation saved or loaded on each node of this process: the db's name, and the seconds."""
-        found: dict[str, tuple[str, float]] = {}
-        for node, manager in self._managers().items():
-            manager.collect_checkpoint_stats(by_name := dict[str, float]())
-            if by_name:
-                found[node] = next(iter(by_name.items()))
-        return found
+        return {node: manager.last for node, manager in self._managers().items() if manager.last is not None}
 
     def _report(self, action: str, stats: Sequence[Mapping[str, tuple[str, float]]]) -> None:
         """Reports the seconds of the nodes of all processes together."""

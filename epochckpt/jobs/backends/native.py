@@ -91,12 +91,11 @@ class NativeBackend(ItemBackend):
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         manager, spaces, everyone = self._manager, self._spaces(), self._manager.node_names
         notes, kinds = self.notes(epoch), manager.item_kinds(epoch)
-        blobs, forms = (
-            blobs_of(_blob_items(kinds), notes, only),
-            notes.get("forms") or {},
-        )  # forms: saved with stock Orbax
+        blobs = blobs_of(_blob_items(kinds), notes, only)
+        forms = notes.get("forms") or {}  # of items that the runner saved with stock Orbax
         hosted, first = list(spaces), next(iter(spaces.values()))
         count = max(len(manager.nodes(epoch)), 1)
+
         # What each item is restored as. A state that one node saved for all is resharded here, once it is read.
         asked, to_reshard = dict[str, Any](), dict[str, Any]()
         for item, blob in blobs.items():
@@ -114,7 +113,8 @@ class NativeBackend(ItemBackend):
             else:
                 asked[item] = None
         got = manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
-        # What each node gets of it.
+
+        # What each node of this process gets of it.
         values: dict[str, dict[str, Any]] = {}
         for item, blob in blobs.items():
             if kinds[item] == "node":
