@@ -299,12 +299,10 @@ class Settings:
     def manager(self, **overrides: Any) -> CheckpointManager:
         """Opens the directory; in a job of several processes all must do so.
 
-        Args:
-            overrides: arguments of `CheckpointManager`, in place of those that the settings make or beside them.
+        `overrides` are arguments of `CheckpointManager`, and take precedence over the settings.
 
         Raises:
-            InvalidArgumentError: there is no directory. To train without saving, leave this and the runner's manager
-                out: `epochckpt.JobRunner(job)`.
+            InvalidArgumentError: there is no directory. To train without saving, use `epochckpt.JobRunner(job)`.
         """
         arguments = _with_directory(self._options_of(MANAGER) | overrides)
         for name, make in (("options", self.options), ("storage", self.storage), ("metadata_handler", self.handler)):
@@ -318,7 +316,7 @@ class Settings:
         Args:
             job: what to run.
             manager: the checkpoint manager, if it is not to be `self.manager()`, which is closed when the program ends.
-            overrides: arguments of `JobRunner`, in place of those that the settings make or beside them.
+            overrides: arguments of `JobRunner`; they take precedence over the settings.
 
         Raises:
             InvalidArgumentError: see `manager` and `JobRunner`; or everything is to be only read.
@@ -336,13 +334,9 @@ class Settings:
         return JobRunner(job, manager, **(arguments | overrides))
 
     def follow(self, **overrides: Any) -> Iterator[int]:
-        """Yields each newly committed epoch of the directory, for an evaluator.
+        """Yields each newly committed epoch of the directory, for an evaluator; refused without a directory.
 
-        Args:
-            overrides: arguments of `epochckpt.follow`, in place of those that the settings make or beside them.
-
-        Raises:
-            InvalidArgumentError: there is no directory.
+        `overrides` are arguments of `epochckpt.follow`, and take precedence over the settings.
         """
         own = {"directory": self.directory, "options": self.options()}
         return follow(**_with_directory(self._options_of(FOLLOW) | own | overrides))

@@ -29,7 +29,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt._threads import Deadline
-from epochckpt.arrays import EpochReader, Planner, items
+from epochckpt.arrays import Planner, items
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json
 from epochckpt.commit import Attempt, placing
@@ -48,7 +48,8 @@ from epochckpt.errors import (
     as_save_error,
 )
 from epochckpt.format import EpochRecord, Nodes, parsing, paths
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.reader import CheckpointReader, epoch_number
+from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames
 from epochckpt.orbax import options as checks
@@ -149,12 +150,10 @@ class NodeCommits(RenameCommits):
             with self.access():
                 self.store.make_folder(home)
                 # listed after our own was made: of two jobs that join at once, at least one sees the other
-                found = [
-                    entry.name for entry in self.store.list("") if paths.parse_node_staging(entry.name) == self.node
-                ]
+                found = [entry.name for entry in self.store.list("") if entry.name != home]
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._missing() from error
-        self.incarnation, self._older = incarnation, [name for name in found if name != home]
+        self.incarnation, self._older = incarnation, [n for n in found if paths.parse_node_staging(n) == self.node]
         self._leave = weakref.finalize(self, _leave, self.store, home, os.getpid())
 
     def begin(self, epoch: int, attempt: str) -> None:
@@ -194,16 +193,13 @@ class NodeCommits(RenameCommits):
         parent, final = str(epoch), self.folder(epoch)
         for mark in (paths.EPOCH_RECORD, STEP_RECORD):
             if self.store.exists(paths.join(parent, mark)):
-                raise SaveError(
-                    epoch,
-                    f"{self.store.root}/{parent} is an epoch of a CheckpointManager ({mark} lies in it); nodes that "
-                    "save by themselves need a directory of their own",
+                problem = (
+                    f"is an epoch of a CheckpointManager ({mark} lies in it); nodes that save by themselves need a"
                 )
+                raise SaveError(epoch, f"{self.store.root}/{parent} {problem} directory of their own")
         if self.store.exists(final) and not self.is_committed(epoch):
-            raise SaveError(
-                epoch,
-                f"{self.store.root}/{final} exists and holds no {paths.EPOCH_RECORD}: not replaced. Move it away",
-            )
+            problem = f"exists and holds no {paths.EPOCH_RECORD}: not replaced. Move it away"
+            raise SaveError(epoch, f"{self.store.root}/{final} {problem}")
 
     def release(self) -> None:
         """See Commits. Happens by itself when the object goes away."""
@@ -234,9 +230,8 @@ class NodeCommits(RenameCommits):
         try:
             yield
         except PermissionError as error:
-            raise AccessError(
-                f"{self.store.root}: {error}; this user (uid {os.getuid()}) needs read and write access"
-            ) from error
+            needed = f"this user (uid {os.getuid()}) needs read and write access"
+            raise AccessError(f"{self.store.root}: {error}; {needed}") from error
 
 
 def _leave(store: Store, home: str, pid: int) -> None:
@@ -269,15 +264,10 @@ class NodeEpochs:
     def _planner(self) -> Planner:
         return Planner(self._nodes, self._options, self._options.part_bytes)
 
-    def reader(self, epoch: int) -> EpochReader:
+    def reader(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; EpochNotFoundError lists the epochs of this node."""
-        commits, record = self.commits, self.commits.read_record(epoch)
-        return EpochReader(commits.store, commits.folder(epoch), record, self._pool, self._options.verify)
-
-    def restore(self, reader: EpochReader, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Restores items as their arguments ask, None: as saved; reads only their bytes, and verifies them."""
         context = RestoreContext(self._handlers, self._nodes)
-        return {name: items.restore_item(reader, name, args, context) for name, args in wanted.items()}
+        return Readers(self.commits, self._pool, self._options.verify, context).open(epoch)
 
     def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> None:
         """Saves an epoch of this node; durable and committed on return.
@@ -305,13 +295,11 @@ class NodeEpochs:
             custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
             snapshot=dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot(),
         )
-        attempt.deadline = Deadline(self._options.save_timeout_secs)  # without the snapshot's time
         identity = f"{commits.incarnation}-{attempt.name}"
         try:
             with commits.access():
                 commits.begin(epoch, identity)
-                report = write_nodes(commits, self._nodes, attempt, identity, self._options, self._pool)
-                attempt.reports[0] = report
+                attempt.reports[0] = write_nodes(commits, self._nodes, attempt, identity, self._options, self._pool)
                 record = attempt.record(identity, objects=False, per_node=True)
                 replaces = ReplaceCondition(commits.read_attempt(epoch)) if commits.is_committed(epoch) else None
                 remove = commits.publish(epoch, identity, record.to_bytes(), lambda: None, replaces)

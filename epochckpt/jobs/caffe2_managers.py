@@ -13,7 +13,6 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt.arrays import EpochReader
 from epochckpt.errors import FormatError, InvalidArgumentError, SaveError
 from epochckpt.format import paths
 from epochckpt.jobs import blobs, containers
@@ -22,7 +21,7 @@ from epochckpt.jobs.job import Node, Task, TaskGroup, joining
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager.metadata_handlers import AbstractMetadataHandler, answered_epoch, check_handler
-from epochckpt.manager.reader import epoch_number
+from epochckpt.manager.reader import CheckpointReader, epoch_number
 from epochckpt.storage import expanded
 
 DB_TYPE = "epochckpt"
@@ -322,8 +321,7 @@ class CheckpointManager(Manager):
         """Loads the wanted blobs that the epoch has, or all of `blob_list`; returns their names."""
         needed = self.blob_list() if wanted is None else []
         with self._timed(epoch, path_prefix):
-            epochs = self._epochs_at(path_prefix)
-            reader = epochs.reader(epoch)
+            reader = self._epochs_at(path_prefix).reader(epoch)
             items = _items_by_blob(reader)
             missing = [name for name in needed if name not in items]
             if missing:
@@ -336,7 +334,7 @@ class CheckpointManager(Manager):
             )
             needed = needed or list(dict.fromkeys(names[0] for names in known if names))
             asked = {items[name]: ocp.args.StandardRestore(blobs.target_of(ws, name)) for name in needed}
-            values, types = epochs.restore(reader, asked), reader.record.custom_metadata.get("types")
+            values, types = reader.restore(ocp.args.Composite(**asked)), reader.record.custom_metadata.get("types")
             types = types if isinstance(types, dict) else {}
             made = {name: blobs.as_saved(ws, name, values[items[name]], types) for name in needed}
             for name, value in made.items():
@@ -362,14 +360,14 @@ class CheckpointManager(Manager):
             )
 
 
-def _recorded(reader: EpochReader, name: str) -> dict[str, Any]:
+def _recorded(reader: CheckpointReader, name: str) -> dict[str, Any]:
     value = reader.record.custom_metadata.get(name)
     if not isinstance(value, dict):
         raise _foreign(reader, f"was not written by a manager of epochckpt.caffe2: custom_metadata has no {name!r}")
     return value
 
 
-def _items_by_blob(reader: EpochReader) -> dict[str, str]:
+def _items_by_blob(reader: CheckpointReader) -> dict[str, str]:
     """The item of each blob, in the order in which they were saved."""
     recorded = _recorded(reader, "blobs")
     if recorded.keys() != reader.record.items.keys() or len(set(recorded.values())) != len(recorded):
@@ -377,7 +375,7 @@ def _items_by_blob(reader: EpochReader) -> dict[str, str]:
     return {str(blob): item for item, blob in recorded.items()}
 
 
-def _foreign(reader: EpochReader, problem: str) -> FormatError:
+def _foreign(reader: CheckpointReader, problem: str) -> FormatError:
     return FormatError(paths.join(reader.folder, paths.EPOCH_RECORD), problem)
 
 

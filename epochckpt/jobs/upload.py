@@ -365,7 +365,7 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
             with _uploading(epoch, target.root):
                 reader = NodeEpochs(manager.db_prefix, node).reader(epoch)
                 target.make_root()
-                copy = _Copy(epoch, reader.store, reader.folder, reader, NodeCommits(target, node))
+                copy = _Copy(epoch, reader.store, reader.folder, reader.native, NodeCommits(target, node))
                 if copy.begin(asked.replace):
                     with copy.giving_up():
                         copy.publish()

@@ -141,10 +141,7 @@ def test_an_upload_that_replaces_is_never_half_done(
 
         def look(directory: pathlib.Path) -> dict[int, int]:
             epochs = NodeEpochs(directory, "n")
-            return {
-                e: int(epochs.restore(epochs.reader(e), {"default": None})["default"]["x"][0])
-                for e in epochs.commits.list_epochs()
-            }
+            return {e: int(epochs.reader(e).restore(None)["x"][0]) for e in epochs.commits.list_epochs()}
 
     if not exchange:
         monkeypatch.setattr(PosixStore, "exchange", no_exchange)
