@@ -7,15 +7,20 @@ is published, and the next claim of the directory sweeps what a killed upload le
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import dataclasses
+import functools
 import os
-from collections.abc import Callable, Collection, Generator
+import re
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any
 
+import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.arrays import EpochReader
+from epochckpt.arrays import EpochReader, NodeFile
 from epochckpt.commit import Commits, commits_of, coordination
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
@@ -23,6 +28,7 @@ from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     EpochExistsError,
+    EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
     SaveError,
@@ -30,19 +36,23 @@ from epochckpt.errors import (
     UnsupportedError,
     UploadError,
     say,
+    unreadable,
 )
-from epochckpt.format import paths
+from epochckpt.format import EpochRecord, NodeEntry, checksums, paths, records
 from epochckpt.jobs.caffe2_epochs import NodeCommits, NodeEpochs
 from epochckpt.jobs.caffe2_managers import Manager
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Task, TaskGroup, joining
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
-from epochckpt.manager import CheckpointManager, copy
+from epochckpt.manager import CheckpointManager
 from epochckpt.manager.reader import epoch_number
-from epochckpt.storage import Store, open_store
+from epochckpt.orbax import StepNames
+from epochckpt.orbax.marks import STEP_RECORD
+from epochckpt.storage import Store, copy_file, open_store
 
 _THREADS = 2
+_STEP = re.compile(r"(?:(.+)_)?(\d+)")
 
 
 class CopyUpload(UploadTaskGroupBuilder):
@@ -117,24 +127,30 @@ class CopyUpload(UploadTaskGroupBuilder):
         return group
 
 
-class _Copy:
-    """One copy in the making, of the epoch in a folder of a store.
+class _Copy(abc.ABC):
+    """One copy in the making, of the epoch in a folder of a store."""
 
-    A `reader` of an epoch of ours is made to verify every byte. Without one the folder is a step of stock Orbax.
-    """
-
-    def __init__(self, epoch: int, store: Store, folder: str, reader: EpochReader | None, commits: Commits):
+    def __init__(self, epoch: int, store: Store, folder: str, commits: Commits):
         self._epoch, self._store, self._folder, self.commits = epoch, store, folder, commits
-        self._reader = reader
-        if reader is not None:
-            self._reader = EpochReader(store, folder, reader.record, _threads.Pool(_THREADS), verify=True)
         self._replaces: ReplaceCondition | None = None
         self._may_be_visible = False
 
     @property
+    @abc.abstractmethod
     def _attempt(self) -> str:
-        reader = self._reader
-        return f"{self.commits.incarnation}-{self._epoch}-0" if reader is None else reader.record.attempt
+        """The attempt that the copy has."""
+
+    @abc.abstractmethod
+    def _is_whole(self, folder: str, replace: bool) -> bool:
+        """Whether this epoch is in a folder of the destination; if not, `_replaces` says what may give way."""
+
+    @abc.abstractmethod
+    def nodes(self, names: Collection[str]) -> None:
+        """Copies the folders of these nodes."""
+
+    @abc.abstractmethod
+    def _publish(self, copied: Collection[str]) -> Callable[[], None] | None:
+        """Copies the rest and makes the copy visible; returns what removes the epoch that gave way."""
 
     def begin(self, replace: bool) -> bool:
         """On the primary: claims the destination and makes room; False if the destination has this epoch, whole.
@@ -159,41 +175,12 @@ class _Copy:
         return True
 
     def _is_there(self, replace: bool) -> bool:
-        """Whether this epoch is there, whole; if not, `_replaces` names what is to give way."""
         self._replaces, store, folder = None, self.commits.store, self.commits.folder(self._epoch)
         if not store.exists(folder if store.renames else paths.join(folder, paths.EPOCH_RECORD)):
             return False
-        if self._reader is None:
-            there = copy.same_step(self._store, store, folder)
-            if not there and not replace:
-                raise self._in_the_way("another step, or not whole")
-            self._replaces = None if there else ReplaceCondition(None)
-        else:
-            there = self._is_whole(folder, replace)
-        if there:
+        if there := self._is_whole(folder, replace):
             logging.info("epoch %d is in %s already", self._epoch, paths.join(store.root, folder))
         return there
-
-    def _is_whole(self, folder: str, replace: bool) -> bool:
-        """The same for what lies in the folder of an epoch of ours."""
-        try:
-            record = self.commits.read_in(folder, self._epoch)
-        except (DamagedError, FormatError) as error:
-            raise self._in_the_way(f"not readable: {error}") from error
-        if record is None:
-            raise self._in_the_way("no epoch")
-        self._replaces = ReplaceCondition(record.attempt)
-        if record.attempt != self._attempt:
-            if not replace:
-                raise self._in_the_way(f"another one (attempt {record.attempt})")
-            return False
-        try:
-            copy.check(self.commits, folder, record)
-        except DamagedError as error:
-            root = self.commits.store.root
-            logging.warning("%s: the copy of epoch %d is made anew, it is not whole: %s", root, self._epoch, error)
-            return False
-        return True
 
     def _in_the_way(self, found: str) -> EpochExistsError:
         """The error for what lies where the epoch is to go."""
@@ -202,12 +189,6 @@ class _Copy:
             f"there was changed: delete it or move it away, upload epoch {self._epoch} to another destination, or "
             "replace epochs with CopyUpload(…, replace=True)"
         )
-
-    def nodes(self, names: Collection[str]) -> None:
-        """Copies the folders of these nodes."""
-        for number, entry in enumerate(self._reader.record.nodes if self._reader is not None else ()):
-            if self._reader is not None and entry.name in names:
-                copy.copy_node(self._reader, number, self.commits)
 
     def publish(self, copied: Collection[str] = ()) -> None:
         """On the primary: copies what is not `copied`, by node, makes the copy visible, and leaves the destination."""
@@ -222,16 +203,6 @@ class _Copy:
             _threads.logged(f"{root}: an epoch that was replaced", remove)
         _threads.logged(f"{root}: the staging of an upload", commits.release)
         logging.info("epoch %d was uploaded to %s", self._epoch, paths.join(root, commits.folder(self._epoch)))
-
-    def _publish(self, copied: Collection[str]) -> Callable[[], None] | None:
-        commits = self.commits
-        if self._reader is not None:
-            self.nodes({entry.name for entry in self._reader.record.nodes} - set(copied))
-            return copy.publish(self._reader, commits, self._replaces)
-        assert isinstance(commits, RenameCommits), "stores without rename were refused"
-        staging = commits.make_staging(self._epoch, self._attempt)
-        copy.copy_tree(self._store, self._folder, commits.store, staging)
-        return commits.put_in_place(self._epoch, self._attempt, replace=self._replaces is not None)
 
     @contextlib.contextmanager
     def giving_up(self) -> Generator[None]:
@@ -253,6 +224,173 @@ class _Copy:
             if commits.read_attempt(epoch) == self._attempt:
                 return
         commits.discard(epoch, self._attempt)
+
+
+class _EpochCopy(_Copy):
+    """A copy of an epoch of ours: what the records list, compared with their checksums on the way.
+
+    The Orbax view is built anew, because it is made of links that only some copies keep.
+    """
+
+    def __init__(self, reader: EpochReader, commits: Commits):
+        super().__init__(reader.record.epoch, reader.store, reader.folder, commits)
+        self._reader = EpochReader(reader.store, reader.folder, reader.record, _threads.Pool(_THREADS), verify=True)
+
+    @property
+    def _attempt(self) -> str:
+        return self._reader.record.attempt
+
+    def _is_whole(self, folder: str, replace: bool) -> bool:
+        try:
+            record = self.commits.read_in(folder, self._epoch)
+        except (DamagedError, FormatError) as error:
+            raise self._in_the_way(f"not readable: {error}") from error
+        if record is None:
+            raise self._in_the_way("no epoch")
+        self._replaces = ReplaceCondition(record.attempt)
+        if record.attempt != self._attempt:
+            if not replace:
+                raise self._in_the_way(f"another one (attempt {record.attempt})")
+            return False
+        try:
+            self._check(folder, record)
+        except DamagedError as error:
+            root = self.commits.store.root
+            logging.warning("%s: the copy of epoch %d is made anew, it is not whole: %s", root, self._epoch, error)
+            return False
+        return True
+
+    def _check(self, folder: str, record: EpochRecord) -> None:
+        """Raises DamagedError unless all files are there: every one in its length, nodes' records byte for byte."""
+        for number, entry in enumerate(record.nodes):
+            self.commits.check_node(folder, record, number)
+            path = paths.join(folder, record.node_folder(number), paths.NODE_RECORD)
+            try:
+                data = self.commits.store.read(path, limit_bytes=entry.record_size)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            if checksums.digest(data) != entry.record_digest:
+                raise DamagedError(path, "is not the record that the epoch was committed with")
+
+    def _record(self) -> EpochRecord:
+        """The commit record of the copy: stores without rename have the attempt in their paths, and no Orbax view."""
+        record, renames = self._reader.record, self.commits.store.renames
+        unsupported = record.orbax_unsupported if renames else None
+        if renames and record.objects:  # a view could not be made where it was saved
+            unsupported = {}
+        return dataclasses.replace(record, objects=not renames, orbax_unsupported=unsupported, orbax_view=None)
+
+    def nodes(self, names: Collection[str]) -> None:
+        """See _Copy. The record of each node is last."""
+        for number, entry in enumerate(self._reader.record.nodes):
+            if entry.name in names:
+                self._copy_node(number, entry)
+
+    def _copy_node(self, number: int, entry: NodeEntry) -> None:
+        reader, commits, target = self._reader, self.commits, self.commits.store
+        base = commits.make_node_folder(self._epoch, self._attempt, entry.name)
+        recorded = reader.node_record(number)
+        of_handlers = [f for f in recorded.files if f.name]
+        inner = sorted({name for f in of_handlers for name in paths.parents(f.path)})  # parents first
+        for name in inner:
+            target.make_folder(paths.join(base, name))
+        for item in dict.fromkeys(f.item for f in recorded.files if not f.name):
+            own = item in recorded.items
+            part = reader.of_node(number, item) if own else reader
+            for file in part.files(item, 0 if own else number):
+                file.copy(target, paths.join(base, file.name))
+        for file in of_handlers:
+            NodeFile(reader, number, file).copy(target, paths.join(base, file.path))
+        path = reader.path(number, paths.NODE_RECORD)
+        data = reader.guard(path, lambda: reader.store.read(path, limit_bytes=entry.record_size))
+        view = self._record().orbax_unsupported is not None
+        commits.seal_node(self._epoch, self._attempt, entry.name, inner[::-1], data, view)
+
+    def _publish(self, copied: Collection[str]) -> Callable[[], None] | None:
+        self.nodes({entry.name for entry in self._reader.record.nodes} - set(copied))
+        reader, commits, epoch, record = self._reader, self.commits, self._epoch, self._record()
+        if record.orbax_unsupported is not None:
+            record = commits.write_view(record, reader.pool.run)
+        staged = commits.names.build(epoch)
+        if isinstance(commits, RenameCommits):
+            staged = commits.make_staging(epoch, self._attempt)
+        try:
+            self._check(staged, record)
+        except DamagedError as error:  # on stores without rename a manager that is opened there clears up, too
+            raise UploadError(epoch, commits.store.root, f"the copy is not whole: {error}") from error
+        still_there = functools.partial(reader.check_present, "it was being uploaded")
+        return commits.publish(epoch, self._attempt, record.to_bytes(), still_there, self._replaces)
+
+
+class _StepCopy(_Copy):
+    """A copy of a step of stock Orbax, file by file, from one file system to another."""
+
+    commits: RenameCommits
+
+    @classmethod
+    def find(cls, store: Store, epoch: int) -> tuple[str, StepNames]:
+        """The folder of a step, whatever format its name has, and how its directory names steps.
+
+        Raises:
+            EpochNotFoundError: no folder is named like it, or several are.
+        """
+        steps = [found for entry in store.list("") if entry.is_folder and (found := _STEP.fullmatch(entry.name))]
+        named = [found for found in steps if int(found[2]) == epoch]
+        if len(named) != 1:
+            raise EpochNotFoundError(epoch, store.root, sorted({int(found[2]) for found in steps}))
+        folder, prefix, number = named[0].group(0, 1, 2)
+        length = len(number) if number != str(epoch) else None
+        names = ocp.path.step.standard_name_format(step_prefix=prefix, step_format_fixed_length=length)
+        return folder, StepNames(names)
+
+    @property
+    def _attempt(self) -> str:
+        return f"{self.commits.incarnation}-{self._epoch}-0"
+
+    def _is_whole(self, folder: str, replace: bool) -> bool:
+        if self._look(self._store, folder) == self._look(self.commits.store, folder) is not None:
+            return True
+        if not replace:
+            raise self._in_the_way("another step, or not whole")
+        self._replaces = ReplaceCondition(None)
+        return False
+
+    @staticmethod
+    def _look(store: Store, folder: str) -> tuple[bytes, dict[str, int]] | None:
+        """What Orbax says of a step, and the sizes of its files; None if Orbax says nothing."""
+        record = paths.join(folder, STEP_RECORD)
+        if not store.exists(record):
+            return None
+        return store.read(record, limit_bytes=records.MAX_RECORD_BYTES), dict(_sizes(store, folder))
+
+    def nodes(self, names: Collection[str]) -> None:
+        """See _Copy. The primary copies all of a step."""
+
+    def _publish(self, copied: Collection[str]) -> Callable[[], None] | None:
+        staging = self.commits.make_staging(self._epoch, self._attempt)
+        _copy_tree(self._store, self._folder, self.commits.store, staging)
+        return self.commits.put_in_place(self._epoch, self._attempt, replace=self._replaces is not None)
+
+
+def _copy_tree(source: Store, path: str, target: Store, into: str) -> None:
+    """Copies a folder with all below it into one that exists, durably; a link to a file becomes a file."""
+    for entry in source.list(path):
+        here, there = paths.join(path, entry.name), paths.join(into, entry.name)
+        if entry.is_folder:
+            target.make_folder(there)
+            _copy_tree(source, here, target, there)
+        else:
+            copy_file(source, here, target, there)
+    target.sync_folder(into)
+
+
+def _sizes(store: Store, path: str) -> Iterator[tuple[str, int]]:
+    for entry in store.list(path):
+        below = paths.join(path, entry.name)
+        if entry.is_folder:
+            yield from _sizes(store, below)
+        else:
+            yield below, store.size(below)
 
 
 @contextlib.contextmanager
@@ -290,10 +428,11 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
             store, folder, reader, names = manager.source(epoch)
         else:
             store, reader = open_store(str(manager.directory)), None
-            folder, names = copy.find_step(store, epoch)
+            folder, names = _StepCopy.find(store, epoch)
         target = open_store(asked.destination)
         _check_place(store, "" if reader is not None else folder, target)
-        return _Copy(epoch, store, folder, reader, commits_of(target, names))
+        commits = commits_of(target, names)
+        return _StepCopy(epoch, store, folder, commits) if reader is None else _EpochCopy(reader, commits)
 
     def upload_once() -> None:
         made: _Copy | None = None
@@ -363,9 +502,10 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
     def upload(workspace: Workspace) -> None:
         for node in (each.node_name for each in manager.managers_of([workspace.node]).values()):
             with _uploading(epoch, target.root):
-                reader = NodeEpochs(manager.db_prefix, node).reader(epoch)
+                reader = NodeEpochs(manager.db_prefix, node).reader(epoch).native
+                assert reader is not None, "epochs of single nodes are ours"
                 target.make_root()
-                copy = _Copy(epoch, reader.store, reader.folder, reader.native, NodeCommits(target, node))
+                copy = _EpochCopy(reader, NodeCommits(target, node))
                 if copy.begin(asked.replace):
                     with copy.giving_up():
                         copy.publish()

@@ -17,7 +17,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
-from epochckpt.manager import copy
+from epochckpt.jobs import upload
 from epochckpt.storage import open_store
 from tests.support.job_runs import reading_job
 from tests.support.processes import run_worker, start_processes
@@ -347,14 +347,14 @@ def test_an_upload_that_another_has_overtaken_removes_nothing_of_it(
 ) -> None:
     """Both have the same attempt, and so objects of the same names; the one that wakes up late leaves them alone."""
     save(tmp_path / "run")
-    publish = copy.publish
+    publish = upload._EpochCopy._publish
 
     def late(*args: Any) -> Any:
-        monkeypatch.setattr(copy, "publish", publish)
+        monkeypatch.setattr(upload._EpochCopy, "_publish", publish)
         send(tmp_path / "run", bucket)  # while the first stands still
         return publish(*args)
 
-    monkeypatch.setattr(copy, "publish", late)
+    monkeypatch.setattr(upload._EpochCopy, "_publish", late)
     with pytest.raises(errors.UploadError, match="newer run"):
         send(tmp_path / "run", bucket)
     assert_is(bucket)
@@ -365,13 +365,13 @@ def test_an_upload_of_which_nobody_knows_whether_it_arrived_keeps_its_data(
 ) -> None:
     """The record may be visible: what it names stays."""
     save(tmp_path / "run")
-    publish = copy.publish
+    publish = upload._EpochCopy._publish
 
     def silent(*args: Any) -> Any:
         publish(*args)
         raise errors.UncertainError(3, "no answer came")
 
-    monkeypatch.setattr(copy, "publish", silent)
+    monkeypatch.setattr(upload._EpochCopy, "_publish", silent)
     with pytest.raises(errors.UploadError, match="no answer came"):
         send(tmp_path / "run", bucket)
     assert_is(bucket)

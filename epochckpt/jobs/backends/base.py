@@ -1,21 +1,32 @@
-"""How the runner uses checkpoint managers: one small interface."""
+"""How the runner uses checkpoint managers: one interface, and what all managers of Orbax's interface share."""
 
 from __future__ import annotations
 
 import abc
+import base64
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import orbax.checkpoint as ocp
+from absl import logging
+
+from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
+from epochckpt.jobs import containers
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
+from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import SaveResult
 
 NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
 BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
 
+BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
+BYTES = "base64"  # with stock Orbax: key of bytes in JSON
+
 Names = Mapping[str, Sequence[str]]  # the blobs that are checkpointed, by node of this process
+Values = Mapping[str, Mapping[str, Any]]  # restored blobs, by name and by node of this process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,3 +162,226 @@ class CheckpointBackend(abc.ABC):
             for node, blobs in names.items()
             for name in blobs
         }
+
+
+class ItemBackend(CheckpointBackend):
+    """A manager of Orbax's interface. The runner's notes, with the types of the blobs, are custom metadata."""
+
+    def __init__(self, manager: Any):
+        super().__init__(manager, str(manager.directory))
+        self._kinds: Mapping[str, str] = {}  # of all nodes' blobs
+        self._items: Mapping[str, str] = {}  # by blob
+        self._recorder = containers.Recorder()
+        self._types_elsewhere: Mapping[str, Any] = {}  # of blobs of other processes, as `_recorded` gives them
+
+    def epochs(self) -> list[int]:
+        """See CheckpointBackend."""
+        return sorted(self._manager.all_steps())
+
+    def _require(self, epoch: int) -> list[int]:
+        """The committed epochs; raises EpochNotFoundError, which lists them, unless the epoch is one of them."""
+        epochs = self.epochs()
+        if epoch not in epochs:
+            raise EpochNotFoundError(epoch, self.directory, epochs)
+        return epochs
+
+    def _spaces(self) -> dict[str, Workspace]:
+        """The workspaces of this process whose nodes are checkpointed."""
+        return dict(self._session.workspaces())
+
+    def notes(self, epoch: int) -> Mapping[str, Any]:
+        """What the runner wrote with an epoch."""
+        notes = (self._manager.metadata(epoch).custom_metadata or {}).get(NOTES)
+        return notes if isinstance(notes, dict) else {}
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _item_names(self, epoch: int) -> Sequence[str]:
+        """The items of an epoch that are blobs."""
+
+    @abc.abstractmethod
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
+        """The notes of an epoch, and its blobs; `only`: just these blobs, which go to these nodes."""
+
+    @staticmethod
+    def _blobs_of(
+        items: Iterable[str], notes: Mapping[str, Any], only: Collection[str] | None = None
+    ) -> dict[str, str]:
+        """The blob that each item of an epoch holds, or of those that hold one of `only`, by item."""
+        names = notes.get("blobs") or {}
+        blobs = {item: names.get(item, item) for item in items}
+        return {item: blob for item, blob in blobs.items() if only is None or blob in only}
+
+    @staticmethod
+    def _argument(target: Any, form: str | None) -> ocp.args.StandardRestore:
+        """How an item of arrays is restored as a target; None: as saved."""
+        return ocp.args.StandardRestore({BARE: target} if form == "bare" and target is not None else target)
+
+    def _as_saved(
+        self, blob: str, by_node: Mapping[str, Any], form: str | None, nodes: Sequence[str], notes: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A blob by node of this process, out of its `form` in an item, in the containers that it was saved in."""
+        spaces, made = self._spaces(), dict[str, Any]()
+        for node, value in by_node.items():
+            if form == "json":
+                value = _of_this_node(blob, value, nodes, spaces[node])
+            elif form == "bare":
+                value = value[BARE]
+            made[node] = blob_lib.as_saved(spaces[node], blob, value, notes.get("types"))
+        return made
+
+    def _put_back(self, epoch: int, notes: Mapping[str, Any], values: Values) -> Restored:
+        """Puts what was read into the workspaces: only now that all of it is there."""
+        spaces = self._spaces()
+        names: dict[str, list[str]] = {node: [] for node in spaces}
+        for blob, by_node in values.items():
+            for node, value in by_node.items():
+                blob_lib.put_back(spaces[node], blob, value)
+                names[node].append(blob)
+        return Restored(epoch, notes, names)
+
+    def _resumable(self) -> list[int]:
+        """The epochs that a run may go on from by itself, ascending; the primary decides.
+
+        Raises:
+            InvalidArgumentError: all were saved beside a run of which no epoch is left.
+        """
+
+        def look() -> list[int]:
+            epochs, beside = self.epochs(), list[int]()
+            while epochs and self._is_beside(epochs[-1]):
+                beside.append(epochs.pop())
+            if beside and not epochs:
+                raise InvalidArgumentError(
+                    f"{self.directory}: save_checkpoints() saved {beside} in the middle of a run, of which no epoch is "
+                    "left to go on from; name one with resume_from_epoch=…, or delete them to start from scratch"
+                )
+            if beside:
+                logging.warning(
+                    "%s: save_checkpoints() saved %s in the middle of a run, which goes on from epoch %d; "
+                    "name one with resume_from_epoch=… to go on from that",
+                    self.directory,
+                    beside,
+                    epochs[-1],
+                )
+            return epochs
+
+        self.drain()
+        return self._exchange.broadcast("the epochs to go on from", look)
+
+    def _is_beside(self, epoch: int) -> bool:
+        try:
+            return bool(self.notes(epoch).get(BESIDE))
+        except (DamagedError, FormatError, EpochNotFoundError):  # the restore raises it
+            return False
+
+    @abc.abstractmethod
+    def _stored_epochs(self) -> Sequence[int]:
+        """The committed epochs as storage has them now."""
+
+    def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
+        """See CheckpointBackend."""
+        if epoch not in self._stored_epochs():
+            return False
+        nodes, wanted = self._spaces().keys(), dict[str, set[str]]()
+        try:
+            available = set(self._blobs_of(self._item_names(epoch), self.notes(epoch)).values())
+            for name in names:  # of all nodes, or `node/blob`
+                node, _, blob = name.partition("/")
+                if name in available:
+                    wanted.setdefault(name, set()).update(nodes)
+                elif blob in available and node in nodes:
+                    wanted.setdefault(blob, set()).add(node)
+            notes, values = self._read(epoch, wanted)
+        except EpochNotFoundError:  # deleted just now
+            return False
+        self._put_back(epoch, notes, {b: {n: v for n, v in got.items() if n in wanted[b]} for b, got in values.items()})
+        return True
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _taken_names(self) -> Sequence[str]:
+        """Names that no item may have."""
+
+    def agree_on_names(self, names: Names) -> None:
+        """See CheckpointBackend."""
+
+        def report() -> dict[str, Any]:
+            kinds, types = self._kinds_of(names), dict[str, Any]()
+            if not self._exchange.primary:
+                per_node = {n: [b for b in blobs if kinds[b] != blob_lib.GLOBAL] for n, blobs in names.items()}
+                types = {key: one for key, one in self._recorded(self._states(per_node)).items() if one is not None}
+            return {"kinds": kinds, "types": types}
+
+        def decide(reports: list[Any]) -> dict[str, str]:
+            found = [report["kinds"] for report in reports]
+            self._types_elsewhere = {name: one for r in reversed(reports) for name, one in r["types"].items()}
+            union: dict[str, str] = {}
+            for kinds in found:
+                for name, kind in kinds.items():
+                    before = union.setdefault(name, kind)
+                    unlike = before != kind and blob_lib.GLOBAL in (before, kind)
+                    if unlike or (kind == blob_lib.GLOBAL and any(name not in other for other in found)):
+                        raise InvalidArgumentError(
+                            f"blob {name!r} holds arrays of the whole job on one node, and on another it does not, or "
+                            "is not checkpointed; make it alike on all nodes, or give it names of their own"
+                        )
+            return union
+
+        self._kinds = self._exchange.gather("the blobs to checkpoint", report, decide)
+        self._items = blob_lib.item_names(self._kinds, self._taken_names())
+
+    def _states(self, names: Names) -> dict[tuple[str, str], Any]:
+        """What blobs are saved as, by node and name; InvalidArgumentError if one is gone."""
+        spaces = self._session.workspaces()
+        for node, blobs in names.items():
+            for gone in (blob for blob in blobs if blob not in spaces[node]):
+                raise InvalidArgumentError(
+                    f"node {node}: blob {gone!r} is to be checkpointed, and is not in the workspace any more; there "
+                    f"are: {', '.join(spaces[node]) or 'none'}"
+                )
+        return {(node, b): blob_lib.state_of(spaces[node][b]) for node, blobs in names.items() for b in blobs}
+
+    def _recorded(self, states: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+        """The containers of blobs as JSON, by `node/blob`; None for dicts and lists alone."""
+        return {f"{n}/{blob}": self._recorder.record(f"{n}/{blob}", tree) for (n, blob), tree in states.items()}
+
+    def _blob_notes(self, states: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+        """What is noted of the blobs with an epoch: their names, and their containers.
+
+        Containers are noted by blob, and by `node/blob` where nodes differ. Those of other processes are as they were
+        after init.
+        """
+        types: dict[str, Any] = {}
+        for key, one in [*self._recorded(states).items(), *self._types_elsewhere.items()]:
+            if types.setdefault(key.partition("/")[2], one) != one:
+                types[key] = one
+        types = {key: one for key, one in types.items() if one is not None or "/" in key}
+        return {"blobs": {item: blob for blob, item in self._items.items() if item != blob}, "types": types}
+
+
+def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..., Any] | None) -> list[Any]:
+    """States of as many nodes as there are now, from those of another number of nodes."""
+    if reshard is None:
+        raise InvalidArgumentError(
+            f"blob {name!r} differs per node and was saved by {len(states)} nodes; here are {count}: give "
+            "ws.target(name, reshard=…), which makes new states of the old ones"
+        )
+    new = list(reshard(states, len(states), count))
+    if len(new) != count:
+        raise InvalidArgumentError(f"blob {name!r}: reshard returned {len(new)} states for {count} nodes")
+    return new
+
+
+def _of_this_node(name: str, by_node: Mapping[str, Any], nodes: Sequence[str], workspace: Workspace) -> Any:
+    """A blob that was saved as JSON with stock Orbax, one value per node, as this node is to have it."""
+    decoded = {n: base64.b64decode(data[BYTES]) if isinstance(data, dict) else data[0] for n, data in by_node.items()}
+    states, me = list(decoded.values()), nodes.index(workspace.node)
+    if len(states) == len(nodes):
+        return decoded.get(workspace.node, states[me])
+    target = workspace.targets.get(name)
+    if (target is None or target.reshard is None) and all(state == states[0] for state in states):
+        return states[0]
+    return resharded(name, states, len(nodes), target.reshard if target else None)[me]

@@ -14,8 +14,7 @@ import orbax.checkpoint as ocp
 from epochckpt import args as own_args
 from epochckpt.errors import EpochExistsError, SaveError, UnsupportedError
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import NOTES, Names, Restored
-from epochckpt.jobs.backends.items import ItemBackend, Values, arrays_argument, blobs_of, resharded
+from epochckpt.jobs.backends.base import NOTES, ItemBackend, Names, Restored, Values, resharded
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
@@ -91,7 +90,7 @@ class NativeBackend(ItemBackend):
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         manager, spaces, everyone = self._manager, self._spaces(), self._manager.node_names
         notes, kinds = self.notes(epoch), manager.item_kinds(epoch)
-        blobs = blobs_of(_blob_items(kinds), notes, only)
+        blobs = self._blobs_of(_blob_items(kinds), notes, only)
         forms = notes.get("forms") or {}  # of items that the runner saved with stock Orbax
         hosted, first = list(spaces), next(iter(spaces.values()))
         count = max(len(manager.nodes(epoch)), 1)
@@ -105,9 +104,9 @@ class NativeBackend(ItemBackend):
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
                 asked[item] = own_args.NodeRestore(targets or None, reshard, by_node=True)
             elif kinds[item] == "arrays" and reshard is not None and count == 1:
-                asked[item], to_reshard[item] = arrays_argument(None, None), reshard
+                asked[item], to_reshard[item] = self._argument(None, None), reshard
             elif kinds[item] == "arrays":
-                asked[item] = arrays_argument(blob_lib.target_of(first, blob), forms.get(item))
+                asked[item] = self._argument(blob_lib.target_of(first, blob), forms.get(item))
                 if kinds.get(own) == "node":
                     asked[own] = own_args.NodeRestore(None, reshard, by_node=True)
             else:

@@ -23,8 +23,7 @@ from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
 from epochckpt.format import paths
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.backends.base import NOTES, Names, Restored
-from epochckpt.jobs.backends.items import BARE, BYTES, ItemBackend, Values, arrays_argument, blobs_of
+from epochckpt.jobs.backends.base import BARE, BYTES, NOTES, ItemBackend, Names, Restored, Values
 from epochckpt.jobs.session import Session
 from epochckpt.manager import SaveResult
 
@@ -73,12 +72,12 @@ class OrbaxBackend(ItemBackend):
 
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         notes = self.notes(epoch)
-        blobs, forms = blobs_of(self._item_names(epoch), notes, only), notes.get("forms") or {}
+        blobs, forms = self._blobs_of(self._item_names(epoch), notes, only), notes.get("forms") or {}
         ((node, workspace),) = self._spaces().items()
         asked = {
             item: ocp.args.JsonRestore()
             if forms.get(item) == "json"
-            else arrays_argument(blob_lib.target_of(workspace, blob), forms.get(item))
+            else self._argument(blob_lib.target_of(workspace, blob), forms.get(item))
             for item, blob in blobs.items()
         }
         got = self._manager.restore(epoch, args=ocp.args.Composite(**asked)) if asked else {}
