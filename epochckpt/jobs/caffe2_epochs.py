@@ -48,8 +48,8 @@ from epochckpt.errors import (
     as_save_error,
 )
 from epochckpt.format import EpochRecord, Nodes, parsing, paths
-from epochckpt.manager.reader import CheckpointReader, epoch_number
-from epochckpt.manager.readers import Readers
+from epochckpt.manager import CheckpointReader, Readers
+from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames
 from epochckpt.orbax import options as checks

@@ -20,8 +20,9 @@ from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from epochckpt.jobs.job import Node, Task, TaskGroup, joining
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
+from epochckpt.manager import CheckpointReader
 from epochckpt.manager.metadata_handlers import AbstractMetadataHandler, answered_epoch, check_handler
-from epochckpt.manager.reader import CheckpointReader, epoch_number
+from epochckpt.manager.reader import epoch_number
 from epochckpt.storage import expanded
 
 DB_TYPE = "epochckpt"
