@@ -50,15 +50,15 @@ _QUIET_SECS = 10.0  # an exit that takes longer says why
 class CheckpointManager(ocp.AbstractCheckpointManager):
     """Saves and restores epochs as `directory/<epoch>/<node>/`; a drop-in for `orbax.checkpoint.CheckpointManager`.
 
-    Construct it, and call `save` and `restore`, on every process. Saves are asynchronous: `save` returns when its
-    arguments have been copied or can no longer change, and an epoch exists (`all_steps`, `latest_step`, any reader)
-    only when every node has written its part.
+    Construct it, and call `save`, on every process. Saves are asynchronous: `save` returns when its arguments have been
+    copied or can no longer change, and an epoch exists (`all_steps`, `latest_step`, any reader) only when every node
+    has written its part.
 
     A failed save never harms an earlier epoch and never stops training: it is logged, and raised by
     `wait_until_finished`, `check_for_errors` or `close`.
 
-    In a job of several processes all must call `reload`, `restore`, `restore_newest` and the methods that change the
-    directory. Methods that read, replace or delete an epoch raise EpochNotFoundError if it does not exist.
+    In a job of several processes all must call `reload`, `restore(None)`, `restore_newest` and the methods that change
+    the directory. Methods that read, replace or delete an epoch raise EpochNotFoundError if it does not exist.
 
     Example:
         >>> import jax.numpy as jnp

@@ -316,13 +316,9 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
         raise FormatError(path, f'{_FOREIGN} (no "epochckpt": "{_KIND}")')
     if record.get("version") != _VERSION:
         raise FormatVersionError(path, f"is of version {record.get('version')!r}; this epochckpt knows {_VERSION}")
-    epoch, had = record.get("epoch"), record.get("had") or []
-    valid = {
-        "epoch": epoch is None or (type(epoch) is int and epoch >= 0),
-        "had": isinstance(had, list) and all(isinstance(node, str) for node in had),
-        "stats": isinstance(record.get("stats") or {}, dict),
-    }
-    if not all(valid.values()):
-        bad = [f"{field} is {str(record[field])[:80]}" for field, good in valid.items() if not good]
-        raise FormatError(path, f"{_FOREIGN} ({', '.join(bad)})")
+    epoch, had, stats = record.get("epoch"), record.get("had") or [], record.get("stats") or {}
+    if epoch is not None and (type(epoch) is not int or epoch < 0):
+        raise FormatError(path, f"{_FOREIGN} (the epoch is {str(epoch)[:80]})")
+    if not isinstance(stats, dict) or not isinstance(had, list) or not all(isinstance(node, str) for node in had):
+        raise FormatError(path, f"{_FOREIGN} (stats are no object, or nodes no names)")
     return record

@@ -113,14 +113,10 @@ class HandlerNotifier:
     # -- asking --------------------------------------------------------------------------------------------------
 
     def last_epoch(self, user_epoch: int | None = None, *, must_answer: bool = False) -> int | None:
-        """The epoch that the handler says was saved last; None if it cannot say.
+        """The epoch that the handler says was saved last, given the one that the user or another handler names.
 
-        Args:
-            user_epoch: the epoch that the user names, or that the manager's handler has answered.
-            must_answer: raise the handler's error: a run from scratch would replace the epochs that it knows of.
-
-        Raises:
-            InvalidArgumentError: the answer is nonsense.
+        An error of the handler counts as None, unless it `must_answer`, because a run from scratch would replace the
+        epochs that it knows of. An answer that is no epoch raises InvalidArgumentError.
         """
         handler = self._handler
         if handler is None or "last_epoch" in self._skip:
