@@ -9,7 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 
@@ -130,14 +130,6 @@ class PutCommits(Commits):
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """See Commits."""
         return paths.join(self.names.build(epoch), paths.folder_name(node), attempt)
-
-    def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """See Commits."""
-        return self.node_folder(epoch, attempt, node)
-
-    def seal_node(self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: bool) -> None:
-        """See Commits."""
-        self.store.create(paths.join(self.node_folder(epoch, attempt, node), paths.NODE_RECORD), record)
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None

@@ -140,15 +140,7 @@ class JaxCoordinator(Coordinator):
     def get(self, key: str, timeout_secs: float) -> Any:
         """See Coordinator."""
         millis = max(1, int(min(timeout_secs, 10**6) * 1000))
-        try:
-            # The service's own deadline, and ours behind it for a service that does not honour even that.
-            text = _threads.abandonable(
-                lambda: self._client.blocking_key_value_get(key, millis), timeout_secs + _CALL_SECS
-            )
-        except Exception as error:
-            if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error):
-                raise CoordinationTimeoutError(f"no answer under {key} within {timeout_secs:g} s") from None
-            raise CoordinationError(f"waiting for {key}: {error}") from error
+        text = self._call(f"give {key}", lambda: self._client.blocking_key_value_get(key, millis), timeout_secs)
         return json.loads(text)
 
     def get_all(self, prefix: str) -> Mapping[str, Any]:
@@ -161,13 +153,15 @@ class JaxCoordinator(Coordinator):
         with contextlib.suppress(CoordinationError):
             self._call(f"delete {prefix}", lambda: self._client.key_value_delete(prefix + "/"))
 
-    def _call(self, what: str, fn: Callable[[], T]) -> T:
+    def _call(self, what: str, fn: Callable[[], T], wait_secs: float = 0.0) -> T:
+        """Bounds a call that may wait, for a service that does not honour even its own deadline."""
+        problem = f"the coordination service did not {what}"
         try:
-            return _threads.abandonable(fn, _CALL_SECS)
-        except TimeoutError:
-            raise CoordinationTimeoutError(f"the coordination service did not {what} within {_CALL_SECS:g} s") from None
+            return _threads.abandonable(fn, wait_secs + _CALL_SECS)
         except Exception as error:
-            raise CoordinationError(f"the coordination service did not {what}: {error}") from error
+            if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error):
+                raise CoordinationTimeoutError(f"{problem} within {wait_secs or _CALL_SECS:g} s") from None
+            raise CoordinationError(f"{problem}: {error}") from error
 
 
 class RecentKeys:

@@ -217,9 +217,8 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
         late = coordinator.named(missing)
         raise CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
     nodes = [name] + [str(found[process]["node"]) for process in sorted(others)]
-    processes: dict[str, int] = {}
     for process, node in enumerate(nodes):
-        first = processes.setdefault(node, process)
+        first = nodes.index(node)
         if first != process:
             both = f"{coordinator.named([first])} and {coordinator.named([process])}"
             raise InvalidArgumentError(f"{both} both call their node {node!r}; node= must be unique")

@@ -269,11 +269,6 @@ class Commits(abc.ABC):
         del folder
         return False
 
-    def may_retire(self, epoch: int) -> bool:
-        """Whether retention may delete an epoch that no caller has named; if not, that is logged once."""
-        del epoch
-        return True
-
     # -- writing -------------------------------------------------------------------------------------------------
 
     def write_refusal(self) -> AccessError | None:
@@ -302,16 +297,17 @@ class Commits(abc.ABC):
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """Where a node writes its files for an attempt. The attempt's id begins with the incarnation."""
 
-    @abc.abstractmethod
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """Makes a node's folder and returns its path; raises `lost` where there is no staging to make it in."""
+        return self.node_folder(epoch, attempt, node)
 
-    @abc.abstractmethod
     def seal_node(self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: bool) -> None:
         """Makes the names in a node's folder and in its `folders` durable, and writes `node.json` (`record`).
 
         It is the node's last act on its staging. `view`: the epoch is to have an Orbax view.
         """
+        del folders, view
+        self.store.create(paths.join(self.node_folder(epoch, attempt, node), paths.NODE_RECORD), record)
 
     def uncache(self, epoch: int, node: str) -> None:
         """Takes the data files of a node of a committed epoch out of the page cache, where there is one."""

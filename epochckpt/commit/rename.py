@@ -24,9 +24,7 @@ from epochckpt.commit import claiming, placing
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import (
     DamagedError,
-    EpochCheckpointError,
     EpochExistsError,
-    EpochNotFoundError,
     FencedError,
     FormatError,
     SaveError,
@@ -48,7 +46,6 @@ class RenameCommits(Commits):
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
         self._views = orbax_view.Views()
-        self._kept: set[int] = set()
         self._begun: set[str] = set()  # our own claims, also those that failed half-way
         self._given_up: collections.deque[str] = collections.deque(maxlen=_GIVEN_UP)
 
@@ -69,27 +66,6 @@ class RenameCommits(Commits):
     def lost_records(self, folder: str) -> bool:
         """See Commits."""
         return marks.lost_records(self.store, folder)
-
-    def may_retire(self, epoch: int) -> bool:
-        """See Commits. A step of stock Orbax must be one without doubt: its own record says so."""
-        if self.store.exists(paths.join(self.folder(epoch), paths.EPOCH_RECORD)):
-            return True
-        try:
-            sure = self.read_record(epoch).sure
-        except EpochNotFoundError:  # as every other epoch
-            return True
-        except EpochCheckpointError:
-            sure = False
-        if not sure and epoch not in self._kept:
-            self._kept.add(epoch)
-            logging.warning(
-                "%s: epoch %d of stock Orbax is not deleted although the options would have it: its record or its "
-                "metrics cannot be used, or something else was saved in it. If nobody needs it, delete(%d) removes it",
-                self.store.root,
-                epoch,
-                epoch,
-            )
-        return sure
 
     def claim(self, epoch: int = 0, continues: str = "") -> None:
         """See Commits."""
@@ -163,7 +139,7 @@ class RenameCommits(Commits):
                 self.store.sync_folder(paths.join(folder, inner))
             if view and paths.JSON_FILE not in folders:
                 view_files.link_node(self.store, folder)
-            self.store.create(paths.join(folder, paths.NODE_RECORD), record)
+            super().seal_node(epoch, attempt, node, folders, record, view)
             self.store.sync_folder(folder)
             self.store.sync_folder(self._staging(attempt))
 

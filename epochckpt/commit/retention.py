@@ -24,11 +24,12 @@ from epochckpt.commit import attached_metrics
 from epochckpt.commit.attempt import Attempt, Committed
 from epochckpt.commit.opening import Survey
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
-from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.format import EpochRecord, paths
 
 _STEP = operator.attrgetter("step")
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
+_left_alone: set[tuple[str, int]] = set()  # (directory, epoch) of steps that are not deleted, and logged
 
 
 class EpochInfo:
@@ -301,8 +302,30 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
     infos[fresh.epoch] = EpochInfo(fresh.epoch, (fresh.metrics, fresh.committed_ns, fresh.attempt))
     gone = superfluous(options, sorted(infos.values(), key=_STEP))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
-    deleted = tuple(epoch for epoch in gone if commits.may_retire(epoch))
+    deleted = tuple(epoch for epoch in gone if _may_delete(commits, epoch))
     return dataclasses.replace(fresh, deleted=deleted, attached=history.attached())
+
+
+def _may_delete(commits: Commits, epoch: int) -> bool:
+    """Whether an epoch that no caller has named may be deleted: a step of stock Orbax must be one without doubt."""
+    if commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
+        return True
+    try:
+        sure = commits.read_record(epoch).sure
+    except EpochNotFoundError:  # as every other epoch
+        return True
+    except EpochCheckpointError:
+        sure = False
+    if not sure and (commits.store.root, epoch) not in _left_alone:
+        _left_alone.add((commits.store.root, epoch))
+        logging.warning(
+            "%s: epoch %d of stock Orbax is not deleted although the options would have it: its record or its metrics "
+            "cannot be used, or something else was saved in it. If nobody needs it, delete(%d) removes it",
+            commits.store.root,
+            epoch,
+            epoch,
+        )
+    return sure
 
 
 def hide(commits: Commits, epochs: Sequence[int], into: str | None) -> Callable[[], None]:
