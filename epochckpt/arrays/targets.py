@@ -5,6 +5,7 @@ Every difference is collected, so that a target that does not fit is refused wit
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -216,9 +217,10 @@ class Matcher:
         return LeafRequest(number, "jax", np.dtype(dtype), sharding, shape=resized)
 
     def _sharding(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | None:
-        sharding = _jax_sharding(getattr(target, "sharding", None))
-        if isinstance(sharding, Sharding):
-            return sharding
+        with contextlib.suppress(ValueError):  # Orbax's metadata of a sharding whose devices do not exist here
+            sharding = _jax_sharding(getattr(target, "sharding", None))
+            if isinstance(sharding, Sharding):
+                return sharding
         found = self.shardings.of(leaf)
         return found if found is None or resized is None or divides(found, resized) else None
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -43,7 +44,7 @@ from epochckpt.format import ArrayItem, Box, Leaf, grid, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.orbax import OrbaxRecord, handlers, marks, steps
-from epochckpt.orbax.leaves import OrbaxItem
+from epochckpt.orbax.leaves import OrbaxItem, in_bands
 from epochckpt.storage.object_store import errno_in
 
 NOTE = (
@@ -162,24 +163,29 @@ class OrbaxReader(CheckpointReader):
         return Verification(self.record.epoch, nbytes, tuple(known.values()), NOTE)
 
     def _verify_item(self, name: str, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
-        kind, damage = self._kind(name), list[EpochCheckpointError]()
+        kind = self._kind(name)
         if kind == "json":
             self.restore_item(name, None)
         if kind != "arrays":
             return []
         item = self.item(name)
+        failed: dict[int, EpochCheckpointError] = {}
+        arrays = [row for row in item.leaves if row.leaf.dtype is not None]
+        boxes = ((row, box) for row in arrays for box in grid.boxes(row.leaf.shape, PIECE_ELEMENTS))
+        for (row, _, piece), error in item.read(
+            (row, box, np.empty(grid.box_shape(box), row.leaf.dtype)) for row, box in boxes
+        ):
+            if error is not None:
+                failed.setdefault(row.leaf.sharding, error)
+            progress(piece.nbytes)
         for row in item.leaves:
             try:
                 if row.leaf.dtype is None:
                     item.value(row)
-                else:
-                    for part in item.boxes(row, grid.boxes(row.leaf.shape, PIECE_ELEMENTS)):
-                        progress(part.nbytes)
-            except UnsupportedError:
-                continue  # only a user's type handler knows its type
             except EpochCheckpointError as error:
-                damage.append(error)
-        return damage
+                failed[row.leaf.sharding] = error
+        # A leaf whose type only a user's type handler knows is no damage.
+        return [error for _, error in sorted(failed.items()) if not isinstance(error, UnsupportedError)]
 
     def _shardings(self, source: ArraySource, item: str, fallback: Sharding | None = None) -> Shardings:
         arrays = source.record.items[item].arrays
@@ -197,8 +203,12 @@ class OrbaxReader(CheckpointReader):
 
     def _leaf_metadata(self, item: str, leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
         found = super()._leaf_metadata(item, leaf, shardings, directory)
-        if isinstance(found, ocp.metadata.Metadata) and leaf.sharding >= 0:
-            found.name = self.item(item).leaves[leaf.sharding].param or found.name
+        stored = self.item(item).leaves[leaf.sharding]
+        if isinstance(found, ocp.metadata.Metadata):
+            found.name = stored.param or found.name
+        if isinstance(found, ocp.metadata.ArrayMetadata) and stored.array is not None:
+            found.storage = ocp.metadata.StorageMetadata(stored.array.chunks, stored.write_shape)
+            found.sharding = _sharding(self.item(item), leaf)
         return found
 
     # -- what lies where -----------------------------------------------------------------------------------------
@@ -274,17 +284,15 @@ class _Step:
         self.record = dataclasses.replace(reader.record, items={name: recorded})
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Fills every request's `out`: each leaf in a thread, in which a decoded chunk serves several parts."""
-        by_leaf: dict[int, list[Request]] = {}
+        """Fills every request's `out`."""
+        by_leaf: dict[int, list[tuple[Box, np.ndarray]]] = {}
         for request in requests:
-            by_leaf.setdefault(request.leaf, []).append(request)
+            by_leaf.setdefault(request.leaf, []).append((request.box, request.out))
+        parts = (part for leaf, pairs in by_leaf.items() for part in in_bands(self._item.leaves[leaf], pairs))
         with self._reader.still_there():
-            self._reader.pool.run([functools.partial(self._fill, *pair) for pair in by_leaf.items()])
-
-    def _fill(self, leaf: int, requests: Sequence[Request]) -> None:
-        parts: Iterator[Any] = self._item.boxes(self._item.leaves[leaf], [request.box for request in requests])
-        for request, part in zip(requests, parts, strict=True):
-            request.out[...] = part
+            for _, error in self._item.read(parts, one_by_one=len(requests) == 1):
+                if error is not None:
+                    raise error
 
     def check_files(self, item: str, leaf: int, box: Box) -> None:
         """Nothing is known of the files before they are read."""
@@ -301,9 +309,9 @@ class _SavedShardings(Shardings):
         """See Shardings."""
         if leaf.sharding < 0:
             return self._fallback
-        row = self._stored.shardings.get(self._stored.leaves[leaf.sharding].param)
+        recorded = _sharding(self._stored, leaf)
         try:
-            found = None if row is None else _sharding(row)
+            found = None if recorded is None else recorded.to_jax_sharding()
         except Exception:  # its devices do not exist here, or it is nonsense: jax and Orbax have many errors for that
             found = None
         if isinstance(found, SingleDeviceSharding) and jax.process_count() > 1:
@@ -312,7 +320,14 @@ class _SavedShardings(Shardings):
         return found if found is not None and divides(found, logical_shape(leaf)) else self._fallback
 
 
-def _sharding(row: Any) -> Sharding:
-    kinds = {"NamedSharding": ocp.metadata.NamedShardingMetadata}
-    kind = kinds.get(row["sharding_type"], ocp.metadata.SingleDeviceShardingMetadata)
-    return kind.from_deserialized_dict(row).to_jax_sharding()
+def _sharding(item: OrbaxItem, leaf: Leaf) -> ocp.metadata.ShardingMetadata | None:
+    """The sharding that Orbax recorded for a leaf, whose devices may not exist here."""
+    row = item.shardings.get(item.leaves[leaf.sharding].param)
+    if row is None:
+        return None
+    named = row.get("sharding_type") == "NamedSharding"
+    kind = ocp.metadata.NamedShardingMetadata if named else ocp.metadata.SingleDeviceShardingMetadata
+    try:
+        return kind.from_deserialized_dict(row)
+    except Exception:  # nonsense, for which Orbax has many errors
+        return None

@@ -12,9 +12,11 @@ with us, where a key that looks like a number is a number, as in the states of N
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -24,7 +26,6 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from epochckpt import _text
 from epochckpt.errors import (
     AccessError,
     DamagedError,
@@ -48,10 +49,33 @@ _EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 _PLACEHOLDER = "PLACEHOLDER://"
 _BARE_PATH, _BARE_HANDLER = (("k", "checkpoint"),), "ArrayCheckpointHandler"  # what that handler calls its only leaf
-_CACHE_BYTES = 2**32  # bound on decoded chunks that are kept while an array is read through
-_INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database, which is read once then
-_SLACK_BYTES = 2**24  # of the cache: entries take a little more than their chunks
-_TOLERATED = (ValueError, IndexError, RecursionError, OSError)  # what tensorstore raises
+_TOLERATED = (ValueError, IndexError, RecursionError, OSError, NotImplementedError)  # what tensorstore raises
+
+_READS = 128  # under way at the same time, as many as Orbax has
+_READ_BYTES = 2**31  # bound on the decoded chunks of these reads; what has more is read alone
+_BAND_BYTES = 2**26  # of the bands that an array is read in, if several parts of it share chunks
+_CACHE_BYTES = 2**32  # bound on the decoded chunks of one array that are kept for its next part
+_SLACK_BYTES = 2**24  # of that cache: entries take a little more than their chunks
+_INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database
+
+Part = tuple["StoredLeaf", Box, np.ndarray]
+"""An array, the box of it that is read, and the buffer that the box is read into."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ZarrArray:
+    """The zarr metadata of one array; `problem` says why it cannot be used, and is empty otherwise.
+
+    Attributes:
+        chunks: the shape of what is decoded as a whole: inner chunks where chunks are sharded.
+        metadata: the JSON.
+    """
+
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype[Any] | None = None
+    chunks: tuple[int, ...] = ()
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +83,13 @@ class StoredLeaf:
     """A leaf as Orbax stored it.
 
     Attributes:
-        leaf: in our terms; `shape` and `dtype` of typed keys are those of their data.
+        leaf: in our terms; `shape` and `dtype` of typed keys are those of their data; `sharding` is its own number.
         param: Orbax's name for it.
         write_shape: of the pieces that devices held; None where Orbax does not say.
         value: of leaves that lie in the msgpack file; an array of the mapped file. Of a leaf that only a type handler
             of a user's can read: Orbax's name of the type.
         here: whether `value` is meant.
+        array: its array; None if it has none.
         problem: why it cannot be looked into; empty otherwise.
     """
 
@@ -73,6 +98,7 @@ class StoredLeaf:
     write_shape: tuple[int, ...] | None = None
     value: Any = None
     here: bool = False
+    array: ZarrArray | None = None
     problem: str = ""
 
 
@@ -96,9 +122,11 @@ class OrbaxItem:
         self._folder = os.path.join(store.root, at)
         self.custom_metadata: Any = None
         self._fill = self._zarr3 = False
-        self._context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}})
+        limits = {"file_io_concurrency": {"limit": _READS}, "cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}}
+        self._context = ts.Context(limits)
         self._ocdbt = store.exists(paths.join(at, marks.OCDBT))
         self._cached: tuple[str, ts.TensorStore | None] = ("", None)
+        self._numbers: dict[int, Any] = {}  # the reads of scalars
         try:
             marks.check_files(store, at)
             if store.exists(paths.join(at, marks.TREE_RECORD)):
@@ -115,16 +143,10 @@ class OrbaxItem:
         self.leaves: tuple[StoredLeaf, ...] = tuple(rows)
 
     @functools.cached_property
-    def by_name(self) -> dict[str, StoredLeaf]:
-        """The leaves by public name, and by that of their paths."""
-        numbers = _text.either([row.leaf.name for row in self.leaves])
-        return {name: self.leaves[number] for name, number in numbers.items()}
-
-    @functools.cached_property
-    def shardings(self) -> dict[str, Mapping[str, Any]]:
+    def shardings(self) -> dict[str, dict[str, Any]]:
         """How arrays lay on devices, as Orbax recorded it, by Orbax's name; empty where it did not."""
         found, _ = marks.read_object(self._store, paths.join(self._at, "_sharding"))
-        out: dict[str, Mapping[str, Any]] = {}
+        out: dict[str, dict[str, Any]] = {}
         for key, text in (found or {}).items():
             with contextlib.suppress(ValueError, TypeError, RecursionError):  # one is not worth an error
                 row = json.loads(text)
@@ -173,6 +195,15 @@ class OrbaxItem:
             if row.problem:
                 self._check(row)
 
+    def _check(self, row: StoredLeaf) -> None:
+        if row.problem:
+            raise steps.half_written(self._epoch, self._at, row.problem, row.leaf.name)
+        if row.leaf.kind == UNKNOWN:
+            raise UnsupportedError(
+                f"leaf {row.leaf.name!r} is of the type {str(row.value)[:80]!r}: only the type handler that wrote it, "
+                "which Orbax does not name, can read it"
+            )
+
     # -- metadata ------------------------------------------------------------------------------------------------
 
     def _recorded(self, tree: Mapping[str, Any]) -> list[StoredLeaf]:
@@ -180,25 +211,22 @@ class OrbaxItem:
         self.custom_metadata = tree.get("custom_metadata")
         self._zarr3 = bool(tree.get("use_zarr3"))
         self._ocdbt = self._ocdbt if tree.get("use_ocdbt") is None else bool(tree["use_ocdbt"])
-        self._fill = not tree.get("store_array_data_equal_to_fill_value")
+        self._fill = not tree.get("store_array_data_equal_to_fill_value")  # Orbax once left such data out
         try:
             entries = [_entry(row) for row in tree["tree_metadata"].values()]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             where = paths.join(self._at, marks.TREE_RECORD)
             raise FormatError(where, f"is not what Orbax writes there: {error!r}") from None
-        inner = {path[:depth] for path, _ in entries for depth in range(len(path))}
-        entries = [(path, value) for path, value in entries if path not in inner]  # left over from partial saves
-        params = [".".join(str(key) for _, key in path) for path, _ in entries]
+        inner = {path[:depth] for path, *_ in entries for depth in range(len(path))}
+        entries = [entry for entry in entries if entry[0] not in inner]  # what is left over from partial saves goes
+        params = [".".join(str(key) for _, key in path) for path, *_ in entries]
         plain = {*_EMPTY, "string"}  # a user's type handler may write arrays, too
-        arrays = [p for p, (_, v) in zip(params, entries, strict=True) if v["value_type"] not in plain]
-        found = self._zarr_metadata(arrays)
+        arrays = self._zarr_arrays([p for p, (_, kind, _) in zip(params, entries, strict=True) if kind not in plain])
         impls = steps.prng_impls(self._store, self._at)
         rows = []
-        for (path, value), param in zip(entries, params, strict=True):
-            array = found.get(param)
-            written, impl = value["value_type"], impls.get(param)
-            problem = array if isinstance(array, str) and written in _ARRAYS else ""
-            shape, dtype = array if isinstance(array, tuple) else ((), None)
+        for param, (path, written, write_shape) in zip(params, entries, strict=True):
+            array, impl = arrays.get(param), impls.get(param)
+            shape, dtype = (array.shape, array.dtype) if array is not None else ((), None)
             if written in _EMPTY:
                 kind = tree_lib.leaf_kind(_EMPTY[written]) or UNKNOWN
             elif written == "string":
@@ -206,21 +234,28 @@ class OrbaxItem:
             elif dtype is None:
                 kind = UNKNOWN
             elif written == "scalar":
-                kind, dtype = {"b": "bool", "i": "int", "u": "int", "c": "complex"}.get(dtype.kind, "float"), None
+                kind = {"b": "bool", "i": "int", "u": "int", "c": "complex"}.get(dtype.kind, "float")
+                shape, dtype = (), None
             else:
                 kind = "prng" if impl is not None else "numpy" if written == "np.ndarray" else "jax"
-            leaf = Leaf(path, _name(path), kind, dtype, () if dtype is None else shape, sharding=len(rows), impl=impl)
             rows.append(
-                StoredLeaf(leaf, param, value["write_shape"], written if kind == UNKNOWN else None, problem=problem)
+                StoredLeaf(
+                    Leaf(path, _name(path), kind, dtype, shape, sharding=len(rows), impl=impl),
+                    param,
+                    write_shape,
+                    value=written if kind == UNKNOWN else None,
+                    array=array,
+                    problem=array.problem if array is not None and written in _ARRAYS else "",
+                )
             )
         return rows
 
-    def _zarr_metadata(self, params: Sequence[str]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]] | str]:
-        """(shape, dtype) of arrays by Orbax's name, or what is wrong with them."""
+    def _zarr_arrays(self, params: Sequence[str]) -> dict[str, ZarrArray]:
+        """The arrays with these names of Orbax's; their metadata is read at the same time."""
         if not params:
             return {}
         file = "zarr.json" if self._zarr3 else ".zarray"
-        out: dict[str, tuple[tuple[int, ...], np.dtype[Any]] | str] = {}
+        out: dict[str, ZarrArray] = {}
         with self._tensorstore(""):
             kv = ts.KvStore.open(self._kvstore(), context=self._context).result()
             reads = [kv.read(f"{param}/{file}") for param in params]
@@ -228,23 +263,15 @@ class OrbaxItem:
             try:
                 with self._tensorstore(""):
                     got = read.result()
+                out[param] = (
+                    _zarr_array(json.loads(got.value))
+                    if got.state == "value"
+                    else ZarrArray(problem=f"is missing: {param}/{file} is not there")
+                )
             except DamagedError as error:
-                out[param] = f"cannot be read: {param}/{file}: {str(error.__cause__)[:300]}"
-                continue
-            try:
-                if got.state != "value":
-                    out[param] = f"is missing: {param}/{file} is not there"
-                    continue
-                row = json.loads(got.value)
-                shape = tuple(row["shape"])
-                dtype = _dtype(row["data_type"] if self._zarr3 else row["dtype"])
-                if not all(type(d) is int and d >= 0 for d in shape) or len(shape) > 32:
-                    raise ValueError(f"shape {shape}")
-                if not tree_lib.fits(shape, dtype):
-                    raise ValueError(f"shape {shape} is beyond what NumPy can have")
-                out[param] = shape, dtype
+                out[param] = ZarrArray(problem=f"cannot be read: {param}/{file}: {str(error.__cause__)[:300]}")
             except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-                out[param] = f"cannot be read: {param}/{file}: {str(error)[:300]}"
+                out[param] = ZarrArray(problem=f"cannot be read: {param}/{file}: {str(error)[:300]}")
         return out
 
     def _aggregated(self) -> list[StoredLeaf]:
@@ -255,88 +282,124 @@ class OrbaxItem:
         tree = flax_msgpack.load(os.path.join(self._folder, steps.AGGREGATE))
         pairs, _ = tree_lib.flatten(tree)
         away = {p: v.removeprefix(_PLACEHOLDER) for p, v in pairs if isinstance(v, str) and v.startswith(_PLACEHOLDER)}
-        found = self._zarr_metadata(list(away.values()))
+        arrays = self._zarr_arrays(list(away.values()))
         rows = []
         for number, (path, value) in enumerate(pairs):
-            param, array = away.get(path, ""), found.get(away.get(path, ""))
-            if isinstance(array, str):
-                leaf = Leaf(path, _name(path), UNKNOWN, sharding=number)
-            elif array is not None:
-                leaf = Leaf(path, _name(path), "jax", array[1], array[0], sharding=number)
+            if path in away:
+                array = arrays[away[path]]
+                kind = UNKNOWN if array.problem else "jax"
+                leaf = Leaf(path, _name(path), kind, array.dtype, array.shape, sharding=number)
+                rows.append(StoredLeaf(leaf, away[path], array=array, problem=array.problem))
             else:
                 kind = tree_lib.leaf_kind(value) or UNKNOWN
                 dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
                 leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=number)
-            problem = array if isinstance(array, str) else ""
-            rows.append(StoredLeaf(leaf, param, value=None if param else value, here=not param, problem=problem))
+                rows.append(StoredLeaf(leaf, "", value=value, here=True))
         return rows
 
     # -- values --------------------------------------------------------------------------------------------------
 
     def value(self, row: StoredLeaf) -> Any:
-        """A leaf as a NumPy array or Python value; typed keys as their data.
+        """A leaf that is no array, as a Python value.
 
         Raises:
             DamagedError: it cannot be read.
             UnsupportedError: only a user's type handler can read it.
         """
-        leaf = row.leaf
         self._check(row)
         if row.here:
-            return np.asarray(row.value) if isinstance(row.value, np.ndarray) else row.value
-        if leaf.kind in tree_lib.EMPTY_KINDS:
-            return tree_lib.empty_value(leaf.kind)
-        if leaf.kind == "str":
+            return row.value
+        if row.leaf.kind in tree_lib.EMPTY_KINDS:
+            return tree_lib.empty_value(row.leaf.kind)
+        if row.leaf.kind == "str":
             return self._text(row)
-        with self._tensorstore(leaf.name):
-            data = self._open(row).read().result()
-        data = np.asarray(data)
-        if leaf.dtype is not None:
-            return data
-        if data.ndim:
-            raise DamagedError(self._at, f"has the shape {list(data.shape)}; expected one number", leaf.name)
-        return data.item()
+        # Whoever asks for one number asks for the next ones, too: many are read at the same time.
+        if row.leaf.sharding not in self._numbers:
+            for number, other in {
+                row.leaf.sharding: row,
+                **dict(itertools.islice(self._unread.items(), _READS)),
+            }.items():
+                self._unread.pop(number)
+                self._numbers[number] = self._begin(other)
+        with self._tensorstore(row.leaf.name):
+            return self._numbers[row.leaf.sharding].result().item()
 
-    def boxes(self, row: StoredLeaf, boxes: Iterable[Box]) -> Iterator[np.ndarray]:
-        """Parts of an array, one after another; decoded chunks are kept as far as the next part needs them.
+    def read(
+        self, parts: Iterable[Part], one_by_one: bool = False
+    ) -> Iterator[tuple[Part, EpochCheckpointError | None]]:
+        """Reads parts of arrays, many at the same time; gives each, with its error, in order.
+
+        If parts of one array share chunks and come one after another, as from `in_bands`, each chunk is decoded once.
 
         Args:
-            row: the array.
-            boxes: the parts, in C order.
-
-        Raises:
-            DamagedError: it cannot be read.
+            parts: what to read; the next one is asked for when there is room for it.
+            one_by_one: an array is read by several calls: chunks are kept for the next one.
         """
-        self._check(row)
-        if row.here:
-            for box in boxes:
-                yield np.asarray(row.value)[grid.slices(box)]
-            return
-        for box in boxes:
-            with self._tensorstore(row.leaf.name):
-                is_whole = grid.box_shape(box) == row.leaf.shape
-                array = self._open(row) if is_whole else self._open_cached(row)
-                data = array[grid.slices(box)].read().result()
-            yield np.asarray(data)
+        under_way: collections.deque[tuple[Part, int, Any]] = collections.deque()
+        busy = 0
+        for part in itertools.chain(parts, [None]):
+            nbytes = _decoded_bytes(part[0], part[1]) if part is not None else 0
+            while under_way and (part is None or len(under_way) == _READS or busy + nbytes > _READ_BYTES):
+                done, freed, future = under_way.popleft()
+                busy -= freed
+                yield done, self._error(done[0], future)
+            if part is not None:
+                under_way.append((part, nbytes, self._begin(*part, kept=0 if one_by_one else _READ_BYTES)))
+                busy += nbytes
+        if not one_by_one:
+            self._cached = "", None
 
-    def _open_cached(self, row: StoredLeaf) -> ts.TensorStore:
-        """An array that keeps the decoded chunks of one row of them; the last one stays open for the next part."""
+    def _error(self, row: StoredLeaf, future: Any) -> EpochCheckpointError | None:
+        try:
+            with self._tensorstore(row.leaf.name):
+                future.result()
+        except EpochCheckpointError as error:
+            return error
+        return None
+
+    def _begin(self, row: StoredLeaf, box: Box = (), out: np.ndarray | None = None, kept: int = 0) -> Any:
+        """A future of a part of an array that is read into `out`, or of a number; it raises what is wrong."""
+        promise, future = ts.Promise.new()
+        try:
+            self._check(row)
+            if out is None:
+                return self._open(row, box, kept).read()
+            if not row.here:
+                return ts.array(out, context=self._context).write(self._open(row, box, kept)[grid.slices(box)])
+            out[...] = np.asarray(row.value)[grid.slices(box)]
+            promise.set_result(None)
+        except (EpochCheckpointError, *_TOLERATED) as error:
+            promise.set_exception(error)
+        return future
+
+    def _open(self, row: StoredLeaf, box: Box, kept: int) -> ts.TensorStore:
+        """An array; does not look at storage. If the box shares chunks with others, they are kept for the next box."""
+        assert row.array is not None, "callers choose leaves that have one"
+        shared = not _is_aligned(row, box)
         param, array = self._cached
-        if array is None or param != row.param:
-            chunks: Sequence[Any] = self._open(row).chunk_layout.read_chunk.shape or ()
-            deep = math.prod(row.leaf.shape[1:]) * (chunks[0] or 1 if chunks else 1)
-            array = self._open(row, min(deep * np.dtype(row.leaf.dtype).itemsize + _SLACK_BYTES, _CACHE_BYTES))
+        if shared and param == row.param and array is not None:
+            return array
+        spec = {
+            "driver": "zarr3" if self._zarr3 else "zarr",
+            "kvstore": self._kvstore(f"{row.param}/"),
+            "metadata": row.array.metadata,
+            "fill_missing_data_reads": self._fill,
+            "recheck_cached_data": False,
+            "cache_pool": {
+                "total_bytes_limit": min(kept + _row_bytes(row) + _SLACK_BYTES, _CACHE_BYTES) if shared else 0
+            },
+        }
+        array = ts.open(spec, open=True, read=True, assume_metadata=True, context=self._context).result()
+        if row.leaf.dtype is None and array.ndim:
+            raise ValueError(f"it has the shape {list(array.shape)}; expected one number")
+        if shared:
             self._cached = row.param, array
         return array
 
-    def _check(self, row: StoredLeaf) -> None:
-        if row.problem:
-            raise steps.half_written(self._epoch, self._at, row.problem, row.leaf.name)
-        if row.leaf.kind == UNKNOWN:
-            raise UnsupportedError(
-                f"leaf {row.leaf.name!r} is of the type {str(row.value)[:80]!r}: only the type handler that wrote it, "
-                "which Orbax does not name, can read it"
-            )
+    @functools.cached_property
+    def _unread(self) -> dict[int, StoredLeaf]:
+        """The numbers of the item that are not yet read, by leaf number."""
+        return {row.leaf.sharding: row for row in self.leaves if row.array is not None and row.leaf.dtype is None}
 
     def _text(self, row: StoredLeaf) -> str:
         path = paths.join(self._at, "_strings.json")
@@ -361,22 +424,6 @@ class OrbaxItem:
         if self._ocdbt:
             return {"driver": "ocdbt", "base": files, "path": param, "cache_pool": "cache_pool#ocdbt"}
         return {**files, "path": f"{self._folder}/{param}"}
-
-    def _open(self, row: StoredLeaf, kept: int = 0) -> ts.TensorStore:
-        spec = {
-            "driver": "zarr3" if self._zarr3 else "zarr",
-            "kvstore": self._kvstore(f"{row.param}/"),
-            "fill_missing_data_reads": self._fill,  # Orbax once left out what equals the fill value
-            "recheck_cached_data": False,
-            "cache_pool": {"total_bytes_limit": kept},  # of decoded chunks
-        }
-        found = ts.open(spec, open=True, read=True, context=self._context).result()
-        if row.leaf.dtype is not None and (tuple(found.shape), found.dtype.numpy_dtype) != (
-            row.leaf.shape,
-            row.leaf.dtype,
-        ):
-            raise ValueError(f"it is {found.dtype.name}{list(found.shape)} now")
-        return found
 
     @contextlib.contextmanager
     def _tensorstore(self, name: str) -> Generator[None]:
@@ -416,6 +463,48 @@ class _Values(Mapping[int, Any]):
         return sum(1 for _ in self)
 
 
+def in_bands(row: StoredLeaf, pairs: Sequence[tuple[Box, np.ndarray]]) -> Iterator[Part]:
+    """The parts of an array, cut along its first axis if they share chunks: parts of the same chunks come together.
+
+    Args:
+        row: the array.
+        pairs: each box, and the buffer that it is read into.
+    """
+    if len(pairs) == 1 or all(_is_aligned(row, box) for box, _ in pairs):
+        yield from ((row, box, out) for box, out in pairs)
+        return
+    assert row.array is not None, "only chunks are shared"
+    rows = row.array.chunks[0] * max(1, _BAND_BYTES // _row_bytes(row))
+    for start in range(0, row.leaf.shape[0], rows):
+        for box, out in pairs:
+            low, high = max(box[0][0], start), min(box[0][1], start + rows)
+            if low < high:
+                yield row, ((low, high), *box[1:]), out[low - box[0][0] : high - box[0][0]]
+
+
+def _is_aligned(row: StoredLeaf, box: Box) -> bool:
+    """Whether no other box of the array has anything of the same chunks."""
+    if row.array is None:
+        return True
+    sides = zip(box, row.array.chunks, row.leaf.shape, strict=True) if box else ()
+    return all(start % side == 0 and (stop % side == 0 or stop == length) for (start, stop), side, length in sides)
+
+
+def _decoded_bytes(row: StoredLeaf, box: Box) -> int:
+    """Bytes of the chunks that a box touches."""
+    if row.array is None or row.leaf.dtype is None:
+        return 0
+    sides = [
+        (-(-stop // side) - start // side) * side for (start, stop), side in zip(box, row.array.chunks, strict=True)
+    ]
+    return math.prod(sides) * row.leaf.dtype.itemsize
+
+
+def _row_bytes(row: StoredLeaf) -> int:
+    """Bytes of all chunks that begin at the same place of the first axis."""
+    return _decoded_bytes(row, ((0, 1), *grid.whole(row.leaf.shape[1:]))) if row.leaf.shape else 0
+
+
 def _as_text(path: KeyPath) -> tuple[str, ...]:
     """A key path as Orbax writes it."""
     return tuple(str(key) for _, key in path)
@@ -430,16 +519,38 @@ def _is_number(key: Any) -> bool:
     return isinstance(key, str) and key.isdecimal() and str(int(key)) == key
 
 
-def _entry(row: Mapping[str, Any]) -> tuple[KeyPath, Mapping[str, Any]]:
-    """(key path, value metadata) of one leaf; keys of dicts are text."""
+def _entry(row: Mapping[str, Any]) -> tuple[KeyPath, str, tuple[int, ...] | None]:
+    """(key path, type, write shape) of one leaf; keys of dicts are text."""
     path = tuple(
         ("s", int(key["key"])) if key["key_type"] == 1 else ("k", str(key["key"])) for key in row["key_metadata"]
     )
     value = row["value_metadata"]
     shape = value.get("write_shape")
-    if shape is not None and not all(type(d) is int and d >= 0 for d in shape):
-        raise ValueError(f"write_shape {shape}")
-    return path, {"value_type": str(value["value_type"]), "write_shape": None if shape is None else tuple(shape)}
+    return path, str(value["value_type"]), None if shape is None else _shape(shape)
+
+
+def _zarr_array(row: Mapping[str, Any]) -> ZarrArray:
+    """What an array's metadata says, of either version of zarr."""
+    shape = _shape(row["shape"])
+    if len(shape) > 32:
+        raise ValueError(f"shape {shape}")
+    if row["zarr_format"] == 2:
+        dtype, chunks = _dtype(row["dtype"]), row["chunks"]
+    else:
+        inner = [c["configuration"]["chunk_shape"] for c in row["codecs"] if c["name"] == "sharding_indexed"]
+        dtype, chunks = _dtype(row["data_type"]), [*inner, row["chunk_grid"]["configuration"]["chunk_shape"]][0]
+    if not tree_lib.fits(shape, dtype):
+        raise ValueError(f"shape {shape} is beyond what NumPy can have")
+    if len(_shape(chunks)) != len(shape) or 0 in chunks:
+        raise ValueError(f"chunks {chunks} of shape {shape}")
+    return ZarrArray(shape, dtype, tuple(chunks), row)
+
+
+def _shape(value: Sequence[Any]) -> tuple[int, ...]:
+    """A shape from JSON; ValueError if it is none."""
+    if not all(type(d) is int and d >= 0 for d in value):
+        raise ValueError(f"shape {value}")
+    return tuple(value)
 
 
 def _dtype(name: Any) -> np.dtype[Any]:

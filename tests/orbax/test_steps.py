@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import pathlib
+import re
 import shutil
 import types
 from collections.abc import Callable
@@ -20,11 +21,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from etils import epath
 from flax import nnx
 
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.format.tree import DTYPES
+from epochckpt.orbax import leaves as orbax_leaves
 from tests.support import handler_jobs, stock_states
 from tests.support.files import unchanged
 from tests.support.processes import run_worker
@@ -134,6 +137,60 @@ def test_every_layout_of_orbax_can_be_inspected(layouts: dict[str, pathlib.Path]
             manager.restore_leaves(3, "*", item="other")
         with pytest.raises(errors.UnknownNameError, match="'stpe'; near: 'step'"):
             manager.restore_leaves(3, "stpe")
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["devices exist", "devices do not exist"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_metadata_of_every_leaf_is_that_of_orbax(
+    layouts: dict[str, pathlib.Path], tmp_path: pathlib.Path, layout: str, gone: bool
+) -> None:
+    """Names, shapes, dtypes, shardings, chunks; the metadata is a target, too, on whatever devices there are."""
+    single = layout.endswith("single")
+    shutil.copytree(layouts[layout], tmp_path / "run", symlinks=True)
+    folder = tmp_path / "run" / "3" / ("default" if single else "state")
+    if gone:
+        text = (folder / "_sharding").read_text()
+        (folder / "_sharding").write_text(re.sub(r"(id\\\": |CPU_|cpu:)(\d)", r"\g<1>9\2", text))
+    stock: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
+    with ec.CheckpointManager(tmp_path / "run", options=READ_ONLY) as manager:
+        meta = manager.item_metadata(3) if single else manager.item_metadata(3)["state"]
+        restored = manager.restore(3, args=Restore(meta) if single else Composite(state=Restore(meta)))
+    for (path, expected), (where, found) in zip(
+        *(jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (stock.tree, meta.tree)), strict=True
+    ):
+        assert (where, type(found), found.name) == (path, type(expected), expected.name)
+        assert found == expected, path
+        if type(expected) is ocp.metadata.ArrayMetadata:
+            assert found.storage is not None
+    assert stock_states.differences(restored if single else restored["state"], full()) == []
+
+
+@pytest.mark.parametrize("bands", [False, True], ids=["whole", "in bands"])
+@pytest.mark.parametrize("axes", [("x", None), (None, "x")], ids=["rows", "columns"])
+def test_a_chunk_that_several_devices_have_parts_of_is_read_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, axes: tuple[str | None, str | None], bands: bool
+) -> None:
+    """So is one that is cut into parts because the array is larger than what may be decoded at the same time."""
+    if bands:
+        monkeypatch.setattr(orbax_leaves, "_READ_BYTES", 2**18)
+        monkeypatch.setattr(orbax_leaves, "_BAND_BYTES", 2**16)
+    value = np.random.default_rng(0).integers(0, 256, (1024, 1024), np.uint8)
+    rows = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:4], ("x",)), jax.sharding.PartitionSpec("x"))
+    write(tmp_path, "folders-zarr2-single", {1: {"one": jnp.asarray(value), "rows": jax.device_put(value, rows)}})
+    sharding = jax.sharding.NamedSharding(rows.mesh, jax.sharding.PartitionSpec(*axes))
+    wanted = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+    def bytes_read() -> int:
+        found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+        return sum(value["value"] for metric in found for value in metric["values"])
+
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
+        before = bytes_read()
+        found = manager.restore(1, args=Restore({"one": wanted, "rows": wanted}))
+        assert 2 * value.nbytes < bytes_read() - before < 2 * value.nbytes + 2**16
+    for array in found.values():
+        assert array.sharding == sharding
+        np.testing.assert_array_equal(np.asarray(array), value)
 
 
 @pytest.mark.parametrize("state", ["linen", "nnx"])
