@@ -7,6 +7,7 @@ the primary's other values, so that it is whole for other readers) and a second 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,20 +31,15 @@ _UNUSABLE = re.compile(r"[^A-Za-z0-9._-]")
 
 
 def item_names(blobs: Iterable[str], nodes: Collection[str] = ()) -> dict[str, str]:
-    """The item that each blob is saved as: its own name, or one that is allowed and made of it.
-
-    Items cannot have the names of the folders of `nodes`.
-    """
-    folders = {paths.folder_name(node) for node in nodes}
+    """The item that each blob is saved as: its own name, or one that is allowed and made of it."""
+    folders = {paths.folder_name(node) for node in nodes}  # items cannot have these names
     return {blob: _item_name(blob, folders) for blob in blobs}
 
 
 def _item_name(blob: str, folders: Collection[str]) -> str:
-    try:
-        if not blob.endswith(OWN_SUFFIX) and blob not in folders:
+    if not blob.endswith(OWN_SUFFIX) and blob not in folders:
+        with contextlib.suppress(InvalidArgumentError):
             return paths.check_item_name(blob)
-    except InvalidArgumentError:
-        pass
     mark = f"{checksums.xxh3(blob.encode('utf-8', 'surrogatepass')):016x}"
     return f"b-{_UNUSABLE.sub('_', blob)[:60]}-{mark}"
 
@@ -115,10 +111,7 @@ def chosen(names: Iterable[str], include: Sequence[str] | None, exclude: Sequenc
 
 
 def kind_of(node: str, name: str, value: Any) -> str:
-    """What a blob is: global (it holds arrays that are spread over processes), per node, or an object with a state.
-
-    Raises InvalidArgumentError, with what to do, if something in it cannot be checkpointed.
-    """
+    """What a blob is: global (it holds arrays that are spread over processes), per node, or an object with a state."""
     where = f"node {node}, blob {name!r}"
     try:
         pairs, _ = tree_lib.flatten(state_of(value))

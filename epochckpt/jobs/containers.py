@@ -84,10 +84,7 @@ def _flatten_one(tree: Any) -> tuple[tree_lib.KeyPath, list[Any], Any]:
 
 
 def rebuild(plain: Any, container: Container) -> Any:
-    """Puts what a restore gave as dicts and lists into containers of the right classes.
-
-    Raises InvalidArgumentError, with the place, if it does not fit.
-    """
+    """Puts what a restore gave as dicts and lists into containers of the right classes."""
     with contextlib.suppress(Exception):  # static fields may be anything, and so may their comparison raise anything
         if of(plain) == container:
             return plain
@@ -190,10 +187,7 @@ def to_json(container: Container) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Container:
-    """The inverse of `to_json`.
-
-    Raises InvalidArgumentError if a class is not there, if JSON did not hold all of a container, or for another form.
-    """
+    """The inverse of `to_json`."""
     try:
         types = [_type(*row) for row in data["types"]]
         inner: list[dict[int, Container]] = [{} for _ in data["nodes"]]

@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from absl import logging
 
 from epochckpt.errors import CoordinationTimeoutError, InvalidArgumentError, SaveError, say
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs import first_epoch, stop
+from epochckpt.jobs import stop
 from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Restored
 from epochckpt.jobs.exchange import Exchange
-from epochckpt.jobs.job import ComputedCondition, Job, TaskGroup
+from epochckpt.jobs.job import ComputedCondition, Job, Task, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.progress import ShowEpoch
 from epochckpt.jobs.result import RunResult
@@ -29,6 +31,7 @@ from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
 
 PREEMPTED, FINISHED, FENCED_OFF = "preempted", "was finished already", "fenced off"
+WARN, ERROR, IGNORE = "warn", "error", "ignore"  # about blobs that are not checkpointed
 NOT_ACCESSIBLE = "the metadata handler does not say that the storage can be reached"
 
 
@@ -190,8 +193,7 @@ class TrainingRun:
         if self.resume_from_epoch is not None or self._result.partial:
             return False
         notes, conditions = restored.notes, self.job.stop_conditions
-        metrics = notes.get("metrics")
-        ctx = self._context(restored.epoch, metrics if isinstance(metrics, dict) else {}, 0.0)
+        ctx = self._context(restored.epoch, notes.get("metrics") or {}, 0.0)
 
         def holds(condition: stop.Condition) -> bool:
             foreign = stop.is_foreign(condition)
@@ -230,7 +232,10 @@ class TrainingRun:
                 return []
 
             # Every condition looks at every finished epoch: one that counts must not miss any.
-            self._look_back(epoch, returned)
+            if not self._looked_back:
+                self._looked_back = True
+                self._check_metrics(epoch.metrics, returned)
+                self._check_blobs(number)
             ctx = self._context(number, epoch.metrics, time.monotonic() - self._began, epoch.preempted)
             conditions = self.job.stop_conditions
             answers = [stop.checked(c, c(ctx), number) for c in conditions]
@@ -309,15 +314,44 @@ class TrainingRun:
             raise SaveError(failed, f"{many}; the last: {reason}")
         return verdict
 
-    def _look_back(self, epoch: _TrainedEpoch, returned: Mapping[str, Sequence[Any]]) -> None:
-        """Once, after the first epoch: names what its tasks have made that will be lost."""
-        if self._looked_back:
+    # Once, after the first epoch of a run: what its tasks have made that will be lost.
+
+    def _check_blobs(self, epoch: int) -> None:
+        """Names the blobs that stay from epoch to epoch and are not checkpointed, except those that `exclude` names."""
+        if self.backend is None or self.settings.unsaved_blobs == IGNORE:
             return
-        self._looked_back = True
-        first_epoch.check_metrics(returned, self.job.epoch_group.tasks(), epoch.metrics, self.session.nodes[0])
-        if self.backend is not None:
-            spaces = {node: ws for node, ws in self.session.workspaces().items() if node in self._kept_nodes()}
-            first_epoch.check_blobs(epoch.number, spaces, self.names, self._chosen, self.settings.unsaved_blobs)
+        listed: list[str] = []
+        for node, workspace in self.session.workspaces().items():
+            saved = self.names.get(node, ())
+            names = self._chosen([name for name in workspace if name not in saved])
+            if names and node in self._kept_nodes():
+                listed.append(f"{', '.join(map(repr, names))} of node {node}")
+        if not listed:
+            return
+        message = (
+            f"blobs that are not checkpointed are in the workspace after epoch {epoch}: {'; '.join(listed)}. They were "
+            "not there when init had run, or the epoch that was resumed lacks them. A resumed run that reads them "
+            "before it makes them computes something else: make them in init, put them into ws.live, or leave them out "
+            "with JobRunner(exclude=[…]); unsaved_blobs='ignore' says that all of them are temporary"
+        )
+        if self.settings.unsaved_blobs == ERROR:
+            raise InvalidArgumentError(message)
+        logging.warning("%s", message)
+
+    def _check_metrics(self, metrics: Mapping[str, Any], returned: Mapping[str, Sequence[Any]]) -> None:
+        """Names the metrics that are not kept, and what looks like a metric and is none; `returned`: by node."""
+        numbers: dict[Task, str] = {}
+        for node, values in returned.items():
+            tasks = (task for task in self.job.epoch_group if task.node in (None, node))
+            numbers |= {t: type(value).__name__ for t, value in zip(tasks, values, strict=True) if _is_numeric(value)}
+            lost = {name for value in values if isinstance(value, Mapping) for name in value} - metrics.keys()
+            if lost:
+                names, primary = sorted(map(str, lost)), self.session.nodes[0]
+                logging.warning("metrics %s of node %s are not kept: those of node %s count", names, node, primary)
+        for task, kind in numbers.items():
+            logging.warning(
+                "%s returned a %s, which is no metric: return a mapping, such as {'loss': loss}", task, kind
+            )
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -414,8 +448,7 @@ class TrainingRun:
     def notes_beside(self, epoch: int, session: Session) -> dict[str, Any]:
         """The notes for an epoch that `JobRunner.save_checkpoints` is about to save while this run goes on.
 
-        Waits for the run's own saves, and keeps their results: those that come later are not the run's. In the run's
-        own session the notes are such that a run may go on from the epoch.
+        Waits for the run's own saves, and keeps their results: those that come later are not the run's.
         """
         backend = self.backend
         if backend is not None:
@@ -493,12 +526,18 @@ def _reason(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | N
     return stop.why(condition, ctx) if true else ""
 
 
-def merge_metrics(returned: Iterable[Any]) -> dict[str, bool | int | float]:
-    """One mapping of the mappings that the tasks of a node returned, with Python scalars as values.
+def _is_numeric(value: Any) -> bool:
+    """Whether a value is a number or array, or a pytree of such; a bool is the answer to a stop condition."""
+    if isinstance(value, Mapping):
+        return False
+    leaves, numbers = jax.tree.leaves(value), (int, float, np.generic, np.ndarray, jax.Array)
+    return bool(leaves) and all(
+        isinstance(x, numbers) and getattr(x, "dtype", type(x)) not in (bool, np.bool_) for x in leaves
+    )
 
-    Waits for values that are still being computed. Raises InvalidArgumentError if two tasks return metrics of one name,
-    or a metric is no scalar.
-    """
+
+def merge_metrics(returned: Iterable[Any]) -> dict[str, bool | int | float]:
+    """One mapping of those that the tasks of a node returned, of Python scalars; waits until they are computed."""
     merged: dict[str, bool | int | float] = {}
     for name, value in (pair for one in returned if isinstance(one, Mapping) for pair in one.items()):
         if not isinstance(name, str):

@@ -14,13 +14,12 @@ from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
 from epochckpt.jobs.backends.base import CheckpointBackend
 from epochckpt.jobs.exchange import Exchange
-from epochckpt.jobs.first_epoch import ERROR, IGNORE, WARN
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.progress import bar
 from epochckpt.jobs.result import RunResult
 from epochckpt.jobs.resume import AUTO, MUST, NEVER, traced_init
-from epochckpt.jobs.run import NOT_ACCESSIBLE, RunSettings, TrainingRun
+from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings, TrainingRun
 from epochckpt.jobs.session import DistributedSession, Session
 from epochckpt.manager import HandlerNotifier, metadata_handlers
 from epochckpt.manager.reader import epoch_number

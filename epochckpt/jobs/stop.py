@@ -127,8 +127,7 @@ class _Wrapped(Condition):
 
     def __init__(self, function: Callable[[Context], Any]):
         self._function = function
-        name = getattr(function, "__qualname__", None)
-        self._name = name if isinstance(name, str) else type(function).__qualname__
+        self._name = str(getattr(function, "__qualname__", type(function).__qualname__))
         self._stateful = all(callable(getattr(function, method, None)) for method in ("get_state", "set_state"))
         self._fresh: list[Any] = []  # the state before the first run
 
@@ -398,7 +397,6 @@ def save_states(conditions: Sequence[Condition]) -> dict[str, Any]:
     """The states of the conditions that have one, as JSON, by their `repr`; of equal ones the second is `…#2`.
 
     The parts of a composition are kept one by one, so that `max_epochs(10) | c` may become `c | max_epochs(20)`.
-    Raises InvalidArgumentError, with the condition, if a state is not JSON.
     """
     saved: dict[str, Any] = {}
     for key, condition in _keyed(conditions).items():
