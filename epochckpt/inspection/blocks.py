@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from epochckpt import _units
 from epochckpt.inspection.sharding import Cut, NodeLabels
@@ -33,7 +33,7 @@ class Tone(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class Span:  # not a tuple, because Words are tuples of spans
     """A piece of text; one that is longer than `limit` characters is shown without its middle."""
 
     text: str
@@ -54,8 +54,7 @@ def spans(words: Words) -> list[Span]:
 # What a cell of a table may hold beside its text.
 
 
-@dataclasses.dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """A bar, `share` of 1 long. In a terminal it takes at most `width` columns."""
 
     share: float
@@ -63,8 +62,7 @@ class Bar:
     tone: Tone = Tone.GOOD
 
 
-@dataclasses.dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """One bar of a `Strip`: a node. Where several marks share a bar, the one of the greatest weight is drawn."""
 
     level: float  # height, from 0 to 1
@@ -73,8 +71,7 @@ class Mark:
     tip: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Strip:
+class Strip(NamedTuple):
     """Marks side by side."""
 
     marks: tuple[Mark, ...]
@@ -86,16 +83,14 @@ class Strip:
         return [(max(group, key=lambda mark: mark.weight), group) for group in groups]
 
 
-@dataclasses.dataclass(frozen=True)
-class Histogram:
+class Histogram(NamedTuple):
     """Elements per bin, and the range of the bins in words."""
 
     counts: tuple[int, ...]
     words: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A cell of a table: a text, a drawing, or both; `tip` is shown where a mouse can point at it."""
 
     words: Words = ""
@@ -108,8 +103,7 @@ class Cell:
         return self.drawing is None and not spans(self.words)
 
 
-@dataclasses.dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A column of a table. One whose cells are all empty is not shown."""
 
     title: str
@@ -119,16 +113,14 @@ class Column:
     tip: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of a table, and a remark that is shown below it."""
 
     cells: tuple[Cell, ...]
     below: Words = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Rows below heads, each with a cell per column.
 
     If `recent` is not 0, rows ascend in time and the last so many matter most. A page, which is read from the top,
@@ -141,53 +133,46 @@ class Table:
     older: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One line of text; a view's first one is its title."""
 
     words: Words
     title: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """Short statements side by side."""
 
     statements: tuple[Words, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """Names and what is known, one a line."""
 
     facts: tuple[tuple[str, Words], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Something that is wrong: where, and why."""
 
     words: Words
 
 
-@dataclasses.dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """Leaves as a tree, which the renderer folds; shares are of `total_nbytes`."""
 
     root: Branch
     total_nbytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Cuts:
+class Cuts(NamedTuple):
     """The ways in which arrays are cut over nodes, to be drawn."""
 
     cuts: tuple[Cut, ...]
     labels: NodeLabels
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """Blocks below a heading; a page may fold them."""
 
     heading: Words

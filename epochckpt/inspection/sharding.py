@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from epochckpt import _units
 from epochckpt.inspection.rows import LeafRow, ShardingRow
@@ -39,8 +39,7 @@ class NodeLabels:
         return [(name, self.label(name)) for name in self.names if name in known]
 
 
-@dataclasses.dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """The parts of an array as a rectangle.
 
     Of two dimensions, the first gives the rows and the second the columns. Of more than two, only those that are cut
@@ -69,8 +68,7 @@ def grid(sharding: ShardingRow) -> Grid:
     return Grid(down, across, sharding.owners if known else (), axes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """A way in which one or more arrays are cut; `example` names the first of them, whose sharding it has."""
 
     sharding: ShardingRow

@@ -7,9 +7,9 @@ none is read as markup.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
@@ -134,8 +134,7 @@ def _grid(found: sharding.Grid, labels: sharding.NodeLabels) -> Iterator[Text]:
 # Lines, cells and tables.
 
 
-@dataclasses.dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """A cell that draws itself into the room that there is; `want` is the width that it would take at most."""
 
     want: int

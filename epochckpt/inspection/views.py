@@ -165,7 +165,7 @@ def _epochs(found: rows.Overview) -> kinds.Table:
     best = "".join(f", with the best: {row.epoch}" for row in older if row.best)
     count = _units.several(len(older), "older epoch", "older epochs")
     words = f"{count}, {older[0].epoch} to {older[-1].epoch}{best}" if older else ""
-    return dataclasses.replace(made, recent=_RECENT, older=words)
+    return made._replace(recent=_RECENT, older=words)
 
 
 def strip_column(count: int) -> Column:

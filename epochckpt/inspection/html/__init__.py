@@ -20,8 +20,8 @@ from epochckpt.inspection.sharding import Grid, NodeLabels
 
 _TREE_CHARS = 600_000  # of all trees of a page
 _TABLE_CHARS = 700_000  # of all tables of a page
-_BRANCH_CHARS = 500  # about, of one row of a tree
 _CARDS = 12  # ways of cutting arrays that are drawn
+_BRANCH_CHARS = 500  # about, of one row of a tree
 _OPEN = 40  # rows of a tree that are seen at first
 _TREE_COLUMNS = leaf_views.TREE_COLUMNS[:-1]  # the last one is the tip of the one before
 _CHILDREN = 100  # shown of one group at most
@@ -99,19 +99,15 @@ class _Renderer:
 
     def _tree(self, block: kinds.Tree) -> Html:
         """A tree of at most so many characters; each group shows one child at least, and counts what it leaves out."""
-        room = int(self._chars_per_leaf * block.root.count)
-        most = _CHILDREN
+        # Rows, which are cheap to count, come first; names may be long, so that characters decide.
+        most, room = _CHILDREN, self._chars_per_leaf * block.root.count
         while most > 1 and tree.size(block.root, _folding(most)) > room // _BRANCH_CHARS:
             most = most * 9 // 10
-        # Names may be long: rows, which are cheap to count, come first; then characters decide.
-        body = self._branches(block, most)
-        while len(body) > room and most > 1:
-            most = max(most * 2 // 3, 1)
-            body = self._branches(block, most)
+        while len(body := self._branches(block, _folding(most))) > room and most > 1:
+            most = most * 2 // 3
         return el("div", "scroll", el("div", "tree", el("div", "heads", *_heads(_TREE_COLUMNS, "span")), body))
 
-    def _branches(self, block: kinds.Tree, most: int) -> Html:
-        folding = _folding(most)
+    def _branches(self, block: kinds.Tree, folding: tree.Folding) -> Html:
         opened = tree.opened(block.root, folding)
 
         def drawn(branch: tree.Branch) -> Html:
