@@ -117,18 +117,12 @@ def diff(args: argparse.Namespace, output: Output) -> int:
     run = opened(args)
     other = run if args.other is None else opened(args, args.other)
     one, two = epoch_of(run, args.before, output), epoch_of(other, args.after, output)
+    asked: dict[str, Any] = {"directory": args.other, "item": args.item, "node": args.node}
     with output.progress(f"epochs {one.epoch} and {two.epoch}", one.plain_row().nbytes + two.plain_row().nbytes) as bar:
-        found = run.diff(
-            one.epoch,
-            two.epoch,
-            args.patterns or "*",
-            args.other,
-            item=args.item,
-            node=args.node,
-            progress=lambda done, total: bar(completed=done, total=total),
-        ).diff
-    options = {"listed": args.limit or None, "unchanged": args.unchanged, "hint": "; --limit 0 lists all"}
-    output.rows(found, lambda: render(leaf_views.diff(found, **options)))
+        asked["progress"] = lambda done, total: bar(completed=done, total=total)
+        found = run.diff(one.epoch, two.epoch, args.patterns or "*", **asked).diff
+    shown = {"listed": args.limit or None, "unchanged": args.unchanged, "hint": "; --limit 0 lists all"}
+    output.rows(found, lambda: render(leaf_views.diff(found, **shown)))
     return FOUND if found.problems or any(row.change != UNCHANGED for row in found.rows) else OK
 
 
@@ -210,8 +204,8 @@ def gc(args: argparse.Namespace, output: Output) -> int:
     options = options_of(args)
     if args.todelete_subdir is not None:
         options = dataclasses.replace(options, todelete_subdir=args.todelete_subdir)
-    limits: dict[str, Any] = {"older_than_secs": args.older_than, "epochs_too": args.rolled_back}
-    search = functools.partial(collect, args.directory, options=options, storage=storage, **limits)
+    asked: dict[str, Any] = {"older_than_secs": args.older_than, "epochs_too": args.rolled_back}
+    search = functools.partial(collect, args.directory, options=options, storage=storage, **asked)
     found = search()
     if args.delete and found.rows:
         with output.progress("removing", found.nbytes) as bar:
@@ -247,18 +241,10 @@ def export(args: argparse.Namespace, output: Output) -> int:
     # second process that starts an accelerator's backend breaks the training beside it.
     jax.config.update("jax_platforms", "cpu")
     epoch = epoch_of(opened(args), args.epoch, output)
+    asked = {"item": args.item, "separator": args.separator, "skip_unsupported": args.skip_unsupported}
     with output.progress(f"exporting epoch {epoch.epoch}", epoch.plain_row().nbytes) as bar:
-        done = exporting.export(
-            args.directory,
-            epoch.epoch,
-            args.destination,
-            args.format,
-            item=args.item,
-            separator=args.separator,
-            skip_unsupported=args.skip_unsupported,
-            options=options_of(args),
-            progress=lambda nbytes: bar(advance=nbytes),
-        )
+        asked |= {"options": options_of(args), "progress": lambda nbytes: bar(advance=nbytes)}
+        done = exporting.export(args.directory, epoch.epoch, args.destination, args.format, **asked)
 
     def view() -> Iterator[RenderableType]:
         yield Text.assemble(f"epoch {done.epoch} as {args.format}: {_units.nbytes(done.nbytes)} in ", safe(done.path))

@@ -40,7 +40,7 @@ def branch_cells(branch: tree.Branch, total_nbytes: int) -> tuple[Cell, ...]:
     sizes = Cell(size), kinds.share(branch.nbytes, total_nbytes)
     if leaf is None:
         name = Span(branch.label, Tone.FAINT if branch.hidden else Tone.STRONG)
-        elements = f"{_magnitude(branch.elements)} elements" if branch.elements else ""
+        elements = f"{_units.count(branch.elements)} elements" if branch.elements else ""
         count = Cell(Span(leaf_count(branch.count), Tone.FAINT))
         return Cell(name), count, Cell(Span(elements, Tone.FAINT)), *sizes, Cell(), Cell()
     spec = leaf.sharding.spec if leaf.sharding else ""
@@ -210,15 +210,3 @@ def _type(leaf: rows.LeafRow, tone: Tone = Tone.PLAIN) -> Span:
 def _shape(leaf: rows.LeafRow) -> Span:
     """The shape of an array, or the value of a leaf that is none."""
     return Span("×".join(map(str, leaf.shape)) or "scalar" if leaf.dtype else leaf.value, limit=60)
-
-
-def _magnitude(n: int) -> str:
-    """A count of elements with three digits: `1.24 billion`."""
-    if n < 100_000:
-        return _units.count(n)
-    size = n / 1000
-    for unit in ("thousand", "million", "billion"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} trillion"

@@ -214,15 +214,14 @@ def _bins(counts: Sequence[int], width: int) -> Text:
 
 
 class _Lines:
-    """Something that makes its lines for the width that there is. None is wrapped."""
+    """Something that makes its lines for the width that there is; what does not fit is cut off."""
 
-    def lines(self, console: Console, width: int) -> Iterable[Text]:
-        """The lines; what does not fit is cut off."""
+    def _made(self, console: Console, width: int) -> Iterable[Text]:
         raise NotImplementedError
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # To print a Text, rich looks for places to wrap it at, which takes most of the time of a long table.
-        for line in self.lines(console, options.max_width):
+        for line in self._made(console, options.max_width):
             line.rstrip()
             line.truncate(options.max_width)
             yield from line.render(console)
@@ -238,8 +237,7 @@ class TextTable(_Lines):
             (list(map(drawn, row.cells)), styled(row.below)) if isinstance(row, Row) else (row, Text()) for row in rows
         ]
 
-    def lines(self, console: Console, width: int) -> Iterable[Text]:
-        """The head, and each row with its remark."""
+    def _made(self, console: Console, width: int) -> Iterable[Text]:
         widths = self._widths(width - self._indent)
         if any(self._columns[n].title for n in widths):
             yield self._line([drawn(Cell(column.title)) for column in self._columns], widths, HEAD)
@@ -285,8 +283,7 @@ class Fact(_Lines):
     def __init__(self, name: Text, value: Text, width: int, indent: int = 0):
         self._name, self._value, self._width, self._indent = name, value, width, indent
 
-    def lines(self, console: Console, width: int) -> Iterable[Text]:
-        """The lines of the value, the first one behind the name."""
+    def _made(self, console: Console, width: int) -> Iterable[Text]:
         left = self._indent + self._width + _GAP
         start = Text(" " * self._indent).append_text(shortened(self._name, self._width))
         start.append(" " * (left - start.cell_len))
@@ -301,8 +298,7 @@ class Line(_Lines):
     def __init__(self, *parts: tuple[int, Text]):
         self._parts = [(rank, part) for rank, part in parts if part]
 
-    def lines(self, console: Console, width: int) -> Iterable[Text]:
-        """The line."""
+    def _made(self, console: Console, width: int) -> Iterable[Text]:
         kept = list(self._parts)
         while len(kept) > 1 and _joined(kept).cell_len > width:
             kept.remove(max(kept, key=lambda one: one[0]))

@@ -44,7 +44,7 @@ class _Renderer:
 
     def __init__(self, view: Sequence[Block]):
         self._table_chars = _TABLE_CHARS
-        self._drawings = _Drawings()
+        self._bars, self._parts = _STRIPS, _ALL_PARTS
         self._chars_per_leaf = _TREE_CHARS / max(sum(block.root.count for block in kinds.trees(view)), 1)
 
     def block(self, block: Block) -> Html:
@@ -94,7 +94,7 @@ class _Renderer:
 
     def _cells(self, columns: Sequence[Column], cells: Sequence[Cell], tag: str) -> Iterator[Html]:
         for column, cell in zip(columns, cells, strict=True):
-            drawn = worded(cell.words), self._drawings.of(cell.drawing)
+            drawn = worded(cell.words), self._drawing(cell.drawing)
             yield el(tag, "right" if column.right else "", *drawn, title=cell.tip or None)
 
     def _tree(self, block: kinds.Tree) -> Html:
@@ -123,35 +123,12 @@ class _Renderer:
         cards: list[Html] = []
         for cut in block.cuts[:_CARDS]:
             lines = (el("div", "", worded(words)) for words in leaf_views.cut_lines(cut))
-            cards.append(el("div", "card", *lines, self._drawings.cut(cut.sharding, block.labels)))
+            cards.append(el("div", "card", *lines, self._cut(cut.sharding, block.labels)))
         if (more := len(block.cuts) - _CARDS) > 0:
             cards.append(el("div", "faint", f"… {_units.count(more)} more ways of cutting"))
         return joined([el("div", "strong", "How its arrays are cut over nodes"), el("div", "cards", *cards)])
 
-
-def _heads(columns: Sequence[Column], tag: str) -> Iterator[Html]:
-    return (el(tag, "right" if column.right else "", column.title, title=column.tip or None) for column in columns)
-
-
-def _folding(most: int) -> tree.Folding:
-    return tree.Folding(None, most, _OPEN, False)
-
-
-def _fold(summary: str, *children: str, open: bool = False, classes: str = "") -> Html:
-    """Children that a click on the summary opens, without a script."""
-    return el("details", classes, el("summary", "", summary), *children, open="" if open else None)
-
-
-# Drawings.
-
-
-class _Drawings:
-    """Draws as much as a page has room for."""
-
-    def __init__(self) -> None:
-        self._bars, self._parts = _STRIPS, _ALL_PARTS
-
-    def of(self, drawing: Bar | Strip | Histogram | None) -> Html:
+    def _drawing(self, drawing: Bar | Strip | Histogram | None) -> Html:
         """The drawing of a cell; empty if there is none, or no room."""
         if isinstance(drawing, Bar):
             return el("span", "bar", el("i", drawing.tone.value, style=f"width:{drawing.share * 100:.3g}%"))
@@ -172,7 +149,7 @@ class _Drawings:
             bars.append(el("i", mark.tone.value, title=tip, style=f"height:{max(round(100 * mark.level), 15)}%"))
         return el("span", "strip", *bars)
 
-    def cut(self, lies: ShardingRow, labels: NodeLabels) -> Html:
+    def _cut(self, lies: ShardingRow, labels: NodeLabels) -> Html:
         """An array, each of its parts in the colour of the node that wrote it, and the names of the nodes.
 
         An array in too many parts is described in words.
@@ -187,6 +164,22 @@ class _Drawings:
             each = " to ".join(map(_units.count, sorted({min(shares), max(shares)})))
             words += f"; {_units.several(len(shares), 'node', 'nodes')} wrote {each} of them each"
         return el("div", "faint", words)
+
+
+def _heads(columns: Sequence[Column], tag: str) -> Iterator[Html]:
+    return (el(tag, "right" if column.right else "", column.title, title=column.tip or None) for column in columns)
+
+
+def _folding(most: int) -> tree.Folding:
+    return tree.Folding(None, most, _OPEN, False)
+
+
+def _fold(summary: str, *children: str, open: bool = False, classes: str = "") -> Html:
+    """Children that a click on the summary opens, without a script."""
+    return el("details", classes, el("summary", "", summary), *children, open="" if open else None)
+
+
+# Drawings.
 
 
 def _histogram(drawing: Histogram) -> Html:
