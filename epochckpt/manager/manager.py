@@ -40,7 +40,7 @@ from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, legacy, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
-from epochckpt.storage import Store, open_store
+from epochckpt.storage import Store
 
 T = TypeVar("T")
 
@@ -465,9 +465,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         began = time.monotonic()
         args = legacy.restore_args(self._handlers, items, restore_kwargs, args)
         multi = check_args(args, self._multi, restoring=True)
-        readers = self._readers
-        if directory is not None and open_store(directory).root != self._store.root:
-            readers = self._readers.elsewhere(directory, StepNames.of(self._options))
+        readers = self._readers if directory is None else self._readers.elsewhere(directory)
         self._attempts.drain(step)
         read = time.monotonic()
 

@@ -69,8 +69,6 @@ class HandlerNotifier:
         except Exception as error:
             logging.warning("the metadata handler's set_params failed: %s", say(error))
 
-    # -- telling -------------------------------------------------------------------------------------------------
-
     def saved(self, result: SaveResult) -> None:
         """A save of a run has ended."""
         if result.committed:
@@ -109,8 +107,6 @@ class HandlerNotifier:
             _threads.logged(f"metadata handler: {method}({shown}) failed", lambda: call(*args, **named))
 
         self._lane.submit(lambda: self._bounded(tell))
-
-    # -- asking --------------------------------------------------------------------------------------------------
 
     def last_epoch(self, user_epoch: int | None = None, *, must_answer: bool = False) -> int | None:
         """The epoch that the handler says was saved last, given the one that the user or another handler names.

@@ -12,7 +12,7 @@ from epochckpt.format import EpochRecord
 from epochckpt.manager.orbax_reader import OrbaxReader
 from epochckpt.manager.reader import CheckpointReader, NativeReader
 from epochckpt.manager.status import EpochStatus, Verification
-from epochckpt.orbax import Handlers, OrbaxRecord, StepNames
+from epochckpt.orbax import Handlers, OrbaxRecord
 from epochckpt.storage import open_store
 
 
@@ -23,9 +23,12 @@ class Readers:
         self.commits, self._pool, self._verify = commits, pool, verify
         self._context = context or RestoreContext(Handlers())
 
-    def elsewhere(self, directory: str | os.PathLike[str], names: StepNames) -> Readers:
-        """The same for another directory."""
-        return Readers(commits_of(open_store(directory), names), self._pool, self._verify, self._context)
+    def elsewhere(self, directory: str | os.PathLike[str]) -> Readers:
+        """The same for a directory, with the same step names; these readers if it is theirs."""
+        store = open_store(directory)
+        if store.root == self.commits.store.root:
+            return self
+        return Readers(commits_of(store, self.commits.names), self._pool, self._verify, self._context)
 
     def open(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; raises EpochNotFoundError, DamagedError or FormatError."""
