@@ -8,9 +8,8 @@ the primary's other values, so that it is whole for other readers) and a second 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -102,12 +101,6 @@ def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str,
     where, answer = f"node {workspace.node}, blob {name!r}", f"say how, in @job.setup: ws.target({name!r}, …)"
     logging.warning("%s comes back as dicts, lists and arrays, not as it was saved: %s; %s", where, problem, answer)
     return value
-
-
-def chosen(names: Iterable[str], include: Sequence[str] | None, exclude: Sequence[str] | None) -> list[str]:
-    """The blobs to checkpoint, by shell patterns of their names; `include=None`: all."""
-    wanted = [n for n in names if include is None or any(fnmatch.fnmatchcase(n, p) for p in include)]
-    return [n for n in wanted if not any(fnmatch.fnmatchcase(n, p) for p in exclude or ())]
 
 
 def kind_of(node: str, name: str, value: Any) -> str:

@@ -1,15 +1,21 @@
-"""What became of a run."""
+"""What people see of a run: a progress bar over its epochs, and what became of it."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from epochckpt._units import several
+from epochckpt.jobs import stop
 
 FENCED_OFF_EXIT_CODE = 76  # a newer run saves to the directory: do not start this one again
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: start it again
 UNSAVED_EXIT_CODE = 74  # EX_IOERR of sysexits.h
-_SHOWN = 5
+_FAILURES, _METRICS = 5, 4  # as many are shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,8 +78,46 @@ class RunResult:
             f"saving blocked training for {self.blocked_secs:.2f} of {self.elapsed_secs:.1f} s",
         ]
         if self.failed_saves:
-            shown = "; ".join(f"epoch {epoch}: {reason}" for epoch, reason in self.failed_saves[-_SHOWN:])
+            shown = "; ".join(f"epoch {epoch}: {reason}" for epoch, reason in self.failed_saves[-_FAILURES:])
             parts.append(f"{several(len(self.failed_saves), 'save', 'saves')} failed ({shown})")
         if self.slowest_node is not None:
             parts.append("slowest node {} ({:.2f} s)".format(*self.slowest_node))
         return "; ".join(parts)
+
+
+ShowEpoch = Callable[[int, Mapping[str, Any]], None]
+"""Shows that an epoch is done, with its metrics."""
+
+
+@contextmanager
+def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition]) -> Generator[ShowEpoch]:
+    """A progress bar for a run, on the primary; the least `max_epochs` of the conditions is its end.
+
+    `shown` is the runner's `progress`; None: where output is a terminal or a notebook.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    notebook = hasattr(shell, "kernel")
+    if not primary or shown is False or (shown is None and not notebook and not sys.stderr.isatty()):
+        yield lambda epoch, metrics: None
+        return
+    if notebook and importlib.util.find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm
+    else:
+        from tqdm import tqdm
+    total = min((limit for condition in conditions for limit in _limits(condition)), default=None)
+    with tqdm(total=total, unit="epoch", desc="training") as drawn:
+
+        def show(epoch: int, metrics: Mapping[str, Any]) -> None:
+            texts = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in list(metrics.items())[:_METRICS]}
+            drawn.n = epoch
+            drawn.set_postfix(texts, refresh=True)
+
+        yield show
+
+
+def _limits(condition: stop.Condition) -> list[int]:
+    """The numbers of epochs that end a run by themselves."""
+    if isinstance(condition, stop.max_epochs):
+        return [condition.epochs]
+    return [limit for part in stop.alternatives(condition) for limit in _limits(part)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fnmatch
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,8 +25,7 @@ from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Resto
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import ComputedCondition, Job, Task, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
-from epochckpt.jobs.progress import ShowEpoch
-from epochckpt.jobs.result import RunResult
+from epochckpt.jobs.result import RunResult, ShowEpoch
 from epochckpt.jobs.resume import check_targets, choose, warn_of_types
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
@@ -498,7 +498,10 @@ class TrainingRun:
         self.exchange.together(f"group {group.name}", lambda: self.session.run(group))
 
     def _chosen(self, names: Iterable[str]) -> list[str]:
-        return blob_lib.chosen(names, self.settings.include, self.settings.exclude)
+        """The blobs to checkpoint, by the patterns of the user."""
+        include, exclude = self.settings.include, self.settings.exclude or ()
+        wanted = [n for n in names if include is None or any(fnmatch.fnmatchcase(n, p) for p in include)]
+        return [n for n in wanted if not any(fnmatch.fnmatchcase(n, p) for p in exclude)]
 
     def _kept_nodes(self) -> Sequence[str]:
         return self.job.nodes_to_checkpoint() or self.session.nodes

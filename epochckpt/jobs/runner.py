@@ -16,8 +16,7 @@ from epochckpt.jobs.backends.base import CheckpointBackend
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.preemption import listening
-from epochckpt.jobs.progress import bar
-from epochckpt.jobs.result import RunResult
+from epochckpt.jobs.result import RunResult, bar
 from epochckpt.jobs.resume import AUTO, MUST, NEVER, traced_init
 from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings, TrainingRun
 from epochckpt.jobs.session import DistributedSession, Session
@@ -70,20 +69,17 @@ class JobRunner:
             `orbax.checkpoint.AbstractCheckpointManager`, or None: nothing is saved.
         resume_from_epoch: go back to this epoch. Later ones are quarantined, before anything else happens.
         upload_task_group_builder: uploads the last epoch; needs a checkpoint_manager.
-        resume: `auto`: from the newest epoch, if there is one; `never`: from scratch, refused if there are epochs;
-            `must`: refused if there are none.
+        resume: `auto`: from the newest epoch, else from scratch; `never` is refused if there are epochs, `must` if
+            there are none.
         metadata_handler: hears what is saved; may be given to the manager instead.
         include: shell patterns of the blobs to checkpoint; None: all.
         exclude: shell patterns of blobs not to checkpoint.
-        deadline_secs: how long after a preemption notice an epoch may still be worked on by tasks that ask
-            `ws.should_stop()`; what is not finished then is dropped, or saved if the epoch is resumable. None: until
-            the epoch is finished.
+        deadline_secs: how long tasks that ask `ws.should_stop()` may go on with an epoch after a preemption notice;
+            then it is dropped, or saved if it is resumable. None: until it is finished.
         max_consecutive_save_failures: raise SaveError when more saves in a row have failed; None: never.
-        unsaved_blobs: what to do, once, after the first epoch, about blobs that stay from epoch to epoch and are not
-            checkpointed: `warn`, `error` (raise InvalidArgumentError) or `ignore`. Blobs that `include` and `exclude`
-            leave out do not count.
-        raise_if_not_saved: when everything else is done, raise SaveError if the last epoch could not be saved; `result`
-            is set then, too. False: only log it.
+        unsaved_blobs: what to do, after the first epoch, about blobs that stay from epoch to epoch and are not
+            checkpointed, though `include` and `exclude` do not leave them out: `warn`, `error` or `ignore`.
+        raise_if_not_saved: raise SaveError at the very end if the last epoch could not be saved; False: only log it.
         exchange_timeout_secs: how long the nodes wait for each other between epochs.
         progress: show a progress bar; None: where output is a terminal or a notebook.
     """

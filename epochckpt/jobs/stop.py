@@ -123,7 +123,7 @@ class _Both(Condition):
 
 
 class _Wrapped(Condition):
-    """Anything callable; see `as_condition`."""
+    """A callable; see `as_condition`."""
 
     def __init__(self, function: Callable[[Context], Any]):
         self._function = function
