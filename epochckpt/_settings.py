@@ -1,4 +1,4 @@
-"""`Settings`: all that can be said about checkpoints without code, from flags, config files or a program.
+"""`Settings`: all options of checkpoints that need no code, from flags, config files or a program.
 
 The fields of `Settings` are the table of settings: the default, the kind of value, the one option that the setting
 decides, and its help. Kinds check values, `RULES` refuse contradictions, and what the settings make checks the rest.
@@ -161,7 +161,7 @@ class Settings:
 
     A value may be given as it is or as a text, as on a command line (`"8GB"`, `"10min"`). Each setting decides one
     option of `orbax.checkpoint.CheckpointManagerOptions`, `StorageOptions`, `CheckpointManager`, `JobRunner` or
-    `follow`; docs/configure.md says which. Settings that contradict each other are refused.
+    `follow`; docs/configure.md lists which. Settings that contradict each other are refused.
 
     Attributes:
         directory: Where the epochs are: a path, or gs://… or s3://….

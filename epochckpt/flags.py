@@ -1,7 +1,7 @@
 """absl flags for all settings of checkpoints, defined only when `define` is called; config files by `from_config`.
 
-Nothing here parses a command line: `absl.app.run` does. Where nobody does, as in a notebook, flags have their defaults,
-or what was assigned to them (`FLAGS.ckpt_max_to_keep = 3`).
+Nothing here parses a command line: `absl.app.run` does. In a notebook, which has no command line, flags have their
+defaults, or what was assigned to them (`FLAGS.ckpt_max_to_keep = 3`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from epochckpt.options import StorageOptions
 
 __all__ = ["Flags", "Settings", "define", "from_config"]
 
-# `--help` shows a program's own flags; ours belong to whoever calls `define`
+# `--help` shows a program's own flags; ours belong to the module that calls `define`
 absl_flags.disclaim_key_flags()
 
 

@@ -189,7 +189,7 @@ class NodeCommits(RenameCommits):
         return super().publish(epoch, attempt, record, make_room, replaces)
 
     def _check_place(self, epoch: int) -> None:
-        """Refuses to write into somebody else's epoch, or over what is no epoch of this node."""
+        """Refuses to write into an epoch of another manager, or over a folder that is no epoch of this node."""
         parent, final = str(epoch), self.folder(epoch)
         for mark in (paths.EPOCH_RECORD, STEP_RECORD):
             if self.store.exists(paths.join(parent, mark)):
@@ -214,8 +214,8 @@ class NodeCommits(RenameCommits):
             return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
         return FencedError(
             epoch,
-            f"a newer job for node {self.node} has taken over {self.store.root}, or somebody has removed the staging "
-            f"folder of this one, {self._home}; this process can no longer save there",
+            f"a newer job for node {self.node} has taken over {self.store.root}, or the staging folder of this one, "
+            f"{self._home}, was removed; this process can no longer save there",
         )
 
     def _missing(self) -> EpochCheckpointError:
@@ -226,7 +226,7 @@ class NodeCommits(RenameCommits):
 
     @contextlib.contextmanager
     def access(self) -> Generator[None]:
-        """Turns a PermissionError into an AccessError that says what this user needs."""
+        """Turns a PermissionError into an AccessError that names the user and what access is needed."""
         try:
             yield
         except PermissionError as error:

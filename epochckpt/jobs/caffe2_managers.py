@@ -52,7 +52,7 @@ def _check_type(name: str, value: str | None) -> None:
 
 
 def _blob_names(names: Iterable[str]) -> list[str]:
-    if isinstance(names, str):  # it would be taken for its letters
+    if isinstance(names, str):  # iterating it would give its letters
         raise InvalidArgumentError(f"blob_names is a list of names, got the string {names!r}")
     return [str(name) for name in names]
 
@@ -177,7 +177,7 @@ class CheckpointManager(Manager):
         super().__init__(db_prefix, db_type, metadata_handler)
         self.node_name = paths.check_node_name(str(node_name))
         self._epochs = NodeEpochs(self.db_prefix, self.node_name)
-        self._node: str | None = None  # whose workspace it is, where a caller has said so
+        self._node: str | None = None  # whose workspace it is, if a caller has named the node
         self._ran_on: str | None = None
         self._initialised = False  # `init` was called; once its task has run, there are names
         self._blob_names: list[str] | None = None
@@ -213,7 +213,7 @@ class CheckpointManager(Manager):
     def load(self, epoch: int, path_prefix: PathLike | None = None, path_type: str | None = None) -> Task:
         """A task that puts the blobs of `blob_list` back into the workspace.
 
-        Each comes back as what `ws.target` says. Nothing is loaded if something is wrong with any of them.
+        Each comes back as its `ws.target`. Either all blobs are loaded, or, after an error in one of them, none.
         """
         self._require_init("load", self._initialised)
         _check_type("path_type", path_type or DB_TYPE)

@@ -142,7 +142,7 @@ class _Copy(abc.ABC):
 
     @abc.abstractmethod
     def _is_whole(self, folder: str, replace: bool) -> bool:
-        """Whether this epoch is in a folder of the destination; if not, `_replaces` says what may give way."""
+        """Whether this epoch is in a folder of the destination; if not, `_replaces` is set to what gives way."""
 
     @abc.abstractmethod
     def nodes(self, names: Collection[str]) -> None:
@@ -155,7 +155,7 @@ class _Copy(abc.ABC):
     def begin(self, replace: bool) -> bool:
         """On the primary: claims the destination and makes room; False if the destination has this epoch, whole.
 
-        Another epoch of this number gives way only if `replace` says so; else it is an EpochExistsError.
+        Another epoch of this number gives way with `replace`, and is an EpochExistsError without.
         """
         epoch, commits = self._epoch, self.commits
         # A run that saves there is fenced off only for a copy that is to be made.
@@ -206,7 +206,7 @@ class _Copy(abc.ABC):
 
     @contextlib.contextmanager
     def giving_up(self) -> Generator[None]:
-        """On the primary: removes, after an error, what there is of the copy, as long as nobody can see it."""
+        """On the primary: removes, after an error, what there is of the copy, as long as no reader can see it."""
         try:
             yield
         except Exception as error:
@@ -357,7 +357,7 @@ class _StepCopy(_Copy):
 
     @staticmethod
     def _look(store: Store, folder: str) -> tuple[bytes, dict[str, int]] | None:
-        """What Orbax says of a step, and the sizes of its files; None if Orbax says nothing."""
+        """Orbax's record of a step, and the sizes of all files; None without a record."""
         record = paths.join(folder, STEP_RECORD)
         if not store.exists(record):
             return None

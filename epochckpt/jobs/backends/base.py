@@ -58,18 +58,18 @@ class CheckpointBackend(abc.ABC):
 
     @abc.abstractmethod
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
-        """All nodes of the job; takes those that the job names. InvalidArgumentError: the manager is one of others."""
+        """All nodes of the job. `wanted` are those that the job names; refused if the manager has other nodes."""
 
     def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
         """Called once, before anything but `nodes`.
 
-        With `beside`, a run uses the manager in another session, or has: what it told the manager stays.
+        With `beside`, a run uses the manager in another session, or has used it: the manager keeps that run's nodes.
         """
         del beside
         self._session, self._exchange = session, exchange
 
     def handler_nodes(self) -> list[str]:
-        """The nodes that a metadata handler is told of: those that are checkpointed."""
+        """The nodes that a metadata handler hears of: those that are checkpointed."""
         return list(self._session.nodes)
 
     @abc.abstractmethod
@@ -122,7 +122,7 @@ class CheckpointBackend(abc.ABC):
         """Takes from the workspaces what `save` is to be given; makes no exchange.
 
         Raises:
-            InvalidArgumentError: a blob is gone, or cannot be saved.
+            InvalidArgumentError: a blob is missing, or cannot be saved.
         """
 
     @abc.abstractmethod
@@ -334,12 +334,12 @@ class ItemBackend(CheckpointBackend):
         self._items = blob_lib.item_names(self._kinds, self._taken_names())
 
     def _states(self, names: Names) -> dict[tuple[str, str], Any]:
-        """What blobs are saved as, by node and name; InvalidArgumentError if one is gone."""
+        """What blobs are saved as, by node and name; InvalidArgumentError if one is missing."""
         spaces = self._session.workspaces()
         for node, blobs in names.items():
-            for gone in (blob for blob in blobs if blob not in spaces[node]):
+            for missing in (blob for blob in blobs if blob not in spaces[node]):
                 raise InvalidArgumentError(
-                    f"node {node}: blob {gone!r} is to be checkpointed, and is not in the workspace any more; there "
+                    f"node {node}: blob {missing!r} is to be checkpointed, and is not in the workspace any more; there "
                     f"are: {', '.join(spaces[node]) or 'none'}"
                 )
         return {(node, b): blob_lib.state_of(spaces[node][b]) for node, blobs in names.items() for b in blobs}

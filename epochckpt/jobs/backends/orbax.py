@@ -175,7 +175,9 @@ class OrbaxBackend(ItemBackend):
             detail = say(error)
         self._manager.reload()
         committed = epoch in self.epochs()
-        if not committed and not detail:  # no failure: with best_fn it goes at once if others are better
+        if (
+            not committed and not detail
+        ):  # no failure: with best_fn Orbax deletes an epoch at once if better ones fill max_to_keep
             logging.warning("stock Orbax saved epoch %d and deleted it, as its options say", epoch)
             self._discarded = epoch
             return
