@@ -299,12 +299,12 @@ class CheckpointManager(Manager):
 
     def _save(self, ws: Workspace, epoch: int) -> None:
         names = self.blob_list()
-        gone = [name for name in names if name not in ws]
-        if gone:
+        missing = [name for name in names if name not in ws]
+        if missing:
             raise SaveError(
                 epoch,
-                f"node {self.node_name}: {', '.join(map(repr, gone))} existed when init ran, and does not now; found: "
-                f"{', '.join(ws) or 'no blob'}. Keep what is checkpointed, or make it after init",
+                f"node {self.node_name}: {', '.join(map(repr, missing))} existed when init ran, and does not now; "
+                f"found: {', '.join(ws) or 'no blob'}. Keep what is checkpointed, or make it after init",
             )
         with self._timed(epoch, None):
             states = {name: blobs.state_of(ws[name]) for name in names}
@@ -330,10 +330,9 @@ class CheckpointManager(Manager):
                     f"{reader.folder} lacks {', '.join(map(repr, missing))}, which init determined to checkpoint; it "
                     f"has: {', '.join(items) or 'no blob'}. Pass init(retrieve_from_epoch={epoch})"
                 )
-            known = (
-                [n for n in (name, name.removeprefix(f"{self.node_name}/")) if n in items] for name in wanted or ()
-            )
-            needed = needed or list(dict.fromkeys(names[0] for names in known if names))
+            if wanted is not None:
+                found = (n if n in items else n.removeprefix(f"{self.node_name}/") for n in wanted)
+                needed = list(dict.fromkeys(name for name in found if name in items))
             asked = {items[name]: ocp.args.StandardRestore(blobs.target_of(ws, name)) for name in needed}
             values, types = reader.restore(ocp.args.Composite(**asked)), reader.record.custom_metadata.get("types")
             types = types if isinstance(types, dict) else {}

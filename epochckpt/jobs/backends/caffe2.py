@@ -69,8 +69,7 @@ class Caffe2Backend(CheckpointBackend):
 
     def restore(self, epoch: int | None) -> Restored:
         """See CheckpointBackend."""
-        if epoch is None:
-            raise InvalidArgumentError("Caffe2's managers restore the epoch that is named, or that their handler knows")
+        assert epoch is not None, "`choose` names an epoch, or the run begins from scratch"
         self._run(lambda: self._manager.init(self._nodes, retrieve_from_epoch=epoch))
         self._run(lambda: self._manager.load(epoch))
         self._ready = True
