@@ -41,7 +41,7 @@ from epochckpt.errors import (
     unreadable,
 )
 from epochckpt.format import EpochRecord, checksums, parsing, paths
-from epochckpt.orbax import StepNames, steps
+from epochckpt.orbax import StepNames, marks, steps
 from epochckpt.storage import Store
 
 
@@ -261,13 +261,12 @@ class Commits(abc.ABC):
         """Whether a folder without a commit record is not ours, and no remainder of ours either."""
 
     def _is_orbax(self, folder: str) -> bool:
-        """Whether a folder without a commit record is a step that stock Orbax finished."""
-        return False  # on object stores Orbax has another way to finish a step, which we do not read
+        """Whether a folder without a commit record is a step that stock Orbax finished; we read them on POSIX only."""
+        return self.store.renames and marks.is_step(self.store, folder, lambda n: self.names.parse(n) is not None)
 
     def lost_records(self, folder: str) -> bool:
         """Whether a foreign folder is an epoch of ours that lost its records."""
-        del folder
-        return False
+        return self.store.renames and marks.lost_records(self.store, folder)
 
     # -- writing -------------------------------------------------------------------------------------------------
 

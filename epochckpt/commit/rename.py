@@ -33,7 +33,7 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.format import EpochRecord, paths
-from epochckpt.orbax import StepNames, marks, view_files
+from epochckpt.orbax import StepNames, view_files
 from epochckpt.orbax import view as orbax_view
 from epochckpt.storage import Entry, Store
 
@@ -60,13 +60,6 @@ class RenameCommits(Commits):
     def _is_foreign(self, folder: str) -> bool:
         return True  # our own deletions move a folder away before anything in it is removed
 
-    def _is_orbax(self, folder: str) -> bool:
-        return marks.is_step(self.store, folder, lambda name: self.names.parse(name) is not None)
-
-    def lost_records(self, folder: str) -> bool:
-        """See Commits."""
-        return marks.lost_records(self.store, folder)
-
     def claim(self, epoch: int = 0, continues: str = "") -> None:
         """See Commits."""
         self.incarnation = paths.new_id()
@@ -91,7 +84,7 @@ class RenameCommits(Commits):
             return ""
         owner = claiming.Owner.read(self.store, paths.join(entry.name, paths.OWNER_FILE))
         active_ns = None
-        with suppress(OSError):  # when something was last made or moved there
+        with suppress(OSError):  # the time when something was last made or moved there
             active_ns = os.lstat(os.path.join(self.store.root, entry.name)).st_mtime_ns
         away = placing.take_over(self.store, self._home, entry.name)
         if away is not None and older not in self._begun:
@@ -155,7 +148,7 @@ class RenameCommits(Commits):
         """See Commits."""
         try:
             view = self._views.build(record)
-        except Exception as error:  # whatever Orbax's form cannot take: the epoch itself is not in danger
+        except Exception as error:  # Orbax's form cannot take it: the epoch itself is not in danger
             logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
             return dataclasses.replace(record, orbax_unsupported={"*": {"*": say(error)}}, orbax_view=None)
         with self._staged(record.epoch):

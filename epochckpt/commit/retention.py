@@ -201,7 +201,7 @@ def _without_score(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: 
     fate = "kept" if options.keep_checkpoints_without_metrics else "deleted"
     logging.warning(
         "best_fn %s for epoch %d, whose metrics are: %.500s. Until one is attached, it counts as one without: it "
-        "is never the best, and where the number of epochs is limited it is %s. Said of the first such epoch only",
+        "is never the best, and where the number of epochs is limited it is %s. Logged for the first such epoch only",
         why,
         info.step,
         names,
@@ -326,17 +326,6 @@ def _may_delete(commits: Commits, epoch: int) -> bool:
             epoch,
         )
     return sure
-
-
-def hide(commits: Commits, epochs: Sequence[int], into: str | None) -> Callable[[], None]:
-    """Takes epochs out of sight; the returned call removes their bytes (or keeps them in the subfolder `into`)."""
-    removals = [commits.hide(epoch, into) for epoch in epochs]
-
-    def remove() -> None:
-        for removal in removals:
-            removal()
-
-    return remove
 
 
 def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:

@@ -337,12 +337,14 @@ class Attempts:
         except Exception as caught:
             failure = kept(as_save_error(attempt.epoch, caught))
             self._claim.note(failure)
-        # What is deleted is out of sight before the attempt ends, and its bytes are removed after that.
-        hide = functools.partial(retention.hide, self._commits, deleted, self._policies.todelete_subdir)
-        remove = _threads.logged("older epochs could not be deleted", hide) if deleted else None
+        # Deleted epochs are out of sight before the attempt ends, and their bytes are removed after that.
+        removals = []
+        for epoch in deleted:
+            hide = functools.partial(self._commits.hide, epoch, self._policies.todelete_subdir)
+            removals.append(_threads.logged("an older epoch could not be deleted", hide))
         self._end(attempt, failure)
-        if remove is not None:
-            _threads.logged("what was deleted could not be removed", remove)
+        for remove in filter(None, removals):
+            _threads.logged("a deleted epoch could not be removed", remove)
 
     def _end(self, attempt: Attempt, failure: SaveError | None) -> None:
         """Ends an attempt, once; one that was given up stays given up."""

@@ -620,7 +620,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         def decide() -> None:
             self._commits.require(step)
-            self._attempts.remove(retention.hide(self._commits, [step], self._options.todelete_subdir))
+            self._attempts.remove(self._commits.hide(step, self._options.todelete_subdir))
 
         self._write("delete", step, decide)
         self._history.drop([step])
