@@ -78,7 +78,7 @@ def follow(
 
 
 def _forget_replaced(commits: Commits, epochs: Collection[int], yielded: dict[int, str | None]) -> None:
-    """Forgets the newest epochs that are gone, or whose numbers others have; mostly reads one record."""
+    """Forgets the newest epochs as far as they are gone or were saved anew; mostly reads one record."""
     for epoch in reversed(list(yielded)):
         if epoch in epochs:
             attempt = commits.read_attempt(epoch)

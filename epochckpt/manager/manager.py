@@ -123,7 +123,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self._prefix = opened.prefix
-        self._pool = _threads.Pool(self._storage.io_threads)
         self._history = History(self._commits.read_head)
         self._history.reset(opened.survey)
         self._foreign = opened.survey.foreign
@@ -183,14 +182,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._take_nodes(nodes)
 
     def introduce_handler(self) -> None:
-        """Calls the metadata handler's `set_params` now, not before the first commit; raises what it refuses."""
+        """Calls the metadata handler's `set_params` now, not before the first commit; raises InvalidArgumentError."""
         self._notifier.introduce()
 
     def _take_nodes(self, nodes: Nodes) -> None:
         self._nodes = self._attempts.nodes = nodes
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
-        context = RestoreContext(self._handlers, nodes)
-        self._readers = Readers(self._commits, self._pool, self._storage.verify, context)
+        context, pool = RestoreContext(self._handlers, nodes), _threads.Pool(self._storage.io_threads)
+        self._readers = Readers(self._commits, pool, self._storage.verify, context)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = Planner(nodes, self._storage, part_bytes)
         self._notifier.nodes(str(self._directory), nodes.names)
@@ -260,7 +259,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether JAX's preemption notice has reached every process; all must ask for the same steps."""
+        """Whether JAX's preemption notice has reached every process; all must call it with the same steps."""
         return self._preemption.reached(step)
 
     def should_save(self, step: int, *, ignore_later: bool = False) -> bool:
@@ -291,7 +290,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         args: Any = None,
         custom_metadata: dict[str, Any] | None = None,
     ) -> bool:
-        """Saves an epoch in the background; all processes must call it alike.
+        """Saves an epoch in the background; all processes must call it alike. If it raises, no save was begun.
 
         Args:
             step: the epoch's number.
@@ -310,7 +309,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             FencedError: an earlier save, or another write, found that a newer run has taken over the directory.
             AccessError: this user may not write to the directory.
             InvalidArgumentError: something in `args` cannot be saved; names it.
-            SaveError: only if saves are not asynchronous: it was not committed.
+            SaveError: only if saves are not asynchronous: the save was begun, and not committed.
             Exception: what a handler that is not ours raises.
         """
         began = time.monotonic()
@@ -405,14 +404,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a save has not ended yet on this process."""
+        """Whether a save of this process has not ended yet."""
         return bool(self._attempts.pending())
 
     def wait_until_finished(self) -> None:
-        """Waits until every save has been committed or has failed, and what was deleted is removed.
+        """Waits until every save is committed or has failed, and the files of deleted epochs are removed.
 
         Raises:
-            SaveError: if any failed, once: the failure itself, or all of them in a SaveErrorGroup.
+            SaveError: a save failed; each failure is raised once, several in a SaveErrorGroup.
         """
         self._attempts.drain_removals()
         self._notifier.drain(self._storage.save_timeout_secs)
@@ -420,7 +419,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self.check_for_errors()
 
     def check_for_errors(self) -> None:
-        """Raises failures of saves that have ended, once; does not wait."""
+        """Raises the failures of saves that have ended, each once; does not wait."""
         errors = self._attempts.pop_errors()
         if errors:
             error = errors[0] if len(errors) == 1 else SaveErrorGroup(errors)
@@ -604,7 +603,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         reader = self._readers.open(epoch_number(epoch))
         return reader.store, reader.folder, reader.native, self._commits.names
 
-    # -- taking epochs away --------------------------------------------------------------------------------------------
+    # -- deleting and going back ---------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
         """Deletes an epoch, also the newest.

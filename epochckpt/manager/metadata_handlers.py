@@ -170,11 +170,7 @@ class CheckedHandler(AbstractMetadataHandler):
 
 
 def check_handler(handler: T) -> T:
-    """A metadata handler, if it has Caffe2's five methods and they can be called as there; its class does not matter.
-
-    Raises:
-        InvalidArgumentError: methods are missing, or one cannot be called so; names them.
-    """
+    """Returns a handler, of any class, that has Caffe2's five methods; raises InvalidArgumentError for others."""
     missing = [name for name in _CALLS if not callable(getattr(handler, name, None))]
     if missing or isinstance(handler, type):
         what = f"the class {handler.__name__}" if isinstance(handler, type) else f"a {type(handler).__name__}"
@@ -199,7 +195,7 @@ def check_handler(handler: T) -> T:
 
 
 def answered_epoch(answer: Any, handler: Any) -> int | None:
-    """The answer of a handler's `last_epoch` as an int or None; InvalidArgumentError if it is neither."""
+    """The answer of a handler's `last_epoch` as an int or None; raises InvalidArgumentError if it is neither."""
     where = f"the metadata handler {type(handler).__name__} answered last_epoch: "
     return None if answer is None else epoch_number(answer, where)
 

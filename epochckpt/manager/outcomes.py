@@ -43,7 +43,7 @@ class Listener:
         return popped
 
     def claimed(self, epochs: Sequence[int]) -> None:
-        """On every process, once: these epochs are committed as the directory is claimed."""
+        """On every process, when the directory is claimed: these epochs are committed."""
         new, gone = self._history.adopt(e for e in epochs if e not in self._history.damaged)
         changes = (("committed epoch", new), ("deleted epoch", gone))
         told = " and ".join(f"{verb} {', '.join(map(str, found[:10]))}" for verb, found in changes if found)

@@ -39,7 +39,7 @@ def ignore(nbytes: int) -> None:
 class CheckpointReader(abc.ABC):
     """Reads one epoch, by the record that it had when the reader was made.
 
-    Members raise DamagedError for bytes that differ from what was written or cannot be read, EpochDeletedError if the
+    Methods raise DamagedError for bytes that differ from what was written or cannot be read, EpochDeletedError if the
     epoch was deleted meanwhile, and InvalidArgumentError for an item, leaf, node or file that the epoch lacks.
     """
 
