@@ -134,14 +134,9 @@ class _Pair:
 
     item: str
     node: str
+    name: str
     before: LeafRow | FileRow | None
     after: LeafRow | FileRow | None
-
-    @property
-    def name(self) -> str:
-        row = self.before or self.after
-        assert row is not None, "one of them is there"
-        return row.name
 
     @property
     def label(self) -> str:
@@ -189,10 +184,10 @@ def _parts(item: ItemRow | None) -> dict[str, ItemRow]:
     return dict(item.nodes) if item.kind == "node" else {"": item}
 
 
-def _paired(before: Iterable[T], after: Iterable[T]) -> Iterator[tuple[T | None, T | None]]:
+def _paired(before: Iterable[T], after: Iterable[T]) -> Iterator[tuple[str, T | None, T | None]]:
     """Rows of the same name together: in the order of the second epoch, then those that it lacks."""
     ones, others = ({row.name: row for row in rows} for rows in (before, after))
-    return ((ones.get(name), others.get(name)) for name in others | ones)
+    return ((name, ones.get(name), others.get(name)) for name in others | ones)
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------
@@ -255,23 +250,28 @@ class _Comparison:
             return pair.row(rows.RETYPED, detail=_both(one, other))
         if (one.kind, one.dtype) == (other.kind, other.dtype):
             same = one.nbytes == other.nbytes > 0 and pair.name in self._same_leaves(pair.item, pair.node)
-            return pair.row(rows.UNCHANGED, **_zero(one)) if same else None
+            return _changed(pair, one, other, _no_change(one, other)) if same else None
         if "prng" in (one.kind, other.kind):
             return pair.row(rows.RETYPED, detail=_both(one, other))
         return None
 
     def _by_reading(self, pair: _Pair) -> DiffRow:
-        one, other = pair.before, pair.after
-        if isinstance(one, LeafRow) and isinstance(other, LeafRow):
-            return self._arrays(pair, one, other) if one.kind in stats.ARRAYS else self._values(pair, one, other)
-        before, after = (leaves.file(pair.item, pair.name, pair.node) for leaves in (self._before, self._after))
-        detail = "" if before == after else _first_difference(before, after)
-        return pair.row(rows.UNCHANGED if before == after else rows.CHANGED, detail=detail)
+        one, other, where = pair.before, pair.after, (pair.item, pair.name, pair.node)
+        if not isinstance(one, LeafRow) or not isinstance(other, LeafRow):
+            before, after = self._before.file(*where), self._after.file(*where)
+            detail = "" if before == after else _first_difference(before, after)
+            return pair.row(rows.UNCHANGED if before == after else rows.CHANGED, detail=detail)
+        if one.kind in stats.ARRAYS:
+            return self._arrays(pair, one, other)
+        before, after = self._before.value(*where), self._after.value(*where)
+        if before == after or (isinstance(before, float | complex) and repr(before) == repr(after)):
+            return pair.row(rows.UNCHANGED)
+        if one.value == other.value and isinstance(before, str | bytes):  # too long to be shown
+            return pair.row(rows.CHANGED, detail=_first_difference(before, after))
+        return pair.row(rows.CHANGED, detail=f"{one.value} → {other.value}")
 
     def _arrays(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
-        # Datetimes and words of random keys are compared, but a distance between them means nothing.
-        change = stats.Change(numbers=_is_number(one) and _is_number(other))
-        where = pair.item, pair.name, pair.node
+        change, where = _no_change(one, other), (pair.item, pair.name, pair.node)
         try:
             for before, after in zip(self._before.pieces(*where), self._after.pieces(*where), strict=True):
                 change.add(before, after)
@@ -280,20 +280,7 @@ class _Comparison:
             if isinstance(error, EpochCheckpointError):
                 raise
             raise DamagedError(pair.label, f"is not of the shape that is recorded: {error}", pair.name) from error
-        numbers = {"norm": change.norm, "relative": change.relative, "largest": change.largest}
-        retyped = (one.kind, one.dtype) != (other.kind, other.dtype)
-        details = ([_both(one, other)] if retyped else []) + ([change.words] if change.words else [])
-        kind = rows.RETYPED if retyped else rows.CHANGED if change.elements else rows.UNCHANGED
-        return pair.row(kind, **numbers, elements=change.elements, detail="; ".join(details))
-
-    def _values(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
-        before = self._before.value(pair.item, pair.name, pair.node)
-        after = self._after.value(pair.item, pair.name, pair.node)
-        if before == after or (isinstance(before, float | complex) and repr(before) == repr(after)):
-            return pair.row(rows.UNCHANGED)
-        if one.value == other.value and isinstance(before, str | bytes):  # too long to be shown
-            return pair.row(rows.CHANGED, detail=_first_difference(before, after))
-        return pair.row(rows.CHANGED, detail=f"{one.value} → {other.value}")
+        return _changed(pair, one, other, change)
 
     def _same(self, look: Callable[[EpochReader, EpochReader, str], Any], item: str, node: str) -> Any:
         """What the checksums say; nothing where stock Orbax wrote one of the epochs, which keeps none."""
@@ -301,15 +288,20 @@ class _Comparison:
         return look(one, other, item) if one is not None and other is not None else {}
 
 
-def _is_number(leaf: LeafRow) -> bool:
-    return leaf.kind != "prng" and not leaf.dtype.startswith(("datetime64", "timedelta64"))
+def _no_change(one: LeafRow, other: LeafRow) -> stats.Change:
+    # Datetimes and words of random keys are compared, but a distance between them means nothing.
+    odd = ("datetime64", "timedelta64")
+    return stats.Change(numbers=not any(x.kind == "prng" or x.dtype.startswith(odd) for x in (one, other)))
 
 
-def _zero(leaf: LeafRow) -> dict[str, Any]:
-    """The figures of an array that did not change."""
-    if leaf.kind not in stats.ARRAYS:
-        return {}
-    return {"elements": 0, **({"norm": 0.0, "largest": 0.0} if _is_number(leaf) else {})}
+def _changed(pair: _Pair, one: LeafRow, other: LeafRow, change: stats.Change) -> DiffRow:
+    if one.kind not in stats.ARRAYS:
+        return pair.row(rows.UNCHANGED)
+    retyped = (one.kind, one.dtype) != (other.kind, other.dtype)
+    details = ([_both(one, other)] if retyped else []) + ([change.words] if change.words else [])
+    kind = rows.RETYPED if retyped else rows.CHANGED if change.elements else rows.UNCHANGED
+    numbers = {"norm": change.norm, "relative": change.relative, "largest": change.largest}
+    return pair.row(kind, **numbers, elements=change.elements, detail="; ".join(details))
 
 
 def _first_difference(before: str | bytes, after: str | bytes) -> str:
@@ -322,13 +314,12 @@ def _first_difference(before: str | bytes, after: str | bytes) -> str:
 
 
 def _both(one: LeafRow, other: LeafRow) -> str:
-    kinds = one.kind != other.kind
-    return f"{_what(one, kinds)} → {_what(other, kinds)}"
+    """Both leaves in a few words, with their kinds where these differ."""
 
+    def words(leaf: LeafRow) -> str:
+        if leaf.kind not in stats.ARRAYS:
+            return " ".join(filter(None, (leaf.kind, leaf.value)))
+        array = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        return f"{leaf.kind} {array}" if one.kind != other.kind else array
 
-def _what(leaf: LeafRow, kind: bool) -> str:
-    """A leaf in a few words."""
-    if leaf.kind not in stats.ARRAYS:
-        return " ".join(filter(None, (leaf.kind, leaf.value)))
-    array = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    return f"{leaf.kind} {array}" if kind else array
+    return f"{words(one)} → {words(other)}"
