@@ -139,9 +139,14 @@ class Inspection(Container):
         if isinstance(epoch, int) and not isinstance(epoch, bool) and epoch < 0:
             raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
         number = epoch_number(epoch)
-        if scan.find(self.commits, number) is None:
-            raise self._no_epoch(number)
-        return self._epoch(number)
+        if scan.find(self.commits, number) is not None:
+            return self._epoch(number)
+        rows = self.overview(None, check=False).epochs
+        known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED)]
+        error = EpochNotFoundError(number, self.directory, known)
+        attempt = next((f". An attempt at saving it is {row.state}" for row in rows if row.epoch == number), "")
+        error.args = (f"{self.directory}: no epoch {number}; {_text.near_epochs(number, known)}{attempt}",)
+        raise error
 
     def diff(
         self,
@@ -195,15 +200,6 @@ class Inspection(Container):
         """Of the epochs that are whole as far as a look at their files tells."""
         rows = self.overview(1).epochs
         return next((r.epoch for r in rows if r.latest), None), next((r.epoch for r in rows if r.best), None)
-
-    def _no_epoch(self, epoch: int) -> EpochNotFoundError:
-        """The error for an epoch that is not there: names those that are near, and an attempt at it."""
-        rows = self.overview(None, check=False).epochs
-        known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED)]
-        error = EpochNotFoundError(epoch, self.directory, known)
-        attempt = next((f". An attempt at saving it is {row.state}" for row in rows if row.epoch == epoch), "")
-        error.args = (f"{self.directory}: no epoch {epoch}; {_text.near_epochs(epoch, known)}{attempt}",)
-        return error
 
     def _rows(self) -> Overview:
         return self.overview()

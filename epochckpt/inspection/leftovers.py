@@ -71,7 +71,16 @@ class DiskUsage:
 
 def extent(store: Store, path: str) -> DiskUsage | None:
     """Measures a folder with all below it, or a file; None if it is gone."""
-    return _on_disk(os.path.join(store.root, path)) if store.renames else _objects(store, path)
+    if store.renames:
+        return _on_disk(os.path.join(store.root, path))
+    total = DiskUsage()
+    for below, is_folder in walk(store, path):
+        if not is_folder:
+            try:
+                total.nbytes, total.entries = total.nbytes + store.size(below), total.entries + 1
+            except OSError as error:
+                total.note(error)
+    return total if total.entries or total.problem else None
 
 
 def names(store: Store, path: str) -> list[tuple[str, bool]]:
@@ -114,17 +123,6 @@ def _on_disk(place: str) -> DiskUsage | None:
     if waiting:
         total.problem = total.problem or f"more than {MAX_ENTRIES} files; counted up to there"
     return total
-
-
-def _objects(store: Store, path: str) -> DiskUsage | None:
-    total = DiskUsage()
-    for below, is_folder in walk(store, path):
-        if not is_folder:
-            try:
-                total.nbytes, total.entries = total.nbytes + store.size(below), total.entries + 1
-            except OSError as error:
-                total.note(error)
-    return total if total.entries or total.problem else None
 
 
 LIVE_SECS = 600.0

@@ -74,7 +74,10 @@ def open_commits(
                 raise NotACheckpointDirectoryError(f"{store.root} {suggest.no_folder(store.root)}")
         found = {entry.name: entry.is_folder for entry in store.list("")}
         if single and step_names.is_single(set(found)) and not step_names.is_item(store, set(found)):
-            return _single(store)
+            # The epoch that lies in the folder, seen from the directory above it.
+            root = os.path.realpath(store.root) if store.renames else store.root.rstrip("/")
+            above, _, name = root.rpartition("/")
+            return commits_of(open_store(above or "/"), _OneName(name, step_names.number_of(store)))
         if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found.items())):
             raise NotACheckpointDirectoryError(f"{store.root} {suggest.folder(store, found)}")
     return commits
@@ -89,13 +92,6 @@ def access(store: Store) -> Generator[None]:
         if isinstance(error, EpochCheckpointError):
             raise
         raise AccessError(f"{store.root}: {error}; this user (uid {os.getuid()}) needs read access") from error
-
-
-def _single(store: Store) -> Commits:
-    """The epoch that lies in a folder, seen from the directory above it."""
-    root = os.path.realpath(store.root) if store.renames else store.root.rstrip("/")
-    above, _, name = root.rpartition("/")
-    return commits_of(open_store(above or "/"), _OneName(name, step_names.number_of(store)))
 
 
 def place(commits: Commits) -> str:

@@ -36,7 +36,10 @@ def of_leaf(pieces: Callable[[], Iterable[np.ndarray]], item: str, leaf: LeafRow
     result = LeafStats(item, node, leaf, found.count, found.nans, found.infs, found.zeros, None, None, None, None, 0.0)
     if not found.finite:
         return result
-    edges = _edges(found.least, found.greatest)
+    edges = np.array([found.least, found.greatest])
+    if found.least != found.greatest:
+        share = np.linspace(0.0, 1.0, _BINS + 1)  # not of the range, which may be beyond float64
+        edges = np.maximum.accumulate(found.least * (1 - share) + found.greatest * share)
     histogram = np.zeros(len(edges) - 1, np.int64)
     for values in _chunks(kept or pieces()):
         finite = values[np.isfinite(values)]
@@ -82,13 +85,6 @@ def _floats(values: np.ndarray) -> np.ndarray:
         wide = values.astype(np.complex128)
         return np.where(np.isnan(wide), np.nan, np.abs(wide))
     return values.astype(np.float64)
-
-
-def _edges(least: float, greatest: float) -> np.ndarray:
-    if least == greatest:
-        return np.array([least, greatest])
-    share = np.linspace(0.0, 1.0, _BINS + 1)
-    return np.maximum.accumulate(least * (1 - share) + greatest * share)  # the range itself may be beyond float64
 
 
 class _Moments:

@@ -8,6 +8,7 @@ number by now. What comes and goes between two looks is not seen.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Generator
@@ -67,7 +68,11 @@ class Watcher:
         # Attempts first: one that is committed meanwhile is then seen in its new place, and not as failed.
         attempts = {row.attempt: row for row in leftovers.find(self._commits, now).attempts}
         gone = [row for attempt, row in self._attempts.items() if attempt not in attempts]
-        again = {row.epoch for row in gone} | self._replaced()
+        # Their epochs are read again, and so is the newest one if another attempt has its number by now.
+        again = {row.epoch for row in gone}
+        newest = self._epochs.get(self.last)
+        if newest is not None and self._commits.read_attempt(newest.epoch) not in (None, newest.attempt):
+            again.add(newest.epoch)
         events = []
         before = self.newest
         entries = dict(leftovers.names(self._commits.store, ""))
@@ -93,13 +98,6 @@ class Watcher:
         self._attempts = attempts
         return events
 
-    def _replaced(self) -> set[int]:
-        """The newest epoch, if another attempt has its number by now."""
-        newest = self._epochs.get(self.last)
-        if newest is None or self._commits.read_attempt(newest.epoch) in (None, newest.attempt):
-            return set()
-        return {newest.epoch}
-
     def _under_way(self, now: int, row: EpochRow, before: EpochRow | None) -> list[Event]:
         known = self._attempts.get(row.attempt)
         if row.state == ABANDONED:
@@ -124,29 +122,24 @@ def watch(
     """
     if not interval_secs > 0:
         raise InvalidArgumentError(f"interval_secs must be positive, got {interval_secs!r}")
-    watcher, pause, first = Watcher(commits), threading.Event(), True
-    deadline = Deadline(timeout_secs) if timeout_secs is not None else None
+    watcher, pause = Watcher(commits), threading.Event()
+    limit = math.inf if timeout_secs is None else timeout_secs
+    deadline = Deadline(limit)
+    # What is there at the first look has not just been committed.
+    seen = watcher.look()
+    there = [dataclasses.replace(event, kind=PRESENT, before=None) for event in seen if event.kind == SAVED]
+    events = [*(there[-history:] if history else []), *(event for event in seen if event.kind != SAVED)]
     while True:
-        events = watcher.look()
-        if first:
-            events = _beginning(events, history)
         for event in events:
-            if event.kind == SAVED and timeout_secs is not None:
-                deadline = Deadline(timeout_secs)
+            if event.kind == SAVED:
+                deadline = Deadline(limit)
             yield event
-        first = False
         if until is not None and watcher.last >= until:
             return True
-        if deadline is not None and deadline.passed():
+        if deadline.passed():
             return False
-        pause.wait(interval_secs if deadline is None else max(0.0, min(interval_secs, deadline.left())))
-
-
-def _beginning(events: list[Event], history: int) -> list[Event]:
-    """The events of a first look: what is there has not just been committed."""
-    there = [dataclasses.replace(e, kind=PRESENT, before=None) for e in events if e.kind == SAVED]
-    others = [event for event in events if event.kind != SAVED]
-    return [*(there[-history:] if history else []), *others]
+        pause.wait(max(0.0, min(interval_secs, deadline.left())))
+        events = watcher.look()
 
 
 def is_damaged(event: Event) -> bool:
