@@ -1,7 +1,7 @@
 """A whole training run: jobs and their tasks, stop conditions, resume, the runner, and Caffe2's managers.
 
-Promises: a run ends with all that it trained on storage, or says what is not (`RunResult`, exit codes); a run that is
-started again goes on after the newest epoch that all nodes can read.
+Promises: a run ends with all that it trained on storage, or its `RunResult` and exit code tell what is not; a run that
+is started again goes on after the newest epoch that all nodes can read.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _unflatten(container: Container, children: list[Any], where: tree_lib.KeyPat
         definition = _make_definition(jax.tree_util.default_registry, data, [_LEAF] * len(children))
         made = definition.unflatten(children)
         keys, _, _ = _flatten_one(made)
-    except Exception as error:  # whatever a class says that was changed meanwhile
+    except Exception as error:  # the class may have changed since, and may raise anything
         problem = f"{container.name} cannot be made of what was saved: {say(error)}"
         raise InvalidArgumentError(f"{_at(where)}: {problem}") from error
     if keys != container.keys:
@@ -164,7 +164,7 @@ class Recorder:
 
 
 def to_json(container: Container) -> dict[str, Any]:
-    """A container as JSON. What no JSON can hold is left out, and `from_json` says so.
+    """A container as JSON; `from_json` refuses one of which JSON cannot hold everything.
 
     It is flat, because JSON that is nested too deep is refused: `nodes` are [number of the type, parent, place in it].
     """

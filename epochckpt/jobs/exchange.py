@@ -27,7 +27,7 @@ class Exchange:
     """The exchanges of one run of a job. Every process makes the same calls in the same order.
 
     The keys of `gather` number the phases of the run, and every broadcast belongs to the phase in which it is made: so
-    a process that fails knows the keys that the others will read next, wherever they are.
+    a process that fails knows the keys that the other processes read next.
     """
 
     def __init__(self, coordinator: Coordinator, nodes: Sequence[str], timeout_secs: float):
@@ -68,7 +68,7 @@ class Exchange:
         except BaseException as error:  # Ctrl-C and sys.exit, too
             self._abort(error)
             raise
-        finally:  # in step with the others, should they go on after an error
+        finally:  # in step with the other processes, should they go on after an error
             phase, self._phase, self._broadcasts = self._phase, self._phase + 1, 0
         key = f"{self._prefix}/{phase}"
 
@@ -103,10 +103,10 @@ class Exchange:
         return answer["value"]
 
     def _abort(self, error: BaseException) -> None:
-        """This process cannot go on: the others raise its error at their next exchange."""
+        """Makes the other processes raise an error of this one at their next exchange."""
         key = f"{self._prefix}/{self._phase}"
         keys = [f"{key}/node/{self._coordinator.process}"]
-        if self.primary:  # the others may be waiting for its answer, or for a broadcast
+        if self.primary:  # the other processes may be waiting for its answer, or for a broadcast
             keys = [f"{key}/answer", f"{key}/broadcast/{self._broadcasts}"]
         try:
             for one in keys:

@@ -372,8 +372,8 @@ class Job(_Scope):
     def setup(self, fn: F) -> F:
         """Decorator: runs at every start, before `init_group` or the restore.
 
-        The function makes the live objects (model, optimizer, mesh, iterator) and says with `ws.target` how blobs come
-        back. A blob that the epoch lacks keeps what setup made.
+        The function makes the live objects (model, optimizer, mesh, iterator) and declares with `ws.target` how blobs
+        come back. A blob that the epoch lacks keeps what setup made.
         """
         Task(fn, group=self.setup_group)
         return fn

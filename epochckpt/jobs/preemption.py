@@ -1,4 +1,4 @@
-"""How a run hears that its machine is about to be taken away, and when it leaves an epoch for that.
+"""How a run learns that it is being preempted, and when it leaves an epoch for that.
 
 A process on its own owns SIGTERM while it trains: the first one asks the run to stop, a second one kills it. In a
 `jax.distributed` job SIGTERM stays JAX's own, which notifies all processes (see `coordination.Preemption`): every
@@ -83,7 +83,7 @@ class Stopper:
         """Answers the questions of one node of this process; every node asks equally often.
 
         Nodes of one process run one after the other. The n-th question of every node has the answer that the first
-        node got: else some nodes would leave an epoch that others have finished.
+        node got: else some nodes would leave an epoch that other nodes have finished.
         """
         questions = itertools.count()
 
@@ -124,7 +124,7 @@ def listening(distributed: bool, by_step: bool) -> Generator[Notice]:
 
 @contextlib.contextmanager
 def _on_sigterm(notice: Notice) -> Generator[None]:
-    """Owns SIGTERM meanwhile."""
+    """Handles SIGTERM while the context lasts."""
     if threading.current_thread() is not threading.main_thread():
         logging.warning("the runner is not in the main thread: SIGTERM is not handled")
         yield

@@ -75,7 +75,7 @@ def choose(
 
 
 def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:
-    """A function that says what `init_group` makes, without computing it: for blobs whose types no epoch holds.
+    """A function that gives the containers that `init_group` makes, without computing: for types that no epoch holds.
 
     At its first call it runs the tasks under `jax.eval_shape`, on a copy of the workspace. It raises
     InvalidArgumentError, with the reason, if init cannot be traced.

@@ -67,7 +67,7 @@ class _Verdict:
     save: bool  # the epoch is saved now
     retry: bool  # if this is the last epoch and is not saved, it is tried once more at the end of the run
     exists: bool  # the epoch is on storage and is to be replaced
-    fenced_off: str  # how a process learned that a newer run has taken over; empty if none has
+    fenced_off: str  # how a process learned that a newer run owns the directory; empty if none does
     results: list[dict[str, Any]]  # of saves that have ended, as JSON
 
 
@@ -231,11 +231,13 @@ class TrainingRun:
             if epoch.interrupted:
                 return []
 
-            # Every condition looks at every finished epoch: one that counts must not miss any.
+            # The first epoch shows what its tasks make that will be lost.
             if not self._looked_back:
                 self._looked_back = True
                 self._check_metrics(epoch.metrics, returned)
                 self._check_blobs(number)
+
+            # Every condition looks at every finished epoch: one that counts must not miss any.
             ctx = self._context(number, epoch.metrics, time.monotonic() - self._began, epoch.preempted)
             conditions = self.job.stop_conditions
             answers = [stop.checked(c, c(ctx), number) for c in conditions]
@@ -247,7 +249,7 @@ class TrainingRun:
             self._end_fenced_off(number, verdict.fenced_off)
             return
 
-        # A run that was preempted has not finished, unless a condition says so that looks at something else.
+        # A run that was preempted has not finished, unless a condition other than `preempted` is true.
         stops = {} if verdict.interrupted else verdict.stop
         if epoch.preempted:
             stops = {condition: why for condition, why in stops.items() if why != repr(stop.preempted)}
@@ -290,7 +292,7 @@ class TrainingRun:
 
             # The epoch is saved if every process can save its part, and storage can be reached.
             refusal = problem = _first(reports, "problem")
-            if backend is not None and not problem and not self._is_accessible(epoch.number):
+            if backend is not None and not problem and not self.handler.cp_accessible(epoch.number, backend.accessible):
                 refusal = NOT_ACCESSIBLE
             if refusal:
                 self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
@@ -313,8 +315,6 @@ class TrainingRun:
             many = f"{failures} saves in a row have failed, more than max_consecutive_save_failures={limit}"
             raise SaveError(failed, f"{many}; the last: {reason}")
         return verdict
-
-    # Once, after the first epoch of a run: what its tasks have made that will be lost.
 
     def _check_blobs(self, epoch: int) -> None:
         """Names the blobs that stay from epoch to epoch and are not checkpointed, except those that `exclude` names."""
@@ -380,10 +380,6 @@ class TrainingRun:
         if verdict.save:
             save()
 
-    def _is_accessible(self, epoch: int) -> bool:
-        backend = self.backend
-        return backend is None or self.handler.cp_accessible(epoch, backend.accessible)
-
     def _take_results(self) -> list[dict[str, Any]]:
         """On the primary: how saves ended since the last call, as JSON; notifies the metadata handler."""
         results, self._ended = [*self._ended, *(self.backend.outcomes() if self.backend is not None else ())], []
@@ -417,7 +413,8 @@ class TrainingRun:
             results, why = self._take_results(), next(filter(None, fenced_off), "")
             saved = self._result.last_committed_epoch == epoch or backend.discarded(epoch)
             saved = saved or any(one["committed"] and one["epoch"] == epoch for one in results)
-            retry = self._retry is not None and not saved and not why and self._is_accessible(epoch)
+            retry = self._retry is not None and not saved and not why
+            retry = retry and self.handler.cp_accessible(epoch, backend.accessible)
             return {"results": results, "saved": saved, "fenced_off": why, "retry": retry}
 
         for _ in range(2):

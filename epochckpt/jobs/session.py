@@ -70,7 +70,7 @@ class Session(abc.ABC):
         Returns what the tasks returned, by node.
 
         Raises:
-            TaskError: a task raised; says where. What it raised is the cause.
+            TaskError: a task raised; names the task and its node. What it raised is the cause.
         """
         if isinstance(runnable, Task):
             tasks, group = [runnable], runnable.group.name if runnable.group else "-"
@@ -92,7 +92,7 @@ class Session(abc.ABC):
     def _run(self, task: Task, group: str, workspace: Workspace) -> Any:
         try:
             return task.run(workspace)
-        except EpochCheckpointError as error:  # says itself what is wrong, and has a type that callers know
+        except EpochCheckpointError as error:  # its message is clear, and callers know its type
             error.add_note(f"in {task} of group {group!r} on node {workspace.node}, epoch {workspace.epoch}")
             raise
         except Exception as error:

@@ -15,6 +15,7 @@ import json
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -214,10 +215,10 @@ class _OfMetric(_Shipped):
             names = ", ".join(map(repr, sorted(map(str, ctx.metrics)))) or "none"
             problem = f"there is no metric {self._metric!r} among those of the epoch ({names})"
             raise InvalidArgumentError(f"{where}: {problem}; return it from an epoch task, or correct the name")
-        number = _as_float(value)
+        number = as_scalar(value)
         if number is None:
             raise InvalidArgumentError(f"{where}: metric {self._metric!r} is {_shown(value)}; expected a real number")
-        return self._look(number)
+        return self._look(float(number))
 
     def holds(self, ctx: Context) -> bool:
         """Whether the metric is there and makes the condition true."""
@@ -450,15 +451,8 @@ def as_scalar(value: Any) -> bool | int | float | None:
     """A bool or real number of Python, or one of NumPy or jax without dimensions, as Python's; None for all else."""
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.shape == ():
         value = np.asarray(value).item()
-    return value if isinstance(value, bool | int | float) else None
-
-
-def _as_float(value: Any) -> float | None:
-    scalar = as_scalar(value)
-    try:
-        return None if scalar is None else float(scalar)
-    except OverflowError:  # an int beyond all floats
-        return None
+    beyond_all_floats = isinstance(value, int) and abs(value) > sys.float_info.max
+    return value if isinstance(value, bool | int | float) and not beyond_all_floats else None
 
 
 def _shown(value: Any) -> str:
@@ -471,9 +465,10 @@ def _check(fits: bool, what: str, expected: str, found: Any) -> None:
 
 
 def _number(what: str, value: Any) -> float:
-    number = math.nan if isinstance(value, bool | np.bool_) else _as_float(value)
-    _check(number is not None and math.isfinite(number), what, "a finite number", value)
-    return number  # type: ignore[return-value]
+    scalar = as_scalar(value)
+    number = math.nan if scalar is None or isinstance(scalar, bool) else float(scalar)
+    _check(math.isfinite(number), what, "a finite number", value)
+    return number
 
 
 def _count(what: str, value: Any, least: int = 1) -> int:

@@ -92,7 +92,7 @@ class Workspace(MutableMapping[str, Any]):
         self._stopper = stopper
 
     def made_by_init(self) -> Mapping[str, Any]:
-        """The containers (see `containers.of`) of the blobs that init makes here, as far as the runner has said how."""
+        """The containers of the blobs that init makes here (see `containers.of`); empty without a runner."""
         return self._init_tracer() if self._init_tracer is not None else {}
 
     def set_init_tracer(self, tracer: Callable[[], Mapping[str, Any]]) -> None:
