@@ -318,7 +318,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             raise InvalidArgumentError(f"this manager of {self._directory} is closed")
         if not self._options.read_only:
             self._check_may_write("save")
-        args = legacy.save_args(self._handlers, items, save_kwargs, args)
+        args = legacy.arguments(self._handlers, items, save_kwargs, args, "save")
         multi = check_args(args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
@@ -462,7 +462,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
         """
         began = time.monotonic()
-        args = legacy.restore_args(self._handlers, items, restore_kwargs, args)
+        args = legacy.arguments(self._handlers, items, restore_kwargs, args, "restore")
         multi = check_args(args, self._multi, restoring=True)
         readers = self._readers if directory is None else self._readers.elsewhere(directory)
         self._attempts.drain(step)

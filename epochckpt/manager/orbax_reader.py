@@ -54,15 +54,7 @@ NOTE = (
 
 
 class OrbaxReader(CheckpointReader):
-    """Reads one step of stock Orbax.
-
-    Args:
-        commits: see CheckpointReader, as the next three.
-        folder: the step's.
-        record: what Orbax recorded of it.
-        context: handlers and nodes of the process that restores.
-        pool: reads.
-    """
+    """Reads one step of stock Orbax."""
 
     record: OrbaxRecord
 

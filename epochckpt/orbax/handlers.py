@@ -47,15 +47,10 @@ MAX_FILES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """Files of an item whose bytes are known when `save()` returns.
-
-    Attributes:
-        item: item name.
-        files: content by path inside the item's folder.
-    """
+    """Files of an item whose bytes are known when `save()` returns."""
 
     item: str
-    files: Mapping[str, bytes]
+    files: Mapping[str, bytes]  # by path inside the item's folder
 
     def collect(self, deadline: Deadline) -> Mapping[str, bytes | pathlib.Path]:
         """The files."""
@@ -66,13 +61,7 @@ class Content:
 
 
 class HandlerSave:
-    """A handler that writes an item of this node into a folder of its own.
-
-    Args:
-        handler: the handler; its blocking part runs here, on the caller's thread.
-        item: item name.
-        args: its argument.
-    """
+    """A handler that writes an item of this node into a folder of its own; its blocking part runs when this is made."""
 
     def __init__(self, handler: Any, item: str, args: Any):
         self.item, self._handler = item, handler
@@ -91,12 +80,9 @@ class HandlerSave:
             raise
 
     def collect(self, deadline: Deadline) -> Mapping[str, bytes | pathlib.Path]:
-        """What it has written, by path inside the item's folder; waits for that. Empty folders are not kept.
+        """The files that it wrote, by path inside the item's folder, once it has ended; raises what the handler raises.
 
-        Raises:
-            InvalidArgumentError: it left something that is no plain file, or too many of them.
-            TimeoutError: it did not end in time.
-            BaseException: whatever the handler raises.
+        InvalidArgumentError: it left something that is no plain file, or too many files. Empty folders are not kept.
         """
         while self._futures:
             self._bounded(self._futures.pop(0).result, deadline)
@@ -152,19 +138,9 @@ def _finished(call: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Handlers:
-    """The handlers of one manager.
+    """The handlers of one manager: `given` by item name, those of a registry, and those registered globally.
 
-    Args:
-        item_handlers: a handler for the one unnamed item, or handlers by item name.
-        handler_registry: an Orbax `CheckpointHandlerRegistry`.
-
-    Attributes:
-        given: handlers by item name, as passed.
-        names: the item names that this implies.
-        single: whether one handler was passed, for the one unnamed item.
-
-    Raises:
-        UnsupportedError: a handler that overrides Orbax's engine, or has no argument classes; by name.
+    `names` are the item names that are given; `single`: a handler was given for the one unnamed item.
     """
 
     def __init__(self, item_handlers: Any = None, handler_registry: Any = None):
@@ -196,12 +172,7 @@ class Handlers:
             )
 
     def find(self, item: str, args: Any, *, saving: bool) -> Any:
-        """The handler for an item with an argument: an instance, or one of the classes in `OURS`.
-
-        Raises:
-            InvalidArgumentError: there is none, the item has another, or the argument is for the other direction.
-            UnsupportedError: it overrides Orbax's engine.
-        """
+        """The handler for an item with an argument: an instance, or one of the classes in `OURS`."""
         handler = self._find(item, args)
         if ocp.args.has_registered_args(handler):
             right, wrong = ocp.args.get_registered_args_cls(handler)[:: 1 if saving else -1]
@@ -234,15 +205,7 @@ class Handlers:
         return found if found in OURS else self._make(item, found)
 
     def of(self, item: str, recorded: str) -> tuple[Any, Any]:
-        """The handler of an item that was saved before, and its default argument for restoring.
-
-        Args:
-            item: item name.
-            recorded: the handler's name in the epoch's record.
-
-        Raises:
-            InvalidArgumentError: it is not known here, or its argument has no defaults.
-        """
+        """The handler of an item that was saved by the handler `recorded`, and its default argument for restoring."""
         handler = next((h for h in self._configured(item) if same(type_name(h), recorded)), None)
         if handler is None:
             found = [c for c in _registered() if same(type_name(c), recorded)]
@@ -310,7 +273,8 @@ def same(name: str, other: str) -> bool:
 def _check(item: str, kind: type, handler: Any = None) -> None:
     """Refuses handlers whose work our engine would do otherwise than they do."""
     if kind in OURS:
-        if handler is not None and _leaf_types(handler) is not _usual_leaf_types(kind):
+        leaf_types = "_type_handler_registry"  # there is no public way to ask what a handler was taught about leaves
+        if handler is not None and getattr(handler, leaf_types, None) is not getattr(_usual(kind), leaf_types, None):
             raise UnsupportedError(
                 f"item {item!r}: {kind.__name__}(type_handler_registry=…) teaches Orbax's engine leaf types, which "
                 "epochckpt does not use; save such leaves as an item of their own, with a handler"
@@ -323,14 +287,10 @@ def _check(item: str, kind: type, handler: Any = None) -> None:
         )
 
 
-def _leaf_types(handler: Any) -> Any:
-    """What a handler was taught about leaves; there is no public way to ask."""
-    return getattr(handler, "_type_handler_registry", None)
-
-
 @functools.cache
-def _usual_leaf_types(kind: type) -> Any:
-    return _leaf_types(kind())
+def _usual(kind: type) -> Any:
+    """A handler of a class, as it is made without arguments."""
+    return kind()
 
 
 def _suits(handler: Any, args: type) -> bool:

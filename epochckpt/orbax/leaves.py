@@ -64,57 +64,32 @@ Part = tuple["StoredLeaf", Box, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class ZarrArray:
-    """The zarr metadata of one array; `problem` says why it cannot be used, and is empty otherwise.
-
-    Attributes:
-        chunks: the shape of what is decoded as a whole: inner chunks where chunks are sharded.
-        metadata: the JSON.
-    """
+    """The zarr metadata of one array."""
 
     shape: tuple[int, ...] = ()
     dtype: np.dtype[Any] | None = None
-    chunks: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()  # the shape of what is decoded as a whole: inner chunks where chunks are sharded
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    problem: str = ""
+    problem: str = ""  # why it cannot be used
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """A leaf as Orbax stored it.
+    """A leaf as Orbax stored it."""
 
-    Attributes:
-        leaf: in our terms; `shape` and `dtype` of typed keys are those of their data; `sharding` is its own number.
-        param: Orbax's name for it.
-        write_shape: of the pieces that devices held; None where Orbax does not say.
-        value: of leaves that lie in the msgpack file; an array of the mapped file. Of a leaf that only a type handler
-            of a user's can read: Orbax's name of the type.
-        here: whether `value` is meant.
-        array: its array; None if it has none.
-        problem: why it cannot be looked into; empty otherwise.
-    """
-
-    leaf: Leaf
-    param: str
-    write_shape: tuple[int, ...] | None = None
-    value: Any = None
-    here: bool = False
+    leaf: Leaf  # typed keys have the shape and dtype of their data; `sharding` is the leaf's own number
+    param: str  # Orbax's name for it
+    write_shape: tuple[int, ...] | None = None  # of the pieces that devices held, where Orbax says it
+    value: Any = None  # of a leaf in the msgpack file; for a type that only a user's handler can read, its name
+    here: bool = False  # the leaf lies in the msgpack file
     array: ZarrArray | None = None
-    problem: str = ""
+    problem: str = ""  # why the leaf cannot be looked into
 
 
 class OrbaxItem:
     """One array item of a step; its metadata is read now, arrays later.
 
-    Args:
-        store: the directory.
-        at: the item's folder in it.
-        epoch: the step.
-        handler: that Orbax recorded; empty if it did not.
-        bare: the caller knows that the item is a single array, as `ArrayCheckpointHandler` writes it.
-
-    Raises:
-        DamagedError: its metadata is not whole.
-        FormatError: its metadata is not what Orbax writes.
+    `bare`: the caller knows that the item is a single array, as `ArrayCheckpointHandler` writes it.
     """
 
     def __init__(self, store: Store, at: str, epoch: int, handler: str = "", bare: bool = False):
@@ -160,12 +135,10 @@ class OrbaxItem:
         target: Any = None,
         reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> ItemRecord:
-        """The item as our records would have it; `Leaf.sharding` is the leaf's own number.
+        """The item as our records would have it.
 
-        Args:
-            handler: that Orbax recorded.
-            target: leaves get the names that they have in this tree, where a key may be a number or text.
-            reading: surrounds each read of a value that is no array.
+        Leaves get the names that they have in `target`, where a key may be a number or text. `reading` surrounds each
+        read of a value that is no array.
         """
         pairs = [] if target is None else tree_lib.flatten(target)[0]
         names = {_as_text(path): tree_lib.leaf_name(path) for path, _ in pairs}
@@ -179,11 +152,7 @@ class OrbaxItem:
         return ItemRecord("arrays", handler, arrays, _Values(self, reading), self.custom_metadata)
 
     def check(self, target: Any = None) -> None:
-        """Raises DamagedError or UnsupportedError if a leaf cannot be looked into.
-
-        Args:
-            target: only leaves that this tree has are asked for; None: all.
-        """
+        """Raises DamagedError or UnsupportedError if a leaf of `target` (None: any leaf) cannot be looked into."""
         asked = None if target is None else {_as_text(p) for p, x in tree_lib.flatten(target)[0] if x is not ...}
         for row in self.leaves:
             if asked is None or _as_text(row.leaf.path) in asked:
@@ -300,12 +269,7 @@ class OrbaxItem:
     # -- values --------------------------------------------------------------------------------------------------
 
     def value(self, row: StoredLeaf) -> Any:
-        """A leaf that is no array, as a Python value.
-
-        Raises:
-            DamagedError: it cannot be read.
-            UnsupportedError: only a user's type handler can read it.
-        """
+        """A leaf that is no array, as a Python value."""
         self._check(row)
         if row.here:
             return row.value
@@ -330,10 +294,7 @@ class OrbaxItem:
         """Reads parts of arrays, many at the same time; gives each, with its error, in order.
 
         If parts of one array share chunks and come one after another, as from `in_bands`, each chunk is decoded once.
-
-        Args:
-            parts: what to read; the next one is asked for when there is room for it.
-            one_by_one: an array is read by several calls: chunks are kept for the next one.
+        `one_by_one`: an array is read by several calls, and chunks are kept for the next one.
         """
         under_way: collections.deque[tuple[Part, int, Any]] = collections.deque()
         busy = 0
@@ -464,12 +425,7 @@ class _Values(Mapping[int, Any]):
 
 
 def in_bands(row: StoredLeaf, pairs: Sequence[tuple[Box, np.ndarray]]) -> Iterator[Part]:
-    """The parts of an array, cut along its first axis if they share chunks: parts of the same chunks come together.
-
-    Args:
-        row: the array.
-        pairs: each box, and the buffer that it is read into.
-    """
+    """The parts of an array, cut along its first axis if they share chunks: parts of the same chunks come together."""
     if len(pairs) == 1 or all(_is_aligned(row, box) for box, _ in pairs):
         yield from ((row, box, out) for box, out in pairs)
         return

@@ -17,12 +17,7 @@ from epochckpt.orbax.handlers import Handlers
 
 
 def handlers(checkpointers: Any, item_names: Any, item_handlers: Any, handler_registry: Any) -> Handlers:
-    """The handlers that the constructor was given, in whatever form.
-
-    Raises:
-        InvalidArgumentError: forms that exclude each other, or a checkpointer that is none.
-        UnsupportedError: a handler that cannot be used, by name.
-    """
+    """The handlers that the constructor was given, in whatever form."""
     given = {
         "checkpointers": checkpointers,
         "item_handlers": item_handlers,
@@ -47,11 +42,9 @@ def _handler(checkpointer: Any) -> Any:
             f"{type(checkpointer).__name__}; better leave this legacy form, and pass args= to save() and restore()"
         )
     handler = checkpointer.handler
-    if type(handler).__name__.endswith(
-        "LegacyCheckpointHandlerWrapper"
-    ):  # Orbax's, around one without argument classes
-        handler = getattr(handler, "_handler", handler)
-    return handler
+    # Orbax wraps a handler without argument classes.
+    is_wrapper = type(handler).__name__.endswith("LegacyCheckpointHandlerWrapper")
+    return getattr(handler, "_handler", handler) if is_wrapper else handler
 
 
 def is_asynchronous(checkpointers: Any) -> bool:
@@ -60,25 +53,8 @@ def is_asynchronous(checkpointers: Any) -> bool:
     return checkpointers is None or any(isinstance(c, ocp.AsyncCheckpointer) for c in given)
 
 
-def save_args(known: Handlers, items: Any, kwargs: Any, args: Any) -> Any:
-    """The argument of a save in whatever form.
-
-    Raises:
-        InvalidArgumentError, UnsupportedError: naming the form to use.
-    """
-    return _arguments(known, items, kwargs, args, "save")
-
-
-def restore_args(known: Handlers, items: Any, kwargs: Any, args: Any) -> Any:
-    """The argument of a restore in whatever form; None where nothing was passed.
-
-    Raises:
-        InvalidArgumentError, UnsupportedError: naming the form to use.
-    """
-    return _arguments(known, items, kwargs, args, "restore")
-
-
-def _arguments(known: Handlers, items: Any, kwargs: Any, args: Any, verb: str) -> Any:
+def arguments(known: Handlers, items: Any, kwargs: Any, args: Any, verb: str) -> Any:
+    """The argument of a `save` or `restore` (the verb) in whatever form; None if a restore has none."""
     if isinstance(items, ocp.args.CheckpointArgs):
         raise InvalidArgumentError(f"pass it by name: {verb}(step, args={type(items).__name__}(…))")
     if items is None and kwargs is None:

@@ -33,20 +33,9 @@ OCDBT = "manifest.ocdbt"
 ARRAY_RECORDS = "array_metadatas"
 MAX_BYTES = 256 * 2**20
 
-_SMALL = frozenset(
-    {
-        OCDBT,
-        TREE_RECORD,
-        STEP_RECORD,
-        COMMIT,
-        "_sharding",
-        "_strings.json",
-        "metadata",
-        ".zarray",
-        ".zattrs",
-        "zarr.json",
-    }
-)  # of metadata, wherever they lie in a step
+# Files of metadata, wherever they lie in a step.
+_SMALL = frozenset({OCDBT, TREE_RECORD, STEP_RECORD, COMMIT, "_sharding", "_strings.json", "metadata"})
+_SMALL |= {".zarray", ".zattrs", "zarr.json"}
 _OUR_INDEX = "index.0"  # beside the manifest; Orbax's own databases have no such file
 _OUR_RECORD = b'"format":"epochckpt"'  # early in every record of ours
 _KEY_FOLDERS = ("jax_random_key", "np_random_key")  # where Orbax's items of random keys have their arrays
@@ -55,16 +44,7 @@ _NO_RECORD = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELO
 
 
 def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
-    """Whether a folder without a commit record of ours is a step of stock Orbax.
-
-    Args:
-        store: the directory.
-        folder: the folder in it.
-        is_epoch: whether a name is one of an epoch.
-
-    Raises:
-        OSError: it cannot be looked at; that it was deleted meanwhile is no error.
-    """
+    """Whether a folder without a commit record of ours is a step of stock Orbax; a deleted one is not."""
     if os.path.islink(_full(store, folder)):
         return False
 
@@ -116,8 +96,7 @@ def has_orbax_fields(info: Mapping[str, Any]) -> bool:
 def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
     """A JSON object, or None and what is wrong with the file; nothing is wrong where there is none.
 
-    Raises:
-        OSError: it cannot be read now, or not by this user, which says nothing about its content.
+    An OSError says that the file cannot be read now, or not by this user, and nothing about its content.
     """
     try:
         data = json.loads(store.read(path, limit_bytes=MAX_BYTES))
@@ -147,15 +126,11 @@ def _look(place: str) -> dict[str, str]:
 
 
 def check_files(store: Store, at: str) -> None:
-    """Refuses what Orbax and TensorStore would read below a folder and must not.
+    """Raises DamagedError for the first thing below a folder that Orbax and TensorStore would read and must not.
 
     A symlink that leads out of the directory, which could be any file of this user's; a pipe, for which TensorStore
     would wait for ever; a file of metadata that is larger than any, which TensorStore takes into memory as a whole: a
     sparse one of a terabyte ends the process. Links inside the directory are followed.
-
-    Raises:
-        DamagedError: the first one found.
-        StorageError: storage does not say.
     """
     root = os.path.realpath(store.root)
     waiting, seen = [(at, os.path.realpath(_full(store, at)))], set[str]()

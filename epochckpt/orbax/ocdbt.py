@@ -27,11 +27,7 @@ _ARITY_LOG2 = 4
 
 
 class Index:
-    """A database whose keys and pieces are fixed; values of a fixed length may change from one writing to the next.
-
-    Args:
-        entries: at least one; value by key.
-    """
+    """A database of at least one entry. Its keys and pieces are fixed; its values keep their lengths."""
 
     def __init__(self, entries: Mapping[bytes, bytes | Piece]):
         keys = sorted(entries)
@@ -43,10 +39,7 @@ class Index:
     def files(self, values: Mapping[bytes, bytes], token: bytes, written_ns: int) -> dict[str, bytes]:
         """The two files, by name: a function of all that is given, so that they can be made again.
 
-        Args:
-            values: other values for some keys, as long as those that they replace.
-            token: 16 bytes that no other database has.
-            written_ns: when, Unix time.
+        `values` replace values of the same length; `token` are 16 bytes that no other database has.
         """
         inline = {**self._inline, **values}
         assert [*map(len, inline.values())] == [*map(len, self._inline.values())]

@@ -76,11 +76,7 @@ def is_multi(args: Any) -> bool:
 
 
 def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
-    """Refuses options that would change which data exists and are not honoured; logs hints about Orbax's own engine.
-
-    Raises:
-        UnsupportedError: by name; also for options that a newer Orbax has and this version does not know.
-    """
+    """Refuses options that would change which data exists and are not honoured; logs hints about Orbax's own engine."""
     changed = _changed(options)
     for name in changed:
         if name in REFUSED:
@@ -125,11 +121,7 @@ def storage_options(options: ocp.CheckpointManagerOptions, storage: StorageOptio
 
 
 def check_args(args: Any, multi: bool | None, *, restoring: bool = False) -> bool | None:
-    """Checks the argument of `save` or `restore`; returns whether the manager handles several named items.
-
-    Raises:
-        InvalidArgumentError: naming the form to use.
-    """
+    """Checks the argument of `save` or `restore`; returns whether the manager handles several named items."""
     verb = "restore" if restoring else "save"
     if args is None:
         if restoring:

@@ -16,11 +16,7 @@ from epochckpt import _threads
 
 
 class StepLog:
-    """The logger of one manager; what it raises is logged and harms nothing.
-
-    Args:
-        logger: an object with `log_entry`, or None.
-    """
+    """The logger of one manager: an object with `log_entry`, or None. What it raises is logged and harms nothing."""
 
     def __init__(self, logger: Any):
         self._logger = logger
@@ -31,14 +27,8 @@ class StepLog:
     ) -> dict[str, Any]:
         """The entry of a save that is handed to the background now, as far as it is known.
 
-        Args:
-            step: its epoch.
-            directory: of the manager.
-            began: when `save` was called, like all moments on the monotonic clock.
-            ready: when it began to wait for older saves.
-            room: when it had waited.
-            preempted: whether the preemption notice has come.
-            waits: whether `save` goes on to wait for the commit.
+        Moments are on the monotonic clock: `save` began, was ready to wait for older saves, and had room. `waits`:
+        `save` goes on to wait for the commit.
         """
         now = time.monotonic()
         between, self._last = None if self._last is None else ready - self._last, ready
@@ -59,25 +49,12 @@ class StepLog:
         }
 
     def committed(self, entry: dict[str, Any], committed_ns: int, secs: float) -> None:
-        """A save was committed.
-
-        Args:
-            entry: see `begun`.
-            committed_ns: when, wall clock.
-            secs: how long it took, from the call of `save`.
-        """
+        """Logs the entry of a save that was committed `secs` after the call of `save`."""
         when = datetime.datetime.fromtimestamp(committed_ns / 1e9, tz=datetime.UTC)
         self._tell({**entry, "committed": when.isoformat(), "secs": secs})
 
     def restored(self, step: int, directory: str, began: float, read: float) -> None:
-        """An epoch was restored.
-
-        Args:
-            step: its number.
-            directory: where it lies.
-            began: when `restore` was called, monotonic.
-            read: when reading began.
-        """
+        """Logs that an epoch was restored: `restore` began, and began to read, at these moments."""
         now = time.monotonic()
         self._tell(
             dataclasses.asdict(step_statistics.RestoreStepStatistics())

@@ -26,13 +26,9 @@ _NUMBERED = re.compile(r"[/._-](\d{1,18})\Z")
 
 
 class StepNames:
-    """Names of epochs' folders, by Orbax's step NameFormat.
+    """Names of epochs' folders, by Orbax's step NameFormat."""
 
-    Attributes:
-        only: the one folder that is looked at, whatever else lies beside it; empty: all are.
-    """
-
-    only = ""
+    only = ""  # the one folder that is looked at, whatever else lies beside it; empty: all are
 
     def __init__(self, name_format: Any):
         self._format = name_format
@@ -96,12 +92,7 @@ def number_of(store: Store) -> int:
 
 
 def named_otherwise(store: Store, found: list[tuple[str, bool]]) -> str:
-    """What to say of epochs below a folder, if there are any: no reader sees them under the names that it expects.
-
-    Args:
-        store: the folder.
-        found: its entries that are not named like an epoch, with whether each is a folder.
-    """
+    """What to say of epochs among the entries `found`, (name, is folder), which are not named as readers expect."""
     below = [n for n, is_folder in found if is_folder and not n.startswith(".") and paths.TMP_SUFFIX not in n]
     epochs = [name for name in below[:_LOOKED_INTO] if _NUMBER.search(name) and has_one(store, name, RECORDS)]
     if not epochs:

@@ -32,21 +32,16 @@ _ARRAY_HANDLERS = ("PyTreeCheckpointHandler", "StandardCheckpointHandler", "Arra
 
 @dataclasses.dataclass(frozen=True)
 class OrbaxRecord(EpochRecord):
-    """What the files of a step of stock Orbax say; takes the place of `epoch.json`. It has no nodes of ours.
+    """What the files of a step of stock Orbax say; takes the place of `epoch.json`. It has no nodes of ours."""
 
-    Attributes:
-        folders: folder of each item, relative to the step's; `""` in the old layout that has no folders of items.
-        handlers: the handler that Orbax recorded for each item, as far as it did.
-        problems: what is wrong with small files that the step is read without, by path.
-        unread: which of them storage did not give: they may be good, and the record without them may be wrong.
-        sure: nothing is missing that says what the folder is and how good; else retention leaves it alone.
-    """
-
+    # The folder of each item in the step's; "" in the old layout, which has no folders of items.
     folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    handlers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    handlers: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as far as Orbax recorded them
+    # What is wrong, by path, with small files that the step is read without. Those that storage did not give may be
+    # good, and the record without them wrong.
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unread: Mapping[str, StorageError] = dataclasses.field(default_factory=dict)
-    sure: bool = False
+    sure: bool = False  # nothing is missing that says what the folder is and how good; else retention leaves it alone
 
     stock: ClassVar[bool] = True
 
@@ -57,11 +52,7 @@ class OrbaxRecord(EpochRecord):
 
 
 def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
-    """What Orbax recorded of a step.
-
-    Raises:
-        FileNotFoundError: it is gone.
-    """
+    """What Orbax recorded of a step; FileNotFoundError if it is gone."""
     entries = {e.name: e.is_folder for e in store.list(folder)}
     problems: dict[str, str] = {}
     unread: dict[str, StorageError] = {}
@@ -107,11 +98,7 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
 
 
 def check(store: Store, folder: str, record: OrbaxRecord) -> None:
-    """Looks for what a step that was written to its end has, and for what must not be read; reads no arrays.
-
-    Raises:
-        DamagedError: the first thing that is missing or refused; says where, what was found and what to do.
-    """
+    """Raises DamagedError for the first thing that a finished step has and this one lacks, or that must not be read."""
     try:
         for name in (n for n, kind in marks.look(store, folder).items() if kind == "link"):
             path = paths.join(folder, name)
@@ -167,11 +154,7 @@ def _check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
 
 
 def tree_record(store: Store, at: str, epoch: int) -> dict[str, Any]:
-    """An item's `_METADATA`.
-
-    Raises:
-        DamagedError: it cannot be used.
-    """
+    """An item's `_METADATA`; DamagedError if it cannot be used."""
     path = paths.join(at, TREE_RECORD)
     try:
         data = store.read(path, limit_bytes=MAX_BYTES)

@@ -46,7 +46,7 @@ _KEY_HANDLERS = {
 """Handlers that keep arrays one folder deeper, beside a JSON file, and the folder."""
 _TEXT = "string"
 _NONE = {"value_type": "None", "skip_deserialize": True}
-_BARE = "checkpoint"  # what Orbax calls an array that is not in a tree
+_BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax calls an array that is not in a tree
 
 _COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.marks: so it is never taken for one of Orbax's
 _MAX_NOTED = 100  # leaves that a record names as unsupported
@@ -64,24 +64,18 @@ _ZARR_DTYPES = frozenset(  # those of ours that TensorStore's zarr knows
     + [f"float8_{kind}" for kind in ("e3m4", "e4m3fn", "e4m3fnuz", "e4m3b11fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
 )
 
-
 _Scalars = Mapping[int, tuple[str, bytes] | None]
+"""(dtype, bytes) of an item's Python values by leaf number; None for those that Orbax cannot have."""
 
 
 @dataclasses.dataclass
 class View:
-    """What lies in an epoch's folder for Orbax's sake; paths are relative to it.
+    """What lies in an epoch's folder for Orbax's sake; paths are relative to it."""
 
-    Attributes:
-        folders: to be made, in this order.
-        files: content by path.
-        links: target by path.
-        unsupported: reasons by leaf name, by item; the leaf name `*` stands for the whole item.
-    """
-
-    folders: list[str] = dataclasses.field(default_factory=list)
-    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    links: dict[str, str] = dataclasses.field(default_factory=dict)
+    folders: list[str] = dataclasses.field(default_factory=list)  # to be made, in this order
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)  # content by path
+    links: dict[str, str] = dataclasses.field(default_factory=dict)  # target by path
+    # Reasons by leaf name, by item; the leaf name `*` stands for the whole item.
     unsupported: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
 
@@ -93,12 +87,10 @@ class Views:
         self._max_chunks = max_chunks
 
     def build(self, record: EpochRecord, *, beside_nodes: bool = True) -> View:
-        """The view of an epoch that is about to be committed.
+        """The view of an epoch that is about to be committed, `beside_nodes`: beside the nodes' folders.
 
-        Args:
-            record: the epoch.
-            beside_nodes: it lies beside the nodes' folders. Orbax takes every folder for an item unless it is told
-                which to restore; so a node is shown as the JSON item that its record is, through a link of its own.
+        Orbax takes every folder for an item unless it is told which to restore. So a node is shown as the JSON item
+        that its record is, through a link of its own.
         """
         view = View()
         handlers = {}
@@ -207,12 +199,7 @@ def _key_metadata(arrays: ArrayItem, handler: str) -> dict[str, bool]:
 class _ItemView:
     """What stays the same while an item's tree does.
 
-    Args:
-        key: what it depends on: the item's arrays, where they lie, the types of its Python values.
-        record: an epoch that has the item.
-        item: its record.
-        name: the item's name.
-        scalars: (dtype, bytes) of its Python values by leaf number; None for those that Orbax cannot have.
+    `key` is what that depends on: the item's arrays, where they lie, the types of its Python values.
     """
 
     def __init__(self, key: tuple[Any, ...], record: EpochRecord, item: ItemRecord, name: str, scalars: _Scalars):
@@ -237,13 +224,7 @@ class _ItemView:
 
 
 class _Parameters:
-    """The leaves of an item as Orbax's parameters.
-
-    Args:
-        arrays: the item.
-        scalars: see `_ItemView`.
-        typed: typed PRNG keys come back as such; else as their data.
-    """
+    """The leaves of an item as Orbax's parameters; typed PRNG keys come back as such if `typed`, else as their data."""
 
     def __init__(self, arrays: ArrayItem, scalars: _Scalars, *, typed: bool):
         self.arrays, self.typed = arrays, typed
@@ -256,7 +237,7 @@ class _Parameters:
         for number, name in self.names.items():
             self._add(number, name, scalars.get(number))
         if self.unsupported:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
-            paths = {i: self._path(leaf) for i, leaf in enumerate(arrays.leaves)}
+            paths = {i: leaf.path or _BARE_PATH for i, leaf in enumerate(arrays.leaves)}
             out = {i for i in paths if arrays.leaves[i].name in self.unsupported}
             positions = _placeholders(paths, out, self.names)
             rows = (_row(positions.get(i, path), _NONE) for i, path in paths.items() if i not in out or i in positions)
@@ -264,7 +245,7 @@ class _Parameters:
 
     def _name(self) -> dict[int, str]:
         """Orbax's parameter name by leaf number, for the leaves that it can name."""
-        paths = {i: self._path(leaf) for i, leaf in enumerate(self.arrays.leaves)}
+        paths = {i: leaf.path or _BARE_PATH for i, leaf in enumerate(self.arrays.leaves)}
         found = {i: ".".join(str(key) for _, key in path) for i, path in paths.items()}
         count = collections.Counter(found.values())
         out = {}
@@ -277,9 +258,6 @@ class _Parameters:
             else:
                 out[i] = name
         return out
-
-    def _path(self, leaf: Leaf) -> tree_lib.KeyPath:
-        return leaf.path or (("k", _BARE),)
 
     def _add(self, number: int, name: str, scalar: tuple[str, bytes] | None) -> None:
         """Adds a leaf, without the places of its chunks."""
@@ -320,10 +298,10 @@ class _Parameters:
         value: dict[str, Any] = {"value_type": kind, "skip_deserialize": skip}
         if shape is not None:
             value["write_shape"] = list(shape)
-        self.tree.update([_row(self._path(leaf), value)])
+        self.tree.update([_row(leaf.path or _BARE_PATH, value)])
 
 
-def _row(path: tree_lib.KeyPath, value: Any) -> tuple[str, Any]:
+def _row(path: KeyPath, value: Any) -> tuple[str, Any]:
     """An entry of Orbax's tree metadata."""
     keys = [{"key": str(key), "key_type": _KEY_TYPES[entry]} for entry, key in path]
     return str(tuple(k["key"] for k in keys)), {"key_metadata": keys, "value_metadata": value}
@@ -367,19 +345,9 @@ def _chunk(arrays: ArrayItem, leaf: int, cell: int) -> str:
 
 
 def _zarray(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str) -> bytes:
-    return _json(
-        {
-            "chunks": list(chunk),
-            "compressor": None,
-            "dimension_separator": ".",
-            "dtype": dtype,
-            "fill_value": None,
-            "filters": None,
-            "order": "C",
-            "shape": list(shape),
-            "zarr_format": 2,
-        }
-    )
+    plain = {"compressor": None, "dimension_separator": ".", "fill_value": None, "filters": None, "order": "C"}
+    array = {"chunks": chunk, "dtype": dtype, "shape": shape, "zarr_format": 2}
+    return json.dumps({**plain, **array}, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _zarr_dtype(dtype: np.dtype[Any]) -> str:
@@ -432,15 +400,9 @@ def sharding_text(arrays: ArrayItem, row: Any) -> str | None:
 def _placeholders(paths: Mapping[int, KeyPath], out: Container[int], named: Container[int]) -> dict[int, KeyPath]:
     """Where Orbax needs a None because a sequence would lack an element; with a gap it reads nothing of the item.
 
-    As a rule that is the leaf itself, so that targets still fit. A sequence of which no element is left needs none.
-
-    Args:
-        paths: of all the leaves, by number.
-        out: numbers of those that are left out.
-        named: numbers of those that Orbax can name. An element with others becomes None as a whole.
-
-    Returns:
-        The path of the None, by number of the leaf that is left out.
+    As a rule that is the leaf itself, so that targets still fit. A sequence of which no element is left needs none. An
+    element with leaves that Orbax cannot name (not in `named`) becomes None as a whole. The result is the path of the
+    None, by number of the leaf that is left `out`.
     """
     kept = {path[:depth] for i, path in paths.items() if i not in out for depth in range(len(path) + 1)}
     found = {}

@@ -38,17 +38,9 @@ def link_node(store: Store, folder: str) -> None:
 
 
 def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) -> EpochRecord:
-    """Writes a view into an epoch's folder, durably but for the names in that folder itself.
+    """Writes a view into an epoch's folder, which has its nodes; durably but for the names in that folder itself.
 
-    Args:
-        store: the directory.
-        folder: of the epoch, with its nodes in it.
-        record: what is about to be committed.
-        view: of it.
-        run: makes many files at once.
-
-    Returns:
-        The record with the note of what the view lacks: all of it where the file system has no symlinks.
+    The record comes back with the note of what the view lacks: all of it where the file system has no symlinks.
     """
     try:
         if not _has_links(store, folder, record):
@@ -82,14 +74,10 @@ def _has_links(store: Store, folder: str, record: EpochRecord) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """How an epoch's view is.
+    """How an epoch's view is."""
 
-    Attributes:
-        absent: nothing of it is there, as in a copy that left it out.
-        damage: else one error per file or link that is not as it was written, by path in the epoch's folder.
-    """
-
-    absent: bool = False
+    absent: bool = False  # nothing of it is there, as in a copy that left it out
+    # An error per file or link that is not as it was written, by path in the epoch's folder.
     damage: Mapping[str, DamagedError] = dataclasses.field(default_factory=dict)
 
 
@@ -182,18 +170,10 @@ def _same(store: Store, one: str, other: str) -> bool:
 
 
 def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
-    """Makes anew what is damaged or missing of a view; nothing else of the epoch is touched.
+    """Makes anew what is damaged or missing of a view, and nothing else; returns its paths in the epoch's folder.
 
     Each file, and each item's folder as a whole, is exchanged for a new one. They are made in a folder within the
     epoch's, so that a view never comes to an epoch that has taken this one's place meanwhile.
-
-    Returns:
-        Paths in the epoch's folder of what was made anew; none if nothing was wrong.
-
-    Raises:
-        UnsupportedError: the epoch was saved without a view, or the file system has no symlinks.
-        EpochDeletedError: the epoch went away.
-        AccessError: the epoch may not be written.
     """
     where = f"{store.root}/{folder}"
     if record.orbax_view is None:
