@@ -430,9 +430,12 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
             store, reader = open_store(str(manager.directory)), None
             folder, names = _StepCopy.find(store, epoch)
         target = open_store(asked.destination)
-        _check_place(store, "" if reader is not None else folder, target)
         commits = commits_of(target, names)
-        return _StepCopy(epoch, store, folder, commits) if reader is None else _EpochCopy(reader, commits)
+        if reader is None:
+            _check_place(store, target, f"step {folder} of stock Orbax")
+            return _StepCopy(epoch, store, folder, commits)
+        _check_place(store, target)
+        return _EpochCopy(reader, commits)
 
     def upload_once() -> None:
         made: _Copy | None = None
@@ -473,14 +476,12 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
     return upload
 
 
-def _check_place(source: Store, step: str, target: Store) -> None:
-    """Refuses a destination that lies in the source, or to which a `step` of stock Orbax cannot be copied."""
+def _check_place(source: Store, target: Store, posix_only: str = "") -> None:
+    """Refuses a destination that lies in the source; `posix_only` names what only file systems can hold."""
     home, there = source.root, target.root
-    if step and not (source.renames and target.renames):
-        raise UnsupportedError(
-            f"{home}/{step} is a step of stock Orbax, which is copied only from one file system to another; "
-            f"the destination is {there}"
-        )
+    if posix_only and not (source.renames and target.renames):
+        problem = f"{posix_only} can be copied from a file system only to a directory of one"
+        raise UnsupportedError(f"{home}: {problem}; the destination is {there}")
     if source.renames and target.renames:
         root = os.path.realpath(home)
         if os.path.commonpath([root, os.path.realpath(there)]) == root:
@@ -494,10 +495,7 @@ def _check_place(source: Store, step: str, target: Store) -> None:
 def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[Workspace], None]:
     """A task that copies an epoch of Caffe2's managers, each node's by itself."""
     target = open_store(asked.destination)
-    if not target.renames:
-        raise UnsupportedError(f"{target.root}: epochs of single nodes are copied only to a directory of a file system")
-    if target.root == open_store(manager.db_prefix).root:
-        raise InvalidArgumentError(f"destination {target.root} is the checkpoint directory itself; choose another")
+    _check_place(open_store(manager.db_prefix), target, "epochs of single nodes")
 
     def upload(workspace: Workspace) -> None:
         for node in (each.node_name for each in manager.managers_of([workspace.node]).values()):
