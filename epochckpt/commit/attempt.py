@@ -26,7 +26,7 @@ from epochckpt.options import StorageOptions
 
 @dataclasses.dataclass(frozen=True)
 class NodeReport:
-    """What a process reports of one node that it hosts, once the node's files are durable."""
+    """A process's report of one node that it hosts, once the node's files are durable."""
 
     entry: NodeEntry  # the node as `epoch.json` will describe it
     own: Mapping[str, str]  # by item, the digest of each item that differs per node
@@ -46,7 +46,7 @@ class NodeReport:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessReport:
-    """What a process reports to the primary: the nodes that it has written, or why it has not."""
+    """A process's report to the primary: the nodes that it has written, or the error that kept it from that."""
 
     plan: str = ""  # digest of its plan
     nodes: tuple[NodeReport, ...] = ()  # one report for each node that it hosts
@@ -112,7 +112,7 @@ class Attempt:
 
     @property
     def node_reports(self) -> list[NodeReport]:
-        """What was reported of each node, in node order; without the nodes of processes that failed."""
+        """The reports of all nodes, in node order, without the nodes of processes that failed."""
         return [node for _, report in sorted(self.reports.items()) for node in report.nodes]
 
     @property

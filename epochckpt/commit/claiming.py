@@ -47,7 +47,7 @@ class Owner:
 
     @classmethod
     def read(cls, store: Store, path: str) -> Owner | None:
-        """The owner in a claim's file; None if that cannot be read: it only serves a message."""
+        """The owner in a claim's file; None if the file cannot be read, because the owner only serves a message."""
         try:
             found = json.loads(store.read(path, limit_bytes=_MAX_BYTES))
             owner = cls(found["host"], found["pid"], found["claimed_ns"])
@@ -139,7 +139,7 @@ class Claim:
             )
 
     def take(self, epoch: int) -> dict[str, Any]:
-        """On the primary: claims the directory unless this manager has; returns what the other processes `learn`."""
+        """On the primary: claims the directory unless this manager has; returns the claim, for `learn`."""
         with self._lock:
             if self._known is not None:
                 return self._known
@@ -151,12 +151,12 @@ class Claim:
                     self._commits.write_once(parts, data)
                 claim = {"incarnation": self._commits.incarnation, "epochs": self._commits.list_epochs()}
             except BaseException:
-                self._commits.incarnation = ""  # the next try makes a new one, which sweeps what this one has begun
+                self._commits.incarnation = ""  # the next try is a new incarnation, which sweeps this one
                 raise
             return self._adopt(claim)
 
     def learn(self, claim: dict[str, Any]) -> None:
-        """On the other processes: takes over what the primary's `take` returned."""
+        """On the other processes: adopts the claim that the primary's `take` returned."""
         with self._lock:
             if self._known is None:
                 self._commits.incarnation = claim["incarnation"]

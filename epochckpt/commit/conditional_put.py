@@ -36,7 +36,7 @@ class PutCommits(Commits):
 
     @property
     def newest(self) -> str:
-        """The newest incarnation that was claimed: what older ones left uncommitted is dead."""
+        """The newest incarnation that was claimed: uncommitted data of older ones is dead."""
         return f"{max(self._numbers(), default=0):08d}"
 
     def _check_fence(self, epoch: int) -> None:
@@ -61,7 +61,7 @@ class PutCommits(Commits):
             claiming.report_takeover(self.store.root, claiming.Owner.read(self.store, self._path(older, _CLAIM)))
         self.incarnation = f"{older + 1:08d}"
         self._finish_if_it_can()
-        # What earlier incarnations left is removed in the background.
+        # Leftovers of earlier incarnations are removed in the background.
         leftovers = [self._path(number) for number in self._numbers() if number <= older]
         for path in self.unrecorded():
             attempt = path.rpartition("/")[2]
@@ -229,7 +229,7 @@ class PutCommits(Commits):
         self.store.remove(paths.ROLLBACK_RECORD)
 
     def _quarantine(self, epoch: int, into: str) -> None:
-        """Keeps an epoch's record, and what was attached to it, elsewhere; its data objects stay where they are."""
+        """Copies an epoch's record and attached metrics to a folder; its data objects stay where they are."""
         folder = self.folder(epoch)
         record, kept = paths.join(folder, paths.EPOCH_RECORD), paths.join(into, folder)
         if self.store.exists(kept) and self._attempt_in(kept) not in (set(), self._attempt_in(folder)):
@@ -242,12 +242,12 @@ class PutCommits(Commits):
                 logging.info("%s/%s was copied before", into, path)
 
     def _remove_record(self, folder: str) -> None:
-        """Removes an epoch's record, then what is attached: `attach` looks at the record after it has written."""
+        """Removes an epoch's record, then its attached metrics: `attach` looks at the record after its write."""
         self.store.remove(paths.join(folder, paths.EPOCH_RECORD))
         for path in self.store.find(paths.METRICS_PREFIX, folder):
             self.store.remove(path)
 
     def release(self) -> None:
-        """See Commits: the claim stays, it is what the next incarnation counts on."""
+        """See Commits. The claim stays: the next incarnation counts on from it."""
         with suppress(FileExistsError):
             self.store.create(self._path(int(self.incarnation), _CLOSED), b"")

@@ -116,7 +116,7 @@ def value_of(answer: Mapping[str, Any]) -> Any:
 
 
 def _answered(decide: Callable[[], T], publish: Callable[[dict[str, Any]], None]) -> T:
-    """Publishes what `decide` returns, or the error that it raises, and returns or raises that."""
+    """Publishes the result of `decide`, or its error, and returns or raises it."""
     try:
         value = decide()
     except BaseException as error:  # Ctrl-C, too
@@ -190,7 +190,7 @@ def forget_opening(coordinator: Coordinator, *keys: str) -> None:
 
 
 class Calls:
-    """The common calls of one manager: the primary does something, the other processes take its answer.
+    """The common calls of one manager: the primary acts, and the other processes take its answer.
 
     The key of an answer is `call/<save>/<call>/<count>`: the last common save (`after`), the call's text (`reload()`),
     and how often the call was made since that save. So a process that makes a common call alone is out of step for that
@@ -209,7 +209,7 @@ class Calls:
         self._kept = RecentKeys(_KEPT_ANSWERS)
 
     def answer(self, call: str, decide: Callable[[], Any], timeout_secs: float) -> Any:
-        """What `decide` returns on the primary (JSON), or its error, on every process that makes this call."""
+        """The result of `decide` on the primary (JSON), or its error, on every process that makes this call."""
         if self._coordinator.processes == 1:
             return decide()
         if not self._coordinator.primary:

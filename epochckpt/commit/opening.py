@@ -44,7 +44,7 @@ _opens: collections.Counter[str] = collections.Counter()  # managers by group of
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What a look at a directory finds; nothing large is read."""
+    """The findings of a look at a directory; nothing large is read."""
 
     epochs: list[int]  # committed, ascending, without the damaged ones
     damaged: dict[int, ReplaceCondition]  # as far as known before, or as the files of the newest epochs tell
@@ -94,7 +94,7 @@ def _commits_at(directory: str | os.PathLike[str], options: ocp.CheckpointManage
 def survey(
     commits: Commits, options: ocp.CheckpointManagerOptions, known: Mapping[int, ReplaceCondition] | None = None
 ) -> Survey:
-    """Looks at a directory; what is `known` to be damaged still is, as long as the same attempt is there.
+    """Looks at a directory; a `known` damaged epoch is still damaged, as long as the same attempt is there.
 
     Where a newer epochckpt wrote the newest epoch, or storage does not give it, nothing is decided: that is an error.
     """
@@ -123,7 +123,7 @@ def survey(
 
 
 def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | None:
-    """What is wrong with an epoch, as far as its records and the sizes of its files tell; None if nothing is."""
+    """The damage of an epoch, as far as its records and the sizes of its files tell; None if it has none."""
     while True:  # one that is replaced meanwhile is looked at again
         attempt = None
         try:
@@ -156,7 +156,8 @@ def open_directory(
         CoordinationTimeoutError: a process did not come to open it; says which.
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
-    own = check_names(_default_name(coordinator.ids[coordinator.process]) if node is None else node)
+    defaults = [f"process_{id}" for id in coordinator.ids]
+    own = check_names(defaults[coordinator.process] if node is None else node)
     if coordinator.processes > 1 and not (node is None or isinstance(node, str)):
         raise InvalidArgumentError(
             f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
@@ -187,7 +188,7 @@ def open_directory(
         coordination.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
     # Each process opens the directory as the primary has resolved it.
     commits, found = _commits_at(answer["directory"], options), tuple(answer["nodes"])
-    given = node is not None or (coordinator.processes > 1 and found != tuple(map(_default_name, coordinator.ids)))
+    given = node is not None or (coordinator.processes > 1 and found != tuple(defaults))
     nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
     refused = commits.write_refusal() if coordinator.primary and not options.read_only else None
     if refused is not None:
@@ -204,10 +205,6 @@ def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> st
     base = paths.join("epochckpt/open", quote(".".join(group), safe=""))
     _opens[base] += coordinator.processes > 1
     return f"{base}/{_opens[base]}"
-
-
-def _default_name(process: int) -> str:
-    return f"process_{process}"
 
 
 def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float) -> list[str]:

@@ -36,12 +36,12 @@ _REMOVED = re.compile(r"removed-[0-9a-f]{16}(?:-(.+))?\Z")
 
 
 def removed(home: str, former: str = "") -> str:
-    """A fresh name for something that is removed."""
+    """A fresh name for a folder that is removed."""
     return paths.join(home, f"removed-{paths.new_id()}" + (f"-{_escaped(former)}" if former else ""))
 
 
 def moving(home: str, destination: str) -> str:
-    """A fresh name for something that is on its way to a path of the directory."""
+    """A fresh name for a folder that is on its way to a path of the directory."""
     return paths.join(home, f"moving-{paths.new_id()}-{_escaped(destination)}")
 
 
@@ -50,7 +50,7 @@ def _escaped(path: str) -> str:
 
 
 def parse_moving(name: str) -> str | None:
-    """The destination of something on the move, by its name; None for other names."""
+    """The destination of a folder on the move, by its name; None for other names."""
     found = _MOVING.match(name)
     try:
         return check_path(urllib.parse.unquote(found[1]), root_allowed=False) if found else None
@@ -59,7 +59,7 @@ def parse_moving(name: str) -> str | None:
 
 
 def parse_removed(name: str) -> str | None:
-    """The former name of something that is being removed, perhaps empty; None for other names."""
+    """The former name of a folder that is being removed, perhaps empty; None for other names."""
     found = _REMOVED.match(name)
     return urllib.parse.unquote(found[1] or "") if found else None
 

@@ -166,7 +166,7 @@ class Commits(abc.ABC):
         return []
 
     def obstacle(self, folder: str) -> str:
-        """What a folder is that is named like an epoch and is none, and what to do about it."""
+        """The reason why a folder that is named like an epoch is none, and what to do about it."""
         where = f"{self.store.root}/{folder}"
         if per_node := self._per_node(folder):
             return (
@@ -191,7 +191,7 @@ class Commits(abc.ABC):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for node in (entry.name for entry in self.store.list(folder) if entry.is_folder):
                 path = paths.join(folder, node, paths.EPOCH_RECORD)
-                with contextlib.suppress(EpochCheckpointError, OSError):  # of another program, as in <seed>/<step>/
+                with contextlib.suppress(EpochCheckpointError, OSError):  # of another program
                     record = parsing.read_record(self.store, path, parsing.parse_head)
                     if record is not None and record.per_node:
                         found.append(paths.shown_name(node))
@@ -281,7 +281,7 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def claim(self, epoch: int = 0, continues: str = "") -> None:
-        """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps what they left.
+        """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps their leftovers.
 
         After a failure in the middle of it, a second call makes another incarnation. An attempt that `continues` under
         the id of another incarnation, such as an upload's, is not swept. Errors name `epoch`. FencedError says that
@@ -315,7 +315,7 @@ class Commits(abc.ABC):
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
         """Primary: writes the Orbax view of a staged epoch, durably, where the store has symlinks.
 
-        `run` runs calls in parallel. Returns the record with the note of what the view lacks.
+        `run` runs calls in parallel. Returns the record, which notes the leaves that the view lacks.
         """
         del run
         return record
@@ -337,7 +337,7 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def discard(self, epoch: int, attempt: str) -> None:
-        """Primary: removes what a failed attempt left; files that are gone already are no error."""
+        """Primary: removes the files of a failed attempt; files that are gone already are no error."""
 
     @abc.abstractmethod
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
@@ -405,7 +405,7 @@ class Commits(abc.ABC):
             logging.info("%s was written by another process", path)
 
     def _draft(self) -> str:
-        """Where a small file is written before it is renamed: where the next run removes what a kill leaves."""
+        """Where a small file is written before it is renamed; the next run removes it after a kill."""
         return paths.join(paths.incarnation_folder(self.incarnation), f"draft-{paths.new_id()}")
 
     def finish_rollback(self) -> None:
@@ -424,7 +424,7 @@ class Commits(abc.ABC):
             raise UnfinishedError(self.store.root, rollback.epochs, say(error)) from error
 
     def _finish_if_it_can(self) -> None:
-        """Completes a rollback for a claim, which succeeds without it: what is in the way is logged."""
+        """Completes a rollback for a claim, which succeeds without it: a failure is logged."""
         try:
             self.finish_rollback()
         except UnfinishedError as error:

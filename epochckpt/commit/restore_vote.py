@@ -36,7 +36,7 @@ _MARGIN_SECS = 60.0
 _LOOKS = 16  # at a directory whose epochs are deleted again and again
 
 T = TypeVar("T")
-Look = tuple[Sequence[int], Mapping[int, str]]  # committed epochs, ascending, and damaged ones with what was found
+Look = tuple[Sequence[int], Mapping[int, str]]  # committed epochs, ascending, and the damage of others
 
 
 def patience(timeout_secs: float) -> float:
@@ -46,7 +46,7 @@ def patience(timeout_secs: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Generic[T]):
-    """The epoch that was restored, what restoring it gave, and newer epochs that a process found damaged, with why."""
+    """The epoch that was restored, its restored value, and the errors of newer epochs that a process found damaged."""
 
     epoch: int
     value: T
@@ -130,7 +130,7 @@ def _is_verdict(error: Exception) -> bool:
 
 
 def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_secs: float) -> Exception | None:
-    """Votes; returns what every process then knows: None to accept the epoch, else the first error."""
+    """Votes; returns the verdict of all processes: None to accept the epoch, else the first error."""
 
     def wire(error: Exception | None) -> dict[str, Any]:
         return {"ok": True} if error is None else {"error": to_wire(error)}

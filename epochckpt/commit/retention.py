@@ -33,7 +33,7 @@ _left_alone: set[tuple[str, int]] = set()  # (directory, epoch) of steps that ar
 
 
 class EpochInfo:
-    """What a policy may look at; metrics and time are read from storage only when it does. `step` is Orbax's word."""
+    """An epoch as policies see it. Its metrics and time are read from storage when a policy asks for them."""
 
     def __init__(self, step: int, source: tuple[Any, int, str] | Callable[[int], EpochRecord]):
         self.step, self._source = step, source  # (metrics, time_ns, attempt id), or what reads the record
@@ -109,7 +109,7 @@ class History:
         self._requested[attempt.epoch] = EpochInfo.of(attempt)
 
     def commit(self, commit: Committed) -> None:
-        """An epoch was requested, and committed; others may have been deleted for it."""
+        """An epoch was requested, and committed; older epochs may have been deleted for it."""
         epoch = commit.epoch
         info = EpochInfo(epoch, (commit.metrics, commit.committed_ns, commit.attempt))
         self._committed[epoch] = self._requested[epoch] = info
@@ -217,7 +217,7 @@ def best(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochInfo]) -> i
 
 
 def save_policy(options: ocp.CheckpointManagerOptions) -> decide.SaveDecisionPolicy:
-    """The policy that the options describe: `save_decision_policy`, or what the older options mean."""
+    """The policy that the options describe: `save_decision_policy`, or that of the older options."""
     if options.save_decision_policy is not None:
         return options.save_decision_policy
     policies: list[Any] = []

@@ -59,7 +59,7 @@ _MISSED = 16  # attempts that are looked at again, per process: the oldest, whic
 
 
 class SaveListener(Protocol):
-    """What a manager does about its saves. The commit lane calls it on every process, in the order of the saves."""
+    """A manager's part in its saves. The commit lane calls it on every process, in the order of the saves."""
 
     def announce(self, attempt: Attempt, commit: Committed) -> None:
         """An attempt is committed, and in the history. May fail."""
@@ -156,7 +156,7 @@ class Attempts:
         if not self._coordinator.primary:  # the primary decides by its own clock, and may have begun later
             attempt.deadline = Deadline(self._options.save_timeout_secs + _VERDICT_MARGIN_SECS)
         self.last = attempt.name
-        self._pending.append(attempt)  # from here on it is saved: `pending` makes good what an interrupt prevents
+        self._pending.append(attempt)  # from here on it is saved: after an interrupt `pending` wakes the write lane
         self.pending()
 
     def pending(self) -> list[Attempt]:
@@ -194,13 +194,13 @@ class Attempts:
                 self._wait(attempt, attempt.done)
 
     def drain_removals(self) -> None:
-        """Waits until what was deleted is removed, too; bounded like a save."""
+        """Waits until deleted epochs are removed, too; bounded like a save."""
         self.drain()
         self._commit_lane.submit(lambda: None).wait(self._options.save_timeout_secs)
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Removes hidden epochs in the background, after the saves in flight."""
-        self._commit_lane.submit(lambda: _threads.logged("what was deleted could not be removed", remove))
+        self._commit_lane.submit(lambda: _threads.logged("a deleted epoch could not be removed", remove))
 
     @property
     def longest_secs(self) -> float:
@@ -209,13 +209,13 @@ class Attempts:
 
     def _wait(self, attempt: Attempt, event: _threads.Future[Any]) -> None:
         """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed."""
-        # Only a system call of this process that hangs gets that far. What it writes is never committed: this process
-        # neither reports it nor, on the primary, commits it.
+        # Only a system call of this process that hangs gets that far. Its data is never committed: this process neither
+        # reports it nor, on the primary, commits it.
         while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
             if attempt.deadline.left() + _VERDICT_MARGIN_SECS > 0:  # it has been given more time
                 continue
             epoch, secs, state = attempt.epoch, attempt.deadline.secs, attempt.state
-            if attempt.binding.claim():  # from here on nothing binding is done any more
+            if attempt.binding.claim():  # from here on this process takes no binding step
                 self._end(attempt, LateNodesError(epoch, self.nodes.hosted_names, secs))
             else:
                 reason = f"storage has not answered, long after its {secs:g} s were over ({state})"
@@ -495,7 +495,7 @@ class Attempts:
 
     def _without_verdict(self, attempt: Attempt, error: Exception | None, silence: CoordinationError) -> Committed:
         if error is not None:
-            raise error  # of this process, without which nothing is committed
+            raise error  # of this process: without its report nothing is committed
         if not self._claim.known:  # nothing has been written
             raise SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}")
         if self._is_there(attempt):
@@ -524,7 +524,7 @@ class Attempts:
         """Whether storage says that an attempt is committed."""
         try:
             return self._commits.read_attempt(attempt.epoch) == self._id(attempt)
-        except OSError:  # it says nothing
+        except OSError:  # storage does not say
             return False
 
     def _id(self, attempt: Attempt) -> str:
