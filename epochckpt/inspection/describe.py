@@ -30,7 +30,7 @@ from epochckpt.storage import Store
 
 MAX_REPR = 120  # characters of a Python value that a row shows
 _TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}  # as jax names the dtypes of keys
-_MAX_SCALARS = 1000  # of stock Orbax, each of which is an array by itself, read to show its value
+_MAX_SCALARS = 1000  # numbers of a step of stock Orbax whose values are read; each is an array in a file
 _MAX_FILES = 100_000
 
 
@@ -245,7 +245,7 @@ def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
 def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:
     """How the array lay on devices, as far as Orbax recorded it; it does not record which node wrote what."""
     recorded = item.shardings.get(row.param, {})
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # it says nothing that we know
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # it is in no form that we know
         if recorded.get("sharding_type") == "SingleDeviceSharding":
             return ShardingRow((1,) * len(row.leaf.shape), spec=f"one device ({recorded['device_str']})")
         if recorded:

@@ -38,9 +38,9 @@ def compare(
     directory: str = "",
     other_directory: str = "",
 ) -> Diff:
-    """Compares what two epochs are described to have; see `Inspection.diff`.
+    """Compares the items that the descriptions of two epochs list; see `Inspection.diff`.
 
-    What cannot be compared is among the problems. Only EpochDeletedError, for one of the epochs, ends the comparison.
+    What cannot be compared is among the problems. Only EpochDeletedError ends the comparison.
     """
     pairs, problems = _pairs(before[0], after[0])
     found = _Comparison(before[1], after[1], progress, problems).run(pairs)
@@ -130,7 +130,7 @@ def _rows(leaf: np.ndarray, cell: np.ndarray, offsets: np.ndarray, ends: np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """A leaf, or a file of a handler, in both epochs; None in the one that has it not."""
+    """A leaf, or a file of a handler, in both epochs; None in an epoch that lacks it."""
 
     item: str
     node: str
@@ -170,7 +170,7 @@ def _pairs(before: EpochDetail, after: EpochDetail) -> tuple[list[_Pair], dict[s
             if reasons:
                 problems[f"{name}:{node}" if node else name] = reasons[0]
             if any(side.problem and not side.leaves and not side.files for side in sides):
-                continue  # what the other epoch has is neither added nor removed, as far as anybody knows
+                continue  # nothing says whether the leaves of the other epoch were added or removed
             before_it, after_it = (side.get(node, ItemRow(name, "")) for side in parts)
             pairs += [_Pair(name, node, *pair) for pair in _paired(before_it.leaves, after_it.leaves)]
             pairs += [_Pair(name, node, *pair) for pair in _paired(before_it.files, after_it.files)]
@@ -194,7 +194,7 @@ def _paired(before: Iterable[T], after: Iterable[T]) -> Iterator[tuple[str, T | 
 
 
 class _Comparison:
-    """Two epochs while they are compared; `problems` receives what cannot be."""
+    """Compares two epochs; notes in `problems` what cannot be compared."""
 
     def __init__(self, before: LeafReader, after: LeafReader, progress: Progress, problems: dict[str, str]):
         self._before, self._after, self._progress, self._problems = before, after, progress, problems

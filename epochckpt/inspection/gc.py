@@ -167,9 +167,10 @@ class _Search:
             # The storage's clock dates that folder. If ours is ahead of it, everything looks older than it is.
             made_ns = os.lstat(os.path.join(store.root, self._home)).st_mtime_ns
             self._ahead_secs = max(time.time() - made_ns / 1e9, 0.0)
+        # It is measured just before it goes, and again when it is out of sight: a write in between takes it back.
         before = leftovers.extent(store, path)
         if before is None:
-            return ""  # its own job, or the next one, was quicker
+            return ""  # its own job, or the next one, has removed it
         reason = self.reason(dataclasses.replace(row, age_secs=before.age_secs(self._now_ns()))) or before.problem
         if reason:
             return reason

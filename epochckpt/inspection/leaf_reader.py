@@ -24,10 +24,9 @@ _THREADS = 4
 
 
 class LeafReader:
-    """Reads leaves of one epoch; its record is read now, and stays the one that is read.
+    """Reads leaves of the attempt that is committed when the reader is made; raises what `Readers.open` raises.
 
-    An item of each node's own is read by the node's name; for other items the name is empty. `EpochNotFoundError`,
-    `DamagedError` and `FormatError` are raised as by `Readers.open`.
+    `node` is the name of a node where each node has an item for itself, else empty.
     """
 
     def __init__(self, commits: Commits, epoch: int):

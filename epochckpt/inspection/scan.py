@@ -35,9 +35,9 @@ from epochckpt.storage import Store, open_store
 CHECKED_FILES = 2000
 """About how many files a look checks; the newest epochs come first."""
 
-_NEWEST = 3  # committed epochs on an object store, beside which attempts are looked for
-_TRIES = 5  # to look at an epoch that others keep replacing
-_CAFFE2_NOTES, _CAFFE2_BLOBS = "notes", "blobs"  # where the managers of `ec.caffe2` keep the runner's notes, and items
+_NEWEST = 3  # on an object store, attempts are looked for beside so many of the newest committed epochs
+_TRIES = 5  # looks at the files of an epoch that is replaced during each look
+_CAFFE2_NOTES, _CAFFE2_BLOBS = "notes", "blobs"  # keys that the managers of `ec.caffe2` use
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def folders_of(commits: Commits, entries: Mapping[str, bool], hidden: Collection
 
 
 def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> EpochRow | LeftoverRow | None:
-    """What a folder is that is named like an epoch: the epoch's row, or a LeftoverRow; None if the folder is gone.
+    """What a folder named like an epoch holds: an epoch, or a leftover; None if the folder is gone.
 
     An epoch whose record cannot be used is damaged. With `sure`, an error of storage is raised instead of shown as
     damage. The row of a step of stock Orbax has no size, see `with_size`.
@@ -227,7 +227,7 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     custom.pop(_CAFFE2_NOTES, None)
     blobs = custom.get(_CAFFE2_BLOBS)
     if isinstance(blobs, Mapping) and all(item == blob for item, blob in blobs.items()):
-        del custom[_CAFFE2_BLOBS]  # every item is called like its blob
+        del custom[_CAFFE2_BLOBS]  # it says nothing: every item has the name of its blob
     row = EpochRow(
         epoch,
         COMMITTED,
@@ -247,8 +247,7 @@ def single_nodes(
 ) -> dict[str, EpochRecord | str]:
     """The epochs that nodes saved by themselves below a folder, by subfolder; a str says why one cannot be read.
 
-    There are none if another epoch lies there: the folder may be a directory of checkpoints that is called like a
-    number.
+    Empty if a record of another kind lies there: the folder may be a checkpoint directory whose name is a number.
     """
     found: dict[str, EpochRecord | str] = {}
     for name, is_folder in sorted(leftovers.names(commits.store, folder)):

@@ -38,7 +38,7 @@ def of_leaf(pieces: Callable[[], Iterable[np.ndarray]], item: str, leaf: LeafRow
         return result
     edges = np.array([found.least, found.greatest])
     if found.least != found.greatest:
-        share = np.linspace(0.0, 1.0, _BINS + 1)  # not of the range, which may be beyond float64
+        share = np.linspace(0.0, 1.0, _BINS + 1)  # the range itself may be beyond float64
         edges = np.maximum.accumulate(found.least * (1 - share) + found.greatest * share)
     histogram = np.zeros(len(edges) - 1, np.int64)
     for values in _chunks(kept or pieces()):

@@ -45,7 +45,7 @@ class Event:
 
 
 class Watcher:
-    """Compares a directory with what it was at the last look."""
+    """Compares a directory with its state at the last look."""
 
     def __init__(self, commits: Commits):
         self._commits = commits
