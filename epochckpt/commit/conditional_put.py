@@ -86,6 +86,7 @@ class PutCommits(Commits):
         """Attempts, as `<epoch>/<node>/<attempt>`, that no commit record names, nor one that was quarantined.
 
         Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more. Looks only into `folders`.
+        What is not named like an attempt at that epoch is not ours: another run, one folder deeper, or a model.
         """
         names = [e.name for e in self.store.list("") if e.is_folder and self.names.parse(e.name) is not None]
         chosen = [name for name in names if folders is None or name in folders]
@@ -99,7 +100,8 @@ class PutCommits(Commits):
                 yield from self.store.find(paths.METRICS_PREFIX, folder)
             for node in self.store.list(folder):
                 for attempt in self.store.list(paths.join(folder, node.name)) if node.is_folder else ():
-                    if attempt.name not in quarantined | record:
+                    is_ours = paths.attempted_epoch(attempt.name) == self.names.parse(folder)
+                    if is_ours and attempt.name not in quarantined | record:
                         yield paths.join(folder, node.name, attempt.name)
 
     def _quarantined(self) -> dict[str, set[str] | None]:

@@ -32,6 +32,7 @@ _PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+\Z")
 _IN_VIEWS = frozenset({"manifest.ocdbt", "index.0", "array_metadatas"})  # lie beside links to nodes
 _PART = re.compile(r"-\d{5}\Z")
 _INCARNATION = re.compile(r"incarnation-([0-9a-f]{8,16})" + re.escape(TMP_SUFFIX) + r"\Z")
+_ATTEMPT = re.compile(r"[0-9a-f]{8,16}-(\d+)-\d+\Z")
 _NODE_STAGING = re.compile(r"node-(.+)-([0-9a-f]{16})" + re.escape(TMP_SUFFIX) + r"\Z")
 _ESCAPED, _HEX, _UNSAFE = "x-", re.compile(r"-([0-9a-f]{2})"), re.compile(r"[^A-Za-z0-9._]")
 _RESERVED = frozenset(
@@ -135,6 +136,12 @@ def parse_incarnation(name: str) -> str | None:
     """The incarnation, if `name` is an incarnation folder, else None."""
     found = _INCARNATION.match(name)
     return found[1] if found else None
+
+
+def attempted_epoch(name: str) -> int | None:
+    """The epoch, if `name` is the id of an attempt, `<incarnation>-<epoch>-<number>`, else None."""
+    found = _ATTEMPT.match(name)
+    return int(found[1]) if found else None
 
 
 def node_staging_folder(node: str, token: str) -> str:

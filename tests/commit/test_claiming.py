@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
-from epochckpt import errors
+from epochckpt import _threads, errors
 from epochckpt.commit import commits_of
 from epochckpt.orbax import StepNames
 from epochckpt.storage import PosixStore, open_store
@@ -379,3 +379,29 @@ def test_of_two_runs_that_claim_at_the_same_moment_the_later_one_wins(tmp_path: 
     assert outcomes[0] is None  # the other one was the earlier one
     assert all(error is None or isinstance(error, errors.FencedError) for error in outcomes), outcomes
     assert sum(error is not None for error in outcomes) > number // 2
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_a_claim_sweeps_nothing_that_is_not_an_attempt_of_this_directory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """On an object store: runs named by numbers one folder deeper, and model folders. What a killed run left goes."""
+    start, started = _threads.start, []
+    monkeypatch.setattr(_threads, "start", lambda *call: started.append(start(*call)) or started[-1])
+    root = f"file://{tmp_path}/" if scheme == "file" else f"memory://{tmp_path.name}/"
+    for run in ("5", "6"):
+        with ec.CheckpointManager(f"{root}{run}") as manager:
+            commit(manager, 1, 2)
+    store = open_store(root)
+    kept = ["7/variables/variables.data-00000-of-00001/x", "8/default/d/0-8-0", "9/process_0/00000001-12-0/x"]
+    left = ["9/process_0/00000007-9-0/default.safetensors", "9/process_1/0123456789abcdef-9-3/node.json"]
+    for path in (*kept, *left):
+        store.create(path, b"x")
+    with ec.CheckpointManager(root) as above:
+        commit(above, 11)
+        assert above.all_steps() == [11]
+    assert [future.result(60) for future in started]  # among them the sweep
+    for run in ("5", "6"):
+        with ec.CheckpointManager(f"{root}{run}") as manager:
+            assert values(manager) == {1: 1.0, 2: 2.0}
+    assert [path for path in (*kept, *left) if store.exists(path)] == kept

@@ -347,7 +347,7 @@ def test_on_an_object_store_what_earlier_runs_left_is_removed(monkeypatch: pytes
     left_in(directory, 6, monkeypatch)
     monkeypatch.undo()
     store = open_store(directory)
-    store.create("2/a/00ab00ab00ab00ab-1/node.json", b"{}")  # an upload has begun: its ids are another run's
+    store.create("2/a/00ab00ab00ab00ab-2-1/node.json", b"{}")  # an upload has begun: its ids are another run's
     found = gc.collect(directory)
     assert {row.path.rpartition("/")[0] for row in found.rows} == {"5/a", "5/b"}
     assert all(row.age_secs is None for row in found.rows)
