@@ -131,8 +131,7 @@ def _states(
     }
 
 
-_ARRAY_RESTORE = (ocp.args.StandardRestore, ocp.args.PyTreeRestore, ocp.args.ArrayRestore)
-_PROTO_FILE = "proto.pbtxt"  # the name that Orbax's handler uses
+_FILES = {"json": paths.JSON_FILE, "proto": "proto.pbtxt"}  # the names that Orbax's handlers use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +193,7 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
     kind, handler_name = handlers.kind_of(handler), handlers.type_name(handler)
     if kind == "other":
         return SaveItem(name, "files", handler_name, run=functools.partial(HandlerSave, handler, name, args))
-    if kind in ("json", "proto"):
+    if kind in _FILES:
         data = _json(name, args.item) if kind == "json" else _proto(name, args.item)
         file = _file_name(handler, kind)
         if not paths.is_file_path(file) or len(data) > MAX_RECORD_BYTES:
@@ -215,8 +214,7 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
 
 def _file_name(handler: Any, kind: str) -> str:
     """The name of the handler's one file."""
-    default = paths.JSON_FILE if kind == "json" else _PROTO_FILE
-    return default if isinstance(handler, type) else getattr(handler, "_filename", default)
+    return _FILES[kind] if isinstance(handler, type) else getattr(handler, "_filename", _FILES[kind])
 
 
 def _json(name: str, value: Any) -> bytes:
@@ -258,17 +256,13 @@ def restore_item(reader: EpochReader, name: str, args: Any, context: RestoreCont
     kind = handlers.kind_of(handler)
     if not handlers.same(handlers.type_name(handler), record.handler):
         raise contradiction(name, record.handler, args)
-    if kind == "json":
+    if kind in _FILES:
         file, data = _only_file(reader, name, _file_name(handler, kind))
         try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{reader.folder}/{name}/{file}", f"is not JSON: {error}") from None
-    if kind == "proto":
-        _, data = _only_file(reader, name, _file_name(handler, kind))
-        try:
-            return text_format.Parse(data.decode(), args.item())
-        except (text_format.ParseError, UnicodeDecodeError) as error:
+            return json.loads(data) if kind == "json" else text_format.Parse(data.decode(), args.item())
+        except (ValueError, RecursionError, text_format.ParseError) as error:
+            if kind == "json":
+                raise FormatError(f"{reader.folder}/{name}/{file}", f"is not JSON: {error}") from None
             raise InvalidArgumentError(f"item {name!r} is no {args.item.__name__}: {error}") from None
     return _with_files(reader, name, functools.partial(handler.restore, args=args))
 
@@ -320,7 +314,7 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
         return TreeRequest(None, args.restore_args)
     if kind == "numpy_key":
         return TreeRequest()
-    if not isinstance(args, _ARRAY_RESTORE):
+    if not isinstance(args, ocp.args.StandardRestore | ocp.args.PyTreeRestore | ocp.args.ArrayRestore):
         raise InvalidArgumentError(
             f"item {name!r} holds arrays; restore it with StandardRestore, PyTreeRestore or ArrayRestore, "
             f"not {type(args).__name__}"

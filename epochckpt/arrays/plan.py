@@ -93,13 +93,10 @@ def plan_item(
     part_bytes: int | None,
     per_node: bool = False,
 ) -> ItemPlan:
-    """Plans one item from its (key path, leaf) pairs in flattening order.
+    """Plans one item from its (key path, leaf) pairs in flattening order; refuses a leaf that cannot be saved, by name.
 
     Replicated arrays of more than `replica_split_bytes` are split between several of their holders. `part_bytes` bounds
     the size of one data file. With `per_node`, no other process may hold a part of the item.
-
-    Raises:
-        InvalidArgumentError: a leaf cannot be saved; names it.
     """
     builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
     for path, value in pairs:

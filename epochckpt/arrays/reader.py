@@ -267,12 +267,7 @@ class EpochReader:
         self._check_sizes = functools.cache(self._check_sizes_of)
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Fills the `out` of every request.
-
-        Raises:
-            DamagedError: a file is missing, short, or its bytes differ from what was written.
-            EpochDeletedError: the epoch was deleted or replaced meanwhile.
-        """
+        """Fills the `out` of every request; DamagedError, or EpochDeletedError if the epoch went away meanwhile."""
         wanted: dict[ArrayFile, dict[int, list[_Copy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
         for request in requests:
             for (file, position), copy in self._cells(request):

@@ -25,11 +25,8 @@ def by_patterns(item: str, rename: Mapping[str, str]) -> Sources:
     r"""Sources that rename the leaves of the epoch.
 
     `rename` has new names by regular expression over whole names in the epoch, with `\1` for the first group. The first
-    expression that matches counts; a name without a match stays.
-
-    Raises:
-        InvalidArgumentError: a key is no regular expression. The sources raise it for an expression that matches
-            nothing, and for two leaves of one new name.
+    expression that matches counts; a name without a match stays. Refused are expressions that match nothing, and two
+    leaves of one new name.
     """
     if not isinstance(rename, Mapping):
         raise InvalidArgumentError(f"item {item!r}: rename expects a dict of patterns, got a {type(rename).__name__}")
@@ -66,9 +63,7 @@ def by_transforms(item: str, transforms: Any, default_to_original: bool) -> Sour
     leaf without a match comes from the epoch if it is there, and `use_fallback` means the target's value; without it,
     the other way round.
 
-    Raises:
-        InvalidArgumentError: a key is no regular expression. The sources raise it if the epoch lacks an `original_key`.
-        UnsupportedError: a transform computes values.
+    An `original_key` that the epoch lacks is refused, and so is a transform that computes values.
     """
     patterns: list[tuple[re.Pattern[str], Any]] = []
     for path, transform in tree_lib.flatten(transforms)[0]:

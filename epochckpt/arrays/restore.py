@@ -60,12 +60,7 @@ class ArraySource(Protocol):
 
 
 def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None) -> Any:
-    """Restores one array item; `shardings` are the saved ones, if the epoch's record lacks them.
-
-    Raises:
-        MismatchError: the target does not fit; lists every leaf that does not.
-        DamagedError: bytes differ from what was written.
-    """
+    """Restores one array item; `shardings` are the saved ones, if the epoch's record lacks them."""
     assembly, epoch = _Assembly(reader, name), reader.record.epoch
     item = assembly.item
     shardings = shardings or Shardings(item, request.fallback_sharding)

@@ -1,9 +1,7 @@
 """Writes one node's files for one attempt: data files in large parallel pieces straight from the snapshot.
 
-Guarantees: what these functions return is durable. Each block is hashed, written, and, where its memory is not ours,
-hashed again, so that memory which changed meanwhile fails the attempt instead of being committed.
-
-`node.json` is not written here: it comes last, see `commit`.
+What these functions return is durable, except `node.json`, which comes last (see `commit`). Each block is hashed and
+written, and hashed again where its memory is not ours: memory that changed meanwhile fails the attempt.
 """
 
 from __future__ import annotations

@@ -112,9 +112,8 @@ def export(
         if type(value) is not int or value < 1:
             raise InvalidArgumentError(f"{name} must be a positive integer, got {value!r}")
     store = open_store(directory)
-    names = StepNames.of(options or ocp.CheckpointManagerOptions())
-    commits = commits_of(store, names)
-    place = _destination(destination, _local_root(store))
+    commits = commits_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
+    place = _destination(destination, store)
     tensor_options = TensorOptions(separator, max_file_bytes, max_buffer_bytes, skip_unsupported)
     readers = Readers(commits, Pool(StorageOptions().io_threads))
 
@@ -161,20 +160,15 @@ def export(
     return done
 
 
-def _local_root(store: Store) -> str | None:
-    """The checkpoint directory as a local path, resolved; None if it is elsewhere."""
-    if store.renames:
-        return os.path.realpath(store.root)
-    return os.path.realpath(urllib.parse.unquote(store.root[7:])) if store.root.startswith("file://") else None
-
-
-def _destination(destination: str | os.PathLike[str], root: str | None) -> str:
-    """The destination, resolved; InvalidArgumentError unless it is missing or an empty folder outside of `root`."""
+def _destination(destination: str | os.PathLike[str], store: Store) -> str:
+    """The destination, resolved; InvalidArgumentError unless it is missing or an empty folder outside of the store."""
     path = path_text(destination, "destination")
     if "://" in path:
         raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
     path = os.path.realpath(expanded(path))
-    if root is not None and os.path.commonpath([root, path]) == root:
+    root = os.path.realpath(store.root if store.renames else urllib.parse.unquote(store.root.removeprefix("file://")))
+    local = store.renames or store.root.startswith("file://")
+    if local and os.path.commonpath([root, path]) == root:
         raise InvalidArgumentError(
             f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "
             "choose a folder outside"

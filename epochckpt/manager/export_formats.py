@@ -2,9 +2,8 @@
 
 - A plain checkpoint of stock Orbax is the Orbax view with the data files in place of its links. The index of an item
   names files below the item's folder, `<node>/<item>.safetensors`; in an epoch a symlink per node leads to them.
-- Safetensors in the form of Hugging Face: whole tensors in one `model.safetensors`, or in
-  `model-00001-of-00003.safetensors` … with `model.safetensors.index.json`. Names are the keys joined with a separator.
-  Leaves are read in boxes that are contiguous in the file, so memory is bounded by the box.
+- Safetensors in the form of Hugging Face: whole tensors, in one file or in parts with an index. Leaves are read in
+  boxes that are contiguous in the file, so memory is bounded by the box.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -106,44 +105,40 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, options: Te
     }
     if unsupported and not options.skip_unsupported:
         raise UnsupportedError(refusal(record.epoch, "safetensors", {item: unsupported}))
-    kept = [i for i, leaf in enumerate(arrays.leaves) if leaf.name not in unsupported]
-    names = _names(arrays, kept, options.separator)
+    tensors = _named(arrays, unsupported, options.separator)
     notes = Notes(options.separator)
-    for i in kept:
-        leaf = arrays.leaves[i]
-        if leaf.dtype is None:
-            notes.values.append((leaf.path, leaf.kind, record.items[item].values.get(i)))
-        else:
-            notes.add(names[i], leaf.path, leaf.kind, leaf.impl)
-    files = _files(arrays, [i for i in kept if arrays.leaves[i].dtype is not None], options.max_file_bytes)
+    for name, i in tensors.items():
+        notes.add(name, arrays.leaves[i].path, arrays.leaves[i].kind, arrays.leaves[i].impl)
+    values = record.items[item].values
+    notes.values += [
+        (leaf.path, leaf.kind, values.get(i)) for i, leaf in enumerate(arrays.leaves) if leaf.dtype is None
+    ]
+    files = _files(arrays, tensors, options.max_file_bytes)
     weights: dict[str, str] = {}
     for number, leaves in enumerate(files):
         name = FILE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        mine = {names[i]: i for i in leaves}
-        text = notes.only(mine, values=number == 0).to_text()
-        _write_file(reader, arrays, mine, {"format": "flax", NOTES_KEY: text}, target, name, options.max_buffer_bytes)
-        weights.update(dict.fromkeys(mine, name))
+        text = notes.only(leaves, values=number == 0).to_text()
+        _write_file(reader, arrays, leaves, {"format": "flax", NOTES_KEY: text}, target, name, options.max_buffer_bytes)
+        weights.update(dict.fromkeys(leaves, name))
     if len(files) > 1:
-        total = sum(arrays.leaves[i].nbytes for leaves in files for i in leaves)
+        total = sum(arrays.leaves[i].nbytes for i in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         target.create(INDEX, json.dumps(index, indent=2).encode())
     target.sync_folder("")
     return {item: unsupported} if unsupported else {}
 
 
-def _names(arrays: ArrayItem, leaves: Sequence[int], separator: str) -> dict[int, str]:
-    """Names of the tensors by leaf number."""
-    names = {}
-    taken: dict[str, str] = {}
-    for i in leaves:
-        leaf = arrays.leaves[i]
-        if leaf.dtype is None:
+def _named(arrays: ArrayItem, unsupported: Container[str], separator: str) -> dict[str, int]:
+    """The numbers of the leaves that become tensors, by the names of the tensors."""
+    tensors: dict[str, int] = {}
+    for i, leaf in enumerate(arrays.leaves):
+        if leaf.dtype is None or leaf.name in unsupported:
             continue
         name = separator.join(str(key) for _, key in leaf.path) if leaf.path else leaf.name
-        if name in taken:
+        if name in tensors:
             raise InvalidArgumentError(
-                f"leaves {taken[name]!r} and {leaf.name!r} would both be called {name!r}; choose another separator= "
-                "(--separator)"
+                f"leaves {arrays.leaves[tensors[name]].name!r} and {leaf.name!r} would both be called {name!r}; "
+                "choose another separator= (--separator)"
             )
         try:
             name.encode()
@@ -151,25 +146,24 @@ def _names(arrays: ArrayItem, leaves: Sequence[int], separator: str) -> dict[int
             raise InvalidArgumentError(f"leaf {leaf.name!r}: its keys are no valid text, as names must be") from None
         if name == "__metadata__":
             raise InvalidArgumentError(f"leaf {leaf.name!r}: safetensors keeps the name '__metadata__' for itself")
-        taken[name] = leaf.name
-        names[i] = name
-    return names
+        tensors[name] = i
+    return tensors
 
 
-def _files(arrays: ArrayItem, leaves: Sequence[int], max_bytes: int) -> list[list[int]]:
+def _files(arrays: ArrayItem, tensors: Mapping[str, int], max_bytes: int) -> list[dict[str, int]]:
     """The leaves of each file, in the tree's order; within a file the largest types first, so that all are aligned."""
-    files: list[list[int]] = [[]]
+    files: list[list[tuple[str, int]]] = [[]]
     size = head = 0
-    for i in leaves:
+    for name, i in tensors.items():
         leaf = arrays.leaves[i]
         extra = 3 * safetensors.header_bytes_bound(6 * len(leaf.name), len(leaf.shape))  # name in header, notes, index
         if files[-1] and (size + leaf.nbytes > max_bytes or head + extra > safetensors.MAX_HEADER_BYTES):
             files.append([])
             size = head = 0
-        files[-1].append(i)
+        files[-1].append((name, i))
         size += leaf.nbytes
         head += extra
-    return [sorted(f, key=lambda i: -_dtype(arrays, i).itemsize) for f in files]
+    return [dict(sorted(file, key=lambda tensor: -_dtype(arrays, tensor[1]).itemsize)) for file in files]
 
 
 def _dtype(arrays: ArrayItem, leaf: int) -> np.dtype[Any]:
