@@ -13,8 +13,6 @@ from absl import logging
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import tree as tree_lib
 
-_KINDS = (np.floating, np.complexfloating, np.integer)
-
 
 def apply(item: str, tree: Any, save_args: Any) -> Any:
     """The tree with its arrays cast as `save_args`, a pytree of `ocp.SaveArgs` of the same structure, asks.
@@ -48,7 +46,8 @@ def apply(item: str, tree: Any, save_args: Any) -> Any:
 def _cast(name: str, leaf: Any, dtype: Any) -> Any:
     if dtype is None or getattr(leaf, "dtype", dtype) == dtype:
         return leaf
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic) and keeps_kind(leaf.dtype, np.dtype(dtype), _KINDS):
+    kinds = np.floating, np.complexfloating, np.integer
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic) and keeps_kind(leaf.dtype, np.dtype(dtype), kinds):
         out = leaf.astype(dtype)
         if tree_lib.issubdtype(leaf.dtype, np.integer) and not _fits(leaf, out):
             raise InvalidArgumentError(

@@ -46,20 +46,14 @@ class RestoreContext:
     nodes: Nodes = dataclasses.field(default_factory=Nodes)
 
     def successions(self, names: Sequence[str]) -> list[int]:
-        """For each node of this job the number of the old node whose place it takes, of as many old nodes.
-
-        A node takes the place of the old node of its name; the other nodes take the remaining places in order.
-        """
+        """For each node of this job the old node whose place it takes: that of its name, else the next one left."""
         old, now = {name: number for number, name in enumerate(names)}, set(self.nodes.names)
         left = iter([number for number, name in enumerate(names) if name not in now])
         return [old[name] if name in old else next(left) for name in self.nodes.names]
 
 
 def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, context: RestoreContext) -> Any:
-    """Restores an item of kind `node`: one value, or values by node name if the process hosts several nodes.
-
-    Without `args`, `Nothing` stands for a missing value.
-    """
+    """Restores an item of kind `node`, by node name if this process hosts several; `Nothing` if none saved it."""
     nodes = context.nodes
     asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
     given = {} if asked.by_node and asked.item is None else asked.item

@@ -262,11 +262,8 @@ def _turn(grid: Grid) -> int:
 
 
 def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], dict[Any, int]]:
-    """The regular grid of a sharding: cells per dimension, and the cell that each device holds.
-
-    A NamedSharding takes index arithmetic over the mesh; others take JAX's map of devices to indices, which is slower.
-    """
-    if isinstance(sharding, NamedSharding):
+    """The regular grid of a sharding: cells per dimension, and the cell that each device holds."""
+    if isinstance(sharding, NamedSharding):  # arithmetic over the mesh: JAX's map of devices to indices is slower
         mesh: Any = sharding.mesh
         devices = mesh.devices
         sizes = dict(zip(mesh.axis_names, devices.shape, strict=True))

@@ -47,7 +47,7 @@ class _Copy(NamedTuple):
 
 @contextlib.contextmanager
 def _noting(damage: list[EpochCheckpointError]) -> Generator[None]:
-    """Adds an error of the data to a list. The deletion of the epoch is none, and is raised."""
+    """Collects an error of the data; the error that the epoch was deleted is raised."""
     try:
         yield
     except EpochDeletedError:
@@ -149,8 +149,7 @@ class NodeFile:
             found = f"{checksums.xxh3(into):016x}"
             if found != self._sums[block]:
                 self.epoch.check_present(f"{self.path} changed")
-                sums = f"xxh3 {self._sums[block]}, found {found}"
-                problem = f"bytes {start}-{end} differ from what was written ({sums})"
+                problem = f"bytes {start}-{end} differ from what was written (xxh3 {self._sums[block]}, found {found})"
                 raise DamagedError(self.path, problem, self._leaf_at(start))
 
     def _leaf_at(self, offset: int) -> str | None:
@@ -257,7 +256,7 @@ class ArrayFile(NodeFile):
 
 
 class EpochReader:
-    """Reads one committed epoch, from its folder in the store; with `verify` False, leaves without checksums."""
+    """Reads one committed epoch from its folder in the store; without `verify`, leaves are read without checksums."""
 
     def __init__(self, store: Store, folder: str, record: EpochRecord, pool: Pool, verify: bool = True):
         self.store, self.folder, self.record, self.pool, self.verify = store, folder, record, pool, verify
@@ -388,10 +387,7 @@ class EpochReader:
             raise EpochDeletedError(self.record.epoch, self.store.root, "another attempt is committed there now")
 
     def verify_all(self, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
-        """Reads every byte of the epoch; returns one error per damaged block, and per file that cannot be read.
-
-        `progress` is called with the number of bytes of each block, by any thread.
-        """
+        """Reads every byte of the epoch; returns one error per damaged block, and per file that cannot be read."""
         damage: list[EpochCheckpointError] = []
         for node in range(len(self.record.nodes)):
             with _noting(damage):

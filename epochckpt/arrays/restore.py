@@ -280,19 +280,12 @@ def _join(leaf: Leaf, request: LeafRequest, arrays: list[jax.Array]) -> jax.Arra
         data = arrays[0]
     else:
         sharding = request.sharding
-        if leaf.kind == "prng":
-            sharding = _with_key_dims(sharding, leaf)
+        if leaf.kind == "prng" and isinstance(sharding, NamedSharding):  # the dimensions of key data are not split
+            spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
         shape = leaf.shape if request.shape is None else request.shape
         data = jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=request.dtype or leaf.dtype)
     return jax.random.wrap_key_data(data, impl=leaf.impl) if leaf.kind == "prng" else data
-
-
-def _with_key_dims(sharding: Any, leaf: Leaf) -> Any:
-    """The sharding of key data, given that of the keys: the additional dimensions are not split."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
 def _place(device: Any, sharding: Any) -> Any:

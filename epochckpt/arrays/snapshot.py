@@ -175,11 +175,10 @@ class Planner:
         return SavePlan(items, trees, functools.cache(digest), self._nodes.process == 0)
 
     def _plan(self, item: SaveItem, tree: Any) -> ItemPlan:
-        pairs, _ = tree_lib.flatten(tree)
         per_node = item.kind == "node"
         return plan_lib.plan_item(
             item.name,
-            pairs,
+            tree_lib.flatten(tree)[0],
             node=0 if per_node else self._nodes.hosted[0],
             node_of_process={self._nodes.id_of(self._nodes.process): 0} if per_node else self._nodes.writers,
             replica_split_bytes=self._options.replica_split_bytes,
@@ -213,10 +212,7 @@ def _sample(array: np.ndarray) -> bytes:
 
 
 def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list[Buffer]:
-    """Copies, or views, the cells that this node writes; returns one buffer per cell, in file order.
-
-    With `staged`, arrays on CPU are copied through host memory, too, as those on accelerators always are.
-    """
+    """Copies, or views, the cells that this node writes, one buffer per cell in file order; `staged` copies all."""
     # All transfers from accelerators are started before the first is awaited.
     started: dict[int, jax.Array] = {}
     for i, t in enumerate(plan.sources):
@@ -259,9 +255,7 @@ def _start(data: jax.Array) -> jax.Array:
 
 def _alias(data: jax.Array, cut: tuple[slice, ...] | None) -> Buffer:
     """A view of a CPU array's memory, or a copy of a small one."""
-    view = np.asarray(data)
-    if cut is not None:
-        view = view[cut]
+    view = np.asarray(data) if cut is None else np.asarray(data)[cut]
     if view.nbytes <= COPY_BYTES or not view.flags.c_contiguous:
         return Buffer(np.array(view, order="C", copy=True))
     return Buffer(view, _sample(view))

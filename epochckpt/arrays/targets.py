@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from epochckpt._text import readable
 from epochckpt.errors import FormatError, Mismatch
-from epochckpt.format import ArrayItem, Leaf
+from epochckpt.format import ArrayItem, KeyPath, Leaf
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.tree import ARRAY_KINDS, EMPTY_KINDS
 
@@ -107,16 +107,16 @@ class Matcher:
 
     def match(
         self,
-        pairs: Sequence[tuple[tree_lib.KeyPath, Any]],
+        pairs: Sequence[tuple[KeyPath, Any]],
         partial: bool,
-        restore_args: Mapping[str, ocp.RestoreArgs],
+        given: Mapping[str, Any],
         sources: Mapping[str, int] | None,
     ) -> list[LeafRequest]:
         """One request per (key path, target leaf).
 
         With `partial`, leaves of the epoch that the target lacks, or has as None or an empty container, are left out,
-        and leaves that the epoch lacks stay as the target has them. `restore_args` are by leaf name. `sources` gives
-        the number of the recorded leaf by name of the target's leaf; without it names must be the same.
+        and leaves that the epoch lacks stay as the target has them. `given` has `ocp.RestoreArgs` by leaf name, and
+        `sources` the numbers of recorded leaves by name of the target's leaf; without it names must be the same.
         """
         numbers = self.item.by_name if sources is None else sources
         requests = []
@@ -142,8 +142,8 @@ class Matcher:
             leaf = self.item.leaves[number]
             if readable(leaf.name) != readable(name):
                 leaf = dataclasses.replace(leaf, name=f"{name} (from {leaf.name})")
-            if name in restore_args and wanted:
-                requests.append(self.with_restore_args(number, leaf, restore_args[name], target))
+            if name in given and wanted:
+                requests.append(self.with_restore_args(number, leaf, given[name], target))
             else:
                 requests.append(self._leaf(number, leaf, target))
         if not partial:
@@ -249,7 +249,8 @@ class Matcher:
                 shape = tuple(asked)
         if of_array or typed:
             if dtype is None:
-                dtype = leaf.dtype if leaf.dtype is not None else _jax_dtype(leaf.kind)
+                number_type = {"bool": bool, "int": int, "float": float}.get(leaf.kind, complex)
+                dtype = leaf.dtype if leaf.dtype is not None else jax.dtypes.canonicalize_dtype(number_type)
             sharding, mesh = _jax_sharding(getattr(args, "sharding", None)), getattr(args, "mesh", None)
             if sharding is None and mesh is not None and args.mesh_axes is not None:
                 sharding = NamedSharding(mesh, args.mesh_axes)
@@ -270,11 +271,6 @@ def _is_empty(target: Any) -> bool:
 def _jax_sharding(described: Any) -> Any:
     """A sharding of jax, if Orbax's metadata of one is given; else what is given."""
     return described.to_jax_sharding() if hasattr(described, "to_jax_sharding") else described
-
-
-def _jax_dtype(kind: str) -> Any:
-    """The dtype that JAX gives a Python number."""
-    return jax.dtypes.canonicalize_dtype({"bool": bool, "int": int, "float": float}.get(kind, complex))
 
 
 def divides(sharding: Sharding, shape: Sequence[int]) -> bool:

@@ -166,8 +166,8 @@ def _destination(destination: str | os.PathLike[str], store: Store) -> str:
     if "://" in path:
         raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
     path = os.path.realpath(expanded(path))
-    root = os.path.realpath(store.root if store.renames else urllib.parse.unquote(store.root.removeprefix("file://")))
     local = store.renames or store.root.startswith("file://")
+    root = os.path.realpath(store.root if store.renames else urllib.parse.unquote(store.root.removeprefix("file://")))
     if local and os.path.commonpath([root, path]) == root:
         raise InvalidArgumentError(
             f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "

@@ -26,14 +26,11 @@ from epochckpt.orbax import Views
 from epochckpt.orbax import view as orbax_view
 from epochckpt.storage import Store, writing
 
-Unsupported = dict[str, dict[str, str]]
+Unsupported = dict[str, dict[str, str]]  # what was left out: reasons by leaf name, by item
 
 
 def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_unsupported: bool) -> Unsupported:
-    """Writes `<epoch>/…` and the directory's own metadata into an empty folder, durably and verified on the way.
-
-    `record` has the items to export. Returns what was left out: reasons by leaf name, by item.
-    """
+    """Writes the record's items and the directory's metadata, durably and verified; returns what was left out."""
     # nothing of ours is needed to read it: no attempts in paths, as object stores have them
     plain = dataclasses.replace(record, objects=False)
     view = Views(orbax_view.MAX_EXPORT_CHUNKS).build(plain, beside_nodes=False)
@@ -90,10 +87,7 @@ class TensorOptions:
 
 
 def write_safetensors(reader: EpochReader, item: str, target: Store, options: TensorOptions) -> Unsupported:
-    """Writes one item of arrays into an empty folder, durably and verified on the way.
-
-    Returns what was left out: reasons by leaf name, by item.
-    """
+    """Writes one item of arrays into an empty folder, durably and verified; returns what was left out."""
     record = reader.record
     arrays = record.items[item].arrays
     if arrays is None:
@@ -118,7 +112,7 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, options: Te
     for number, leaves in enumerate(files):
         name = FILE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         text = notes.only(leaves, values=number == 0).to_text()
-        _write_file(reader, arrays, leaves, {"format": "flax", NOTES_KEY: text}, target, name, options.max_buffer_bytes)
+        _write_file(reader, arrays, leaves, text, target, name, options.max_buffer_bytes)
         weights.update(dict.fromkeys(leaves, name))
     if len(files) > 1:
         total = sum(arrays.leaves[i].nbytes for i in tensors.values())
@@ -173,18 +167,12 @@ def _dtype(arrays: ArrayItem, leaf: int) -> np.dtype[Any]:
 
 
 def _write_file(
-    reader: EpochReader,
-    arrays: ArrayItem,
-    leaves: dict[str, int],
-    metadata: dict[str, str],
-    target: Store,
-    name: str,
-    max_buffer_bytes: int,
+    reader: EpochReader, arrays: ArrayItem, leaves: dict[str, int], notes: str, target: Store, name: str, max_bytes: int
 ) -> None:
     """Writes the leaves one after the other, as many at once as a buffer holds; every byte of it is verified."""
     infos = [(tensor, arrays.leaves[i]) for tensor, i in leaves.items()]
     tensors = [(tensor, _dtype(arrays, leaves[tensor]), leaf.shape, leaf.nbytes) for tensor, leaf in infos]
-    head = safetensors.header(tensors, metadata)
+    head = safetensors.header(tensors, {"format": "flax", NOTES_KEY: notes})
     if len(head) > safetensors.MAX_READ_BYTES:
         raise UnsupportedError(
             f"epoch {reader.record.epoch}, item {arrays.name!r}: its Python values make the header of {name} "
@@ -196,7 +184,7 @@ def _write_file(
     start = len(head)
     with writing(target, name, start + sum(leaf.nbytes for _, leaf in infos)) as writer:
         writer.write(0, head)
-        for batch in _batches(arrays, leaves.values(), max_buffer_bytes):
+        for batch in _batches(arrays, leaves.values(), max_bytes):
             held = sum(nbytes for _, _, nbytes in batch)
             if len(buffer) < held:
                 buffer = np.empty(held, np.uint8)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,9 +80,6 @@ def import_(
         ...     written = file.write(serialization.to_bytes({"w": np.arange(3)}))
         >>> ec.import_("params.msgpack", "run", 0).state
         'committed'
-        >>> with ec.CheckpointManager("run") as manager:
-        ...     manager.restore(0)
-        {'w': array([0, 1, 2])}
     """
     epoch = epoch_number(epoch)
     paths.check_item_name(item, ("process_0",))
@@ -103,14 +101,12 @@ def import_(
         step_format_fixed_length=given.step_format_fixed_length,
     )
     store = open_store(directory)
-    existing: list[int] = []
     with contextlib.suppress(NotADirectoryError):  # opening it says so, once the source is known to be good
-        existing = commits_of(store, StepNames.of(names)).list_epochs()
-    if epoch in existing:
-        raise EpochExistsError(
-            f"{store.root}: epoch {epoch} exists; delete it, or choose another number (in Orbax's words: "
-            f"Checkpoint for step {epoch} already exists)"
-        )
+        if epoch in commits_of(store, StepNames.of(names)).list_epochs():
+            raise EpochExistsError(
+                f"{store.root}: epoch {epoch} exists; delete it, or choose another number (in Orbax's words: "
+                f"Checkpoint for step {epoch} already exists)"
+            )
     path = path_text(source, "source")
     if "://" in path:
         raise UnsupportedError(f"source {path!r}: only local files are imported; download it first")
@@ -186,8 +182,7 @@ def _index(path: str) -> dict[str, set[str]]:
     """The names of the tensors in each file that an index of Hugging Face lists."""
     if os.path.getsize(path) > _MAX_INDEX_BYTES:
         raise FormatError(path, f"is larger than {_MAX_INDEX_BYTES} bytes")
-    with open(path, "rb") as file:
-        data = file.read()
+    data = pathlib.Path(path).read_bytes()
     try:
         weights = json.loads(data)["weight_map"]
         listed = sorted(weights.items(), key=lambda pair: str(pair[1]))
@@ -213,7 +208,7 @@ def _tensors(path: str, separator: str | None, listed: set[str] | None) -> list[
     if listed is not None and listed != tensors.keys():
         some = ", ".join(repr(name) for name in sorted(listed ^ tensors.keys())[:5])
         raise FormatError(path, f"does not hold the tensors that the index lists for it; they differ in {some}")
-    notes = None
+    notes = safetensors.Notes(separator or "")
     if separator is not None and safetensors.NOTES_KEY in metadata:
         notes = safetensors.parse_notes(path, metadata[safetensors.NOTES_KEY])
         separator = notes.separator
@@ -221,12 +216,11 @@ def _tensors(path: str, separator: str | None, listed: set[str] | None) -> list[
     pairs: list[tuple[tree_lib.KeyPath, Any]] = []
     for name, tensor in tensors.items():
         array: np.ndarray = data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)
-        key, kind, impl = safetensors.split_name(name, separator), "numpy", None
-        if notes is not None and name in notes.tensors:
-            key, kind, impl = notes.tensors[name]
+        by_name = safetensors.split_name(name, separator), "numpy", None
+        key, kind, impl = notes.tensors.get(name, by_name)
         if len(key) > tree_lib.MAX_DEPTH:
             raise FormatError(path, f"tensor {name[:200]!r} is nested deeper than {tree_lib.MAX_DEPTH}")
         pairs.append((key, safetensors.array_of(path, array, kind, impl)))
-    for key, kind, value in notes.values if notes is not None else ():
+    for key, kind, value in notes.values:
         pairs.append((key, safetensors.value_of(path, kind, value)))
     return pairs
