@@ -28,6 +28,22 @@ _DIRECTORY = "checkpoint directory: a path, or a URL such as gs://bucket/run or 
 _EPOCH = "a number, `latest`, or `best` (with --metric)"
 _PATTERN = "leaves, parts of the tree, items or ITEM:LEAF, by name or shell pattern (params, '*/bias', model:*)"
 
+_COMMANDS = {  # what `--help` says of each; the list of all commands has the first sentence
+    "ls": "list the epochs of a directory: state, size, times, metrics, nodes. "
+    "Each node of an epoch has a bar, as high as the time that it took to write; × is a damaged one.",
+    "show": "show one epoch: what is known of it, its nodes, its items",
+    "tree": "show the leaves of an epoch as a tree: types, shapes, sizes, which node holds what",
+    "stat": "read arrays of an epoch and show their statistics: range, mean, norm, NaN, a histogram",
+    "diff": "compare two epochs leaf by leaf. "
+    "Relative is the norm of the change, divided by the norm of the leaf before.",
+    "verify": "read every byte of epochs and compare it with the recorded checksums",
+    "gc": "list what no run and no reader needs any more: attempts that failed, half-done removals. "
+    "Nothing is removed without --delete; epochs never are.",
+    "export": "write an epoch as a stock Orbax checkpoint or as safetensors files, every byte verified",
+    "watch": "follow a live run: epochs as they are committed, the progress of a save, saves that fail. "
+    "Ends with Ctrl-C. --json gives a line per event.",
+}
+
 
 def span(value: str) -> float:
     """Seconds of a duration such as `90`, `15min`, `2h`, `1d`."""
@@ -82,14 +98,11 @@ def parser(version: str) -> argparse.ArgumentParser:
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Intermixed)
 
     def command(
-        run: Callable[[argparse.Namespace, Output], int],
-        summary: str,
-        *examples: str,
-        more: str = "",
-        marks: bool = True,
+        run: Callable[[argparse.Namespace, Output], int], *examples: str, marks: bool = True
     ) -> Callable[..., argparse.Action]:
         """Adds a command and the options that all have, `marks` those about the best epoch; returns `add_argument`."""
         name = run.__name__
+        summary, _, more = _COMMANDS[name].partition(". ")
         added = subparsers.add_parser(
             name,
             help=summary,
@@ -112,46 +125,24 @@ def parser(version: str) -> argparse.ArgumentParser:
             best.add_argument("--mode", choices=("min", "max"), default="max", help=which)
         return added.add_argument
 
-    add = command(
-        commands.ls,
-        "list the epochs of a directory: state, size, times, metrics, nodes",
-        "/data/run --metric loss --mode min",
-        more="Each node of an epoch has a bar, as high as the time that it took to write; × is a damaged one.",
-    )
+    add = command(commands.ls, "/data/run --metric loss --mode min")
     add("--limit", metavar="N", type=count, default=50, help="show the newest N; 0: all; default: 50")
     add("--no-check", action="store_true", help="read records only, do not look for missing files")
 
-    add = command(
-        commands.show, "show one epoch: what is known of it, its nodes, its items", "/data/run best --metric accuracy"
-    )
+    add = command(commands.show, "/data/run best --metric accuracy")
     _epoch(add)
     _unfolding(add)
 
-    add = command(
-        commands.tree,
-        "show the leaves of an epoch as a tree: types, shapes, sizes, which node holds what",
-        "/data/run 12 params/decoder --depth 3",
-        "/data/run latest '*/kernel' --all --owners",
-    )
+    add = command(commands.tree, "/data/run 12 params/decoder --depth 3", "/data/run latest '*/kernel' --all --owners")
     _epoch(add)
     _leaves(add)
     _unfolding(add)
 
-    add = command(
-        commands.stat,
-        "read arrays of an epoch and show their statistics: range, mean, norm, NaN, a histogram",
-        "/data/run latest '*/kernel'",
-    )
+    add = command(commands.stat, "/data/run latest '*/kernel'")
     _epoch(add)
     _leaves(add)
 
-    add = command(
-        commands.diff,
-        "compare two epochs leaf by leaf",
-        "/data/run 11 12",
-        "/data/run latest latest params --other /data/old",
-        more="Relative is the norm of the change, divided by the norm of the leaf before.",
-    )
+    add = command(commands.diff, "/data/run 11 12", "/data/run latest latest params --other /data/old")
     add("before", metavar="A", type=epoch, help=_EPOCH)
     add("after", metavar="B", type=epoch, help="the same")
     _leaves(add)
@@ -159,25 +150,12 @@ def parser(version: str) -> argparse.ArgumentParser:
     add("--unchanged", action="store_true", help="list those, too, that did not change")
     add("--limit", metavar="N", type=count, default=200, help="list N leaves; 0: all; default: 200")
 
-    add = command(
-        commands.verify,
-        "read every byte of epochs and compare it with the recorded checksums",
-        "/data/run",
-        "/data/run 11 12 || echo damaged",
-        "/data/run --repair-view",
-    )
+    add = command(commands.verify, "/data/run", "/data/run 11 12 || echo damaged", "/data/run --repair-view")
     repair = "make the Orbax view, by which stock Orbax reads an epoch, anew where it is damaged or gone"
     add("--repair-view", action="store_true", help=repair)
     add("epochs", metavar="EPOCH", nargs="*", type=epoch, help=f"{_EPOCH}; default: all")
 
-    add = command(
-        commands.gc,
-        "list what no run and no reader needs any more: attempts that failed, half-done removals",
-        "/data/run",
-        "/data/run --delete --older-than 1d",
-        more="Nothing is removed without --delete; epochs never are.",
-        marks=False,
-    )
+    add = command(commands.gc, "/data/run", "/data/run --delete --older-than 1d", marks=False)
     older = "leave alone what something was written to within this time (15min, 2h, 1d); default: 1d"
     add("--delete", action="store_true", help="remove it")
     add("--older-than", metavar="TIME", type=span, default=86400.0, help=older)
@@ -187,7 +165,6 @@ def parser(version: str) -> argparse.ArgumentParser:
 
     add = command(
         commands.export,
-        "write an epoch as a stock Orbax checkpoint or as safetensors files, every byte verified",
         "/data/run latest /tmp/for-orbax --format orbax",
         "/data/run 12 /tmp/model --format safetensors --item params",
     )
@@ -198,13 +175,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     add("--separator", metavar="TEXT", default=".", help="safetensors: joins keys to names; default: .")
     add("--skip-unsupported", action="store_true", help="leave out what the format cannot express")
 
-    add = command(
-        watch.watch,
-        "follow a live run: epochs as they are committed, the progress of a save, saves that fail",
-        "/data/run",
-        "/data/run --json --until 100 --timeout 2h",
-        more="Ends with Ctrl-C. --json gives a line per event.",
-    )
+    add = command(watch.watch, "/data/run", "/data/run --json --until 100 --timeout 2h")
     add("--until", metavar="EPOCH", type=count, help="end when this epoch, or a later one, is there")
     add("--timeout", metavar="TIME", type=span, help="end with code 3 after this time without an epoch")
     add("--interval", metavar="TIME", type=span, default=1.0, help="how often to look; default: 1s")

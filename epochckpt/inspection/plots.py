@@ -89,9 +89,9 @@ class Plots:
             raise UnknownNameError(f"no epoch has the metric {shown(name)!r}; {near(name, known)}")
         values = [_known(each.get(name)) for each in metrics]
         plot.line(values)
-        plot.mark("latest", "o", 9, [row.latest for row in plot.epochs], values)
+        plot.mark("latest", "o", 9, "C1", [row.latest for row in plot.epochs], values)
         if seen.metric == name:
-            plot.mark(f"best ({seen.mode})", "*", 15, [row.best for row in plot.epochs], values)
+            plot.mark(f"best ({seen.mode})", "*", 15, "C2", [row.best for row in plot.epochs], values)
         return plot.done(from_zero=False)
 
 
@@ -106,7 +106,6 @@ class _Plot:
             raise UnsupportedError('plots need matplotlib: pip install "epochckpt[plots]"') from error
         self.epochs = [row for row in seen.epochs if row.state == COMMITTED]
         self._numbers = [row.epoch for row in self.epochs]
-        self._marks = 0
         self._ax: Axes = plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
         newest = f" (the newest {len(self.epochs)})" if seen.hidden else ""
         self._ax.set_title(f"{title}{newest}\n{_label(seen.directory, 80)}", fontsize="medium")
@@ -140,19 +139,18 @@ class _Plot:
         first = sorted(range(len(table)), key=lambda i: -slower[i])[:_NAMED]
         return [i for place, i in enumerate(first) if place == 0 or slower[i] > least]
 
-    def mark(self, label: str, marker: str, size: int, at: Sequence[bool], values: Sequence[float]) -> None:
+    def mark(self, label: str, marker: str, size: int, colour: str, at: list[bool], values: Sequence[float]) -> None:
         """Marks an epoch and names it, if it has a value."""
-        self._marks += 1
         for number, value, marked in zip(self._numbers, values, at, strict=True):
             if marked and math.isfinite(value):
                 said = f"{label}: epoch {number}, {_units.number(value)}"
-                style: dict[str, Any] = {"linestyle": "none", "markersize": size, "color": f"C{self._marks}"}
-                self._ax.plot(number, value, marker=marker, label=said, zorder=3 + self._marks, **style)
+                style: dict[str, Any] = {"linestyle": "none", "marker": marker, "markersize": size, "color": colour}
+                self._ax.plot(number, value, label=said, zorder=4, **style)
 
     def done(self, from_zero: bool = True) -> Axes:
         """The axes, with a legend, and with words in place of lines if nothing is known."""
-        drawn = [y for line in self._ax.get_lines() for y in np.asarray(line.get_ydata(), float).tolist()]
-        known = [y for y in drawn if math.isfinite(y)]
+        drawn = (np.asarray(line.get_ydata(), float) for line in self._ax.get_lines())
+        known = [y for values in drawn for y in values.tolist() if math.isfinite(y)]
         if self._ax.get_legend_handles_labels()[0]:
             self._ax.legend(loc="best", fontsize="small", framealpha=0.7)
         if not known:
