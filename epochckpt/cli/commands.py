@@ -29,6 +29,7 @@ from epochckpt.manager import Verification, repair, status
 from epochckpt.manager import export as exporting
 from epochckpt.options import StorageOptions
 
+_CHILDREN = 40  # shown of one group of a tree, where a depth is asked for
 _DAMAGE = 20  # places of an epoch that are listed
 _FAILED = "could not be removed"
 _NEWER = 5  # damaged epochs that are named
@@ -55,8 +56,7 @@ def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspecti
     seen = run.overview(1)
     found = next((row.epoch for row in seen.epochs if (row.best if asked == "best" else row.latest)), None)
     if found is None:
-        why = seen.problems.get("") or "no epoch can be used"
-        raise UnknownNameError(f"{run.directory}: no {asked} epoch: {why}")
+        raise UnknownNameError(f"{run.directory}: no {asked} epoch: {seen.problems.get('') or 'no epoch can be used'}")
     newer = [row.epoch for row in seen.epochs if row.state == DAMAGED and row.epoch > found]
     if asked == "latest" and newer:
         output.note(f"newer, but damaged: {', '.join(map(str, newer[-_NEWER:]))}; see `epochckpt ls`")
@@ -90,7 +90,7 @@ def tree(args: argparse.Namespace, output: Output) -> int:
 
 def _unfolded(args: argparse.Namespace, view: Sequence[Block]) -> RenderableType:
     """A view whose trees are unfolded as far as was asked."""
-    folding = ALL if args.all else None if args.depth is None else Folding.to_depth(args.depth)
+    folding = ALL if args.all else None if args.depth is None else Folding(args.depth, _CHILDREN, None, False)
     return render(view, folding=folding, owners=args.owners)
 
 
@@ -201,9 +201,7 @@ def _places(errors: Sequence[EpochCheckpointError], style: str) -> Iterator[Rend
 def gc(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt gc`."""
     storage = None if args.save_timeout is None else StorageOptions(save_timeout_secs=args.save_timeout)
-    options = options_of(args)
-    if args.todelete_subdir is not None:
-        options = dataclasses.replace(options, todelete_subdir=args.todelete_subdir)
+    options = dataclasses.replace(options_of(args), todelete_subdir=args.todelete_subdir)
     asked: dict[str, Any] = {"older_than_secs": args.older_than, "epochs_too": args.rolled_back}
     search = functools.partial(collect, args.directory, options=options, storage=storage, **asked)
     found = search()

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from absl import logging
 
-from epochckpt import errors
-from epochckpt._text import shown
+from epochckpt import _text, errors
 from epochckpt.cli import arguments
 from epochckpt.cli.output import BROKEN_PIPE, FAULT, FOUND, INTERRUPTED, MISSING, UNREACHABLE, USAGE, Output
 
@@ -63,7 +62,7 @@ def _failed(args: argparse.Namespace, error: Exception) -> int:
         message = f"unexpected {type(error).__name__}: {error} (--debug shows where)"
     if args.debug:
         traceback.print_exception(error)
-    printable = [shown(line, limit=2000) for line in message.splitlines()[:_LINES]]
+    printable = [_text.shown(line, limit=2000) for line in message.splitlines()[:_LINES]]
     with contextlib.suppress(OSError):
         print(f"epochckpt {args.command}: " + "\n".join(printable), file=sys.stderr)
     return code

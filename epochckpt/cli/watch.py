@@ -27,8 +27,7 @@ _HISTORY = 5
 _STYLES = {PRESENT: FAINT, SAVED: GOOD, SAVING: LIVE, FAILED: BAD, DELETED: FAINT}
 _STEP = 0.25  # where nothing can be drawn over, a save has a line whenever so much more of it is done
 
-Show = Callable[[Event, bool], None]
-"""Shows an event, and whether its epoch is the best so far."""
+Show = Callable[[Event, bool], None]  # an event, and whether its epoch is the best so far
 
 
 def watch(args: argparse.Namespace, output: Output) -> int:

@@ -51,11 +51,8 @@ def spans(words: Words) -> list[Span]:
     return [found for piece in pieces if (found := Span(piece) if isinstance(piece, str) else piece).text]
 
 
-# What a cell of a table may hold beside its text.
-
-
 class Bar(NamedTuple):
-    """A bar, `share` of 1 long. In a terminal it takes at most `width` columns."""
+    """In a cell: a bar, `share` of 1 long. In a terminal it takes at most `width` columns."""
 
     share: float
     width: int = 1
@@ -189,9 +186,6 @@ def trees(blocks: Iterable[Block]) -> list[Tree]:
     for block in blocks:
         found += [block] if isinstance(block, Tree) else trees(block.blocks) if isinstance(block, Section) else []
     return found
-
-
-# Cells and blocks that several views have.
 
 
 Cells = Callable[[T], Cell | Words]

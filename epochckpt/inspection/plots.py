@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from epochckpt import _units
-from epochckpt._text import near, shown
+from epochckpt import _text, _units
 from epochckpt.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.inspection.rows import COMMITTED, EpochRow, Overview, flat
 
@@ -86,7 +85,7 @@ class Plots:
         metrics = [flat(row.metrics) for row in plot.epochs]
         if metrics and not any(name in each for each in metrics):
             known = sorted({key for each in metrics for key in each})
-            raise UnknownNameError(f"no epoch has the metric {shown(name)!r}; {near(name, known)}")
+            raise UnknownNameError(f"no epoch has the metric {_text.shown(name)!r}; {_text.near(name, known)}")
         values = [_known(each.get(name)) for each in metrics]
         plot.line(values)
         plot.mark("latest", "o", 9, "C1", [row.latest for row in plot.epochs], values)
@@ -144,8 +143,7 @@ class _Plot:
         for number, value, marked in zip(self._numbers, values, at, strict=True):
             if marked and math.isfinite(value):
                 said = f"{label}: epoch {number}, {_units.number(value)}"
-                style: dict[str, Any] = {"linestyle": "none", "marker": marker, "markersize": size, "color": colour}
-                self._ax.plot(number, value, label=said, zorder=4, **style)
+                self._ax.plot(number, value, marker, markersize=size, color=colour, label=said, zorder=4)
 
     def done(self, from_zero: bool = True) -> Axes:
         """The axes, with a legend, and with words in place of lines if nothing is known."""
@@ -173,5 +171,5 @@ def _known(value: Any) -> float:
 
 def _label(text: str, limit: int = _NAME) -> str:
     """A name as matplotlib shows it: no formula in it, and no legend entry left out for its first letter."""
-    safe = shown(text, limit).replace("$", r"\$")
+    safe = _text.shown(text, limit).replace("$", r"\$")
     return f" {safe}" if safe.startswith("_") else safe

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from epochckpt import _text
-from epochckpt._text import shown
 from epochckpt.errors import UnknownNameError
 from epochckpt.inspection.rows import EpochDetail, ItemRow, LeafRow
 
@@ -57,7 +56,7 @@ def leaves_of(items: Iterable[ItemRow]) -> Iterator[tuple[str, str, LeafRow]]:
 
 def quoted(name: object) -> str:
     """A name in quotes, fit to be shown."""
-    return repr(shown(name, limit=200)) if isinstance(name, str) else repr(name)[:200]
+    return repr(_text.shown(name, limit=200)) if isinstance(name, str) else repr(name)[:200]
 
 
 def _matching(item: ItemRow, patterns: Sequence[str]) -> ItemRow | None:

@@ -19,11 +19,10 @@ class NodeLabels:
     """
 
     def __init__(self, names: Iterable[str]):
-        self.names = list(dict.fromkeys(name for name in names if name))
-        self._places = {name: place for place, name in enumerate(self.names)}
-        numbers = [match.group() if (match := re.search(r"[0-9]{1,3}$", name)) else "" for name in self.names]
+        self._places = {name: place for place, name in enumerate(dict.fromkeys(filter(None, names)))}
+        numbers = [match.group() if (match := re.search(r"[0-9]{1,3}$", name)) else "" for name in self._places]
         distinct = all(numbers) and len(set(numbers)) == len(numbers)
-        self._labels = numbers if distinct else [str(place) for place in range(len(self.names))]
+        self._labels = numbers if distinct else [str(place) for place in self._places.values()]
 
     def label(self, name: str) -> str:
         """The label of a node; `?` if it is not known which node it is."""
@@ -36,7 +35,7 @@ class NodeLabels:
     def of(self, owners: Iterable[str]) -> list[tuple[str, str]]:
         """The names of some of the nodes, in order, each with its label."""
         known = set(owners)
-        return [(name, self.label(name)) for name in self.names if name in known]
+        return [(name, self.label(name)) for name in self._places if name in known]
 
 
 class Grid(NamedTuple):

@@ -15,8 +15,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.segment import Segment
 from rich.text import Text
 
-from epochckpt import _units
-from epochckpt._text import shown
+from epochckpt import _text, _units
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import leaf_views, sharding, tree
 from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Histogram, Row, Span, Strip, Tone, Words
@@ -131,9 +130,6 @@ def _grid(found: sharding.Grid, labels: sharding.NodeLabels) -> Iterator[Text]:
         yield Text(f"… {_units.count(len(nodes) - _NODES)} more nodes", FAINT)
 
 
-# Lines, cells and tables.
-
-
 class Fitted(NamedTuple):
     """A cell that draws itself into the room that there is; `want` is the width that it would take at most."""
 
@@ -143,7 +139,9 @@ class Fitted(NamedTuple):
 
 def safe(value: str, style: str = "", limit: int = 200) -> Text:
     """Text from storage, with control characters escaped and without markup."""
-    return Text.assemble((shown(value, limit=limit), style))  # a style of its own, which nothing appended takes on
+    return Text.assemble(
+        (_text.shown(value, limit=limit), style)
+    )  # a style of its own, which nothing appended takes on
 
 
 def styled(words: Words) -> Text:

@@ -8,12 +8,10 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from epochckpt import _units
-from epochckpt._text import shown
+from epochckpt import _text, _units
 from epochckpt.inspection.rows import LeafRow
 
 SCREEN = 60  # rows of a tree that nobody asked to unfold
-_CHILDREN = 40  # shown of one group that somebody asked to unfold
 _MAX_DEPTH = 24
 
 
@@ -25,11 +23,6 @@ class Folding:
     children: int | None = 12  # shown of one group; None: all
     rows: int | None = SCREEN  # without a depth; None: all
     alike: bool = True  # of several groups in a row with the same leaves, types and shapes, show only the first
-
-    @classmethod
-    def to_depth(cls, depth: int) -> Folding:
-        """So many levels, whatever room they take."""
-        return cls(depth, _CHILDREN, None, False)
 
 
 ALL = Folding(None, None, None, False)
@@ -110,7 +103,7 @@ class Branch:
 
 
 def _hidden(branches: Sequence[Branch], like: str = "") -> Branch:
-    label = f"… {_units.count(len(branches))} more{' like ' + shown(like, 40) if like else ''}"
+    label = f"… {_units.count(len(branches))} more{' like ' + _text.shown(like, 40) if like else ''}"
     sums = (sum(getattr(b, name) for b in branches) for name in ("count", "nbytes", "elements"))
     return Branch(label, None, list(branches), *sums, hidden=len(branches))
 

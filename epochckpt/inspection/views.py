@@ -56,9 +56,6 @@ def of(found: rows.Overview | rows.EpochDetail | rows.ItemRow | rows.Diff | Sequ
     return diff(found) if isinstance(found, rows.Diff) else stats(found)
 
 
-# A directory.
-
-
 def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     """A directory: its epochs and attempts, and what else lies there; `hint` says how to see epochs not shown."""
     view: list[Block] = [
@@ -99,8 +96,7 @@ def _summary(found: rows.Overview) -> Iterator[Words]:
             yield Span(f"{BEST} best {row.epoch} by {found.mode} {name}: {value}", Tone.GOOD)
         if not best:
             yield Span(f"no epoch has the metric {name}", Tone.WARN)
-    unchecked = sum(row.state == rows.COMMITTED and not row.checked for row in found.epochs)
-    if unchecked:
+    if unchecked := sum(row.state == rows.COMMITTED and not row.checked for row in found.epochs):
         yield Span(f"files of {_units.several(unchecked, 'epoch', 'epochs')} not looked at", Tone.FAINT)
 
 
@@ -217,9 +213,6 @@ def leftovers(found: Sequence[rows.LeftoverRow]) -> kinds.Table:
     )
 
 
-# One epoch.
-
-
 def epoch(found: rows.EpochDetail) -> list[Block]:
     """One epoch: its facts, its nodes, and its items with their trees."""
     row = found.row
@@ -277,10 +270,10 @@ def _first(facts: Iterable[Fact]) -> Iterator[Fact]:
 
 def _metadata(found: Any) -> Iterator[Fact]:
     """What the caller attached to an epoch or an item."""
+    texts = [figure(found)] if found else []
     if isinstance(found, Mapping):
-        texts = (f"{name}: {figure(each)}" for name, each in rows.flat(found).items())
-        return _first(("metadata", Span(each, limit=400)) for each in texts)
-    return iter([("metadata", Span(figure(found), limit=400))] if found else [])
+        texts = [f"{name}: {figure(each)}" for name, each in rows.flat(found).items()]
+    return _first(("metadata", Span(each, limit=400)) for each in texts)
 
 
 def _notes(notes: Mapping[str, Any]) -> Iterator[Fact]:
@@ -357,9 +350,6 @@ def _nodes(row: rows.EpochRow) -> Iterator[Block]:
     )
 
 
-# One item.
-
-
 def item(found: rows.ItemRow, total_nbytes: int) -> list[Block]:
     """One item: its tree, its files, or the trees of all nodes; shares are of `total_nbytes`, the epoch's bytes."""
     labels = sharding.NodeLabels([*found.nodes, *sharding.owners(found.leaves)])
@@ -399,9 +389,6 @@ def _item(found: rows.ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *
     if (more := len(found.files) - _FILES) > 0:
         view.append(_faint(f"… {_units.several(more, 'more file', 'more files')}"))
     return kinds.Section(heading, tuple(view), open)
-
-
-# Words.
 
 
 def figure(value: object) -> str:

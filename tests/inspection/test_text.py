@@ -296,7 +296,7 @@ def test_all_of_a_tree_is_shown_if_asked_for() -> None:
 @pytest.mark.parametrize(("depth", "expected"), [(1, 1), (2, 4), (3, 10)])
 def test_depth_unfolds_so_many_levels(depth: int, expected: int) -> None:
     """One level is the outermost groups; groups that are folded say so."""
-    folding = tree.Folding.to_depth(depth)
+    folding = tree.Folding(depth, 40, None, False)
     lines = lines_of(views.item(item(layers(3)), 1), folding=folding)[2:]
     assert len(lines) == expected
     assert sum("/ …" in line for line in lines) == {1: 1, 2: 3, 3: 0}[depth]

@@ -7,7 +7,6 @@ a row becomes markup.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from epochckpt import _text, _units
@@ -150,20 +149,13 @@ class _Renderer:
         return el("span", "strip", *bars)
 
     def _cut(self, lies: ShardingRow, labels: NodeLabels) -> Html:
-        """An array, each of its parts in the colour of the node that wrote it, and the names of the nodes.
-
-        An array in too many parts is described in words.
-        """
+        """An array, each of its parts in the colour of the node that wrote it, and the names of the nodes."""
         found = sharding.grid(lies)
         parts = found.down * found.across
         if parts <= min(_PARTS, self._parts) and max(found.down, found.across) <= _SIDE:
             self._parts -= parts
             return joined([_rectangle(found, labels), _keys(found, labels)])
-        words = f"{_units.count(parts)} parts, not drawn"
-        if shares := Counter(lies.owners).values():
-            each = " to ".join(map(_units.count, sorted({min(shares), max(shares)})))
-            words += f"; {_units.several(len(shares), 'node', 'nodes')} wrote {each} of them each"
-        return el("div", "faint", words)
+        return el("div", "faint", f"{_units.count(parts)} parts, not drawn")
 
 
 def _heads(columns: Sequence[Column], tag: str) -> Iterator[Html]:
@@ -177,9 +169,6 @@ def _folding(most: int) -> tree.Folding:
 def _fold(summary: str, *children: str, open: bool = False, classes: str = "") -> Html:
     """Children that a click on the summary opens, without a script."""
     return el("details", classes, el("summary", "", summary), *children, open="" if open else None)
-
-
-# Drawings.
 
 
 def _histogram(drawing: Histogram) -> Html:
@@ -234,20 +223,14 @@ def _svg(width: int, height: int, *drawn: Html) -> Html:
     return el("svg", "", *drawn, viewBox=f"0 0 {width} {height}", width=width, height=height, role="img")
 
 
-# Elements.
-
-
 class Html(str):
     """Markup: made by the functions here, or by the code from numbers alone (the path of a drawing)."""
 
-    __slots__ = ()
-
 
 def el(tag: str, classes: str = "", *children: str, **attributes: str | float | None) -> Html:
-    """One element. Children and values of attributes that are plain `str` are escaped.
+    """One element. Children and values of attributes that are plain `str` are escaped; None leaves an attribute out.
 
-    The tag, the classes (without the prefix) and the names of attributes are constants of the code. An attribute that
-    is None is left out.
+    The tag, the classes (without the prefix) and the names of attributes are constants of the code.
     """
     named = f' class="{" ".join(f"{PREFIX}-{name}" for name in classes.split())}"' if classes else ""
     rest = "".join(

@@ -68,10 +68,9 @@ _RULES = """
 & .bar { display:block; height:4px; min-width:5em; margin-top:2px; border-radius:2px; overflow:hidden;
   background:$track }
 & .bar i { display:block; height:100%; background:$bar }
-& .bar i.warn { background:$fg }
 & .strip { display:flex; align-items:flex-end; min-width:8em; height:18px; margin-top:1px }
 & .strip i { flex:0 1 14px; min-width:1px; background:$bar; border-right:1px solid $bg }
-& .strip i.warn { background:$fg }
+& .bar i.warn, & .strip i.warn { background:$fg }
 & .strip i.live { background:$live }
 & .strip i.faint { background:$track }
 & .strip i.bad { background:repeating-linear-gradient(45deg,$bad 0 2px,$bg 2px 4px); outline:1px solid $bad }
