@@ -73,11 +73,6 @@ def target_of(workspace: Workspace, name: str) -> Any:
     return live if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(live)) else None
 
 
-def with_targets(workspace: Workspace) -> set[str]:
-    """The blobs of which setup says how they come back, by `ws.target` or by what it made."""
-    return {name for name in (*workspace, *workspace.targets) if target_of(workspace, name) is not None}
-
-
 def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str, Any] | None) -> Any:
     """A blob that was restored without a target, in the containers that it was saved in.
 

@@ -79,7 +79,7 @@ class TaskOutput:
 
     def __init__(self, task: Task, blob: str | None):
         self.task, self.blob = task, blob
-        self.by_node: dict[str, Any] = {}
+        self.by_node: dict[str, Any] = {}  # the values of the last run, on the nodes of this process
 
     def fetch(self, node: str | None = None) -> Any:
         """The value after the last run, on the named node or the only one on which the task ran.

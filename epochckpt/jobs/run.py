@@ -167,7 +167,10 @@ class TrainingRun:
     def _initialize(self) -> None:
         """From scratch: runs init and saves epoch 0. The blobs that exist then are checkpointed."""
         spaces = self.session.workspaces()
-        declared = {node: blob_lib.with_targets(ws) for node, ws in spaces.items()}
+        declared = {  # the blobs of which setup tells how they come back
+            node: {name for name in (*ws, *ws.targets) if blob_lib.target_of(ws, name) is not None}
+            for node, ws in spaces.items()
+        }
         self._run_group(self.job.init_group)
         self._agree_on_names({node: list(ws) if node in self._kept_nodes() else [] for node, ws in spaces.items()})
         if self.backend is not None:

@@ -15,11 +15,7 @@ from epochckpt.jobs.workspace import Workspace
 
 
 class Session(abc.ABC):
-    """Runs tasks and groups of tasks.
-
-    Attributes:
-        root: the workspace of this process; with several nodes, theirs are its children.
-    """
+    """Runs tasks and groups of tasks. `root` is the workspace of the only node here, or the parent of all of them."""
 
     def __init__(self, workspace: Workspace | None, coordinator: Coordinator):
         if workspace is not None and not isinstance(workspace, Workspace):
