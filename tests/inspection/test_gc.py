@@ -355,7 +355,7 @@ def test_on_an_object_store_what_earlier_runs_left_is_removed(monkeypatch: pytes
     removed = gc.collect(directory, delete=True)
     assert paths(removed.rows) == paths(found.rows)
     assert not store.exists("5")
-    assert all(store.exists(path) for path in ("3/a", "6/a", "2/a/00ab00ab00ab00ab-1"))
+    assert all(store.exists(path) for path in ("3/a", "6/a", "2/a/00ab00ab00ab00ab-2-1"))
     removed = gc.collect(directory, delete=True, epochs_too=True)
     assert [row.epochs for row in removed.rows] == [(3,)]
     assert not store.exists("3")
