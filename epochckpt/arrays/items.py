@@ -76,9 +76,8 @@ def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) 
     """Values by node number, in that order: the value of the only node of this process, or a dict by node name."""
     if not by_node:
         if len(nodes.hosted) > 1:
-            hosted = ", ".join(nodes.hosted_names)
-            problem = f"this process hosts {len(nodes.hosted)} nodes ({hosted}); pass {advice}"
-            raise InvalidArgumentError(f"item {name!r}: {problem}")
+            count, hosted = len(nodes.hosted), ", ".join(nodes.hosted_names)
+            raise InvalidArgumentError(f"item {name!r}: this process hosts {count} nodes ({hosted}); pass {advice}")
         return {nodes.hosted[0]: values}
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(

@@ -127,8 +127,7 @@ def read_leaves(reader: ArraySource, name: str, patterns: str | Sequence[str]) -
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         numbers = _text.matching(names, pattern)
         if names and not numbers:
-            where = f"epoch {reader.record.epoch}, item {name!r}"
-            raise UnknownNameError(f"{where}: {_text.no_match(pattern, names)}")
+            raise UnknownNameError(f"epoch {reader.record.epoch}, item {name!r}: {_text.no_match(pattern, names)}")
         chosen.update(numbers)
     values = read_values(reader, name, sorted(chosen))
     return dict(zip((names[i] for i in sorted(chosen)), values, strict=True))
