@@ -12,8 +12,6 @@ from epochckpt.errors import InvalidArgumentError, WorkspaceAttributeError
 
 Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
 
-DEFAULT_NODE = "process_0"
-
 _ATTRIBUTES = frozenset({"node", "live", "epoch"})
 
 
@@ -45,7 +43,7 @@ class Workspace(MutableMapping[str, Any]):
         epoch: the epoch that is being trained; 0 before the first.
     """
 
-    def __init__(self, node: str = DEFAULT_NODE):
+    def __init__(self, node: str = "process_0"):
         self.node = node
         self.live = types.SimpleNamespace()
         self.epoch = 0
