@@ -121,8 +121,7 @@ def parser(version: str) -> argparse.ArgumentParser:
         if marks:
             best = added.add_argument_group("which epoch is the best")
             best.add_argument("--metric", metavar="NAME", default="", help="by this metric")
-            which = "the least or the greatest; default: max"
-            best.add_argument("--mode", choices=("min", "max"), default="max", help=which)
+            best.add_argument("--mode", choices=("min", "max"), default="max", help="which value is best; default: max")
         return added.add_argument
 
     add = command(commands.ls, "/data/run --metric loss --mode min")

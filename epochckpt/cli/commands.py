@@ -235,8 +235,8 @@ def _garbage(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
 
 def export(args: argparse.Namespace, output: Output) -> int:
     """`epochckpt export`."""
-    # Orbax names a single device as jax does, so that jax is asked for its devices. It is to start the CPU's only: a
-    # second process that starts an accelerator's backend breaks the training beside it.
+    # Orbax asks jax for its devices, to name a single one. jax must start the CPU's backend only: a second process that
+    # starts an accelerator's backend breaks the training beside it.
     jax.config.update("jax_platforms", "cpu")
     epoch = epoch_of(opened(args), args.epoch, output)
     asked = {"item": args.item, "separator": args.separator, "skip_unsupported": args.skip_unsupported}

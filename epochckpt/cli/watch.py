@@ -25,7 +25,7 @@ from epochckpt.storage import open_store
 
 _HISTORY = 5
 _STYLES = {PRESENT: FAINT, SAVED: GOOD, SAVING: LIVE, FAILED: BAD, DELETED: FAINT}
-_STEP = 0.25  # where nothing can be drawn over, a save has a line whenever so much more of it is done
+_STEP = 0.25  # without a terminal, a save has a line whenever so much more of it is written
 
 Show = Callable[[Event, bool], None]  # an event, and whether its epoch is the best so far
 
@@ -101,7 +101,7 @@ def _facts(row: rows.EpochRow) -> Iterator[tuple[int, Text]]:
 
 
 def _lines(output: Output) -> Show:
-    """Shows one line per event where nothing can be drawn over; of a save only now and then."""
+    """Prints one line per event, for pipes and files; of a save only now and then."""
     done: dict[str, float] = {}
 
     def show(event: Event, best: bool) -> None:

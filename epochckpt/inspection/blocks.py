@@ -33,7 +33,7 @@ class Tone(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:  # not a tuple, because Words are tuples of spans
+class Span:  # no tuple, because Words are tuples of spans
     """A piece of text; one that is longer than `limit` characters is shown without its middle."""
 
     text: str

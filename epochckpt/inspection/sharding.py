@@ -14,8 +14,7 @@ from epochckpt.inspection.rows import LeafRow, ShardingRow
 class NodeLabels:
     """A short label for each node of a view, to be written on its parts of an array.
 
-    A label is the number at the end of the node's name if every name ends in one of its own, else the node's place
-    among the names.
+    A label is the number at the end of the node's name if every name ends in one of its own, else the node's place.
     """
 
     def __init__(self, names: Iterable[str]):
@@ -25,7 +24,7 @@ class NodeLabels:
         self._labels = numbers if distinct else [str(place) for place in self._places.values()]
 
     def label(self, name: str) -> str:
-        """The label of a node; `?` if it is not known which node it is."""
+        """The label of a node; `?` for an unknown one."""
         return self._labels[self._places[name]] if name in self._places else "?"
 
     def place(self, name: str) -> int | None:
@@ -82,7 +81,7 @@ def cuts(leaves: Sequence[LeafRow]) -> list[Cut]:
     for leaf in leaves:
         lies = leaf.sharding
         if lies is not None and math.prod(lies.counts) > 1:
-            # Owners take turns from leaf to leaf, so that the way is the same whoever wrote which part.
+            # Owners take turns from leaf to leaf, so which node wrote which part does not count.
             key = (lies.counts, lies.spec, lies.replicas, len(set(lies.owners)))
             found.setdefault(key, []).append((leaf.name, lies))
     return [
@@ -101,6 +100,6 @@ def in_words(sharding: ShardingRow) -> str:
 
 
 def owners(leaves: Iterable[LeafRow]) -> list[str]:
-    """The nodes that wrote any part of some leaves, those with numbers in their names in the order of these."""
+    """The nodes that wrote any part of some leaves, sorted by the numbers in their names."""
     found = {name for leaf in leaves if leaf.sharding is not None for name in leaf.sharding.owners if name}
     return sorted(found, key=lambda name: [part.zfill(9) for part in re.split(r"([0-9]{1,9})", name)])

@@ -7,16 +7,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from epochckpt import _text, _units
 from epochckpt.inspection.rows import LeafRow
 
-SCREEN = 60  # rows of a tree that nobody asked to unfold
+SCREEN = 60  # rows of all trees of a view, unless a depth is asked for
 _MAX_DEPTH = 24
 
 
-@dataclasses.dataclass(frozen=True)
-class Folding:
+class Folding(NamedTuple):
     """How far a tree is unfolded."""
 
     depth: int | None = None  # levels; None: as many as fit into `rows`
@@ -109,7 +109,7 @@ def _hidden(branches: Sequence[Branch], like: str = "") -> Branch:
 
 
 def opened(root: Branch, folding: Folding) -> set[Branch]:
-    """The branches whose children are seen: upper levels first, until there is no room."""
+    """The branches whose children are shown: upper levels first, until there is no room."""
     children = root.listed(folding)
     found, used = {root}, len(children)
     waiting = collections.deque((child, 1) for child in children)

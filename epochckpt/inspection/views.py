@@ -33,7 +33,7 @@ _LEAVES = 10  # of an item that stock Orbax cannot read
 _STATES = {  # tones and meanings
     rows.COMMITTED: (Tone.GOOD, "every node finished; the epoch can be restored"),
     rows.DAMAGED: (Tone.BAD, "it cannot be read, or files are missing or have other sizes than recorded; never loaded"),
-    rows.IN_PROGRESS: (Tone.LIVE, "a save that something was written to lately; it is not yet an epoch"),
+    rows.IN_PROGRESS: (Tone.LIVE, "a save that was written to lately; it is not yet an epoch"),
     rows.ABANDONED: (Tone.WARN, "a save that failed or died; no reader looks at it"),
     "writing": (Tone.LIVE, ""),
     "written": (Tone.LIVE, ""),
@@ -71,7 +71,7 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     view += kinds.problems(found.problems)
     if found.leftovers:
         size = _units.nbytes(sum(row.nbytes for row in found.leftovers))
-        heading = f"Also here, and read by nobody: {_units.several(len(found.leftovers), 'thing', 'things')}, {size}"
+        heading = f"Also here, and part of no epoch: {_units.several(len(found.leftovers), 'thing', 'things')}, {size}"
         view.append(kinds.Section(Span(heading, Tone.STRONG), (leftovers(found.leftovers),), open=False))
     return view
 
@@ -277,7 +277,7 @@ def _metadata(found: Any) -> Iterator[Fact]:
 
 
 def _notes(notes: Mapping[str, Any]) -> Iterator[Fact]:
-    """The runner's notes, in a few words; values may be of any type, because no reader has checked them."""
+    """The runner's notes, in a few words. No reader has checked their values, which may be of any type."""
     if finished := notes.get("finished"):
         why = "; ".join(map(str, finished)) if isinstance(finished, list | tuple) else str(finished)
         yield "run ended", Span(why, limit=400)

@@ -342,7 +342,7 @@ def test_an_overview_tells_what_one_asks_first() -> None:
         "process_1: 12 bytes are missing",
         "process_1 2 s",
         "7 older epochs (2.0 GB) are not shown",
-        "Also here, and read by nobody: 1 thing, 1.0 MB",
+        "Also here, and part of no epoch: 1 thing, 1.0 MB",
         "/runs/a/9: permission denied",
     ):
         assert words in page.words

@@ -1,9 +1,9 @@
 """The one style sheet of all HTML views: colours of two themes, and rules that stay inside the view.
 
-A notebook has a style of its own (Jupyter centres tables, aligns their text right and stripes their rows), so every
-rule of ours names the root's class twice: it then weighs more than theirs, and touches nothing outside. Media queries
-do not know a notebook's theme, which need not be the system's, so the marks that Jupyter, VS Code, Colab and Sphinx put
-on a page decide before them. The background is our own in both themes: text can be read wherever the guess is wrong.
+A notebook has its own style (Jupyter centres tables, aligns their text right and stripes their rows), so every rule
+names the root's class twice: it then outweighs the notebook's, and touches nothing outside. A notebook's theme need not
+be the system's, so the marks that Jupyter, VS Code, Colab and Sphinx put on a page decide before media queries. The
+background is our own in both themes, so that text can be read where the guess is wrong.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _RULES = """
 & tr td, & tr th { padding:.25em .45em; border:0; border-top:1px solid $line; text-align:left; vertical-align:top;
   max-width:24em; line-height:1.45; font-weight:400; color:inherit; background:transparent }
 & tr th { border-top:0; color:$faint; white-space:nowrap }
-& tr td.right, & tr th.right { text-align:right; white-space:nowrap }
+& tr td.right, & tr th.right, & .tree .right { text-align:right; white-space:nowrap }
 & tr.below td { border-top:0; padding:0; max-width:none }
 & tr.below div { position:sticky; left:0; width:fit-content; max-width:min(100%,100cqi); padding:0 .45em .35em 4em }
 & .bar { display:block; height:4px; min-width:5em; margin-top:2px; border-radius:2px; overflow:hidden;
@@ -95,7 +95,6 @@ _RULES = """
 & .leaf:hover { background:$soft }
 & .heads { color:$faint; border-bottom:1px solid $line }
 & .within { margin-left:.45em; padding-left:.75em; border-left:1px solid $line }
-& .tree .right { text-align:right }
 & .cards { display:flex; flex-wrap:wrap; gap:.8em; margin:.3em 0 0 }
 & .card { border:1px solid $line; border-radius:5px; padding:.5em .7em; max-width:26em }
 & .card svg { display:block; margin:.4em 0; max-width:100%; height:auto }
@@ -128,7 +127,7 @@ def node_colour(place: int | None) -> str:
     """A node's colour by its place, grey without one: neighbours differ much, and `ink` can be read on each."""
     if place is None:
         return "#888888"
-    # Steps of the golden angle never come round; the lightness alternates as not everybody sees hues.
+    # Steps of the golden angle never come round; the lightness alternates for people who do not see hues.
     hue = (0.58 + place * 0.381966) % 1
     red, green, blue = colorsys.hls_to_rgb(hue, (0.67, 0.78, 0.72)[place % 3], 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
