@@ -20,7 +20,6 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import args as own
-from epochckpt._threads import Pool
 from epochckpt.arrays import Request, Shardings, items
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.restore import ArraySource, restore_tree
@@ -58,9 +57,8 @@ class OrbaxReader(CheckpointReader):
 
     record: OrbaxRecord
 
-    def __init__(self, commits: Commits, folder: str, record: OrbaxRecord, context: RestoreContext, pool: Pool):
+    def __init__(self, commits: Commits, folder: str, record: OrbaxRecord, context: RestoreContext):
         super().__init__(commits, folder, record, context)
-        self.pool = pool
         self.item = functools.cache(self._item)
 
     def item_kinds(self) -> dict[str, str]:
@@ -190,7 +188,7 @@ class OrbaxReader(CheckpointReader):
     def _item_metadata(self, name: str, kind: str) -> Any:
         if kind == "arrays":
             with self.still_there():
-                self.item(name).check_whole()
+                self.item(name).check(types=False)
         return super()._item_metadata(name, kind)
 
     def _leaf_metadata(self, item: str, leaf: Leaf, shardings: Shardings, directory: Any) -> Any:

@@ -37,7 +37,7 @@ class Readers:
     def of_record(self, folder: str, record: EpochRecord) -> CheckpointReader:
         """A reader of the epoch that has this record, in this folder."""
         if isinstance(record, OrbaxRecord):
-            return OrbaxReader(self.commits, folder, record, self._context, self._pool)
+            return OrbaxReader(self.commits, folder, record, self._context)
         return NativeReader(self.commits, folder, record, self._context, self._pool, self._verify)
 
     def verify(self, epoch: int) -> Verification:

@@ -1,12 +1,9 @@
 """The array items of steps that stock Orbax wrote, read without Orbax's handlers, which start jax's backends.
 
-Orbax keeps the tree of an item as JSON: `_METADATA` (keys and types), `array_metadatas` (which arrays are typed PRNG
-keys), `_sharding`, `_strings.json`. The arrays are zarr (version 2 or 3), each below its name, in an OCDBT database or
-in plain folders (https://google.github.io/tensorstore/driver/zarr/index.html). Steps that are older than `_METADATA`
-have their tree in a msgpack file `checkpoint`, in which `PLACEHOLDER://<name>` stands for an array in a folder.
-
-Orbax writes every key of a tree as text. A leaf's path keeps that text; its name is the one that the leaf would have
-with us, where a key that looks like a number is a number, as in the states of NNX.
+The tree is JSON: `_METADATA` (keys and types), `array_metadatas` (which arrays are typed PRNG keys), `_sharding`,
+`_strings.json`. The arrays are zarr (version 2 or 3), each below its name, in an OCDBT database or in plain folders.
+Older steps have it in a msgpack file `checkpoint`, where `PLACEHOLDER://<name>` stands for an array in a folder.
+Orbax writes every key as text. A leaf's path keeps that text; in its name a key that looks like a number is a number.
 """
 
 from __future__ import annotations
@@ -151,17 +148,14 @@ class OrbaxItem:
         arrays = ArrayItem("", tuple(leaves), ())
         return ItemRecord("arrays", handler, arrays, _Values(self, reading), self.custom_metadata)
 
-    def check(self, target: Any = None) -> None:
-        """Raises DamagedError or UnsupportedError if a leaf of `target` (None: any leaf) cannot be looked into."""
+    def check(self, target: Any = None, *, types: bool = True) -> None:
+        """Raises DamagedError if a leaf of `target` (None: any leaf) is damaged.
+
+        With `types`, UnsupportedError for a leaf that only a user's type handler can read.
+        """
         asked = None if target is None else {_as_text(p) for p, x in tree_lib.flatten(target)[0] if x is not ...}
         for row in self.leaves:
-            if asked is None or _as_text(row.leaf.path) in asked:
-                self._check(row)
-
-    def check_whole(self) -> None:
-        """Raises DamagedError if a leaf is damaged; one that only a user's type handler can read is not."""
-        for row in self.leaves:
-            if row.problem:
+            if (asked is None or _as_text(row.leaf.path) in asked) and (types or row.problem):
                 self._check(row)
 
     def _check(self, row: StoredLeaf) -> None:
@@ -279,11 +273,9 @@ class OrbaxItem:
             return self._text(row)
         # Whoever asks for one number asks for the next ones, too: many are read at the same time.
         if row.leaf.sharding not in self._numbers:
-            for number, other in {
-                row.leaf.sharding: row,
-                **dict(itertools.islice(self._unread.items(), _READS)),
-            }.items():
-                self._unread.pop(number)
+            ahead = {row.leaf.sharding: row, **dict(itertools.islice(self._unread.items(), _READS))}
+            for number, other in ahead.items():
+                del self._unread[number]
                 self._numbers[number] = self._begin(other)
         with self._tensorstore(row.leaf.name):
             return self._numbers[row.leaf.sharding].result().item()
@@ -303,20 +295,18 @@ class OrbaxItem:
             while under_way and (part is None or len(under_way) == _READS or busy + nbytes > _READ_BYTES):
                 done, freed, future = under_way.popleft()
                 busy -= freed
-                yield done, self._error(done[0], future)
+                problem = None
+                try:
+                    with self._tensorstore(done[0].leaf.name):
+                        future.result()
+                except EpochCheckpointError as error:
+                    problem = error
+                yield done, problem
             if part is not None:
                 under_way.append((part, nbytes, self._begin(*part, kept=0 if one_by_one else _READ_BYTES)))
                 busy += nbytes
         if not one_by_one:
             self._cached = "", None
-
-    def _error(self, row: StoredLeaf, future: Any) -> EpochCheckpointError | None:
-        try:
-            with self._tensorstore(row.leaf.name):
-                future.result()
-        except EpochCheckpointError as error:
-            return error
-        return None
 
     def _begin(self, row: StoredLeaf, box: Box = (), out: np.ndarray | None = None, kept: int = 0) -> Any:
         """A future of a part of an array that is read into `out`, or of a number; it raises what is wrong."""
@@ -340,15 +330,14 @@ class OrbaxItem:
         param, array = self._cached
         if shared and param == row.param and array is not None:
             return array
+        limit = min(kept + _row_bytes(row) + _SLACK_BYTES, _CACHE_BYTES) if shared else 0
         spec = {
             "driver": "zarr3" if self._zarr3 else "zarr",
             "kvstore": self._kvstore(f"{row.param}/"),
             "metadata": row.array.metadata,
             "fill_missing_data_reads": self._fill,
             "recheck_cached_data": False,
-            "cache_pool": {
-                "total_bytes_limit": min(kept + _row_bytes(row) + _SLACK_BYTES, _CACHE_BYTES) if shared else 0
-            },
+            "cache_pool": {"total_bytes_limit": limit},
         }
         array = ts.open(spec, open=True, read=True, assume_metadata=True, context=self._context).result()
         if row.leaf.dtype is None and array.ndim:
@@ -468,11 +457,11 @@ def _as_text(path: KeyPath) -> tuple[str, ...]:
 
 def _name(path: KeyPath) -> str:
     """The name of the leaf at a path, in which a key that looks like a number is one."""
-    return tree_lib.leaf_name(tuple(("k", int(key)) if k == "k" and _is_number(key) else (k, key) for k, key in path))
 
+    def named(key: Any) -> Any:
+        return int(key) if isinstance(key, str) and key.isdecimal() and str(int(key)) == key else key
 
-def _is_number(key: Any) -> bool:
-    return isinstance(key, str) and key.isdecimal() and str(int(key)) == key
+    return tree_lib.leaf_name(tuple((kind, named(key) if kind == "k" else key) for kind, key in path))
 
 
 def _entry(row: Mapping[str, Any]) -> tuple[KeyPath, str, tuple[int, ...] | None]:

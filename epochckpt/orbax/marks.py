@@ -111,10 +111,8 @@ def read_object(store: Store, path: str) -> tuple[dict[str, Any] | None, str]:
 
 def look(store: Store, at: str) -> dict[str, str]:
     """The entries of a folder by name: `folder`, `link` (not followed), `file`, or `other`: a pipe or a device."""
-    return _look(_full(store, at))
+    place = _full(store, at)
 
-
-def _look(place: str) -> dict[str, str]:
     def read() -> list[tuple[str, str]]:
         with os.scandir(place) as entries:
             return [
@@ -139,7 +137,7 @@ def check_files(store: Store, at: str) -> None:
         if place in seen:  # links may lead in a circle
             continue
         seen.add(place)
-        for name, kind in _look(place).items():
+        for name, kind in look(store, place).items():
             path, target = paths.join(folder, name), os.path.join(place, name)
             if kind == "link":
                 target = os.path.realpath(target)

@@ -51,12 +51,12 @@ class StepLog:
     def committed(self, entry: dict[str, Any], committed_ns: int, secs: float) -> None:
         """Logs the entry of a save that was committed `secs` after the call of `save`."""
         when = datetime.datetime.fromtimestamp(committed_ns / 1e9, tz=datetime.UTC)
-        self._tell({**entry, "committed": when.isoformat(), "secs": secs})
+        self._log({**entry, "committed": when.isoformat(), "secs": secs})
 
     def restored(self, step: int, directory: str, began: float, read: float) -> None:
         """Logs that an epoch was restored: `restore` began, and began to read, at these moments."""
         now = time.monotonic()
-        self._tell(
+        self._log(
             dataclasses.asdict(step_statistics.RestoreStepStatistics())
             | {
                 "step": step,
@@ -68,7 +68,7 @@ class StepLog:
             }
         )
 
-    def _tell(self, entry: dict[str, Any]) -> None:
+    def _log(self, entry: dict[str, Any]) -> None:
         if self._logger is not None:
             _threads.logged("the logger of the manager failed", lambda: self._logger.log_entry(entry))
 

@@ -64,9 +64,12 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
     else:
         folders = {n: n for n, is_folder in sorted(entries.items()) if is_folder and paths.TMP_SUFFIX not in n}
     recorded = {n: h for n, h in handlers.items() if isinstance(h, str)} if isinstance(handlers, dict) else {}
-    metrics = (
-        _metrics(store, folder, METRICS in recorded, problems, unread) if {METRICS} & {*folders, *recorded} else None
-    )
+    metrics: dict[str, Any] = {}
+    if METRICS in folders or METRICS in recorded:
+        path = paths.join(folder, METRICS, METRICS)
+        metrics = _json(store, path, problems, unread)
+        if METRICS in recorded and not metrics and path not in {*unread, *problems} and not store.exists(path):
+            problems[path] = f"is missing; {STEP_RECORD} names it"
     for path, problem in problems.items():
         logging.warning("%s/%s %s; the step is read without it", store.root, path, problem)
     committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
@@ -131,9 +134,11 @@ def _check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
         raise half_written(record.epoch, at, "is an empty folder")
     if kind(store, at, name, record) != "arrays":
         if record.handlers.get(name, "").endswith("JsonCheckpointHandler"):
-            first = _first_file(at, entries, record.epoch)
-            if not store.size(first):
-                raise half_written(record.epoch, first, "has 0 bytes; expected JSON")
+            files = sorted(n for n, is_folder in entries.items() if not is_folder and n != COMMIT)
+            if not files:
+                raise half_written(record.epoch, paths.join(at, paths.JSON_FILE), "is missing; expected JSON")
+            if not store.size(paths.join(at, files[0])):
+                raise half_written(record.epoch, paths.join(at, files[0]), "has 0 bytes; expected JSON")
         return
     if TREE_RECORD not in entries:
         if entries.get(AGGREGATE) is False:
@@ -251,13 +256,6 @@ def _names(store: Store, at: str) -> set[str]:
     return {e.name for e in store.list(at)}
 
 
-def _first_file(at: str, entries: Mapping[str, bool], epoch: int) -> str:
-    files = sorted(n for n, is_folder in entries.items() if not is_folder and n != COMMIT)
-    if not files:
-        raise half_written(epoch, paths.join(at, paths.JSON_FILE), "is missing; expected JSON")
-    return paths.join(at, files[0])
-
-
 def _json(store: Store, path: str, problems: dict[str, str], unread: dict[str, StorageError]) -> dict[str, Any]:
     """A small JSON object that the step can be read without; empty if it cannot be used, which is noted."""
     try:
@@ -267,17 +265,6 @@ def _json(store: Store, path: str, problems: dict[str, str], unread: dict[str, S
     if problem:
         problems[path] = problem
     return found or {}
-
-
-def _metrics(
-    store: Store, folder: str, recorded: bool, problems: dict[str, str], unread: dict[str, StorageError]
-) -> dict[str, Any] | None:
-    """The metrics of a step."""
-    path = paths.join(folder, METRICS, METRICS)
-    found = _json(store, path, problems, unread)
-    if recorded and path not in unread and not store.exists(path):
-        problems[path] = f"is missing; {STEP_RECORD} names it"
-    return found or None
 
 
 def _nanoseconds(value: Any) -> int | None:

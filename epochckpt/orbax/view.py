@@ -276,16 +276,15 @@ class _Parameters:
             self.unsupported[leaf.name] = f"Orbax has no type for this {leaf.kind}"
         elif leaf.dtype.name not in _ZARR_DTYPES:
             self.unsupported[leaf.name] = f"Orbax cannot store {leaf.dtype.name}"
-        else:
-            self._array(number, leaf, name)
-
-    def _array(self, number: int, leaf: Leaf, name: str) -> None:
-        assert leaf.dtype is not None
-        chunk = self.arrays.cell_shape(number)
-        if not math.prod(leaf.shape):
+        elif not math.prod(leaf.shape):
             self.unsupported[leaf.name] = "Orbax cannot store arrays without elements"
-            return
-        self.entries[f"{name}/.zarray".encode()] = _zarray(leaf.shape, chunk, _zarr_dtype(leaf.dtype))
+        else:
+            self._array(number, leaf, leaf.dtype, name)
+
+    def _array(self, number: int, leaf: Leaf, dtype: np.dtype[Any], name: str) -> None:
+        chunk = self.arrays.cell_shape(number)
+        zarr_dtype = dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
+        self.entries[f"{name}/.zarray".encode()] = _zarray(leaf.shape, chunk, zarr_dtype)
         is_jax = leaf.kind in ("jax", "prng")
         self._record(leaf, _TYPES[leaf.kind], chunk if is_jax else None)
         if is_jax:
@@ -348,10 +347,6 @@ def _zarray(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str) -> bytes
     plain = {"compressor": None, "dimension_separator": ".", "fill_value": None, "filters": None, "order": "C"}
     array = {"chunks": chunk, "dtype": dtype, "shape": shape, "zarr_format": 2}
     return json.dumps({**plain, **array}, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _zarr_dtype(dtype: np.dtype[Any]) -> str:
-    return dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
 
 
 def _json(value: Any) -> bytes:

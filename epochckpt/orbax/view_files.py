@@ -43,7 +43,8 @@ def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) 
     The record comes back with the note of what the view lacks: all of it where the file system has no symlinks.
     """
     try:
-        if not _has_links(store, folder, record):
+        # The first node made this link of its own accord, or has another file of that name.
+        if not store.exists(paths.join(folder, record.node_folder(0), paths.JSON_FILE)):
             raise io.UnsupportedOperation("see link_node")
         for name in view.folders:
             store.make_folder(paths.join(folder, name))
@@ -65,11 +66,6 @@ def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) 
     run([partial(store.sync_folder, paths.join(folder, name)) for name in reversed(view.folders)])
     files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
     return dataclasses.replace(record, orbax_unsupported=view.unsupported, orbax_view=files)
-
-
-def _has_links(store: Store, folder: str, record: EpochRecord) -> bool:
-    """Whether the first node has the link that it made of its own accord, or has another file of that name."""
-    return store.exists(paths.join(folder, record.node_folder(0), paths.JSON_FILE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +135,7 @@ def _links(view: View, record: EpochRecord) -> dict[str, _Link]:
 
 def _compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: bytes | None) -> str:
     """What is wrong with a file of the view; one made anew, maybe by another epochckpt, is as good as the first."""
-    known = {recorded}
-    if fresh is not None:
-        known.add((len(fresh), checksums.digest(fresh)))
+    known = {recorded} if fresh is None else {recorded, (len(fresh), checksums.digest(fresh))}
     size = store.size(path)
     if size not in {length for length, _ in known}:
         return f"has {size} bytes, {recorded[0]} were written"
