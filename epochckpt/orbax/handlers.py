@@ -1,10 +1,9 @@
 """Orbax's handlers: which one stands for an item, and how those that are not ours are run.
 
 As in Orbax, the class of an argument says which handler takes the item: through the manager's `handler_registry` or
-`item_handlers`, else through the global registration. Unmodified handlers of Orbax's own only choose what *our*
-engine does (`OURS`); everybody else's handlers are run. They get a folder of their own, on local disk: `save` (or
-`async_save` and what it returns) fills it, the background copies it to the node's folder, and for `restore` it is
-filled again with what every node wrote, verified.
+`item_handlers`, else through the global registration. Unmodified handlers of Orbax only choose what *our* engine does
+(`OURS`); other handlers are run in a folder of their own on local disk. A save copies it to the node's folder in the
+background; for a restore it has the verified files of all nodes.
 """
 
 from __future__ import annotations

@@ -49,9 +49,12 @@ def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
         return False
 
     def holds_tree() -> bool:
+        if _has_tree(store, folder, entries):
+            return True
         inner = [n for n, kind in entries.items() if kind == "folder" and paths.TMP_SUFFIX not in n]
-        inner = [n for n in inner if not n.isdigit() and not is_epoch(n)]
-        return _has_tree(store, folder, entries) or any(_is_item(store, paths.join(folder, n)) for n in inner)
+        items = [paths.join(folder, n) for n in inner if not n.isdigit() and not is_epoch(n)]
+        # An item that has a record is a step that a plain Checkpointer wrote.
+        return any(STEP_RECORD not in (found := look(store, at)) and _has_tree(store, at, found) for at in items)
 
     try:
         entries = look(store, folder)
@@ -77,7 +80,7 @@ def lost_records(store: Store, folder: str) -> bool:
     """
     try:
         return _is_ours(store, folder, look(store, folder), step_record(store, folder))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
         return False
 
 
@@ -204,12 +207,6 @@ def _has_tree(store: Store, at: str, entries: Mapping[str, str]) -> bool:
         return False
     tree, _ = read_object(store, paths.join(at, TREE_RECORD))
     return tree is not None and isinstance(tree.get("tree_metadata"), dict)
-
-
-def _is_item(store: Store, at: str) -> bool:
-    """Whether a folder holds a tree, and is no step that a plain Checkpointer wrote."""
-    entries = look(store, at)
-    return STEP_RECORD not in entries and _has_tree(store, at, entries)
 
 
 def _is_linked_index(entries: Mapping[str, str]) -> bool:

@@ -1,8 +1,7 @@
 """The Orbax view: small files beside the data that let stock Orbax read an epoch without epochckpt.
 
-From an epoch's record to the content of files and links, without I/O; `commit` writes them. An uncompressed zarr
-chunk *is* the raw bytes of a cell, so the index of an OCDBT database points into the nodes' data files, through one
-relative symlink per node (the database accepts only paths below its own folder):
+Built from an epoch's record without I/O. An uncompressed zarr chunk *is* the raw bytes of a cell, so the index of an
+OCDBT database points into the nodes' data files, through a symlink per node: it accepts only paths below its folder.
 
     <item>/manifest.ocdbt index.0 _METADATA _sharding _strings.json array_metadatas/process_0
     <item>/<node> -> ../<node>                for items of arrays
@@ -10,8 +9,8 @@ relative symlink per node (the database accepts only paths below its own folder)
     <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
-`_sharding` says how leaves lay on devices. What Orbax cannot express is left out, never wrong, and is named in
-`View.unsupported`; where a sequence would lack an element, a None takes its place.
+What Orbax cannot express is left out, never wrong, and is named in `View.unsupported`; where a sequence would lack an
+element, a None takes its place.
 """
 
 from __future__ import annotations
