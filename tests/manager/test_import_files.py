@@ -180,6 +180,13 @@ def test_a_folder_of_hugging_face_becomes_one_epoch(tmp_path: pathlib.Path) -> N
     same(restored(tmp_path / "run"), tensors)
 
 
+def test_an_index_without_tensors_is_an_empty_tree(tmp_path: pathlib.Path) -> None:
+    """As a file without tensors is."""
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    ec.import_(tmp_path, tmp_path / "run", 3)
+    assert restored(tmp_path / "run") == {}
+
+
 def edit_index(folder: pathlib.Path, edit: Callable[[dict[str, str]], Any]) -> None:
     """Changes the map of an index."""
     path = folder / "model.safetensors.index.json"

@@ -334,6 +334,17 @@ def test_a_damaged_handler_file_never_reaches_the_handler(tmp_path: pathlib.Path
         assert manager.all_steps() == [0]
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_verify_finds_every_damaged_handler_file(tmp_path: pathlib.Path, verify: bool) -> None:
+    """One file hides no other, and a manager whose restores do not verify still does so when it is asked to."""
+    save(tmp_path, notes=NotesSave(NOTES))
+    for name in ("first.txt", "sub folder/rest.txt"):
+        (tmp_path / "0" / "process_0" / "notes" / name).write_bytes(b"\7" * len(("one", "two\nthree")["sub" in name]))
+    with ec.CheckpointManager(tmp_path, storage=ec.StorageOptions(verify=verify)) as manager:
+        damage = [str(error) for error in manager.verify(0).damage]
+    assert [("first.txt" in each, "rest.txt" in each) for each in damage] == [(True, False), (False, True)], damage
+
+
 def test_protos_are_saved_and_restored(place: str) -> None:
     """ProtoSave/Restore, with the class given for restoring."""
     proto = struct_pb2.Struct()
