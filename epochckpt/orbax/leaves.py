@@ -49,6 +49,7 @@ _BARE_PATH, _BARE_HANDLER = (("k", "checkpoint"),), "ArrayCheckpointHandler"  # 
 _TOLERATED = (ValueError, IndexError, RecursionError, OSError, NotImplementedError)  # what tensorstore raises
 
 _READS = 128  # under way at the same time, as many as Orbax has
+_NUMBERS = 1024  # read ahead when one is asked for: they are a few bytes each
 _READ_BYTES = 2**31  # bound on the decoded chunks of these reads; what has more is read alone
 _BAND_BYTES = 2**26  # of the bands that an array is read in, if several parts of it share chunks
 _CACHE_BYTES = 2**32  # bound on the decoded chunks of one array that are kept for its next part
@@ -273,7 +274,7 @@ class OrbaxItem:
             return self._text(row)
         # Whoever asks for one number asks for the next ones, too: many are read at the same time.
         if row.leaf.sharding not in self._numbers:
-            ahead = {row.leaf.sharding: row, **dict(itertools.islice(self._unread.items(), _READS))}
+            ahead = {row.leaf.sharding: row, **dict(itertools.islice(self._unread.items(), _NUMBERS))}
             for number, other in ahead.items():
                 del self._unread[number]
                 self._numbers[number] = self._begin(other)
