@@ -4,8 +4,6 @@ The fields of `Settings` are the table of settings: the default, the kind of val
 decides, and its help. Kinds check values, `RULES` refuse contradictions, and what the settings make checks the rest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import functools
@@ -64,7 +62,6 @@ class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
         return str(self._none) if value is None else self._write(value)
 
     def flag_type(self) -> str:
-        """See absl."""
         return self.expected
 
 

@@ -4,8 +4,6 @@ Text that comes from storage may hold escape sequences of a terminal, HTML, line
 of writing round, or ten thousand letters. Every view passes it through `shown` or `html`.
 """
 
-from __future__ import annotations
-
 import collections
 import difflib
 import fnmatch

@@ -11,8 +11,6 @@ Guarantees:
 the last save must be drained.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import contextlib

@@ -1,7 +1,5 @@
 """Numbers as people read and write them: sizes, durations, times, figures."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import re

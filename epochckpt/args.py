@@ -1,7 +1,5 @@
 """Argument classes of epochckpt's own, beside those of `orbax.checkpoint.args`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -18,8 +18,6 @@ only the primary calls the metadata handler. `report_checkpoint_stats` reports t
 process; `JobRunner` reports those of all nodes together.
 """
 
-from __future__ import annotations
-
 from epochckpt.jobs import Job, JobRunner, UploadTaskGroupBuilder, epoch_limiter
 from epochckpt.jobs.caffe2_managers import (
     DB_TYPE,

@@ -32,8 +32,6 @@ EpochCheckpointError
 Every error carries its data as attributes, and pickling keeps them.
 """
 
-from __future__ import annotations
-
 import errno
 import traceback
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Nothing here parses a command line: `absl.app.run` does. In a notebook, which ha
 defaults, or what was assigned to them (`FLAGS.ckpt_max_to_keep = 3`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

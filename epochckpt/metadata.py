@@ -1,7 +1,5 @@
 """Metadata handlers: what a run reports while it trains. See `epochckpt.manager.metadata_handlers`."""
 
-from __future__ import annotations
-
 from epochckpt.manager.metadata_handlers import AbstractMetadataHandler, JsonMetadataHandler
 from epochckpt.manager.run_database import RunEpochRow, RunRow, RunStatRow, SqliteMetadataHandler
 

@@ -1,7 +1,5 @@
 """What can be typed after `epochckpt`: commands, options, help."""
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The commands, but for `watch`: each prints its answer and returns the exit code."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Where the command line writes: rows to stdout as text or JSON, progress and remarks to stderr."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -4,8 +4,6 @@ Promises: an epoch that is listed can be restored; only the primary commits and 
 error names the node that is late; a run that a newer one has fenced off changes nothing any more.
 """
 
-from __future__ import annotations
-
 from epochckpt.commit.attempt import Attempt
 from epochckpt.commit.claiming import Claim
 from epochckpt.commit.coordination import Calls, Coordinator

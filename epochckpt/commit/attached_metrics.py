@@ -4,8 +4,6 @@ The commit record never changes. A file names the attempt that it is about, so t
 replaced, or quarantined and saved anew, do not count for the new one. Its bytes are sealed as those of every record.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping

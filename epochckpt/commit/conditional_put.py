@@ -7,8 +7,6 @@ Guarantees:
 - data that a record names is never swept, nor is the data of a quarantined record.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
@@ -49,7 +47,6 @@ class PutCommits(Commits):
             )
 
     def claim(self, epoch: int = 0, continues: str = "") -> None:
-        """See Commits."""
         data = claiming.owner_bytes(token=paths.new_id())  # unlike the bytes of every other claim
         older = int(self.newest)
         while True:
@@ -126,17 +123,14 @@ class PutCommits(Commits):
         return set() if record is None else {record.attempt}
 
     def begin(self, epoch: int, attempt: str) -> None:
-        """See Commits."""
         self._check_fence(epoch)
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """See Commits."""
         return paths.join(self.names.build(epoch), paths.folder_name(node), attempt)
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        """See Commits."""
         path = paths.join(self.names.build(epoch), paths.EPOCH_RECORD)
         self._check_fence(epoch)
         check()
@@ -193,14 +187,12 @@ class PutCommits(Commits):
             logging.info("%s/%s is the newer run's by now", self.store.root, path)
 
     def discard(self, epoch: int, attempt: str) -> None:
-        """See Commits."""
         folder = self.names.build(epoch)
         for node in self.store.list(folder):
             if node.is_folder:
                 self.store.remove_tree(paths.join(folder, node.name, attempt))
 
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
-        """See Commits."""
         self._check_fence(epoch)
         folder = self.folder(epoch)
         attempts = self._attempt_in(folder) or set()
@@ -216,7 +208,6 @@ class PutCommits(Commits):
         return remove
 
     def roll_back(self, rollback: Rollback) -> None:
-        """See Commits."""
         self._check_fence(rollback.about)
         self.store.create(paths.ROLLBACK_RECORD, rollback.to_bytes())
         self._finish(rollback)

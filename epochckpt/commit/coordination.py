@@ -9,8 +9,6 @@ The processes that take part are numbered here and nowhere else: the primary is 
 of their JAX process indices. As a rule these numbers are those indices.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import json
@@ -133,23 +131,19 @@ class JaxCoordinator(Coordinator):
         self._client, self.process, self.ids = client, ids.index(id), tuple(ids)
 
     def put(self, key: str, value: Any) -> None:
-        """See Coordinator."""
         text = json.dumps(value)
         self._call(f"set {key}", lambda: self._client.key_value_set(key, text))
 
     def get(self, key: str, timeout_secs: float) -> Any:
-        """See Coordinator."""
         millis = max(1, int(min(timeout_secs, 10**6) * 1000))
         text = self._call(f"give {key}", lambda: self._client.blocking_key_value_get(key, millis), timeout_secs)
         return json.loads(text)
 
     def get_all(self, prefix: str) -> Mapping[str, Any]:
-        """See Coordinator."""
         pairs = self._call(f"list {prefix}", lambda: self._client.key_value_dir_get(prefix + "/"))
         return {key.rpartition("/")[2]: json.loads(value) for key, value in pairs}
 
     def forget(self, prefix: str) -> None:
-        """See Coordinator."""
         with contextlib.suppress(CoordinationError):
             self._call(f"delete {prefix}", lambda: self._client.key_value_delete(prefix + "/"))
 

@@ -1,7 +1,5 @@
 """The size of the main memory that this process may use."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

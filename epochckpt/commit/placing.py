@@ -15,8 +15,6 @@ Epochs that are *kept* out of sight lie in the directory itself: in `rolled-back
 folder that `todelete_subdir` names. In names `/` is `%2F`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -17,8 +17,6 @@ A rollback quarantines every later epoch, and the next save of its number quaran
 replaced only if the caller allows it (`ReplaceCondition`).
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import dataclasses

@@ -8,8 +8,6 @@ Guarantees:
 How folders come to their places, and what a kill on the way leaves, is in `placing`.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import os
@@ -61,7 +59,6 @@ class RenameCommits(Commits):
         return True  # our own deletions move a folder away before anything in it is removed
 
     def claim(self, epoch: int = 0, continues: str = "") -> None:
-        """See Commits."""
         self.incarnation = paths.new_id()
         self._begun.add(self.incarnation)
         self.store.make_root()  # deleted since it was opened, perhaps
@@ -92,14 +89,12 @@ class RenameCommits(Commits):
         return away or ""
 
     def moving(self) -> list[int]:
-        """See Commits."""
         homes = [entry.name for entry in self.store.list("") if paths.parse_incarnation(entry.name) is not None]
         found = [where for home in homes for _, where in placing.on_the_move(self.store, home)]
         epochs = [self.names.parse(where) for where in found if not self.store.exists(where)]
         return sorted(epoch for epoch in epochs if epoch is not None)
 
     def begin(self, epoch: int, attempt: str) -> None:
-        """See Commits."""
         for given_up in list(self._given_up):
             if self.store.exists(self._staging(given_up)):  # a late node has made it again
                 self.discard(epoch, given_up)
@@ -113,11 +108,9 @@ class RenameCommits(Commits):
         return staging
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """See Commits."""
         return paths.join(self._staging(attempt), paths.folder_name(node))
 
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """See Commits."""
         folder = self.node_folder(epoch, attempt, node)
         self.make_staging(epoch, attempt)
         with self._staged(epoch):
@@ -125,7 +118,6 @@ class RenameCommits(Commits):
         return folder
 
     def seal_node(self, epoch: int, attempt: str, node: str, folders: Sequence[str], record: bytes, view: bool) -> None:
-        """See Commits."""
         folder = self.node_folder(epoch, attempt, node)
         with self._staged(epoch):
             for inner in folders:
@@ -145,7 +137,6 @@ class RenameCommits(Commits):
                     self.store.uncache(paths.join(folder, entry.name))
 
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
-        """See Commits."""
         try:
             view = self._views.build(record)
         except Exception as error:  # Orbax's form cannot take it: the epoch itself is not in danger
@@ -162,7 +153,6 @@ class RenameCommits(Commits):
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        """See Commits."""
         staging = self._staging(attempt)
         # A rollback that was interrupted would hide the new epoch, too.
         if epoch in self.hidden():
@@ -230,7 +220,6 @@ class RenameCommits(Commits):
         return SaveError(epoch, reason)
 
     def discard(self, epoch: int, attempt: str) -> None:
-        """See Commits."""
         if attempt not in self._given_up:
             self._given_up.append(attempt)
         with suppress(FileNotFoundError):
@@ -242,7 +231,6 @@ class RenameCommits(Commits):
         return away
 
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
-        """See Commits."""
         name = self.folder(epoch)
         kept = None if into is None else paths.join(into, name)
         if kept is not None and self.store.exists(kept):
@@ -263,7 +251,6 @@ class RenameCommits(Commits):
         return lambda: self.store.remove_tree(away)  # nothing is there if it was kept
 
     def roll_back(self, rollback: Rollback) -> None:
-        """See Commits."""
         with self._fenced(rollback.about):
             try:
                 self.store.put(paths.ROLLBACK_RECORD, rollback.to_bytes(), draft=self._draft())
@@ -296,12 +283,10 @@ class RenameCommits(Commits):
             self.store.remove(done)
 
     def release(self) -> None:
-        """See Commits."""
         placing.leave(self.store, self._home)
         self.store.sync_folder("")
 
     def lost(self, epoch: int) -> SaveError:
-        """See Commits."""
         if self.store.exists(self._home):
             return SaveError(epoch, "the primary has given this attempt up")
         return FencedError(

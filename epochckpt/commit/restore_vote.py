@@ -8,8 +8,6 @@ accepted, or the first error. Guarantees:
 - where storage does not answer one of the processes, all of them stop instead of falling back to an older epoch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar

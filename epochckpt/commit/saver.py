@@ -12,8 +12,6 @@ An attempt is called `<epoch>-<number>` on every process, because all processes 
 primary's `claim/<attempt>/0`: the first save of the other processes waits for it, later saves wait for no process.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

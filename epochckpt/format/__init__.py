@@ -4,8 +4,6 @@ Promises: pure functions and frozen values; no policy, and no I/O but the readin
 is parsed here may be damaged or hostile, and every error says where it lies.
 """
 
-from __future__ import annotations
-
 from epochckpt.format.grid import ArrayItem, Box, Grid, Leaf, Part
 from epochckpt.format.nodes import Nodes
 from epochckpt.format.records import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord

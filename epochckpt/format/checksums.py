@@ -1,7 +1,5 @@
 """xxh3 checksums of blocks, records that carry their own checksum, and user data as strict JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

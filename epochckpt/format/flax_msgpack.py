@@ -5,8 +5,6 @@ beyond 1 GiB is a dict of flat pieces. Files may be hostile: the `msgpack` packa
 by its stack; everything that becomes an array or a dict is checked here. The whole tree is held in memory.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import re

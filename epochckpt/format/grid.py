@@ -9,8 +9,6 @@ A node's file holds its cells ordered by item size (largest first, so that each 
 cell. Beyond `part_bytes` it is continued in another part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -4,8 +4,6 @@ Parsing checks types, ranges and cross references, and raises FormatError with t
 by the size of the record.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

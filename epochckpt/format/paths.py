@@ -4,8 +4,6 @@ A checkpoint directory holds `<epoch>/<node>/…` for committed epochs, and one 
 folder for everything that is not committed. Paths are relative to the directory and use `/`.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import secrets

@@ -5,8 +5,6 @@ dataclass), `f` flattened index (a custom node without keys). A leaf's *name* is
 are percent-escaped, so that `{"a/b": x}` and `{"a": {"b": x}}`, and the keys `1` and `"1"`, have different names.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

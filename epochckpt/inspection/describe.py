@@ -4,8 +4,6 @@ Nothing here asks JAX for its devices: shardings are put in the words of the rec
 data, which is what reading them gives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -8,8 +8,6 @@ have the same checksums and lengths in both epochs, and the cell lies at the sam
 same, whichever node wrote them and whatever else changed in the tree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

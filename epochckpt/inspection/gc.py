@@ -11,8 +11,6 @@ Guarantees:
   fenced off: the same as the next run would remove.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -4,8 +4,6 @@ Ours are verified block by block before a byte of them is seen; stock Orbax keep
 their data. A reader that meets a deletion raises `EpochDeletedError`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,19 +47,15 @@ class LeafReader:
         self.record = self.whole.record
 
     def value(self, item: str, leaf: str, node: str = "") -> Any:
-        """See `CheckpointReader.value`."""
         return self._of(item, node).value(item, leaf, node)
 
     def pieces(self, item: str, leaf: str, node: str = "", max_elements: int = PIECE_ELEMENTS) -> Iterator[np.ndarray]:
-        """See `CheckpointReader.pieces`."""
         yield from self._of(item, node).pieces(item, leaf, node, max_elements)
 
     def file(self, item: str, name: str, node: str = "") -> bytes:
-        """See `CheckpointReader.file`."""
         return self._of(item, node).file(item, name, node)
 
     def native(self, item: str, node: str = "") -> EpochReader | None:
-        """See `CheckpointReader.native_of`."""
         return self._of(item, node).native_of(item, node)
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:

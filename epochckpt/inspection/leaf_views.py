@@ -1,7 +1,5 @@
 """What people see of leaves: their lines in a tree, the cut of arrays over nodes, statistics, and differences."""
 
-from __future__ import annotations
-
 import collections
 import math
 from collections.abc import Iterator, Sequence

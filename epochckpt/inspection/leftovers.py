@@ -17,8 +17,6 @@ Others write to these folders and remove them meanwhile: what has vanished is no
 Ages are differences between the wall clock and the times of the file system; no removal is decided by them alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -4,8 +4,6 @@ Every row is an object of its dataclass's fields, in their order, and of its pro
 JSON lacks (NaN, infinities, halves of surrogate pairs) becomes text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

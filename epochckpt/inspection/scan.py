@@ -1,7 +1,5 @@
 """A directory of checkpoints as rows: its epochs, the attempts at saving one, and what else lies there. Only reads."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

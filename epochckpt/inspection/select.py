@@ -1,7 +1,5 @@
 """Which items, nodes and leaves are meant: by name, by part of the tree, by shell pattern."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import glob

@@ -1,7 +1,5 @@
 """How arrays are cut over nodes: in words, and as a grid of parts for a drawing."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What a path is that was given for a checkpoint directory and is none: for the error that says so."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Notebooks and terminals draw the same blocks. Every decision about a view is mad
 and columns it has, in which order, how much of a long list, and in which words.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -5,8 +5,6 @@ appears; those of the newest epoch and of damaged ones are read at every look, b
 number by now. What comes and goes between two looks is not seen.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import threading

@@ -4,8 +4,6 @@ Promises: a run ends with all that it trained on storage, or its `RunResult` and
 is started again goes on after the newest epoch that all nodes can read.
 """
 
-from __future__ import annotations
-
 from epochckpt.jobs.job import Cluster, Job, Node, Task, TaskGroup, epoch_limiter
 from epochckpt.jobs.result import RunResult
 from epochckpt.jobs.runner import JobRunner, UploadTaskGroupBuilder

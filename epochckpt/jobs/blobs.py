@@ -5,8 +5,6 @@ processes are saved once, and everything else belongs to each node. A blob that 
 the primary's other values, so that it is whole for other readers) and a second item beside it with each node's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping

@@ -13,8 +13,6 @@ found when it joined. From then on every rename out of them fails, and the older
 reads takes nothing over. The directory itself is never created, and nothing is looked at before the first use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -113,7 +111,6 @@ class NodeCommits(RenameCommits):
     def read_in(
         self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
     ) -> EpochRecord | None:
-        """See Commits."""
         record = super().read_in(folder, epoch, parse)
         if record is not None and not (record.per_node and record.nodes[0].name == self.node):
             raise FormatError(
@@ -171,13 +168,11 @@ class NodeCommits(RenameCommits):
         return self._staging(attempt)
 
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """See Commits."""
         return self.make_staging(epoch, attempt)
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        """See Commits."""
 
         def make_room() -> None:
             with contextlib.suppress(FileExistsError):
@@ -207,7 +202,6 @@ class NodeCommits(RenameCommits):
             placing.leave(self.store, self._home)
 
     def lost(self, epoch: int) -> Any:
-        """See Commits."""
         if not os.path.isdir(self.store.root):
             return self._missing()
         if self.store.exists(self._home):

@@ -270,7 +270,6 @@ class CheckpointManager(Manager):
         return [self.node_name]
 
     def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
-        """See Manager."""
         return {node: self for node in nodes if self._node in (None, node)}
 
     def _task(self, name: str, fn: Callable[[Workspace], Any]) -> Task:
@@ -495,7 +494,6 @@ class MultiNodeCheckpointManager(Manager):
         return names
 
     def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
-        """See Manager."""
         return {node: self._managers[node] for node in nodes if node in self._managers}
 
     def _chosen(self, names: Iterable[str] | None) -> dict[str, CheckpointManager]:

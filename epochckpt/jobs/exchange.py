@@ -5,8 +5,6 @@
 - Every process gets the same answer: the primary's, which knows what all processes have reported.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -5,8 +5,6 @@ A process on its own owns SIGTERM while it trains: the first one asks the run to
 process asks equally often and gets the same answers. The save policies of managers get the same answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -43,7 +41,6 @@ class JaxNotice(Notice):
     """JAX's preemption notice, through one count of questions for the whole process."""
 
     def poll(self) -> bool:
-        """See Notice."""
         self.heard = coordination.Preemption.ask() or self.heard
         return self.heard
 
@@ -59,7 +56,6 @@ class StepNotice(Notice):
         self._asked = -1
 
     def ask(self, epoch: int) -> bool:
-        """See Notice."""
         for number in range(self._asked + 1, max(epoch, self._asked + 1) + 1):
             self.heard = bool(ocp.utils.reached_preemption(number)) or self.heard
             self._asked = number

@@ -1,7 +1,5 @@
 """What people see of a run: a progress bar over its epochs, and what became of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import sys

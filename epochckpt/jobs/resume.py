@@ -1,7 +1,5 @@
 """Where a run begins: from scratch, or after an epoch that is on storage."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 

@@ -5,8 +5,6 @@ epoch in the middle, and whether it can save; the primary decides from all repor
 ended. So stop, preemption and the results of saves are common to all processes. A save that fails never stops training.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import fnmatch

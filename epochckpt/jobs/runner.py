@@ -1,7 +1,5 @@
 """`JobRunner`: runs a job to its end, checkpoints it, and goes on where it was interrupted."""
 
-from __future__ import annotations
-
 import abc
 import inspect
 import time

@@ -1,7 +1,5 @@
 """Where tasks run: `LocalSession` (all nodes in this process) and `DistributedSession` (this process is one node)."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -122,7 +120,6 @@ class LocalSession(Session):
             raise InvalidArgumentError(f"LocalSession runs all nodes in one process; this is {job}")
 
     def open(self, nodes: Sequence[str]) -> None:
-        """See Session."""
         if len(self._nodes) == 1 < len(nodes):
             self.root.make_child_of(self._nodes[0])
         self._nodes = tuple(nodes)
@@ -145,7 +142,6 @@ class DistributedSession(Session):
         super().__init__(workspace, coordination.connect(False))
 
     def open(self, nodes: Sequence[str]) -> None:
-        """See Session."""
         if len(nodes) != self.coordinator.processes:
             found = f"the job has {len(nodes)} nodes ({', '.join(nodes)}), jax.distributed {self.coordinator.processes}"
             raise InvalidArgumentError(f"{found} processes; a DistributedSession needs one process per node")

@@ -5,8 +5,6 @@ publishes it. Only the bytes and the attempt are not new: they are those of the 
 is published, and the next claim of the directory sweeps what a killed upload leaves.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import dataclasses

@@ -3,8 +3,6 @@
 Promises: `CheckpointManager` has Orbax's interface; what only reads needs no other process and no permission to write.
 """
 
-from __future__ import annotations
-
 from epochckpt.manager.manager import CheckpointManager
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import CheckpointReader

@@ -3,8 +3,6 @@
 Neither needs another process; `follow` only reads.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

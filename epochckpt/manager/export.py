@@ -3,8 +3,6 @@
 The folder appears whole or not at all: it is written under another name beside its own, made durable, and renamed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -234,7 +232,6 @@ class _Counted(PosixStore):
         self._progress = progress
 
     def open_writer(self, path: str, size: int) -> PosixWriter:
-        """See Store."""
         writer = super().open_writer(path, size)
         write = writer.write
 

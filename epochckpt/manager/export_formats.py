@@ -6,8 +6,6 @@
   boxes that are contiguous in the file, so memory is bounded by the box.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@ A safetensors file is never taken into memory: its arrays are views of the mappe
 storage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Caffe2's protocol of metadata handlers, and the handler that writes a JSON file; public in `epochckpt.metadata`."""
 
-from __future__ import annotations
-
 import abc
 import datetime
 import inspect

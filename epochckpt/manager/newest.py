@@ -1,7 +1,5 @@
 """`restore(None)`: a vote of the job's processes on the newest epoch that all can read, see `commit.restore_vote`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Calls a metadata handler: to notify it of saves and runs, and to ask it where to resume."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar

@@ -5,8 +5,6 @@ the same targets, and no value changes its kind of number unless it survives exa
 word). Everything else is read by Orbax's own handlers. No process waits for another one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -61,16 +59,13 @@ class OrbaxReader(CheckpointReader):
         self.item = functools.cache(self._item)
 
     def item_kinds(self) -> dict[str, str]:
-        """See CheckpointReader."""
         self._check()
         return {name: "arrays" if self._kind(name) == "arrays" else "files" for name in self.record.names}
 
     def item_handlers(self) -> dict[str, str]:
-        """See CheckpointReader."""
         return dict(self.record.handlers)
 
     def restore_item(self, name: str, args: Any) -> Any:
-        """See CheckpointReader."""
         recorded = self.record.handlers.get(name, "")
         kind = self._kind(name)
         if kind == "arrays":
@@ -110,13 +105,11 @@ class OrbaxReader(CheckpointReader):
         return handler, args
 
     def arrays(self, item: str, node: str = "") -> ArraySource:
-        """See CheckpointReader."""
         if node or item not in self.record.names or self._kind(item) != "arrays":
             raise UnknownNameError(f"epoch {self.record.epoch}: item {item!r} has no leaves")
         return _Step(self, item, self.item(item), None)
 
     def file(self, item: str, name: str, node: str = "") -> bytes:
-        """See CheckpointReader."""
         if item not in self.record.folders or not paths.is_file_path(name):
             raise UnknownNameError(f"item {item!r} has no file {name!r}")
         path = paths.join(self._at(item), name)
@@ -129,7 +122,6 @@ class OrbaxReader(CheckpointReader):
                 raise FormatError(path, str(error)) from None
 
     def status(self) -> EpochStatus:
-        """See CheckpointReader."""
         self._check()
         nbytes = steps.nbytes(self.store, self.folder)
         return EpochStatus(self.record.epoch, "committed", "written by stock Orbax", orbax_nbytes=nbytes)
@@ -295,7 +287,6 @@ class _SavedShardings(Shardings):
         self._stored = item
 
     def of(self, leaf: Leaf) -> Sharding | None:
-        """See Shardings."""
         if leaf.sharding < 0:
             return self._fallback
         recorded = _sharding(self._stored, leaf)

@@ -1,7 +1,5 @@
 """The effects of a manager's saves: results, and messages to metadata handler and logger."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 from collections.abc import Sequence
@@ -52,7 +50,6 @@ class Listener:
             logging.warning(text, self._commits.store.root, told)
 
     def announce(self, attempt: Attempt, commit: Committed) -> None:
-        """See `SaveListener`."""
         self._notifier.committed(commit.epoch, attempt.node_secs)
         self._log.committed(attempt.log_entry, commit.committed_ns, attempt.elapsed_secs)
         callback = getattr(self._options.async_options, "post_finalization_callback", None)
@@ -60,7 +57,6 @@ class Listener:
             callback()
 
     def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
-        """See `SaveListener`."""
         if attempt.error is not None:  # this process could not begin it: `save` has raised the error
             return
         detail = "" if failure is None else failure.reason

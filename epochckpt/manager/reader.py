@@ -3,8 +3,6 @@
 `orbax_reader` has the implementation for steps of stock Orbax; `readers` opens either. No other process is needed.
 """
 
-from __future__ import annotations
-
 import abc
 import functools
 import operator
@@ -212,19 +210,15 @@ class NativeReader(CheckpointReader):
         self.of = functools.cache(self._of)
 
     def item_kinds(self) -> dict[str, str]:
-        """See CheckpointReader."""
         return {name: item.kind for name, item in self.record.items.items()}
 
     def item_handlers(self) -> dict[str, str]:
-        """See CheckpointReader."""
         return {name: item.handler for name, item in self.record.items.items() if item.handler}
 
     def restore_item(self, name: str, args: Any) -> Any:
-        """See CheckpointReader."""
         return items.restore_item(self.native, name, args, self.context)
 
     def arrays(self, item: str, node: str = "") -> EpochReader:
-        """See CheckpointReader."""
         source = self.of(item, node)
         record = source.record.items.get(item)
         if record is not None and record.kind == "node":
@@ -244,20 +238,16 @@ class NativeReader(CheckpointReader):
         return self.native.of_node(number, item)
 
     def native_of(self, item: str, node: str = "") -> EpochReader:
-        """See CheckpointReader."""
         return self.of(item, node)
 
     def file(self, item: str, name: str, node: str = "") -> bytes:
-        """See CheckpointReader."""
         return self.of(item, node).read_file(item, name)
 
     def status(self) -> EpochStatus:
-        """See CheckpointReader."""
         nodes = tuple(NodeStatus(n.name, n.nbytes, n.secs) for n in self.record.nodes)
         return EpochStatus(self.record.epoch, "committed", "", nodes)
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
-        """See CheckpointReader."""
         damage = tuple(self.native.verify_all(progress))
         view = view_files.check(self.store, self.folder, self.record)
         if view.absent or view.damage:

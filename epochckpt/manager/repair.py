@@ -1,7 +1,5 @@
 """`repair_view`: rebuilds the Orbax view of an epoch from its record; no other process is needed."""
 
-from __future__ import annotations
-
 import os
 
 import orbax.checkpoint as ocp

@@ -5,8 +5,6 @@
 - The rollback journal is used, not the write-ahead log, which does not work on network file systems.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

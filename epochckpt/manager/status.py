@@ -1,7 +1,5 @@
 """The answers of `status`, `verify` and the metadata calls: plain values, read from records."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

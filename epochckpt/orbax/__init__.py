@@ -4,8 +4,6 @@ Promises: no other package knows the names of Orbax's files. What an option of O
 name; the view that is written beside an epoch lets stock Orbax read the epoch without epochckpt.
 """
 
-from __future__ import annotations
-
 from epochckpt.orbax.handlers import Content, Handlers, HandlerSave
 from epochckpt.orbax.step_names import StepNames
 from epochckpt.orbax.steps import OrbaxRecord

@@ -6,8 +6,6 @@ As in Orbax, the class of an argument says which handler takes the item: through
 background; for a restore it has the verified files of all nodes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -6,8 +6,6 @@ Older steps have it in a msgpack file `checkpoint`, where `PLACEHOLDER://<name>`
 Orbax writes every key as text. A leaf's path keeps that text; in its name a key that looks like a number is a number.
 """
 
-from __future__ import annotations
-
 import base64
 import collections
 import contextlib

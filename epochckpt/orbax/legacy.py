@@ -4,8 +4,6 @@ They are turned into the modern ones: a checkpointer is its handler, and an item
 instance of the handler's argument class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

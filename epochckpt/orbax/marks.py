@@ -12,8 +12,6 @@ zarr `.zarray`. POSIX only. A folder that is named like an epoch and has no `epo
 | anything else | foreign: refused |
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import json
@@ -181,7 +179,6 @@ def _kind_of(path: str, target: str) -> str:
 
 
 def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapping[str, Any] | None) -> bool:
-    """See `lost_records`."""
     if entries.get(COMMIT) == "file" and b"epochckpt" in _start(store, paths.join(folder, COMMIT)):
         return True
     handlers = (record or {}).get("item_handlers")

@@ -5,8 +5,6 @@ One manifest, one B-tree leaf node, no compression. A value is either bytes in t
 key-value store without being copied.
 """
 
-from __future__ import annotations
-
 import itertools
 import struct
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checks of Orbax's options and legacy arguments: honoured, accepted as a hint, or refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

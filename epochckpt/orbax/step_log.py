@@ -3,8 +3,6 @@
 Fields about what is not done here, or not on the training thread (`get_old_steps_…`), stay None.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import time

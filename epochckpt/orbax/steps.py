@@ -4,8 +4,6 @@ Reads JSON and lists folders, nothing else; `orbax_reader` reads the arrays. On 
 Orbax renames a finished step into place, so its folder under its final name is finished unless files were lost.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

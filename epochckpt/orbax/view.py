@@ -13,8 +13,6 @@ What Orbax cannot express is left out, never wrong, and is named in `View.unsupp
 element, a None takes its place.
 """
 
-from __future__ import annotations
-
 import base64
 import collections
 import dataclasses

@@ -4,8 +4,6 @@ What counts is that stock Orbax can read the epoch: a copy in which a link becam
 original, and one without the view is whole, but nothing for Orbax.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -5,8 +5,6 @@ asks for it; an error of a store that does not answer is distinct from an error 
 tests that every store must pass.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

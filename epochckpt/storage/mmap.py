@@ -1,7 +1,5 @@
 """Files mapped as read-only NumPy arrays: their bytes lie in the page cache, not in memory of this process."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from typing import Any, cast

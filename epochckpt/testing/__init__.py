@@ -16,8 +16,6 @@ test module and add two fixtures; pytest collects the tests with your class:
             return MyStore(tmp_path)
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytest.register_assert_rewrite("epochckpt.testing.stores")  # before the import: failed assertions show their values

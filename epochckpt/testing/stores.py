@@ -1,7 +1,5 @@
 """What every store promises, as tests in a class to inherit from."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import threading

@@ -6,8 +6,6 @@ be the system's, so the marks that Jupyter, VS Code, Colab and Sphinx put on a p
 background is our own in both themes, so that text can be read where the guess is wrong.
 """
 
-from __future__ import annotations
-
 import colorsys
 import re
 

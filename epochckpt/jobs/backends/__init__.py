@@ -1,7 +1,5 @@
 """Which backend a checkpoint manager needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from epochckpt.errors import InvalidArgumentError

@@ -1,7 +1,5 @@
 """How the runner uses checkpoint managers: one interface, and what all managers of Orbax's interface share."""
 
-from __future__ import annotations
-
 import abc
 import base64
 import dataclasses
@@ -175,7 +173,6 @@ class ItemBackend(CheckpointBackend):
         self._types_elsewhere: Mapping[str, Any] = {}  # of blobs of other processes, as `_recorded` gives them
 
     def epochs(self) -> list[int]:
-        """See CheckpointBackend."""
         return sorted(self._manager.all_steps())
 
     def _require(self, epoch: int) -> list[int]:
@@ -281,7 +278,6 @@ class ItemBackend(CheckpointBackend):
         """The committed epochs as storage has them now."""
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
-        """See CheckpointBackend."""
         if epoch not in self._stored_epochs():
             return False
         nodes, wanted = self._spaces().keys(), dict[str, set[str]]()
@@ -306,7 +302,6 @@ class ItemBackend(CheckpointBackend):
         """Names that no item may have."""
 
     def agree_on_names(self, names: Names) -> None:
-        """See CheckpointBackend."""
 
         def report() -> dict[str, Any]:
             kinds, types = self._kinds_of(names), dict[str, Any]()

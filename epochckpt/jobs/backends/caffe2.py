@@ -4,8 +4,6 @@ No named epoch and no metadata handler mean from scratch; the handler may overri
 rollback, later epochs are replaced one by one. A save is committed, on each node, when it returns.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,7 +37,6 @@ class Caffe2Backend(CheckpointBackend):
         self._fenced = ""
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
-        """See CheckpointBackend."""
         if not self._manager.several and session.coordinator.processes == 1:
             self._manager.take_nodes(wanted or session.nodes)
         self._wanted = list(wanted)
@@ -58,7 +55,6 @@ class Caffe2Backend(CheckpointBackend):
         return self._manager.take_nodes(self._nodes)
 
     def choose(self, named: int | None) -> int | None:
-        """See CheckpointBackend."""
         return self._exchange.broadcast(
             "the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named)
         )
@@ -68,7 +64,6 @@ class Caffe2Backend(CheckpointBackend):
         return []
 
     def restore(self, epoch: int | None) -> Restored:
-        """See CheckpointBackend."""
         assert epoch is not None, "`choose` names an epoch, or the run begins from scratch"
         self._run(lambda: self._manager.init(self._nodes, retrieve_from_epoch=epoch))
         self._run(lambda: self._manager.load(epoch))
@@ -110,7 +105,6 @@ class Caffe2Backend(CheckpointBackend):
         """See CheckpointBackend. The save itself looks at the blobs."""
 
     def accessible(self, epoch: int) -> bool:
-        """See CheckpointBackend."""
         return self._manager.cp_accessible(epoch=None)
 
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
@@ -146,7 +140,6 @@ class Caffe2Backend(CheckpointBackend):
         _threads.logged("the metadata handler's report", lambda: self._manager.report(action, by_name))
 
     def fenced_off(self) -> str:
-        """See CheckpointBackend."""
         return self._fenced
 
     def drain(self) -> None:
@@ -159,7 +152,6 @@ class Caffe2Backend(CheckpointBackend):
         """See CheckpointBackend. Every save replaces."""
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
-        """See CheckpointBackend."""
         managers = self._manager.managers_of(self._nodes)
         if not managers:
             return False

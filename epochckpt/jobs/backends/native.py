@@ -1,7 +1,5 @@
 """The runner on `epochckpt.CheckpointManager`."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
@@ -31,7 +29,6 @@ class NativeBackend(ItemBackend):
         self.handler = manager.metadata_handler
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
-        """See CheckpointBackend."""
         if wanted:
             self._manager.set_nodes(wanted)
         return self._manager.node_names
@@ -48,33 +45,27 @@ class NativeBackend(ItemBackend):
         self._manager.introduce_handler()
 
     def handler_nodes(self) -> list[str]:
-        """See CheckpointBackend."""
         return list(self._manager.node_names)
 
     def _spaces(self) -> dict[str, Workspace]:
         return {n: ws for n, ws in self._session.workspaces().items() if n in self._manager.node_names}
 
     def damaged(self) -> list[int]:
-        """See CheckpointBackend."""
         return self._manager.damaged_epochs()
 
     def foreign(self) -> Mapping[int, str]:
-        """See CheckpointBackend."""
         return self._manager.foreign_folders()
 
     def claim(self) -> None:
-        """See CheckpointBackend."""
         self._manager.claim()
 
     def fenced_off(self) -> str:
-        """See CheckpointBackend."""
         return self._manager.fenced_off
 
     def _taken_names(self) -> Sequence[str]:
         return self._manager.node_names
 
     def restore(self, epoch: int | None) -> Restored:
-        """See CheckpointBackend."""
         if epoch is None:
             newest, found = self._manager.restore_newest(self._read, self._resumable())
             return self._put_back(newest, *found)
@@ -130,7 +121,6 @@ class NativeBackend(ItemBackend):
         return notes, values
 
     def prepare(self, epoch: int, names: Names) -> Any:
-        """See CheckpointBackend."""
         states, several = self._states(names), len(self._manager.node_names) > 1
         items: dict[str, Any] = {}
         for blob, item in self._items.items():
@@ -168,21 +158,17 @@ class NativeBackend(ItemBackend):
             return save()
 
     def outcomes(self) -> list[SaveResult]:
-        """See CheckpointBackend."""
         return self._manager.pop_save_results()
 
     def drain(self) -> None:
-        """See CheckpointBackend."""
         with contextlib.suppress(SaveError):  # it is an outcome, too
             self._manager.wait_until_finished()
 
     def roll_back(self, epoch: int) -> None:
-        """See CheckpointBackend."""
         if self._require(epoch)[-1] != epoch:
             self._manager.rollback_to(epoch)
 
     def allow_overwrite(self, epoch: int) -> None:
-        """See CheckpointBackend."""
         self._manager.allow_overwrite(epoch)
 
 

@@ -4,8 +4,6 @@ A blob that holds arrays is a `StandardSave` item. Everything else is JSON, one 
 refused by name: rollback, several nodes in one process.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import json
@@ -40,7 +38,6 @@ class OrbaxBackend(ItemBackend):
         self._discarded: int | None = None
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
-        """See CheckpointBackend."""
         processes = session.coordinator.processes
         if len(wanted) > 1 and processes == 1:
             raise UnsupportedError(
@@ -101,7 +98,6 @@ class OrbaxBackend(ItemBackend):
     # -- saving --------------------------------------------------------------------------------------------------
 
     def prepare(self, epoch: int, names: Names) -> Any:
-        """See CheckpointBackend."""
         (node,) = self._spaces()
         states = self._states(names)
         items: dict[str, tuple[str, Any]] = {}  # form and value
@@ -157,7 +153,6 @@ class OrbaxBackend(ItemBackend):
         return self._exchange.gather(what, lambda: mine, lambda found: dict(zip(nodes, found, strict=True)))
 
     def outcomes(self) -> list[SaveResult]:
-        """See CheckpointBackend."""
         if self._asked is not None and not self._manager.is_saving_in_progress():
             self._settle()
         return super().outcomes()
@@ -184,7 +179,6 @@ class OrbaxBackend(ItemBackend):
         self._ended.append(SaveResult(epoch, committed, detail, held, time.monotonic() - began, {}))
 
     def discarded(self, epoch: int) -> bool:
-        """See CheckpointBackend."""
         return epoch == self._discarded
 
     def drain(self) -> None:
@@ -193,7 +187,6 @@ class OrbaxBackend(ItemBackend):
         _threads.logged("a save of stock Orbax failed", self._manager.wait_until_finished)
 
     def roll_back(self, epoch: int) -> None:
-        """See CheckpointBackend."""
         epochs = self._require(epoch)
         if epochs[-1] != epoch:
             raise UnsupportedError(
