@@ -64,7 +64,8 @@ class Future(Generic[T]):
         try:
             self.set(fn())
         except BaseException as error:
-            self._error = error
+            trace = error.__traceback__
+            self._error = error.with_traceback(trace and trace.tb_next)  # this frame would keep the future and `fn`
             self._arrive()
 
     def _arrive(self) -> None:

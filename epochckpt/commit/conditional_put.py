@@ -82,8 +82,9 @@ class PutCommits(Commits):
     def unrecorded(self, folders: Collection[str] | None = None) -> Iterator[str]:
         """Attempts, as `<epoch>/<node>/<attempt>`, that no commit record names, nor one that was quarantined.
 
-        Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more. Looks only into `folders`.
-        What is not named like an attempt at that epoch is not ours: another run, one folder deeper, or a model.
+        Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more. Looks into all
+        folders of epochs, or into the given ones. What is not named like an attempt at that epoch is not ours: another
+        run, one folder deeper, or a model.
         """
         names = [e.name for e in self.store.list("") if e.is_folder and self.names.parse(e.name) is not None]
         chosen = [name for name in names if folders is None or name in folders]

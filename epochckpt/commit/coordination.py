@@ -147,13 +147,13 @@ class JaxCoordinator(Coordinator):
         with contextlib.suppress(CoordinationError):
             self._call(f"delete {prefix}", lambda: self._client.key_value_delete(prefix + "/"))
 
-    def _call(self, what: str, fn: Callable[[], T], wait_secs: float = 0.0) -> T:
+    def _call(self, what: str, fn: Callable[[], T], wait_secs: float | None = None) -> T:
         """Bounds a call that may wait, for a service that does not honour even its own deadline."""
         problem = f"the coordination service did not {what}"
         try:
-            return _threads.abandonable(fn, wait_secs + _CALL_SECS)
+            return _threads.abandonable(fn, (wait_secs or 0.0) + _CALL_SECS)
         except Exception as error:
-            if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in str(error):
+            if isinstance(error, TimeoutError) or (wait_secs is not None and "DEADLINE_EXCEEDED" in str(error)):
                 raise CoordinationTimeoutError(f"{problem} within {wait_secs or _CALL_SECS:g} s") from None
             raise CoordinationError(f"{problem}: {error}") from error
 

@@ -86,9 +86,9 @@ def commits_of(store: Store, names: StepNames) -> Commits:
     return RenameCommits(store, names) if store.renames else PutCommits(store, names)
 
 
-def _commits_at(directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions) -> Commits:
+def _commits_at(directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions, names: StepNames) -> Commits:
     mode = options.file_options.path_permission_mode if options.file_options else None
-    return commits_of(open_store(directory, folder_mode=mode), StepNames.of(options))
+    return commits_of(open_store(directory, folder_mode=mode), names)
 
 
 def survey(
@@ -156,6 +156,7 @@ def open_directory(
         CoordinationTimeoutError: a process did not come to open it; says which.
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
+    names = StepNames.of(options)  # refuses what cannot be used before another process hears of this one
     defaults = [f"process_{id}" for id in coordinator.ids]
     own = check_names(defaults[coordinator.process] if node is None else node)
     if coordinator.processes > 1 and not (node is None or isinstance(node, str)):
@@ -166,7 +167,7 @@ def open_directory(
     # The primary looks at the directory, once it knows every node's name. The other processes take its answer.
     prefix = ""
     if coordinator.processes == 1:
-        answer = _decide(directory, options, own, item_names)
+        answer = _decide(directory, options, names, own, item_names)
     else:
         if not coordinator.primary:
             try:
@@ -180,14 +181,14 @@ def open_directory(
 
         def decide() -> dict[str, Any]:
             nodes = _gather_nodes(coordinator, f"{base}/hello", own[0], wait)
-            return _decide(directory, options, nodes, item_names)
+            return _decide(directory, options, names, nodes, item_names)
 
         # The other processes wait longer: the primary may come late, and then waits for the latest of them.
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
         prefix = f"{base}/{answer['opening']}"
         coordination.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
     # Each process opens the directory as the primary has resolved it.
-    commits, found = _commits_at(answer["directory"], options), tuple(answer["nodes"])
+    commits, found = _commits_at(answer["directory"], options, names), tuple(answer["nodes"])
     given = node is not None or (coordinator.processes > 1 and found != tuple(defaults))
     nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
     refused = commits.write_refusal() if coordinator.primary and not options.read_only else None
@@ -225,6 +226,7 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
 def _decide(
     directory: str | os.PathLike[str],
     options: ocp.CheckpointManagerOptions,
+    names: StepNames,
     nodes: Sequence[str],
     item_names: Sequence[str],
 ) -> dict[str, Any]:
@@ -232,7 +234,7 @@ def _decide(
     folders = {paths.folder_name(node) for node in nodes}
     for item in item_names:
         paths.check_item_name(item, folders)
-    commits = _commits_at(directory, options)
+    commits = _commits_at(directory, options, names)
     store = commits.store
     try:
         _check_directory(store, options.create and not options.read_only)

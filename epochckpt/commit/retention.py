@@ -190,8 +190,8 @@ def _without_score(options: ocp.CheckpointManagerOptions, info: EpochInfo, why: 
     """Warns, once for each `best_fn`, that it gives no score for an epoch that has metrics."""
     key: Any = options.best_fn
     try:
-        weakref.ref(key)
-    except TypeError:  # an `operator.itemgetter` has no weak references: all of them share one warning
+        hash(weakref.ref(key))
+    except TypeError:  # an `operator.itemgetter` has no weak references, others no hash: a type shares one warning
         key = type(key)
     if key in _warned:
         return
@@ -308,8 +308,8 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
 
 def _may_delete(commits: Commits, epoch: int) -> bool:
     """Whether an epoch that no caller has named may be deleted: a step of stock Orbax must be one without doubt."""
-    if commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
-        return True
+    if not commits.store.renames or commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
+        return True  # object stores have no steps of stock Orbax
     try:
         sure = commits.read_record(epoch).sure
     except EpochNotFoundError:  # as every other epoch

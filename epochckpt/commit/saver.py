@@ -7,9 +7,10 @@ Guarantees:
 - an attempt that a process has called failed is never committed with its help (`Attempt.binding`);
 - attempts of one manager are written one after the other, and end in order.
 
-An attempt is called `<epoch>-<number>` on every process, because all processes make the same calls. Its keys are
+An attempt is called `<epoch>-<number>` on every process, because all processes make the same calls. Its keys lie below
+the prefix that the processes agreed on when they opened the directory, so that a relaunched job never meets an old one:
 `report/<attempt>/<process>`, the primary's `verdict/<attempt>/0` and, until every process has reported once, the
-primary's `claim/<attempt>/0`: the first save of the other processes waits for it, later saves wait for no process.
+primary's `claim/<attempt>/0`. The first save of the other processes waits for the claim, later saves for no process.
 """
 
 import collections

@@ -2,11 +2,12 @@
 
 Flax's types are msgpack extensions: 1 an array as (shape, dtype, bytes), 2 a complex number, 3 a NumPy scalar. An array
 beyond 1 GiB is a dict of flat pieces. Files may be hostile: the `msgpack` package bounds lengths by the file and depth
-by its stack; everything that becomes an array or a dict is checked here. The whole tree is held in memory.
+by its stack of 1,024; everything that becomes an array or a dict is checked here. The whole tree is held in memory.
 """
 
 import math
 import mmap
+import os
 import re
 from typing import Any
 
@@ -26,15 +27,17 @@ _TIMES = re.compile(f"(datetime|timedelta)64{tree_lib.TIME_UNIT}")
 
 
 def load(path: str) -> Any:
-    """The tree of a file: dicts, lists, Python values, NumPy scalars, and read-only arrays.
+    """The tree of a file: dicts, lists, Python values, NumPy scalars and arrays.
 
     A file that flax did not write raises FormatError, an unknown extension or dtype UnsupportedError.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise FormatError(path, "is no file")
     reader = _Reader(path)
     with open(path, "rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return msgpack.unpackb(
+                tree = msgpack.unpackb(
                     data,
                     strict_map_key=False,
                     ext_hook=reader.extension,
@@ -47,6 +50,14 @@ def load(path: str) -> Any:
             raise
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
             raise reader.problem(f"is truncated, or no msgpack file: {str(error) or type(error).__name__}") from None
+    if _is_deeper(tree, tree_lib.MAX_DEPTH):
+        raise reader.problem(f"is nested deeper than {tree_lib.MAX_DEPTH}")
+    return tree
+
+
+def _is_deeper(tree: Any, depth: int) -> bool:
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return depth < 0 or any(_is_deeper(each, depth - 1) for each in inner)
 
 
 class _Reader:
@@ -94,7 +105,7 @@ class _Reader:
             raise UnsupportedError(f"{self.path}: the msgpack extension {code} is none of flax's")
         content = msgpack.unpackb(data, raw=True)
         if code == _COMPLEX:
-            if not isinstance(content, list) or [type(part) for part in content] != [float, float]:
+            if not isinstance(content, list) or [isinstance(part, int | float) for part in content] != [True, True]:
                 raise self.problem("has a complex number that is not two numbers")
             return complex(*content)
         array = self.array(content)

@@ -12,13 +12,10 @@ import errno
 import functools
 import io
 import os
-import shutil
 import stat
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from epochckpt.errors import StorageError
 from epochckpt.storage.store import Entry, Reader, Store, Writer, check_path, check_piece, copy_file, patiently
@@ -28,7 +25,6 @@ WRITE_BACK_BYTES = 1 << 20
 
 _CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
 _REMOVE_ROUNDS = 16
-_ON_ERROR = "onexc" if sys.version_info >= (3, 12) else "onerror"
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
@@ -276,21 +272,16 @@ class PosixStore(Store):
             os.unlink(self._place(path))
 
     def remove_tree(self, path: str) -> None:
-        """By `shutil.rmtree`, which follows no symlink out of the tree."""
+        """Goes from open folder to open folder, so that no symlink is followed out of the tree."""
         name = self._place(path)
-        for _ in range(_REMOVE_ROUNDS):
+        with suppress(FileNotFoundError):
+            parent = os.open(os.path.dirname(name), os.O_RDONLY | os.O_DIRECTORY)
             try:
-                if not stat.S_ISDIR(os.lstat(name).st_mode):
-                    return self.remove(path)
-                shutil.rmtree(name, **{_ON_ERROR: _raise_unless_gone})  # type: ignore[arg-type]
-            except FileNotFoundError:
-                return
+                _remove_at(parent, os.path.basename(name), name)
             except RecursionError:
                 raise OSError(errno.ENAMETOOLONG, "folders are nested too deeply", name) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-        raise OSError(errno.ENOTEMPTY, f"files kept appearing in it {_REMOVE_ROUNDS} times over", name)
+            finally:
+                os.close(parent)
 
     def _name(self, path: str) -> str:
         """The full path as the user writes it."""
@@ -471,9 +462,39 @@ def _rename_if_absent(source: str, target: str) -> None:
     os.rename(source, target)  # refuses a folder with content that appears just now; see Store.rename
 
 
-def _raise_unless_gone(function: object, path: str, error: Any) -> None:
-    """For `shutil.rmtree`: another thread or process may remove the tree, too."""
-    error = error[1] if isinstance(error, tuple) else error
-    if not isinstance(error, FileNotFoundError):
-        error.filename = path
-        raise error
+def _remove_at(parent: int, name: str, full: str) -> None:
+    """Removes `name` in an open folder, with everything below; FileNotFoundError if it is gone."""
+    for _ in range(_REMOVE_ROUNDS):
+        with _named(full):
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+                os.unlink(name, dir_fd=parent)  # a file, or a symlink wherever it points
+                return
+        try:
+            _empty(fd, full)
+        finally:
+            os.close(fd)
+        with _named(full):
+            try:
+                os.rmdir(name, dir_fd=parent)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+    raise OSError(errno.ENOTEMPTY, f"files kept appearing in it {_REMOVE_ROUNDS} times over", full)
+
+
+def _empty(fd: int, full: str) -> None:
+    with _named(full), os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        path = os.path.join(full, name)
+        with suppress(FileNotFoundError):  # another thread or process removes it, too
+            if is_folder:
+                _remove_at(fd, name, path)
+            else:
+                with _named(path):
+                    os.unlink(name, dir_fd=fd)

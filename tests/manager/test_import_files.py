@@ -403,6 +403,7 @@ BAD_MSGPACK: dict[str, tuple[bytes, str]] = {
     "huge array": (b"\xc9\xff\xff\xff\xff\x01", "exceeds max_ext_len"),
     "deep": (b"\x91" * 100_000 + b"\xc0", "StackError"),
     "deep keys": (b"\x81" * 100_000 + b"\xc0", "StackError"),
+    "deep within msgpack's bound": (b"\x91" * 300 + b"\xc0", "nested deeper than 256"),
     "more": (b"\xc0\xc0", "extra data"),
     "no token": (b"\x81\xa1a\xc1", "no msgpack file"),
     "no text": (b"\x81\xa1\xff\xc0", "utf-8"),

@@ -1,5 +1,6 @@
 """What errors and warnings of the commonest mistakes say: what helps against this one, in words that a search finds."""
 
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,25 @@ def test_a_save_inside_of_a_transformed_function_says_so(manager: ec.CheckpointM
     with pytest.raises(errors.InvalidArgumentError, match="tracer"):
         jax.jit(lambda x: manager.save(2, args=Save({"n": 3, "params": {"0": x}})) or x)(value)
     assert manager.all_steps() == [0, 1]
+
+
+def test_a_best_fn_may_be_any_callable(tmp_path: pathlib.Path) -> None:
+    """A dataclass can be referenced weakly and has no hash; retention goes on beside an epoch that it cannot rank."""
+
+    @dataclasses.dataclass
+    class By:
+        name: str
+
+        def __call__(self, metrics: Any) -> float:
+            return metrics[self.name]
+
+    options = ocp.CheckpointManagerOptions(best_fn=By("acc"), max_to_keep=1, keep_checkpoints_without_metrics=False)
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        for epoch, metrics in enumerate([{"loss": 1.0}, {"acc": 1.0}, {"acc": 2.0}]):
+            manager.save(epoch, args=Save(TREE), metrics=metrics)
+            manager.wait_until_finished()
+        assert manager.best_step() == 2
+        assert manager.all_steps() == [2]
 
 
 @pytest.mark.parametrize("by", [lambda m: m["acc"], lambda m: m.get("acc"), lambda m: m["name"]])

@@ -16,6 +16,8 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.cli import main
+from epochckpt.commit.coordination import JaxCoordinator
+from epochckpt.commit.opening import open_directory
 
 TREE = {"params": {"w": jnp.arange(6.0).reshape(2, 3)}, "step": 7}
 NUMBERS = {"ours/12": 12, "copy": 12, "stock/3": 3, "final": 0, "ckpt-7": 7, "v1": 0, "bare": 0}
@@ -115,3 +117,22 @@ def test_epochs_of_another_name_are_not_overlooked(
     with ec.CheckpointManager(folders / "ours", options=options) as manager:
         assert manager.all_steps() == []
     assert "(12/): pass no step_prefix and no step_format_fixed_length" in caplog.text
+
+
+def test_an_unusable_name_format_is_refused_before_another_process_hears_of_it(tmp_path: pathlib.Path) -> None:
+    """On any process; the primary would wait for one that has gone."""
+
+    class Unusable(ocp.path.step.NameFormat):
+        def build_name(self, step: int) -> str:
+            return f"{step}-x"
+
+        def find_all(self, *args: Any, **kwargs: Any) -> Any:
+            return iter(())
+
+        def find_step(self, *args: Any, **kwargs: Any) -> Any:
+            raise ValueError
+
+    options = ocp.CheckpointManagerOptions(step_name_format=Unusable())
+    second = JaxCoordinator(None, [0, 1], 1)  # without a service: any message fails
+    with pytest.raises(errors.UnsupportedError):
+        open_directory(tmp_path, options, ec.StorageOptions(), None, second)

@@ -253,6 +253,27 @@ def test_remove_tree_does_not_follow_symlinks(posix: Store, tmp_path: pathlib.Pa
     assert os.listdir(outside) == ["kept"]
 
 
+def test_remove_tree_leaves_what_gets_the_name_afterwards(posix: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run may commit an epoch of that name at once; and each folder below may get a late file."""
+    root, rmdir, late = pathlib.Path(posix.root), os.rmdir, set[str]()
+    for node in range(20):
+        (root / "7" / f"node{node}").mkdir(parents=True)
+
+    def disturbed(path: str, *, dir_fd: int | None = None) -> None:
+        if str(path).startswith("node") and path not in late:
+            late.add(path)
+            os.close(os.open(f"{path}/late", os.O_CREAT | os.O_WRONLY, dir_fd=dir_fd))
+        rmdir(path, dir_fd=dir_fd)
+        if path == "7":
+            (root / "7").mkdir()
+            (root / "7" / "epoch.json").write_bytes(b"{}")
+
+    monkeypatch.setattr(os, "rmdir", disturbed)
+    posix.remove_tree("7")
+    assert len(late) == 20
+    assert os.listdir(root / "7") == ["epoch.json"]
+
+
 def test_a_rename_onto_an_existing_name_is_refused(posix: Store) -> None:
     """Full folder, empty folder, file: both sides stay as they were. `replace` is for files only."""
     for folder in ("staging", "full", "empty"):
