@@ -13,7 +13,14 @@ from rich.text import Text
 
 from epochckpt import _units
 from epochckpt.cli.output import FOUND, OK, UNREACHABLE, VIEW, Output
-from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError, UnknownNameError
+from epochckpt.errors import (
+    AccessError,
+    EpochCheckpointError,
+    EpochNotFoundError,
+    InvalidArgumentError,
+    StorageError,
+    UnknownNameError,
+)
 from epochckpt.inspection import leaf_views, views
 from epochckpt.inspection.blocks import Block, Facts, Span, Tone
 from epochckpt.inspection.directory import Inspection, inspect
@@ -130,6 +137,7 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     rows = [epoch_of(run, asked, output).plain_row() for asked in dict.fromkeys(args.epochs)] or run.epochs()
     sizes = {row.epoch: row.nbytes for row in rows}
     found: list[Verification] = []
+    unread = False
     with output.progress("verifying", sum(sizes.values())) as bar:
         for epoch, nbytes in sizes.items():
             try:
@@ -137,10 +145,15 @@ def verify(args: argparse.Namespace, output: Output) -> int:
                 found.append(_repaired(run, one, output) if args.repair_view else one)
             except EpochNotFoundError:  # a live run deletes epochs
                 output.note(f"epoch {epoch} was deleted meanwhile")
+            except (AccessError, StorageError) as error:  # which says nothing about the data
+                output.note(f"epoch {epoch}: {error}")
+                unread = True
             except EpochCheckpointError as error:  # its record cannot be read
                 found.append(Verification(epoch, nbytes, (error,)))
     answer = {"directory": run.directory, "epochs": [_plain(one) for one in found]}
     output.rows(answer, lambda: Group(*_verifications(found)))
+    if unread:
+        return UNREACHABLE
     if any(not one.ok for one in found):
         return FOUND
     return VIEW if any(one.view_damage for one in found) else OK
@@ -186,7 +199,7 @@ def _verifications(found: Sequence[Verification]) -> Iterator[RenderableType]:
     for note in dict.fromkeys(one.note for one in found if one.note):
         yield Fact(Text("*", FAINT), safe(note, FAINT, limit=600), 1)
     if not found:
-        yield Text("no epochs", FAINT)
+        yield Text("no epoch was verified", FAINT)
 
 
 def _places(errors: Sequence[EpochCheckpointError], style: str) -> Iterator[RenderableType]:

@@ -172,8 +172,7 @@ class _Search:
         reason = self.reason(dataclasses.replace(row, age_secs=before.age_secs(self._now_ns()))) or before.problem
         if reason:
             return reason
-        above, _, name = path.rpartition("/")
-        away = placing.removed(self._home, name)
+        away = placing.removed(self._home)  # without the former name, which may be too long for another
         try:
             store.rename(path, away)
         except FileNotFoundError:
@@ -182,7 +181,7 @@ class _Search:
         if after is not None and (after.newest_ns, after.entries) != (before.newest_ns, before.entries):
             store.rename(away, path)
             return "something was written to it just now"
-        store.sync_folder(above)
+        store.sync_folder(path.rpartition("/")[0])
         store.sync_folder(self._home)
         store.remove_tree(away)
         return ""

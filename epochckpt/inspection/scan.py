@@ -245,7 +245,7 @@ def single_nodes(
 ) -> dict[str, EpochRecord | str]:
     """The epochs that nodes saved by themselves below a folder, by subfolder; a str says why one cannot be read.
 
-    Empty if a record of another kind lies there: the folder may be a checkpoint directory whose name is a number.
+    Other records are passed over: copies of a node's folder, or epochs of a directory whose name is a number.
     """
     found: dict[str, EpochRecord | str] = {}
     for name, is_folder in sorted(leftovers.names(commits.store, folder)):
@@ -256,9 +256,7 @@ def single_nodes(
         except (EpochCheckpointError, OSError) as error:
             found[name] = say(error)
             continue
-        if record is not None and not (record.per_node and record.nodes[0].folder == name):
-            return {}
-        if record is not None:
+        if record is not None and record.per_node and record.nodes[0].folder == name:
             found[name] = record
     return found
 
@@ -368,8 +366,7 @@ class _Scan:
         self._commits, self._metric, self._mode = commits, metric, mode
         self._problems: dict[str, str] = {}
         self._rows: dict[int, EpochRow] = {}
-        # On an object store, one listing instead of one for each epoch.
-        self._attached = None if commits.store.renames else attached_metrics.by_folder(commits)
+        self._attached: Mapping[str, list[str]] | None = None
 
     def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
         commits, only = self._commits, self._commits.names.only
@@ -382,6 +379,9 @@ class _Scan:
         # then another one is.
         newest = sorted(self._rows, reverse=True)
         shown = set(newest if limit is None else newest[:limit])
+        if not commits.store.renames:
+            # One listing instead of one for each epoch; after the records, so that no epoch lacks what it had by then.
+            self._attached = attached_metrics.by_folder(commits)
         self._update(self._attach, shown if self._metric is None else self._rows)
         if check:
             self._update(functools.partial(checked, commits), _first(self._rows, shown))

@@ -24,7 +24,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import arguments, main
+from epochckpt.errors import AccessError, StorageError
 from epochckpt.inspection import plain, scan
+from epochckpt.inspection.epoch import EpochInspection
 from tests.support.processes import ROOT
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave
@@ -395,6 +397,25 @@ def test_no_permission_is_exit_code_4(run_cli: Any, saved: pathlib.Path, tmp_pat
         said = run_cli("ls", run)
     assert (said.code, said.out) == (4, "")
     assert "Permission denied" in said.err
+
+
+@pytest.mark.parametrize("error", [AccessError("not permitted"), StorageError("2/epoch.json", OSError(5, "away"))])
+@pytest.mark.parametrize("more", [(), ("--repair-view",)])
+def test_what_cannot_be_reached_is_not_called_damaged(
+    run_cli: Any, saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: Exception, more: tuple[str, ...]
+) -> None:
+    """The other epochs are verified all the same."""
+    leaves = EpochInspection.leaves
+
+    def read(self: EpochInspection) -> Any:
+        if self.epoch == 2:
+            raise error
+        return leaves(self)
+
+    monkeypatch.setattr(EpochInspection, "leaves", read)
+    said = run_cli("verify", saved, "--json", *more)
+    assert (said.code, [(one["epoch"], one["ok"]) for one in said.json["epochs"]]) == (4, [(1, True), (3, True)])
+    assert str(error)[:20] in said.err
 
 
 def test_a_hostile_message_does_nothing_to_a_terminal(run_cli: Any, saved: pathlib.Path) -> None:

@@ -449,6 +449,16 @@ def test_steps_of_stock_orbax_and_epochs_of_single_nodes(tmp_path: pathlib.Path)
     assert "x" in repr(lone[7])
 
 
+def test_a_copy_of_a_node_s_folder_hides_no_node(tmp_path: pathlib.Path) -> None:
+    for node in ("a", "b"):
+        NodeEpochs(tmp_path, node).save(7, ocp.args.StandardSave({"x": np.arange(3)}))
+    shutil.copytree(tmp_path / "7" / "a", tmp_path / "7" / "a.bak")
+    found = ec.inspect(tmp_path)[7]
+    assert found["default"].node("b")["x"].tolist() == [0, 1, 2]
+    assert [row.node for row in found.stats("x")] == ["a", "b"]
+    assert found.verify().ok
+
+
 def test_attached_metrics_are_those_of_the_epoch(run: pathlib.Path) -> None:
     """An epoch that is asked for by number has them, with who attached them, as it has in the overview."""
     ec.attach_metrics(run, 6, {"score": 0.25}, "evaluator")

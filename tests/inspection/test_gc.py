@@ -137,6 +137,19 @@ def test_folders_that_are_only_called_alike_are_somebody_elses(run: pathlib.Path
     assert all((run / name / "file").exists() for name in ("damaged-plots", "rolled-back-notes", "damaged-2024"))
 
 
+@pytest.mark.parametrize("name", ["a" * 190, "日" * 30, os.fsdecode(b"\xff")])
+def test_what_has_a_long_or_odd_name_goes(run: pathlib.Path, name: str) -> None:
+    left = run / f"export-{name}-{'ab' * 8}{TMP}"
+    try:
+        left.mkdir()
+    except OSError:
+        pytest.skip("this file system has no such names")
+    (left / "file").write_text("half")
+    removed = gc.collect(run, delete=True, clock=next_week)
+    assert paths(removed.rows) == [left.name]
+    assert not left.exists()
+
+
 def test_a_rollback_under_way_keeps_what_it_moved(run: pathlib.Path) -> None:
     (folder,) = run.glob("rolled-back-*")
     token = folder.name.removeprefix("rolled-back-")
@@ -270,7 +283,7 @@ def test_a_job_that_is_saving_loses_nothing(tmp_path: pathlib.Path, monkeypatch:
     """gc over and over beside saves, replacements and deletions: what is dead goes, every save commits."""
     directory = tmp_path / "run"
     dead = re.compile(r"[/-]\d+-77\d+\Z")
-    aged(monkeypatch, lambda path: dead.search(path) is not None)
+    aged(monkeypatch, lambda path: dead.search(path) is not None or path.startswith(leftovers.GC_PREFIX))
     failures: list[BaseException] = []
     removed: list[str] = []
     done = threading.Event()

@@ -620,6 +620,21 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.state == "abandoned"
 
 
+def test_metrics_that_are_attached_during_a_look_are_those_of_their_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch that is seen has what it had when its record was read."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    fill(directory, range(1, 3))
+    read = scan.read
+
+    def and_attach(commits: Any, folder: str, epoch: int) -> Any:
+        ec.attach_metrics(directory, epoch, {"score": -epoch}, "evaluator")
+        return read(commits, folder, epoch)
+
+    monkeypatch.setattr(scan, "read", and_attach)
+    found = by_epoch(scan.look(directory, metric="score"))
+    assert {epoch: (row.metrics["score"], row.best) for epoch, row in found.items()} == {1: (-1, True), 2: (-2, False)}
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
