@@ -356,7 +356,8 @@ def _table() -> dict[str, Setting]:
     table = {}
     for field in dataclasses.fields(Settings):
         row, name = field.metadata["setting"], field.name
-        table[name] = dataclasses.replace(row, option=row.option or name, default=field.default, help=texts[name])
+        text = texts.get(name, "")  # `python -OO` has no docstrings
+        table[name] = dataclasses.replace(row, option=row.option or name, default=field.default, help=text)
     return table
 
 

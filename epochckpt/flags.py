@@ -5,9 +5,8 @@ defaults, or what was assigned to them (`FLAGS.ckpt_max_to_keep = 3`).
 """
 
 import dataclasses
-import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -155,16 +154,19 @@ def _define(flags: Flags, defaults: Mapping[str, Any]) -> None:
         absl_flags.DEFINE_flag(flag, flags.flag_values)
     for rule in RULES:
         names = [flags.name(rule.name), flags.name(rule.other)]
-        validate = functools.partial(_validate, flags, rule)
-        absl_flags.register_multi_flags_validator(names, validate, flag_values=flags.flag_values)
+        absl_flags.register_multi_flags_validator(names, _validator(flags, rule), flag_values=flags.flag_values)
 
 
-def _validate(flags: Flags, rule: Rule, values: Mapping[str, Any]) -> bool:
+def _validator(flags: Flags, rule: Rule) -> Callable[[Mapping[str, Any]], bool]:
     """Has absl refuse a command line with contradictions, as it does wrong values."""
-    if flags.flag_values.is_parsed():  # in a notebook one after the other is assigned: `settings` checks
-        found = {name: SETTINGS[name].kind.parse(values[flags.name(name)]) for name in (rule.name, rule.other)}
-        try:
-            rule.check(found, f"--{flags.prefix}_")
-        except InvalidArgumentError as error:
-            raise absl_flags.ValidationError(str(error)) from None
-    return True
+
+    def validate(values: Mapping[str, Any]) -> bool:  # no partial: a copy of the flags would copy its arguments
+        if flags.flag_values.is_parsed():  # in a notebook one after the other is assigned: `settings` checks
+            found = {name: SETTINGS[name].kind.parse(values[flags.name(name)]) for name in (rule.name, rule.other)}
+            try:
+                rule.check(found, f"--{flags.prefix}_")
+            except InvalidArgumentError as error:
+                raise absl_flags.ValidationError(str(error)) from None
+        return True
+
+    return validate

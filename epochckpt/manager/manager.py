@@ -134,7 +134,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             self._metadata = checked_json(dict(metadata), "metadata")
             root_files[paths.ROOT_METADATA] = root_metadata(metadata)  # written with the claim; a reader never claims
         tells = coordinator.primary and not self._options.read_only
-        self._notifier = HandlerNotifier(metadata_handler, tells, call_secs=self._storage.save_timeout_secs)
+        self._notifier = HandlerNotifier(metadata_handler, tells)
         self._listener = outcomes.Listener(self._commits, self._options, self._history, self._notifier, self._step_log)
         self._claim = Claim(self._commits, opened.refused, self._listener.claimed, root_files)
         self._attempts = Attempts(opened, self._claim, self._storage, self._history, self._options, self._listener)
@@ -182,7 +182,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._take_nodes(nodes)
 
     def introduce_handler(self) -> None:
-        """Calls the metadata handler's `set_params` now, not before the first commit; raises InvalidArgumentError."""
+        """Calls the metadata handler's `set_params` now; else it is called at the first commit.
+
+        Raises:
+            InvalidArgumentError: the handler cannot serve this directory.
+        """
         self._notifier.introduce()
 
     def _take_nodes(self, nodes: Nodes) -> None:
@@ -748,4 +752,5 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """In a forked child: this process can only read; its parent goes on with what is being saved."""
         self._forked = True
         self._coordinator = coordination.Coordinator()
+        self._calls = Calls(self._coordinator, "", lambda: self._attempts.last)
         self._attempts.after_fork()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from epochckpt.errors import FormatError, FormatVersionError, InvalidArgumentError, say, unreadable
+from epochckpt.errors import DamagedError, FormatError, FormatVersionError, InvalidArgumentError, say, unreadable
 from epochckpt.format import checksums, paths
 from epochckpt.manager.reader import epoch_number
 from epochckpt.storage import Store, expanded, open_store, path_text
@@ -305,7 +305,8 @@ def _read_json(store: Store, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError, IsADirectoryError) as error:  # it is too large, no JSON or no file
         raise FormatError(path, f"{_FOREIGN} ({str(error)[:200]})") from None
     except OSError as error:
-        raise unreadable(path, error) from error
+        problem = unreadable(path, error)
+        raise FormatError(path, f"{_FOREIGN} ({error})") if isinstance(problem, DamagedError) else problem from error
     if not isinstance(record, dict) or record.get("epochckpt") != _KIND:
         raise FormatError(path, f'{_FOREIGN} (no "epochckpt": "{_KIND}")')
     if record.get("version") != _VERSION:

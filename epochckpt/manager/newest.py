@@ -41,7 +41,8 @@ class Newest:
             damaged = {e: found.damage for e, found in self._history.damaged.items() if among is None or e in among}
             return allowed(), damaged
 
-        candidates, where, wait = among or allowed(), self._commits.store.root, self._timeout_secs
+        candidates = allowed() if among is None else list(among)
+        where, wait = self._commits.store.root, self._timeout_secs
         with self._calls.vote(candidates, restore_vote.patience(wait)) as (found, prefix):
             choice = restore_vote.newest_readable(
                 found, restore_one, look_again, self._coordinator, prefix, wait, where

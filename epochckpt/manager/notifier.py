@@ -1,6 +1,8 @@
 """Calls a metadata handler: to notify it of saves and runs, and to ask it where to resume."""
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,25 +23,24 @@ class HandlerNotifier:
     """Calls a metadata handler, on the primary only, one call at a time, in changing threads.
 
     - Manager and runner may each have a notifier: a handler must be thread-safe.
-    - A notification is not waited for; an answer is, as long as no single call hangs.
+    - A notification is not waited for; an answer is, as long as no single call takes more than a minute.
     - `set_params` comes before the first other call, and not before there is one: opening a directory is no run.
-    - An error of the handler is logged and harms nothing. A handler that hangs is given up, and not called again.
+    - An error of the handler is logged and harms nothing. A handler that hangs while something waits for it
+      is given up, and not called again.
 
     Args:
         handler: an `AbstractMetadataHandler`, anything with its methods, or None.
         active: this process is the primary.
         skip: the methods, and the actions to report, that are left to the checkpoint manager.
         asks_manager: `cp_accessible` asks the checkpoint manager, too, also without a handler.
-        call_secs: a handler hangs if one call takes longer; 0: a minute.
     """
 
-    def __init__(
-        self, handler: Any, active: bool, skip: Collection[str] = (), asks_manager: bool = False, call_secs: float = 0
-    ):
+    def __init__(self, handler: Any, active: bool, skip: Collection[str] = (), asks_manager: bool = False):
         self._handler = handler if active else None
         self._asks_manager = asks_manager and active
-        self._skip, self._call_secs = skip, call_secs or _CALL_SECS
+        self._skip = skip
         self._lane = _threads.Lane()
+        self._began: float | None = None  # when the call began that is running in the lane
         self._nodes: tuple[str, Sequence[str]] | None = None  # until the handler knows them
 
     def nodes(self, directory: str, names: Sequence[str]) -> None:
@@ -91,8 +92,8 @@ class HandlerNotifier:
 
     def drain(self, timeout_secs: float | None = None) -> None:
         """Waits until all notifications are delivered, or `timeout_secs` have passed."""
-        if self._handler is not None and not self._lane.submit(lambda: None).wait(timeout_secs):
-            logging.warning("metadata handler: it has not been told everything within %g s", timeout_secs)
+        if self._handler is not None:
+            self._wait(self._lane.submit(lambda: None), math.inf if timeout_secs is None else timeout_secs)
 
     def _tell(self, method: str, *args: Any, **named: Any) -> None:
         call = getattr(self._handler, method, None)
@@ -101,10 +102,11 @@ class HandlerNotifier:
         shown = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in named.items())])
 
         def tell() -> None:
-            _threads.logged("metadata handler: set_params failed", self._introduce)
-            _threads.logged(f"metadata handler: {method}({shown}) failed", lambda: call(*args, **named))
+            if self._handler is not None:
+                _threads.logged("metadata handler: set_params failed", self._introduce)
+                _threads.logged(f"metadata handler: {method}({shown}) failed", lambda: call(*args, **named))
 
-        self._lane.submit(lambda: self._bounded(tell))
+        self._lane.submit(lambda: self._timed(tell))
 
     def last_epoch(self, user_epoch: int | None = None, *, must_answer: bool = False) -> int | None:
         """The epoch that the handler says was saved last, given the one that the user or another handler names.
@@ -148,16 +150,32 @@ class HandlerNotifier:
             return False
 
     def _ask(self, question: Callable[[], T]) -> T:
-        return self._lane.submit(lambda: self._bounded(question)).result()
-
-    def _bounded(self, call: Callable[[], T]) -> T:
-        """Makes a call from the lane; gives the handler up, and raises TimeoutError, if it does not return in time."""
         if self._handler is not None or self._asks_manager:
-            running = _threads.start(call)
-            if running.wait(self._call_secs):
-                return running.result()
-            logging.warning(
-                "metadata handler: it has not returned for %g s; it is not called any more", self._call_secs
-            )
-            self._handler, self._asks_manager = None, False
+            answer = self._lane.submit(lambda: self._timed(question))
+            if self._wait(answer):
+                return answer.result()
         raise TimeoutError("the metadata handler has not answered")
+
+    def _timed(self, call: Callable[[], T]) -> T:
+        self._began = time.monotonic()
+        try:
+            return call()
+        finally:
+            self._began = None
+
+    def _wait(self, future: _threads.Future[Any], timeout_secs: float = math.inf) -> bool:
+        """Whether what was queued is done in time. A handler is given up if a single call of it takes too long."""
+        call_secs = _CALL_SECS if timeout_secs == math.inf else timeout_secs
+        end = _threads.Deadline(timeout_secs)
+        while not future.done():
+            began = self._began
+            left = call_secs if began is None else began + call_secs - time.monotonic()
+            if left <= 0:
+                logging.warning("metadata handler: it has not returned for %g s; it is not called any more", call_secs)
+                self._handler, self._asks_manager = None, False
+                return False
+            if end.passed():
+                logging.warning("metadata handler: not all has reached it within %g s", timeout_secs)
+                return False
+            future.wait(min(left, end.left()))
+        return True

@@ -285,5 +285,6 @@ def epoch_number(step: Any, where: str = "") -> int:
         number = -1
     if isinstance(step, bool) or not 0 <= number < 2**63:  # the records' integers, and SQLite's, end there
         found = f"{str(step)[:80]} ({type(step).__name__})"
-        raise InvalidArgumentError(f"{where}the epoch (step) is {found}; expected an integer of at least 0")
+        expected = "an integer of at least 0" + ", below 2**63" * (number > 0)
+        raise InvalidArgumentError(f"{where}the epoch (step) is {found}; expected {expected}")
     return number

@@ -37,6 +37,7 @@ def test_the_callers_function_restores_the_newest_that_it_can(directory: str) ->
             manager.restore_newest(lambda epoch: epoch)
         save_epochs(manager, 1, 2, 3)
         assert manager.restore_newest(lambda epoch: [epoch]) == (3, [3])
+        assert manager.restore_newest(lambda epoch: epoch, np.array([1, 2])) == (2, 2)
         assert manager.restore_newest(lambda epoch: None) == (3, None)
         epoch, value = manager.restore_newest(lambda e: manager.restore(e)["x"])
         assert (epoch, value[0]) == (3, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pathlib
@@ -340,3 +341,13 @@ def test_the_docs_have_the_table_of_flags() -> None:
     assert found == expected, f"the table should be\n{should}"
     for rule in RULES:
         assert rule.name in text
+
+
+def test_flags_can_be_copied() -> None:
+    """As programs do that try flags in a loop: a copy has the values, and checks its own."""
+    values = absl_flags.FlagValues()
+    define("ckpt", values, max_to_keep=3)
+    copied = copy.deepcopy(values)
+    assert copied(["program", "--ckpt_max_to_keep=4"]) == ["program"]
+    assert copied.ckpt_max_to_keep == 4
+    assert values["ckpt_max_to_keep"].value == 3

@@ -760,3 +760,26 @@ def test_a_wait_that_ends_early_does_not_give_the_handler_up() -> None:
     assert len(handler.told) < 12
     tells.drain()
     assert handler.told == list(range(12))
+
+
+def test_a_call_that_nobody_waits_for_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where something waits is a handler given up, however long the bound: here none at all."""
+    monkeypatch.setattr(notifier, "_CALL_SECS", 0.0)
+    gate = threading.Event()
+    handler = Slow(gate.wait)
+    tells = HandlerNotifier(handler, active=True)
+    for epoch in range(3):
+        tells.committed(epoch, {})
+    gate.set()
+    tells._lane.submit(lambda: None).wait()
+    assert handler.told == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["loop", "x" * 300])
+def test_a_path_that_can_be_no_file_is_said_to_be_none(tmp_path: pathlib.Path, name: str) -> None:
+    """It is not damage of a record: there is none."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    handler = metadata.JsonMetadataHandler(tmp_path / name)
+    handler.set_params(str(tmp_path), "epochckpt", ["a"])
+    with pytest.raises(FormatError, match="move it away"):
+        handler.last_epoch()

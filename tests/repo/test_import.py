@@ -28,3 +28,12 @@ def test_importing_epochckpt_imports_no_view_plot_or_command() -> None:
     added = done.stdout.split()
     assert "epochckpt.manager" in added
     assert [name for name in added if name.startswith(HEAVY)] == []
+
+
+def test_without_docstrings_everything_but_the_help_of_flags_is_there() -> None:
+    """`python -OO` removes them, and the settings take their help from there."""
+    program = "import epochckpt as ec; print(ec.flags.Settings(max_to_keep='3').max_to_keep)"
+    done = subprocess.run(
+        [sys.executable, "-OO", "-c", program], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout == "3\n"
