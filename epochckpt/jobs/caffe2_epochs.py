@@ -260,7 +260,7 @@ class NodeEpochs:
 
     def reader(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; EpochNotFoundError lists the epochs of this node."""
-        context = RestoreContext(self._handlers, self._nodes)
+        context = RestoreContext(self._handlers, Nodes((self.commits.node,)))  # `_nodes` starts jax's backend
         return Readers(self.commits, self._pool, self._options.verify, context).open(epoch)
 
     def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> None:
@@ -284,10 +284,10 @@ class NodeEpochs:
         attempt = Attempt(
             epoch,
             self._tries,
-            Deadline(self._options.save_timeout_secs),
             default_item=not checks.is_multi(args),
             custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
             snapshot=dataclasses.replace(self._planner.plan(wanted), primary=True).snapshot(),
+            deadline=Deadline(self._options.save_timeout_secs),  # last: the snapshot's time is not the save's
         )
         identity = f"{commits.incarnation}-{attempt.name}"
         try:

@@ -109,7 +109,7 @@ class Manager(abc.ABC):
     ) -> None:
         """Tells the metadata handler, if there is one, of the nodes; the first call of a job."""
         names = self.take_nodes(nodes)
-        _check_type("path_type", path_type or DB_TYPE)
+        _check_type("path_type", DB_TYPE if path_type is None else path_type)
         if self._handler is not None:
             self._handler.set_params(
                 db_prefix=self.db_prefix,
@@ -200,7 +200,7 @@ class CheckpointManager(Manager):
             path_type: as `db_type`, for that epoch only.
         """
         self.take_nodes(nodes)
-        _check_type("path_type", path_type or DB_TYPE)
+        _check_type("path_type", DB_TYPE if path_type is None else path_type)
         epoch = None if retrieve_from_epoch is None else epoch_number(retrieve_from_epoch)
         self._initialised = True
         return self._task("init", lambda ws: self._init(ws, epoch, path_prefix))
@@ -216,7 +216,7 @@ class CheckpointManager(Manager):
         Each comes back as its `ws.target`. Either all blobs are loaded, or, after an error in one of them, none.
         """
         self._require_init("load", self._initialised)
-        _check_type("path_type", path_type or DB_TYPE)
+        _check_type("path_type", DB_TYPE if path_type is None else path_type)
         number = epoch_number(epoch)
         return self._task(f"load epoch {number}", lambda ws: self._load(ws, number, None, path_prefix))
 
@@ -475,6 +475,10 @@ class MultiNodeCheckpointManager(Manager):
 
     def _each(self) -> Iterable[CheckpointManager]:
         return self._managers.values()
+
+    def read_notes(self, epoch: int) -> dict[str, Any] | None:
+        self._chosen(None)  # raises where there are no nodes yet
+        return super().read_notes(epoch)
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """See Manager. The first nodes stay."""

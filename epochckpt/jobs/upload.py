@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any
 
@@ -419,7 +420,7 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
     processes = coordinator.processes
     nodes = tuple(manager.node_names if ours else (f"process_{i}" for i in range(processes)))
     here = nodes if processes == 1 else [nodes[coordinator.process]]
-    exchange, ran = Exchange(coordinator, nodes, asked.timeout_secs), set[str]()
+    exchange, ran, lock = Exchange(coordinator, nodes, asked.timeout_secs), set[str](), threading.Lock()
 
     def open_copy() -> _Copy:
         if ours:
@@ -465,10 +466,12 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
                 exchange.broadcast("end of the upload", publish)
 
     def upload(workspace: Workspace) -> None:
-        if workspace.node in ran:  # the group runs again
-            ran.clear()
-        ran.add(workspace.node)
-        if len(ran) == 1:
+        with lock:
+            if workspace.node in ran:  # the group runs again
+                ran.clear()
+            ran.add(workspace.node)
+            first = len(ran) == 1
+        if first:
             upload_once()
 
     return upload

@@ -10,6 +10,7 @@ import shutil
 import signal
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -17,6 +18,9 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import caffe2, errors
+from epochckpt._threads import Deadline
+from epochckpt.arrays.snapshot import SavePlan
+from epochckpt.commit import Attempt
 from epochckpt.format import paths
 from epochckpt.jobs import caffe2_epochs
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
@@ -328,8 +332,14 @@ def test_kinds_of_storage(tmp_path: pathlib.Path) -> None:
         with pytest.raises(errors.InvalidArgumentError, match=r"path_type 'hive'.*'epochckpt'"):
             call(["a"], path_type="hive")
     manager.init(["a"], path_type="epochckpt")
-    with pytest.raises(errors.InvalidArgumentError, match="path_type"):
-        manager.load(0, path_type="hive")
+    unknown: Any
+    for unknown in ("hive", "", 0, False):
+        with pytest.raises(errors.InvalidArgumentError, match="path_type"):
+            manager.set_params(["a"], path_type=unknown)
+        with pytest.raises(errors.InvalidArgumentError, match="path_type"):
+            manager.init(["a"], path_type=unknown)
+        with pytest.raises(errors.InvalidArgumentError, match="path_type"):
+            manager.load(0, path_type=unknown)
     with pytest.raises(errors.UnsupportedError, match="file system"):
         single("memory://somewhere/")
 
@@ -444,8 +454,21 @@ def test_notes_go_with_every_node(tmp_path: pathlib.Path) -> None:
     assert again.read_notes(1) is None
     shutil.rmtree(tmp_path / "0" / "b")
     assert again.read_notes(0) == manager.notes
-    with pytest.raises(errors.InvalidArgumentError, match="no nodes yet"):
-        multi(tmp_path).save(0)
+    fresh = multi(tmp_path)
+    for call in (fresh.save, fresh.read_notes):
+        with pytest.raises(errors.InvalidArgumentError, match="no nodes yet"):
+            call(0)
+    fresh.collect_checkpoint_stats(stats := {})
+    assert stats == {}
+
+
+def test_reading_a_record_starts_no_jax_backend(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, session = multi(tmp_path), ec.LocalSession()
+    train(manager, session, ["a"], 0)
+    monkeypatch.setattr(jax, "process_index", lambda: pytest.fail("it starts jax's backend"))
+    again = single(tmp_path)
+    session.run(again.init(["a"], retrieve_from_epoch=0))
+    assert (again.blob_list(), again.read_notes(0)) == (manager.node_managers[0][1].blob_list(), manager.notes)
 
 
 def test_names_of_blobs_that_are_no_names_of_files(tmp_path: pathlib.Path) -> None:
@@ -865,6 +888,25 @@ def test_staging_names_carry_the_node() -> None:
         assert paths.parse_incarnation(name) is None
         assert "orbax-checkpoint-tmp" in name
     assert paths.parse_node_staging("incarnation-0123456789abcdef.orbax-checkpoint-tmp") is None
+
+
+def test_the_snapshots_time_is_not_the_saves_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save's bound, which handlers have to keep, begins after the snapshot."""
+    now, left, snapshot, write = [0.0], list[float](), SavePlan.snapshot, caffe2_epochs.write_nodes
+
+    def slow(plan: SavePlan) -> Any:
+        now[0] += 100.0
+        return snapshot(plan)
+
+    def looked(commits: Any, nodes: Any, attempt: Attempt, *more: Any) -> Any:
+        left.append(attempt.deadline.left())
+        return write(commits, nodes, attempt, *more)
+
+    monkeypatch.setattr(SavePlan, "snapshot", slow)
+    monkeypatch.setattr(caffe2_epochs, "write_nodes", looked)
+    monkeypatch.setattr(caffe2_epochs, "Deadline", lambda secs: Deadline(secs, clock=lambda: now[0]))
+    NodeEpochs(tmp_path, "a", ec.StorageOptions(save_timeout_secs=10.0)).save(0, ocp.args.StandardSave({"x": 1}))
+    assert left == [10.0]
 
 
 def test_ctrl_c_in_a_save_leaves_nothing_staged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -500,6 +500,38 @@ def test_another_number_of_nodes(tmp_path: pathlib.Path) -> None:
     assert [session.workspace(n)["alike"] for n in three] == [{"lr": 0.5}] * 3
 
 
+def test_what_one_node_saved_is_resharded_as_it_is_there(tmp_path: pathlib.Path) -> None:
+    """What a run saved with stock Orbax, and what somebody saved by hand, arrays or not."""
+
+    def job(*blobs: str) -> ec.Job:
+        made = ec.Job(nodes_to_checkpoint=["a", "b"])
+        ec.epoch_limiter(made, 1)
+
+        @made.setup
+        def setup(ws: ec.Workspace) -> None:
+            for blob in blobs:
+                ws.target(blob, reshard=lambda old, *counts: [(old, counts)] * 2)
+
+        return made
+
+    def seen(directory: pathlib.Path, *blobs: str) -> list[Any]:
+        with ec.CheckpointManager(directory) as manager:
+            _, session, _ = run(job(*blobs), manager)
+        return [session.workspace("b")[blob] for blob in blobs]
+
+    with ocp.CheckpointManager(tmp_path / "stock") as stock:
+        run(counting_job(Log(), 1), stock)
+    (((array,), counts),) = seen(tmp_path / "stock", "array")
+    assert (np.asarray(array).tolist(), counts) == ([1.0, 1.0, 1.0], (1, 2))
+    by_hand = ocp.args.Composite(tree=ocp.args.StandardSave({"x": 1}), text=ocp.args.JsonSave({"k": [1]}))
+    with ec.CheckpointManager(tmp_path / "hand") as manager:
+        manager.save(1, args=by_hand)
+    assert seen(tmp_path / "hand", "tree", "text") == [
+        ([{"x": 1}], (1, 2)),
+        ([{"k": [1]}], (1, 2)),
+    ]
+
+
 # -- resuming ------------------------------------------------------------------------------------------------------
 
 

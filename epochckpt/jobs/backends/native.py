@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from epochckpt import args as own_args
 from epochckpt.errors import EpochExistsError, SaveError, UnsupportedError
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import NOTES, ItemBackend, Names, Restored, Values, resharded
+from epochckpt.jobs.backends.base import BARE, NOTES, ItemBackend, Names, Restored, Values, resharded
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
@@ -89,15 +89,16 @@ class NativeBackend(ItemBackend):
         # What each item is restored as. A state that one node saved for all is resharded here, once it is read.
         asked, to_reshard = dict[str, Any](), dict[str, Any]()
         for item, blob in blobs.items():
-            target, own = first.targets.get(blob), item + blob_lib.OWN_SUFFIX
+            target, own, form = first.targets.get(blob), item + blob_lib.OWN_SUFFIX, forms.get(item)
             reshard = target.reshard if target is not None and count != len(everyone) else None
             if kinds[item] == "node":
                 targets = {n: t for n, ws in spaces.items() if (t := blob_lib.target_of(ws, blob)) is not None}
                 asked[item] = own_args.NodeRestore(targets or None, reshard, by_node=True)
-            elif kinds[item] == "arrays" and reshard is not None and count == 1:
-                asked[item], to_reshard[item] = self._argument(None, None), reshard
+            elif reshard is not None and count == 1 and form != "json":
+                asked[item] = self._argument(None, None) if kinds[item] == "arrays" else None
+                to_reshard[item] = reshard
             elif kinds[item] == "arrays":
-                asked[item] = self._argument(blob_lib.target_of(first, blob), forms.get(item))
+                asked[item] = self._argument(blob_lib.target_of(first, blob), form)
                 if kinds.get(own) == "node":
                     asked[own] = own_args.NodeRestore(None, reshard, by_node=True)
             else:
@@ -107,17 +108,19 @@ class NativeBackend(ItemBackend):
         # What each node of this process gets of it.
         values: dict[str, dict[str, Any]] = {}
         for item, blob in blobs.items():
+            form = forms.get(item)
             if kinds[item] == "node":
                 by_node = got[item]
             elif item in to_reshard:
-                new = resharded(blob, [got[item]], len(everyone), to_reshard[item])
+                state = got[item][BARE] if form == "bare" else got[item]
+                new, form = resharded(blob, [state], len(everyone), to_reshard[item]), None
                 by_node = {node: new[everyone.index(node)] for node in hosted}
             else:
                 own = got.get(item + blob_lib.OWN_SUFFIX) or {}
                 by_node = {hosted[0]: got[item]}
                 by_node |= {node: jax.tree.map(_copied, got[item]) for node in hosted[1:]}
                 by_node |= {node: blob_lib.join(got[item], own[node]) for node in hosted if node in own}
-            values[blob] = self._as_saved(blob, by_node, forms.get(item), everyone, notes)
+            values[blob] = self._as_saved(blob, by_node, form, everyone, notes)
         return notes, values
 
     def prepare(self, epoch: int, names: Names) -> Any:
