@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from epochckpt import _units
-from epochckpt.cli.commands import opened, options_of
+from epochckpt.cli.commands import options_of
 from epochckpt.cli.output import FOUND, MISSING, OK, Output
 from epochckpt.commit import commits_of
 from epochckpt.inspection import rows, scan, views
@@ -63,7 +63,9 @@ def _is_best(args: argparse.Namespace, event: Event) -> bool:
     """Whether an event's epoch is the best so far."""
     if not args.metric or event.kind not in (PRESENT, SAVED):
         return False
-    return any(row.best and row.epoch == event.row.epoch for row in opened(args).overview(1, check=False).epochs)
+    asked = {"metric": args.metric, "mode": args.mode, "options": options_of(args)}
+    seen = scan.look(args.directory, limit=1, check=False, **asked)
+    return any(row.best and row.epoch == event.row.epoch for row in seen.epochs)
 
 
 def line(event: Event, best: bool = False) -> Line:

@@ -182,7 +182,7 @@ class EpochInspection(Container):
         item: str | None = None,
         node: str | None = None,
         *,
-        progress: Progress = ignore,
+        progress: Progress | None = None,
     ) -> StatsView:
         """Statistics of every array that is meant; reads those arrays, in pieces.
 
@@ -206,12 +206,12 @@ class EpochInspection(Container):
         reader, rows = self.leaves(), []
         for name, of, leaf in arrays:
             rows.append(stats.of_leaf(functools.partial(reader.pieces, name, leaf.name, of), name, leaf, of))
-            progress(leaf.nbytes)
+            (progress or ignore)(leaf.nbytes)
         return StatsView(rows)
 
-    def verify(self, progress: Progress = ignore) -> Verification:
+    def verify(self, progress: Progress | None = None) -> Verification:
         """Reads every byte of the epoch and compares it with what was written; see `CheckpointManager.verify`."""
-        return self.leaves().verify(progress)
+        return self.leaves().verify(progress or ignore)
 
     def _rows(self) -> EpochDetail:
         return self.detail()
@@ -294,7 +294,7 @@ class ItemInspection(Container):
             raise UnknownNameError(f"{self._where}: there is no file {quoted(file)}; {_text.near(file, names)}")
         return self._leaves.file(self.row.name, file, self._node)
 
-    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress = ignore) -> StatsView:
+    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> StatsView:
         """Statistics of the item's arrays; see `EpochInspection.stats`."""
         return self._epoch.stats(patterns, self.row.name, self._node or None, progress=progress)
 

@@ -23,7 +23,7 @@ _CHANGES = {
 TREE_COLUMNS = (
     Column("leaf", 0, least=30),
     Column("type", 1),
-    Column("shape", 2, least=16, tip="or value"),
+    Column("shape", 2, least=26, tip="or value"),  # room for trillions of elements
     Column("bytes", 3, right=True),
     Column("share", 4, right=True, tip="of the bytes of the epoch"),
     Column("parts", 5, least=18, tip="into how many parts each dimension is cut, and on how many nodes these lie"),

@@ -178,7 +178,7 @@ def is_sign(commits: Commits, name: str) -> bool:
     """Whether a folder that is named like no epoch shows that the directory is one of checkpoints."""
     if _is_staging(name) or _orbax_step(commits, name) is not None:
         return True
-    if any(kind in KEPT and pattern.match(name) for pattern, kind, _ in _NAMED):
+    if name.startswith(("rolled-back-", "damaged-")):  # also what people have named so
         return bool(_epochs_in(commits, name))
     return name == paths.ROOT_METADATA[0] and commits.store.exists(paths.join(*paths.ROOT_METADATA))
 

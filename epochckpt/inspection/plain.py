@@ -1,7 +1,7 @@
 """Rows as JSON, for programs: what `--json` prints.
 
 Every row is an object of its dataclass's fields, in their order, and of its properties (`secs`, `slowest_node`). What
-JSON lacks (NaN, infinities, halves of surrogate pairs) becomes text.
+JSON lacks (NaN, infinities, halves of surrogate pairs, integers of more than a thousand digits) becomes text.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any
 Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 
 _MAX_DEPTH = 200
+_MAX_BITS = 3300  # about a thousand digits; Python neither writes nor reads more than some thousands
 
 
 def to_json(rows: object) -> Json:
@@ -23,8 +24,10 @@ def to_json(rows: object) -> Json:
 def _plain(value: Any, depth: int) -> Json:
     if depth > _MAX_DEPTH:
         return f"nested deeper than {_MAX_DEPTH}"
-    if isinstance(value, bool | int | None):
-        return value
+    if isinstance(value, str):  # most are
+        return _text(value)
+    if value is None or isinstance(value, int):
+        return value if value is None or value.bit_length() <= _MAX_BITS else hex(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else json.dumps(value)
     if hasattr(value, "tolist"):  # arrays and scalars of NumPy and JAX

@@ -206,7 +206,7 @@ class Diff:
     directory: str
     before: int
     after: int
-    rows: tuple[DiffRow, ...]  # in order of the trees
+    rows: tuple[DiffRow, ...]  # in order of the trees; of each item, leaves that were removed come last
     other_directory: str = ""  # of the second epoch, if it is another one
     # Why something was not compared and has no row, by `item`, `item:leaf` or `item:node:leaf`.
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -490,5 +490,5 @@ def _first(rows: Mapping[int, EpochRow], epochs: Collection[int]) -> list[int]:
 
 def _value(metrics: Mapping[str, Any], name: str) -> float | None:
     """One metric as a number, `a/b` also that of `{"a": {"b": …}}`; None if it is absent or no number."""
-    value = flat(metrics).get(name)
+    value = metrics[name] if name in metrics else flat(metrics).get(name) if "/" in name else None
     return None if isinstance(value, bool) or not isinstance(value, int | float) else value

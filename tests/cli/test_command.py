@@ -355,6 +355,17 @@ def test_watch_says_by_its_code_that_an_epoch_is_damaged(run_cli: Any, tmp_path:
         assert f"epoch 3 {word}" in said.out
 
 
+def test_watch_looks_once_for_each_event(run_cli: Any, saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To tell whether its epoch is the best so far."""
+    opened: list[Any] = []
+    open_commits = scan.open_commits
+    monkeypatch.setattr(
+        scan, "open_commits", lambda *given, **more: opened.append(given) or open_commits(*given, **more)
+    )
+    said = run_cli("watch", saved, "--until", 3, "--metric", "loss")
+    assert (said.code, said.out.count("best"), len(opened)) == (0, 1, 1 + 3)
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

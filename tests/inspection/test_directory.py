@@ -284,6 +284,13 @@ def test_an_unknown_node_is_said(saved: pathlib.Path) -> None:
     assert [row.leaf.name for row in ec.inspect(saved)[4].stats(node="process_0")] == ["where"]
 
 
+def test_progress_may_be_none(saved: pathlib.Path) -> None:
+    epoch = open_run(saved)[2]
+    assert epoch.verify(None).ok
+    assert epoch.verify(progress=None).ok
+    assert len(epoch.stats("*kernel", progress=None)) == len(epoch["state"].stats("*kernel", progress=None)) == 2
+
+
 def test_what_is_no_directory_of_checkpoints_is_refused(tmp_path: pathlib.Path) -> None:
     """Missing, a file, somebody else's: at once, not at the first question."""
     (tmp_path / "file").write_text("x")

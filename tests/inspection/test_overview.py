@@ -136,6 +136,21 @@ def test_the_best_epoch(tmp_path: pathlib.Path, metrics: list[Any], metric: str,
     assert (found.metric, found.mode) == (metric, mode)
 
 
+def test_a_metric_that_has_the_very_name_is_found_without_the_others(
+    saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan, "flat", None)
+    assert [row.epoch for row in scan.look(saved, metric="loss").epochs if row.best]
+
+
+def test_a_metric_that_has_the_very_name_wins(tmp_path: pathlib.Path) -> None:
+    with ec.CheckpointManager(tmp_path) as manager:
+        for epoch, value in ((1, 5), (2, 4)):
+            manager.save(epoch, args=Save({"x": np.zeros(1)}), metrics={"a/b": value})
+    ec.attach_metrics(tmp_path, 1, {"a": {"b": 3}}, "evaluator")
+    assert [row.epoch for row in scan.look(tmp_path, metric="a/b").epochs if row.best] == [1]
+
+
 def test_an_unknown_metric_is_said_with_near_names(saved: pathlib.Path) -> None:
     found = scan.look(saved, metric="los")
     assert not any(row.best for row in found.epochs)
@@ -660,6 +675,12 @@ def test_what_is_no_checkpoint_directory_is_told_apart(odd_places: pathlib.Path,
     with pytest.raises(NotACheckpointDirectoryError) as caught:
         scan.look(odd_places / path)
     assert says.format(tmp=odd_places) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rolled-back-x", "damaged-keep"])
+def test_epochs_that_were_set_aside_by_hand_make_a_checkpoint_directory(tmp_path: pathlib.Path, name: str) -> None:
+    (tmp_path / name / "3").mkdir(parents=True)
+    assert scan.look(tmp_path).epochs == ()
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,11 @@ def test_numbers_that_json_lacks_are_text() -> None:
     assert read["notes"]["nested"]["a"] == [None, True, 2**70, "NaN"]
 
 
+def test_integers_that_json_readers_refuse_are_text() -> None:
+    """Python's own stops at 4300 digits."""
+    assert strict([10**900, 16**4000, -(16**4000)]) == [10**900, hex(16**4000), hex(-(16**4000))]
+
+
 class Colour(enum.StrEnum):
     RED = "red"
 

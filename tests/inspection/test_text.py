@@ -273,6 +273,14 @@ def test_a_tree_has_a_line_per_leaf_and_group() -> None:
     assert re.search(r"step +int +12$", lines[-1])
 
 
+@pytest.mark.parametrize("width", range(40, 90, 5))
+def test_no_number_is_cut(width: int) -> None:
+    """A column that has no room for it is left out."""
+    leaves = [leaf(f"params/{name}", (1234, 567, 89)) for name in "ab"]
+    shown = text_of(views.item(item(leaves), sum(one.nbytes for one in leaves)), width)
+    assert shown.count("elements") == shown.count(" 124,542,684 elements")
+
+
 def test_20000_leaves_are_folded_to_a_screen_with_counts() -> None:
     """What is left out is counted, in leaves and bytes, and nothing takes long."""
     leaves = layers(2500, 8)
