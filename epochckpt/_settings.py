@@ -192,7 +192,7 @@ class Settings:
         block_bytes: Unit of writing, checksums and verified reading.
         replica_split_bytes: Replicated arrays above this size are written by several processes.
         orbax_view: Also write the index through which stock Orbax reads epochs; file systems only.
-        verify: Check every block that is read against its checksum.
+        verify: Check the blocks of arrays that are read against their checksums; other files always are.
         metadata_handler: Records what becomes of a run. json: a file in the directory; json:FILE; sqlite:FILE, of many
             runs.
         resume: auto: after the latest epoch, or from scratch. never: from scratch, refused if there are epochs. must:

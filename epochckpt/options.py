@@ -34,7 +34,8 @@ class StorageOptions:
         open_timeout_secs: how long construction, `reload`, `delete` and `rollback_to` wait for the other processes.
         restore_timeout_secs: how long `restore(None)` waits for the votes of the other processes.
         orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt (POSIX only).
-        verify: check every block's checksum before its bytes reach the caller. It costs little.
+        verify: check the checksum of every block of an array before its bytes reach the caller, which costs little.
+            The files of handlers, JSON among them, are always checked.
     """
 
     io_threads: int = 2

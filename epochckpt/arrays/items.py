@@ -83,7 +83,8 @@ def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) 
         raise InvalidArgumentError(
             f"item {name!r}: by_node=True expects a dict of pytrees by node name, got a {type(values).__name__}"
         )
-    unknown = [node for node in values if node not in nodes.hosted_names]
+    hosted = set(nodes.hosted_names)
+    unknown = [node for node in values if node not in hosted]
     if unknown:
         raise InvalidArgumentError(
             f"item {name!r}: by_node=True names {', '.join(map(repr, unknown))}; this process hosts "

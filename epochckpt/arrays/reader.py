@@ -70,7 +70,7 @@ class NodeFile:
         """Opens the file, and compares both records and its size."""
         if not self._sums:  # once: leaves are also read one by one, and a file may hold thousands
             where = self.epoch.path(self.node, paths.NODE_RECORD)
-            mine = next((f for f in self.epoch.node_record(self.node).files if f.path == self.name), None)
+            mine = self.epoch.node_files(self.node).get(self.name)
             if mine is None or (mine.size, mine.data_start, mine.cells) != (self.size, self.data_start, self.cells):
                 raise FormatError(where, f"does not describe {self.path} as the epoch's record does")
             self._ends = ends = self._cut(mine.block_bytes)
@@ -261,6 +261,7 @@ class EpochReader:
     def __init__(self, store: Store, folder: str, record: EpochRecord, pool: Pool, verify: bool = True):
         self.store, self.folder, self.record, self.pool, self.verify = store, folder, record, pool, verify
         self.node_record = functools.cache(self._node_record)
+        self.node_files = functools.cache(lambda node: {file.path: file for file in self.node_record(node).files})
         self.files = functools.cache(self._files)
         self._places = functools.cache(self._places_of)
         self._check_sizes = functools.cache(self._check_sizes_of)
@@ -297,7 +298,7 @@ class EpochReader:
         def put(start: int, block: memoryview) -> None:
             data[start : start + len(block)] = block
 
-        file.stream(put)
+        file.stream(put, pool=Pool(1))  # in order: of several damaged blocks the first is named
         return bytes(data)
 
     def check_files(self, item: str, leaf: int, box: Box) -> None:

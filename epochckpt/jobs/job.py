@@ -19,21 +19,22 @@ F = TypeVar("F", bound=Callable[[Workspace], Any])
 class _Scope:
     """A context manager that makes an object the current one of its class; it may be entered again inside itself."""
 
-    scope: ClassVar[contextvars.ContextVar[Any]]
+    context_variable: ClassVar[contextvars.ContextVar[Any]]
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
         if _Scope in cls.__bases__:  # a user's `class MyJob(Job)` shares the variable of `Job`
-            cls.scope = contextvars.ContextVar(f"epochckpt.{cls.__name__}", default=None)
+            cls.context_variable = contextvars.ContextVar(f"epochckpt.{cls.__name__}", default=None)
 
     def __init__(self) -> None:
         self._tokens: list[contextvars.Token[Any]] = []
 
     def __enter__(self) -> Any:
-        self._tokens.append(self.scope.set(self))
+        self._tokens.append(self.context_variable.set(self))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.scope.reset(self._tokens.pop())
+        self.context_variable.reset(self._tokens.pop())
 
 
 class Node(_Scope):
@@ -45,7 +46,7 @@ class Node(_Scope):
     def __init__(self, name: str):
         super().__init__()
         self.name = paths.check_node_name(name)
-        if (cluster := Cluster.scope.get()) is not None:
+        if (cluster := Cluster.context_variable.get()) is not None:
             cluster.add(self.name)
 
     def __str__(self) -> str:
@@ -54,7 +55,7 @@ class Node(_Scope):
     @staticmethod
     def current() -> str | None:
         """The name of the surrounding `with Node(…)`, or None."""
-        node = Node.scope.get()
+        node = Node.context_variable.get()
         return None if node is None else node.name
 
 
@@ -139,7 +140,7 @@ class Task:
         blobs: Sequence[str | None] = [outputs] if isinstance(outputs, str) else (outputs or [None])
         self._outputs = [TaskOutput(self, blob) for blob in blobs]
         self.group: TaskGroup | None = None
-        group = group if group is not None else TaskGroup.scope.get()
+        group = group if group is not None else TaskGroup.context_variable.get()
         if group is not None:
             group.add(self)
 
@@ -208,11 +209,11 @@ class TaskGroup(_Scope):
 @contextlib.contextmanager
 def joining(group: TaskGroup | None) -> Iterator[None]:
     """Inside it new tasks join `group`; None: they join no group, whatever surrounds this."""
-    token = TaskGroup.scope.set(group)
+    token = TaskGroup.context_variable.set(group)
     try:
         yield
     finally:
-        TaskGroup.scope.reset(token)
+        TaskGroup.context_variable.reset(token)
 
 
 class ComputedCondition(stop.Condition):
@@ -302,7 +303,7 @@ class Job(_Scope):
     @staticmethod
     def current() -> Job | None:
         """The job of the surrounding `with Job() as job:`, or None."""
-        return Job.scope.get()
+        return Job.context_variable.get()
 
     def __enter__(self) -> Job:
         self.epoch_group.__enter__()

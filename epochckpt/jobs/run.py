@@ -548,6 +548,7 @@ def merge_metrics(returned: Iterable[Any]) -> dict[str, bool | int | float]:
         scalar = stop.as_scalar(value)
         if scalar is None:
             found = f"{type(value).__name__}{f' of shape {value.shape}' if hasattr(value, 'shape') else ''}"
+            found += " that is too large for a float" if isinstance(value, int) else ""
             raise InvalidArgumentError(f"metric {name!r} must be a scalar (a number, or a 0-d array), got a {found}")
         merged[name] = scalar
     return merged

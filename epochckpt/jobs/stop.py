@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
@@ -160,7 +161,7 @@ class _Shipped(Condition):
         return self._made_by
 
 
-class max_epochs(_Shipped):
+class max_epochs(Condition):
     """True once `n` epochs, at least 1, have been completed by all runs together.
 
     Attributes:
@@ -169,7 +170,9 @@ class max_epochs(_Shipped):
 
     def __init__(self, n: int):
         self.epochs = _count("max_epochs(n)", n)
-        self._made_by = f"max_epochs({self.epochs})"
+
+    def __repr__(self) -> str:
+        return f"max_epochs({self.epochs})"
 
     def holds(self, ctx: Context) -> bool:
         """Whether the epoch's number has come to n."""
@@ -448,9 +451,14 @@ def _parts(conditions: Sequence[Condition]) -> Iterator[Condition]:
 
 
 def as_scalar(value: Any) -> bool | int | float | None:
-    """A bool or real number of Python, or one of NumPy or jax without dimensions, as Python's; None for all else."""
+    """A bool or real number of Python, or one of NumPy or jax without dimensions, as Python's; None for all else.
+
+    An integer that is too large for a float is none.
+    """
     if isinstance(value, np.ndarray | np.generic | jax.Array) and value.shape == ():
-        value = np.asarray(value).item()
+        if not (value.dtype == bool or jnp.issubdtype(value.dtype, np.number)):  # a key of jax, an object
+            return None
+        value = float(value) if isinstance(value, np.floating) else np.asarray(value).item()
     beyond_all_floats = isinstance(value, int) and abs(value) > sys.float_info.max
     return value if isinstance(value, bool | int | float) and not beyond_all_floats else None
 

@@ -132,6 +132,8 @@ def export(
                 unsupported = export_formats.write_orbax(reader, record, target, skip_unsupported)
             else:
                 arrays = [name for name, entry in record.items.items() if entry.arrays is not None]
+                if item is None and not arrays:
+                    raise UnsupportedError(f"epoch {number} has no item of arrays, and only those become tensors")
                 chosen = item or items.chosen_arrays(number, arrays, None)
                 unsupported = export_formats.write_safetensors(reader, chosen, target, tensor_options)
             nbytes = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(folder) for f in files)
@@ -165,7 +167,8 @@ def _destination(destination: str | os.PathLike[str], store: Store) -> str:
         raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
     path = os.path.realpath(expanded(path))
     local = store.renames or store.root.startswith("file://")
-    root = os.path.realpath(store.root if store.renames else urllib.parse.unquote(store.root.removeprefix("file://")))
+    root = store.root if store.renames else urllib.parse.unquote(store.root.removeprefix("file://"))
+    root = os.path.realpath(root) if local else root
     if local and os.path.commonpath([root, path]) == root:
         raise InvalidArgumentError(
             f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "

@@ -110,7 +110,7 @@ def import_(
         raise UnsupportedError(f"source {path!r}: only local files are imported; download it first")
     tree = _read(os.path.abspath(expanded(path)), format, separator)
     _check_tree(tree, path)
-    # mapped files are not copied: a bound on host memory is no reason to refuse them
+    # what is imported has to fit once: a bound on copies of training state is no reason to refuse it
     storage = dataclasses.replace(storage or StorageOptions(), host_memory_limit_bytes=None)
     args: Any = ocp.args.StandardSave(tree)
     if item != paths.DEFAULT_ITEM:
@@ -186,6 +186,8 @@ def _index(path: str) -> dict[str, set[str]]:
         listed = sorted(weights.items(), key=lambda pair: str(pair[1]))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise FormatError(path, "is not JSON with a weight_map") from None
+    if not listed:
+        raise FormatError(path, "lists no tensors")
     found: dict[str, set[str]] = {}
     for name, file in listed:
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):

@@ -9,7 +9,7 @@ import pathlib
 import shutil
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 import epochckpt as ec
 from epochckpt import errors
 from tests.support.job_runs import PER_EPOCH, RECORDS, Reader
+
+T = TypeVar("T")
 
 
 class Managers:
@@ -979,3 +981,23 @@ def test_the_upload_comes_before_the_download(tmp_path: pathlib.Path) -> None:
     with pytest.raises(errors.SaveError):
         run(counting_job(log, 1), broken(tmp_path / "b"), upload_task_group_builder=Upload())
     assert log.events[3:] == ["download", "exit"]
+
+
+def test_a_users_job_may_have_other_bases_and_attributes() -> None:
+    """Generic ones, mixins that look at their subclasses, an attribute `scope`."""
+    names = []
+
+    class Registered:
+        def __init_subclass__(cls, key: str, **arguments: Any):
+            super().__init_subclass__(**arguments)
+            names.append(key)
+
+    class Mine(ec.Job, Registered, Generic[T], key="mine"):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scope = "all"
+
+    with Mine[int]() as job:
+        assert ec.Job.current() is job
+    assert names == ["mine"]
+    assert job.scope == "all"

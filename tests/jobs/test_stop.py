@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -53,6 +54,25 @@ def test_max_epochs_counts_epochs_of_all_runs() -> None:
     """True from epoch n on, also when the run starts beyond it."""
     assert [stop.max_epochs(3)(at(epoch)) for epoch in (1, 2, 3, 4)] == [False, False, True, True]
     assert stop.max_epochs(3).holds(at(7))
+
+
+def test_a_condition_is_called_by_what_it_is_now() -> None:
+    """`epochs` may be changed, and a subclass may set it by itself."""
+
+    class Twice(stop.max_epochs):
+        def __init__(self, n: int):
+            self.epochs = 2 * n
+
+    changed = stop.max_epochs(3)
+    changed.epochs = 5
+    assert (repr(changed), repr(Twice(2))) == ("max_epochs(5)", "max_epochs(4)")
+
+
+def test_every_real_number_of_numpy_counts_and_a_key_is_none() -> None:
+    """Also the wide float, which Python's float does not know; a key of jax is refused by name."""
+    assert stop.target("x", np.longdouble(1.5))(at(x=np.longdouble(2)))
+    with pytest.raises(InvalidArgumentError, match=r"metric 'x' is .*expected a real number"):
+        stop.target("x", 1.0)(at(x=jax.random.key(0)))
 
 
 def test_max_time_counts_this_run_or_all() -> None:

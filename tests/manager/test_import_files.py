@@ -180,13 +180,6 @@ def test_a_folder_of_hugging_face_becomes_one_epoch(tmp_path: pathlib.Path) -> N
     same(restored(tmp_path / "run"), tensors)
 
 
-def test_an_index_without_tensors_is_an_empty_tree(tmp_path: pathlib.Path) -> None:
-    """As a file without tensors is."""
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
-    ec.import_(tmp_path, tmp_path / "run", 3)
-    assert restored(tmp_path / "run") == {}
-
-
 def edit_index(folder: pathlib.Path, edit: Callable[[dict[str, str]], Any]) -> None:
     """Changes the map of an index."""
     path = folder / "model.safetensors.index.json"
@@ -201,6 +194,7 @@ BROKEN_FOLDERS: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
     "a tensor is missing": (lambda f: edit_index(f, lambda m: m.update(more=PART)), "differ in 'more'"),
     "a tensor is not listed": (lambda f: edit_index(f, lambda m: m.pop("layers.1.w")), "differ in 'layers.1.w'"),
     "a part outside": (lambda f: edit_index(f, lambda m: m.update(x="../secret.safetensors")), "no file beside it"),
+    "no tensors": (lambda f: edit_index(f, lambda m: m.clear()), "lists no tensors"),
     "no map": (lambda f: (f / "model.safetensors.index.json").write_text("[1]"), "weight_map"),
     "no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "weight_map"),
 }
@@ -423,7 +417,7 @@ BAD_MSGPACK: dict[str, tuple[bytes, str]] = {
     "dimensions": (_array([1] * 40, "uint8", b"x"), "no list of at most 32 sizes"),
     "deep shape": (_array([[]], "uint8", b""), "no list of"),
     "deep complex": (msgpack.packb(msgpack.ExtType(2, b"\x91" * 300 + b"\xc0")), "complex"),
-    "nested ext": (msgpack.packb(msgpack.ExtType(1, b"\x93" + _array([1], "uint8", b"x"))), "incomplete"),
+    "nested ext": (msgpack.packb(msgpack.ExtType(1, b"\x93" + _array([1], "uint8", b"x"))), "no msgpack file"),
     "no elements, large": (_array([0, 2**61, 2**61], "uint8", b""), "does not fit its bytes"),
     "no elements, larger": (_array([2**63, 0], "uint8", b""), "does not fit its bytes"),
     "no elements, wide": (_array([0, 2**60], "float64", b""), "does not fit its bytes"),
