@@ -155,7 +155,8 @@ def test_a_second_preemption_in_the_same_epoch_keeps_the_further_part(undisturbe
     assert finals(finish(tmp_path / "c", 1, resumable=True, polls=True, step_secs=0.0)) == undisturbed(1)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_an_epoch_that_cannot_be_resumed_is_dropped_at_the_deadline(
     undisturbed: Any, tmp_path: pathlib.Path, processes: int
 ) -> None:

@@ -24,6 +24,7 @@ def expected(number: int, epochs: int) -> list[int]:
     return [sum(records[: PER_EPOCH * (e + 1)]) for e in range(epochs)]
 
 
+@pytest.mark.slow
 def test_totals_are_reproduced_from_every_resume_epoch_on_three_processes(tmp_path: pathlib.Path) -> None:
     """0 included; and by one process that has all three nodes, on the same directory."""
     directory = str(tmp_path / "run")
