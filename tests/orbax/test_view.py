@@ -348,7 +348,8 @@ def _tar(source: pathlib.Path, target: pathlib.Path) -> None:
     with tarfile.open(target.with_suffix(".tar"), "w") as archive:
         archive.add(source, arcname=target.name)
     with tarfile.open(target.with_suffix(".tar")) as archive:
-        archive.extractall(target.parent, filter="data")
+        known = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
+        archive.extractall(target.parent, **known)  # type: ignore[arg-type]
 
 
 def _unzip(archive: pathlib.Path, target: pathlib.Path) -> None:
