@@ -544,7 +544,7 @@ class _Lags:
 
     def __init__(self, prompt_secs: float, answered: Callable[[Attempt, int], bool]):
         self._prompt_secs, self._answered = prompt_secs, answered
-        self._lock = threading.Lock()  # between the lanes; the training thread calls `most` alone
+        self._lock = threading.Lock()  # between the lanes; the training thread calls only `most`, which takes no lock
         self._secs: dict[int, float] = {}
         self._missed: dict[int, list[Attempt]] = {}
 

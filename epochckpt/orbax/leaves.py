@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,7 @@ class OrbaxItem:
         self._ocdbt = store.exists(paths.join(at, marks.OCDBT))
         self._cached: tuple[str, ts.TensorStore | None] = ("", None)
         self._numbers: dict[int, Any] = {}  # the reads of scalars
+        self._ahead = threading.Lock()  # threads may share a reader
         try:
             marks.check_files(store, at)
             if store.exists(paths.join(at, marks.TREE_RECORD)):
@@ -271,11 +273,12 @@ class OrbaxItem:
         if row.leaf.kind == "str":
             return self._text(row)
         # Whoever asks for one number asks for the next ones, too: many are read at the same time.
-        if row.leaf.sharding not in self._numbers:
-            ahead = {row.leaf.sharding: row, **dict(itertools.islice(self._unread.items(), _NUMBERS))}
-            for number, other in ahead.items():
-                del self._unread[number]
-                self._numbers[number] = self._begin(other)
+        with self._ahead:
+            if row.leaf.sharding not in self._numbers:
+                ahead = {row.leaf.sharding: row, **dict(itertools.islice(self._unread.items(), _NUMBERS))}
+                for number, other in ahead.items():
+                    del self._unread[number]
+                    self._numbers[number] = self._begin(other)
         with self._tensorstore(row.leaf.name):
             return self._numbers[row.leaf.sharding].result().item()
 

@@ -28,6 +28,8 @@ import epochckpt as ec
 from epochckpt import errors
 from epochckpt.format.tree import DTYPES
 from epochckpt.orbax import leaves as orbax_leaves
+from epochckpt.storage import open_store
+from epochckpt.testing import in_parallel
 from tests.support import handler_jobs, stock_states
 from tests.support.files import unchanged
 from tests.support.processes import run_worker
@@ -945,3 +947,13 @@ def test_a_step_of_orbax_is_not_exported(run: pathlib.Path, tmp_path: pathlib.Pa
     with pytest.raises(errors.UnsupportedError, match="epoch 2 was written by stock Orbax"):
         ec.export(run, 2, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_threads_share_the_numbers_that_are_read_ahead(tmp_path: pathlib.Path) -> None:
+    """As those of a notebook do with one look at a step: each number is read once, and all threads have it."""
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(0, args=Save({f"n{i}": i for i in range(2000)}))
+        stock.wait_until_finished()
+    item = orbax_leaves.OrbaxItem(open_store(tmp_path), "0/default", 0)
+    numbers = in_parallel([lambda: {row.leaf.name: item.value(row) for row in item.leaves}] * 6)
+    assert numbers == [{f"n{i}": i for i in range(2000)}] * 6
