@@ -575,11 +575,14 @@ def write_large(folder: pathlib.Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 def test_memory_stays_bounded(tmp_path: pathlib.Path) -> None:
-    """256 MiB there and back, from safetensors and to both kinds of exports, in less than 64 MiB each."""
+    """256 MiB there and back, from safetensors and to both kinds of exports, in less than 64 MiB each.
+
+    A msgpack file is read whole: its map, its arrays, and those in pieces once more.
+    """
     write_large(tmp_path)
     (grown,) = run_worker("tests.manager.test_export:there_and_back", {"folder": str(tmp_path)}, 1, 1, timeout=100)
     assert grown.pop("control") > LARGE * 0.9, "the control shows nothing"
-    assert grown.pop("import msgpack") < LARGE * 2.5  # it is read whole
+    assert grown.pop("import msgpack") < LARGE * 2.5 + BOUND
     assert {step: size // MIB for step, size in grown.items() if size > BOUND} == {}
     piece = np.fromfile(tmp_path / "large.safetensors", np.uint8)[-LARGE:]
     for name, start in {"rows": 0, "flat": LARGE // 2}.items():
