@@ -15,7 +15,9 @@ element, a None takes its place.
 
 import base64
 import collections
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import struct
@@ -72,6 +74,7 @@ class View:
     folders: list[str] = dataclasses.field(default_factory=list)  # to be made, in this order
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)  # content by path
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # target by path
+    node_links: dict[str, str] = dataclasses.field(default_factory=dict)  # the same of those that nodes make themselves
     # Reasons by leaf name, by item; the leaf name `*` stands for the whole item.
     unsupported: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
@@ -94,17 +97,21 @@ class Views:
         for node in record.nodes if beside_nodes else ():
             if not any(f.name and f.item == layout.JSON_FILE for f in node.files):  # that link's name is taken
                 handlers[node.folder] = JSON_HANDLER
+                view.node_links[f"{node.folder}/{layout.JSON_FILE}"] = layout.NODE_RECORD
         for name, item in record.items.items():
-            handlers[name] = item.handler
+            handler, lost = item.handler, ""
             if item.kind == "files":
                 _add_files(view, record, name)
             elif item.arrays is None:
-                view.unsupported[name] = {"*": "it differs per node, which Orbax has no form for"}
-                del handlers[name]
-            elif not self._add_arrays(view, record, name, item, item.arrays):
-                del handlers[name]
-            elif item.arrays.is_bare and item.handler not in _KEY_HANDLERS:
-                handlers[name] = ARRAY_HANDLER
+                lost = "it differs per node, which Orbax has no form for"
+            else:
+                lost = self._add_arrays(view, record, name, item, item.arrays)
+                if item.arrays.is_bare and handler not in _KEY_HANDLERS:
+                    handler = ARRAY_HANDLER
+            if lost:
+                view.unsupported[name] = {"*": lost}
+            else:
+                handlers[name] = handler
         if record.metrics is not None:
             view.folders.append("metrics")
             view.files["metrics/metrics"] = json.dumps(record.metrics).encode()
@@ -121,8 +128,8 @@ class Views:
         view.files["commit_success.txt"] = _COMMITTED_BY_US if beside_nodes else b"The checkpoint was committed.\n"
         return view
 
-    def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> bool:
-        """Adds an item of arrays; returns False where Orbax can be given none of it."""
+    def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> str:
+        """Adds an item of arrays; returns why Orbax can be given none of it, if so."""
         places = tuple((n.folder, tuple(f for f in n.files if f.item == name)) for n in record.nodes)
         values = {
             i: tree_lib.value_from_json(arrays.leaves[i].name, arrays.leaves[i].kind, v) for i, v in item.values.items()
@@ -132,16 +139,14 @@ class Views:
         known = self._known.get(name)
         if known is None or known.key[0] is not arrays or known.key[1:] != key[1:]:
             if reason := _inexpressible(arrays, self._max_chunks or MAX_CHUNKS):
-                view.unsupported[name] = {"*": reason}
-                return False
-            known = self._known[name] = _ItemView(key, record, item, name, scalars)
-        params = known.params
-        if not params.tree:
-            more = f" and {len(params.unsupported) - _FEW} more" if len(params.unsupported) > _FEW else ""
-            nothing = f"Orbax has no form for any of its leaves: {few(params.unsupported)}{more}"
-            view.unsupported[name] = {"*": nothing if params.unsupported else "it has no leaves"}
-            return False
-        kept = {i: (params.names[i], s) for i, s in scalars.items() if s and i in params.names}
+                return reason
+            known = self._known[name] = _ItemView(key, record, name, item, arrays, scalars)
+        unsupported = known.unsupported
+        if not known.tree:
+            more = f" and {len(unsupported) - _FEW} more" if len(unsupported) > _FEW else ""
+            nothing = f"Orbax has no form for any of its leaves: {few(unsupported)}{more}"
+            return nothing if unsupported else "it has no leaves"
+        kept = {i: (known.names[i], s) for i, s in scalars.items() if s and i in known.names}
         fresh = {f"{path}/0".encode(): s[1] for path, s in kept.values() if s[0] != _TEXT}
         token = bytes.fromhex(checksums.digest(f"{record.attempt} {name}".encode()))
         files = {**known.index.files(fresh, token, record.committed_ns), **known.files}
@@ -156,13 +161,13 @@ class Views:
             view.files[f"{base}_metadata/{layout.JSON_FILE}"] = _json(_key_metadata(arrays, item.handler))
         view.folders.append(f"{base}/array_metadatas")
         view.files.update({f"{base}/{path}": data for path, data in files.items()})
-        view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(params.nodes)})
-        if params.unsupported:
-            named = dict(list(params.unsupported.items())[:_MAX_NOTED])  # the record stays small
-            if more := len(params.unsupported) - len(named):
+        view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(known.nodes)})
+        if unsupported:
+            named = dict(list(unsupported.items())[:_MAX_NOTED])  # the record stays small
+            if more := len(unsupported) - len(named):
                 named["*"] = f"and {several(more, 'leaf', 'leaves')} more"
             view.unsupported[name] = named
-        return True
+        return ""
 
 
 def _add_files(view: View, record: EpochRecord, name: str) -> None:
@@ -194,20 +199,35 @@ def _key_metadata(arrays: ArrayItem, handler: str) -> dict[str, bool]:
 
 
 class _ItemView:
-    """What stays the same while an item's tree does.
+    """An item's leaves as Orbax's parameters: what stays the same from epoch to epoch while `key` does.
 
     `key` is what that depends on: the item's arrays, where they lie, the types of its Python values.
     """
 
-    def __init__(self, key: tuple[Any, ...], record: EpochRecord, item: ItemRecord, name: str, scalars: _Scalars):
-        assert item.arrays is not None, "callers choose array items"
-        self.key, arrays = key, item.arrays
-        self.params = params = _Parameters(arrays, scalars, typed=item.handler not in _KEY_HANDLERS)
-        _locate(record, name, arrays, params)
+    def __init__(
+        self, key: Any, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem, scalars: _Scalars
+    ):
+        self.key, self.arrays = key, arrays
+        self.typed = item.handler not in _KEY_HANDLERS  # PRNG keys come back as such, else as their data
+        self.unsupported: dict[str, str] = {}
+        self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
+        self.tree: dict[str, Any] = {}
+        self.metadatas: list[Any] = []
+        self.nodes: set[str] = set()
+        self.names = self._name()
+        for number, param in self.names.items():
+            self._add(number, param, scalars.get(number))
+        if self.unsupported:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
+            paths = {i: leaf.path or _BARE_PATH for i, leaf in enumerate(arrays.leaves)}
+            out = {i for i in paths if arrays.leaves[i].name in self.unsupported}
+            positions = _placeholders(paths, out, self.names)
+            rows = (_row(positions.get(i, path), _NONE) for i, path in paths.items() if i not in out or i in positions)
+            self.tree = {key: self.tree.get(key, row) for key, row in rows}
+        self._locate(record, name)
         # an empty tree: Orbax wants a database nevertheless
-        self.index = ocdbt.Index(params.entries or {b".empty": b""})
+        self.index = ocdbt.Index(self.entries or {b".empty": b""})
         metadata = {
-            "tree_metadata": params.tree,
+            "tree_metadata": self.tree,
             "use_ocdbt": True,
             "use_zarr3": False,
             "store_array_data_equal_to_fill_value": True,
@@ -215,30 +235,9 @@ class _ItemView:
         }
         self.files = {
             "_METADATA": _json(metadata),
-            "_sharding": _json(_sharding_texts(arrays, params.names)),
-            "array_metadatas/process_0": _json({"array_metadatas": params.metadatas}),
+            "_sharding": _json(_sharding_texts(arrays, self.names)),
+            "array_metadatas/process_0": _json({"array_metadatas": self.metadatas}),
         }
-
-
-class _Parameters:
-    """The leaves of an item as Orbax's parameters; typed PRNG keys come back as such if `typed`, else as their data."""
-
-    def __init__(self, arrays: ArrayItem, scalars: _Scalars, *, typed: bool):
-        self.arrays, self.typed = arrays, typed
-        self.unsupported: dict[str, str] = {}
-        self.entries: dict[bytes, bytes | ocdbt.Piece] = {}
-        self.tree: dict[str, Any] = {}
-        self.metadatas: list[Any] = []
-        self.nodes: set[str] = set()
-        self.names = self._name()
-        for number, name in self.names.items():
-            self._add(number, name, scalars.get(number))
-        if self.unsupported:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
-            paths = {i: leaf.path or _BARE_PATH for i, leaf in enumerate(arrays.leaves)}
-            out = {i for i in paths if arrays.leaves[i].name in self.unsupported}
-            positions = _placeholders(paths, out, self.names)
-            rows = (_row(positions.get(i, path), _NONE) for i, path in paths.items() if i not in out or i in positions)
-            self.tree = {key: self.tree.get(key, row) for key, row in rows}
 
     def _name(self) -> dict[int, str]:
         """Orbax's parameter name by leaf number, for the leaves that it can name."""
@@ -276,25 +275,37 @@ class _Parameters:
         elif not math.prod(leaf.shape):
             self.unsupported[leaf.name] = "Orbax cannot store arrays without elements"
         else:
-            self._array(number, leaf, leaf.dtype, name)
-
-    def _array(self, number: int, leaf: Leaf, dtype: np.dtype[Any], name: str) -> None:
-        chunk = self.arrays.cell_shape(number)
-        zarr_dtype = dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
-        self.entries[f"{name}/.zarray".encode()] = _zarray(leaf.shape, chunk, zarr_dtype)
-        is_jax = leaf.kind in ("jax", "prng")
-        self._record(leaf, _TYPES[leaf.kind], chunk if is_jax else None)
-        if is_jax:
-            ext = {"random_key_impl": leaf.impl} if leaf.kind == "prng" and self.typed else None
-            shape = list(chunk)
-            row = {"param_name": name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": ext}
-            self.metadatas.append({"array_metadata": row})
+            chunk, dtype = self.arrays.cell_shape(number), leaf.dtype
+            zarr_dtype = dtype.str if dtype.kind in "biufc" and dtype.isbuiltin == 1 else dtype.name
+            self.entries[f"{name}/.zarray".encode()] = _zarray(leaf.shape, chunk, zarr_dtype)
+            is_jax = leaf.kind in ("jax", "prng")
+            self._record(leaf, _TYPES[leaf.kind], chunk if is_jax else None)
+            if is_jax:
+                ext = {"random_key_impl": leaf.impl} if leaf.kind == "prng" and self.typed else None
+                row = {"param_name": name, "write_shape": chunk, "chunk_shape": chunk, "ext_metadata": ext}
+                self.metadatas.append({"array_metadata": row})
 
     def _record(self, leaf: Leaf, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:
         value: dict[str, Any] = {"value_type": kind, "skip_deserialize": skip}
         if shape is not None:
-            value["write_shape"] = list(shape)
+            value["write_shape"] = shape
         self.tree.update([_row(leaf.path or _BARE_PATH, value)])
+
+    def _locate(self, record: EpochRecord, name: str) -> None:
+        """Adds where the chunks of the arrays lie."""
+        arrays = self.arrays
+        prefixes = {i: f"{p}/" for i, p in self.names.items() if f"{p}/.zarray".encode() in self.entries}
+        for node, entry in enumerate(record.nodes):
+            files = [f for f in entry.files if f.item == name and f.data_start]
+            ends = np.cumsum([f.cells for f in files]).tolist()
+            for file, part in zip(files, arrays.cut(arrays.owned(node), ends), strict=True):
+                path = layout.join(record.node_folder(node), file.path)
+                starts = (part.offsets[:-1] + file.data_start).tolist()
+                for leaf, cell, start in zip(part.leaves.tolist(), part.cells.tolist(), starts, strict=True):
+                    if prefix := prefixes.get(leaf):
+                        key = f"{prefix}{_chunk(arrays, leaf, cell)}"
+                        self.entries[key.encode()] = (path, start, arrays.cell_bytes(leaf))
+                        self.nodes.add(entry.folder)
 
 
 def _row(path: KeyPath, value: Any) -> tuple[str, Any]:
@@ -312,26 +323,6 @@ def _scalar(value: Any) -> tuple[str, bytes] | None:
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return "<i8", struct.pack("<q", value)
     return ("<f8", struct.pack("<d", value)) if isinstance(value, float) else None
-
-
-def _locate(record: EpochRecord, name: str, arrays: ArrayItem, params: _Parameters) -> None:
-    """Adds where the chunks of an item's arrays lie."""
-    prefixes = {i: f"{p}/" for i, p in params.names.items() if f"{p}/.zarray".encode() in params.entries}
-    for node, entry in enumerate(record.nodes):
-        files = [f for f in entry.files if f.item == name and f.data_start]
-        ends = np.cumsum([f.cells for f in files]).tolist()
-        for file, part in zip(files, arrays.cut(arrays.owned(node), ends), strict=True):
-            path = layout.join(record.node_folder(node), layout.data_file(name, file.part))
-            starts = (part.offsets[:-1] + file.data_start).tolist()
-            used = False
-            for leaf, cell, start in zip(part.leaves.tolist(), part.cells.tolist(), starts, strict=True):
-                prefix = prefixes.get(leaf)
-                if prefix is not None:
-                    key = f"{prefix}{_chunk(arrays, leaf, cell)}"
-                    params.entries[key.encode()] = (path, start, arrays.cell_bytes(leaf))
-                    used = True
-            if used:
-                params.nodes.add(entry.folder)
 
 
 def _chunk(arrays: ArrayItem, leaf: int, cell: int) -> str:
@@ -355,18 +346,14 @@ def _sharding_texts(arrays: ArrayItem, names: Mapping[int, str]) -> dict[str, st
 
     A row whose device is not there, or that is nonsense, has none: such rows are not checked before.
     """
-    rows: list[str | None] = []
-    for row in arrays.shardings:
-        try:
-            rows.append(sharding_text(arrays, row))
-        except (KeyError, IndexError, TypeError, ValueError):
-            rows.append(None)
+    text_of = functools.cache(lambda number: sharding_text(arrays, arrays.shardings[number]))
     found = {}
     for number, name in names.items():
         leaf = arrays.leaves[number]
-        text = rows[leaf.sharding] if leaf.kind in ("jax", "prng") and leaf.sharding >= 0 else None
-        if text is not None:
-            found[base64.b64encode(name.encode()).decode()] = text
+        if leaf.kind in ("jax", "prng") and leaf.sharding >= 0:
+            with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
+                if text := text_of(leaf.sharding):
+                    found[base64.b64encode(name.encode()).decode()] = text
     return found
 
 

@@ -9,11 +9,12 @@ import dataclasses
 import errno
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from absl import logging
 
+from epochckpt._threads import Pool
 from epochckpt.errors import AccessError, DamagedError, EpochDeletedError, UnsupportedError, unreadable
 from epochckpt.format import EpochRecord, checksums, paths
 from epochckpt.orbax.view import View, Views
@@ -44,10 +45,7 @@ def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) 
         # The first node made this link of its own accord, or has another file of that name.
         if not store.exists(paths.join(folder, record.node_folder(0), paths.JSON_FILE)):
             raise io.UnsupportedOperation("see link_node")
-        for name in view.folders:
-            store.make_folder(paths.join(folder, name))
-        for path, target in view.links.items():
-            store.link(paths.join(folder, path), target)
+        _make(store, view, folder, run)
     except io.UnsupportedOperation:
         for name in view.folders:
             store.remove_tree(paths.join(folder, name))
@@ -60,8 +58,6 @@ def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) 
                 store.root,
             )
         return dataclasses.replace(record, orbax_unsupported=NO_SYMLINKS, orbax_view=None)
-    run([partial(store.create, paths.join(folder, path), data) for path, data in view.files.items()])
-    run([partial(store.sync_folder, paths.join(folder, name)) for name in reversed(view.folders)])
     files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
     return dataclasses.replace(record, orbax_unsupported=view.unsupported, orbax_view=files)
 
@@ -80,7 +76,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> Checked:
     if record.orbax_view is None:
         return Checked()
     view = Views().build(record)
-    links = _links(view, record)
+    links = view.links | view.node_links
     places = [os.path.join(store.root, folder, path) for path in (*record.orbax_view, *view.links)]
     if not any(map(os.path.lexists, places)):
         return Checked(absent=True)
@@ -91,7 +87,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> Checked:
             if path in record.orbax_view:
                 problem = _compare_file(store, at, record.orbax_view[path], view.files.get(path))
             else:
-                problem = _compare_link(store, folder, path, links[path])
+                problem = _compare_link(store, folder, record, path, links[path])
         except PermissionError as error:  # a link that leads out of the directory, for example
             problem = f"cannot be read: {error}"
         except OSError as error:
@@ -102,33 +98,6 @@ def check(store: Store, folder: str, record: EpochRecord) -> Checked:
         if problem:
             damage[path] = DamagedError(at, problem)
     return Checked(damage=damage)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Link:
-    """A link: what it says, and the files that are reached through it, by path through it, as they lie themselves."""
-
-    target: str
-    files: Mapping[str, str]
-
-
-def _links(view: View, record: EpochRecord) -> dict[str, _Link]:
-    """The links of an epoch, by path in its folder: those of the view, and one that each node made."""
-    out = {}
-    nodes = {entry.name: number for number, entry in enumerate(record.nodes)}
-    for path, target in view.links.items():
-        item, name = path.split("/")[0], path.rpartition("/")[2]
-        if record.items[item].arrays is None:  # a file that a handler wrote
-            out[path] = _Link(target, {path: os.path.normpath(paths.join(path.rpartition("/")[0], target))})
-            continue
-        entry, base = record.nodes[nodes[name]], record.node_folder(nodes[name])
-        files = [f.path for f in entry.files if f.item == item and f.data_start]
-        out[path] = _Link(target, {paths.join(path, f): paths.join(base, f) for f in files})
-    for number, entry in enumerate(record.nodes):
-        if not any(f.name and f.item == paths.JSON_FILE for f in entry.files):
-            at, itself = (paths.join(record.node_folder(number), n) for n in (paths.JSON_FILE, paths.NODE_RECORD))
-            out[at] = _Link(paths.NODE_RECORD, {at: itself})
-    return out
 
 
 def _compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: bytes | None) -> str:
@@ -142,17 +111,25 @@ def _compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: byt
     return ""
 
 
-def _compare_link(store: Store, folder: str, path: str, link: _Link) -> str:
+def _compare_link(store: Store, folder: str, record: EpochRecord, path: str, target: str) -> str:
     """What is wrong with a link, or with the copy of what it led to that lies in its place."""
     place = os.path.join(store.root, folder, path)
-    itself = os.path.join(os.path.dirname(place), link.target)
-    if os.path.realpath(place) == os.path.realpath(itself):
+    itself = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    if os.path.realpath(place) == os.path.realpath(os.path.join(store.root, folder, itself)):
         return ""
     if not os.path.lexists(place):
         return "is missing"
-    for through, original in link.files.items():
-        if not _same(store, paths.join(folder, through), paths.join(folder, original)):
-            return f"does not lead to {link.target}" if os.path.islink(place) else f"is no copy of {original}"
+    # A link to a node stands for the node's data files of the item, any other one for a file.
+    files = [
+        file.path
+        for number, entry in enumerate(record.nodes)
+        for file in entry.files
+        if record.node_folder(number) == itself and file.item == path.split("/")[0] and file.data_start
+    ]
+    for file in files or [""]:
+        original = paths.join(itself, file)
+        if not _same(store, paths.join(folder, path, file), paths.join(folder, original)):
+            return f"does not lead to {target}" if os.path.islink(place) else f"is no copy of {original}"
     return ""
 
 
@@ -174,14 +151,14 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
             f"{where}: the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
         )
     checked, view = check(store, folder, record), Views().build(record)
-    links = _links(view, record)
+    links = view.links | view.node_links
     wrong = {*record.orbax_view, *links} if checked.absent else checked.damage.keys()
-    by_nodes = links.keys() - view.links.keys()  # in a node's folder, of which nothing else is exchanged
-    parts = sorted(wrong & by_nodes | {path.split("/")[0] for path in wrong - by_nodes})
+    by_node = view.node_links.keys()  # in a node's folder, of which nothing else is exchanged
+    parts = sorted(wrong & by_node | {path.split("/")[0] for path in wrong - by_node})
     if not parts:
         return []
-    ours = {path.split("/")[0] for path in (*view.folders, *view.files)} - {entry.name for entry in record.nodes}
-    if unknown := [part for part in parts if part not in ours | by_nodes]:
+    ours = {path.split("/")[0] for path in (*view.folders, *view.files)} - {entry.folder for entry in record.nodes}
+    if unknown := [part for part in parts if part not in ours | by_node]:
         raise UnsupportedError(
             f"{where}: this epochckpt makes no {', '.join(unknown)}, which belongs to the epoch's Orbax view: another "
             "version wrote it. An export has a view of its own"
@@ -195,7 +172,7 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
         try:
             for number, part in enumerate(parts):
                 draft = paths.join(staging, f"new-{number}")
-                _make(store, draft, part, view, links)
+                _make(store, view, draft, Pool(1).run, part)
                 _exchange(store, draft, paths.join(folder, part), paths.join(staging, f"old-{number}"))
                 store.sync_folder(paths.join(folder, part.rpartition("/")[0]))
         finally:
@@ -209,26 +186,22 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
     return parts
 
 
-def _make(store: Store, draft: str, part: str, view: View, links: Mapping[str, _Link]) -> None:
-    """Makes a file or a link of a view, or a folder with all that is in it, durably."""
+def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> None:
+    """Makes a view below a folder, or a part of it in the folder's place, durably but for the names in the folder."""
 
     def place(path: str) -> str:
-        return paths.join(draft, path.removeprefix(part).strip("/"))
+        return paths.join(folder, path.removeprefix(part).strip("/"))
 
-    def within(path: str) -> bool:
-        return path == part or path.startswith(f"{part}/")
+    def of(found: Iterable[str]) -> list[str]:
+        return [path for path in found if not part or path == part or path.startswith(f"{part}/")]
 
-    folders = [path for path in view.folders if within(path)]
-    for path in folders:
+    for path in of(view.folders):
         store.make_folder(place(path))
-    for path, link in links.items():
-        if within(path):
-            store.link(place(path), link.target)
-    for path, data in view.files.items():
-        if within(path):
-            store.create(place(path), data)
-    for path in reversed(folders):
-        store.sync_folder(place(path))
+    links = view.links | view.node_links if part else view.links
+    for path in of(links):
+        store.link(place(path), links[path])
+    run([partial(store.create, place(path), view.files[path]) for path in of(view.files)])
+    run([partial(store.sync_folder, place(path)) for path in reversed(of(view.folders))])
 
 
 def _exchange(store: Store, new: str, final: str, old: str) -> None:

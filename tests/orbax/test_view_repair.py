@@ -289,3 +289,16 @@ def test_a_record_that_calls_a_nodes_folder_part_of_the_view_is_refused(saved: p
         with pytest.raises(UnsupportedError, match=f"makes no {name.partition('/')[0]}, "):
             ec.repair_view(saved, 5)
         assert contents(saved / "5") == before
+
+
+def test_the_view_of_nodes_whose_folders_have_escaped_names(tmp_path: pathlib.Path) -> None:
+    """A node's name is no name of a folder; `verify` raised KeyError of it."""
+    with ec.CheckpointManager(tmp_path / "run", node=["trainer:0", "trainer:1"]) as manager:
+        manager.save(5, args=Composite(state=Save(stock_states.plain())))
+    assert verify(tmp_path / "run").view_damage == ()
+    link = tmp_path / "run/5/state/x-trainer-3a0"
+    link.unlink()
+    assert [error.path for error in verify(tmp_path / "run").view_damage] == ["5/state/x-trainer-3a0"]
+    assert ec.repair_view(tmp_path / "run", 5) == ["state"]
+    assert link.is_symlink()
+    assert verify(tmp_path / "run").view_damage == ()
