@@ -193,4 +193,4 @@ def _leaves(add: Callable[..., argparse.Action]) -> None:
 def _unfolding(add: Callable[..., argparse.Action]) -> None:
     add("--depth", metavar="N", type=count, help="unfold so many levels; default: what fits on a screen")
     add("--all", action="store_true", help="unfold everything")
-    add("--owners", action="store_true", help="draw which node wrote which part of an array")
+    add("--owners", action="store_true", help="list which node wrote which part of an array")

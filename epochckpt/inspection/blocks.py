@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from epochckpt import _units
-from epochckpt.inspection.sharding import Cut, NodeLabels
 from epochckpt.inspection.tree import Branch
 
 T = TypeVar("T")
@@ -162,22 +161,16 @@ class Tree(NamedTuple):
     total_nbytes: int
 
 
-class Cuts(NamedTuple):
-    """The ways in which arrays are cut over nodes, to be drawn."""
-
-    cuts: tuple[Cut, ...]
-    labels: NodeLabels
-
-
 class Section(NamedTuple):
     """Blocks below a heading; a page may fold them."""
 
     heading: Words
     blocks: tuple[Block, ...]
     open: bool = True
+    on_demand: bool = False  # a terminal shows it only if it is asked for
 
 
-Block = Line | Summary | Facts | Problem | Table | Tree | Cuts | Section
+Block = Line | Summary | Facts | Problem | Table | Tree | Section
 
 
 def trees(blocks: Iterable[Block]) -> list[Tree]:

@@ -2,15 +2,19 @@
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from epochckpt import _text, _units
+from epochckpt.format import grid
 from epochckpt.inspection import blocks as kinds
-from epochckpt.inspection import rows, sharding, tree
+from epochckpt.inspection import rows, tree
 from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Span, Summary, Tone, Words, leaf_count, table
 
 LISTED = 200  # leaves of a difference
+_CUTS = 12  # ways of cutting arrays that are listed
+_NODES = 32  # of one of these ways
+_RANGES = 4  # of one node
 _CHANGES = {
     rows.ADDED: ("+", Tone.GOOD),
     rows.REMOVED: ("−", Tone.BAD),
@@ -42,22 +46,67 @@ def branch_cells(branch: tree.Branch, total_nbytes: int) -> tuple[Cell, ...]:
         count = Cell(Span(leaf_count(branch.count), Tone.FAINT))
         return Cell(name), count, Cell(Span(elements, Tone.FAINT)), *sizes, Cell(), Cell()
     spec = leaf.sharding.spec if leaf.sharding else ""
-    parts = Span(sharding.in_words(leaf.sharding) if leaf.sharding else "", Tone.FAINT)
+    parts = Span(_lies(leaf.sharding) if leaf.sharding else "", Tone.FAINT)
     shape = Cell(_shape(leaf), tip="" if leaf.dtype else leaf.value)
     where = Cell(parts, tip=spec), Cell(Span(spec, Tone.FAINT))
     return Cell(branch.label, tip=leaf.name), Cell(_type(leaf, Tone.GOOD)), shape, *sizes, *where
 
 
-def cut_lines(cut: sharding.Cut) -> Iterator[Words]:
-    """A way in which arrays are cut, in words that go with its drawing."""
-    leaves = f" · {leaf_count(cut.leaves)}, such as " if cut.leaves > 1 else " · "
-    yield Span(sharding.in_words(cut.sharding), Tone.STRONG), leaves, Span(cut.example, limit=50)
-    if cut.sharding.spec:
-        yield cut.sharding.spec
-    if cut.turns:
-        yield Span("which node wrote which part differs from leaf to leaf; drawn: the first", Tone.FAINT)
-    if axes := sharding.grid(cut.sharding).axes:
-        yield Span(axes, Tone.FAINT)
+def _lies(sharding: rows.ShardingRow) -> str:
+    """How an array lies on nodes: `2×4 parts on 8 nodes, 2 copies`."""
+    nodes = list(dict.fromkeys(filter(None, sharding.owners)))
+    count = math.prod(sharding.counts)
+    cut = "×".join(map(str, sharding.counts)) + " parts" if count > 1 else "whole"
+    where = f" on {_units.count(len(nodes))} nodes" if len(nodes) > 1 else f" on {nodes[0]}" if nodes else ""
+    return cut + where + (f", {sharding.replicas} copies" if sharding.replicas > 1 else "")
+
+
+def cuts(leaves: Sequence[rows.LeafRow]) -> list[Block]:
+    """The ways in which arrays are cut over nodes, the most frequent first: which node wrote which part."""
+    found: dict[object, list[tuple[rows.LeafRow, rows.ShardingRow]]] = {}
+    for leaf in leaves:
+        lies = leaf.sharding
+        if lies is not None and math.prod(lies.counts) > 1:
+            # Owners take turns from leaf to leaf, so which node wrote which part does not count.
+            key = (lies.counts, lies.spec, lies.replicas, len(set(lies.owners)))
+            found.setdefault(key, []).append((leaf, lies))
+    view: list[Block] = [_cut(alike) for alike in sorted(found.values(), key=len, reverse=True)[:_CUTS]]
+    if len(found) > _CUTS:
+        view.append(Line(Span(f"… {_units.count(len(found) - _CUTS)} more ways of cutting", Tone.FAINT)))
+    heading = Span("How its arrays are cut over nodes", Tone.STRONG)
+    return [kinds.Section(heading, tuple(view), open=False, on_demand=True)] if view else []
+
+
+def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Section:
+    """Arrays that are cut alike, and the index ranges that each node wrote of the first one."""
+    leaf, lies = alike[0]
+    others = f" · {leaf_count(len(alike))}, such as " if len(alike) > 1 else " · "
+    heading = Span(_lies(lies), Tone.STRONG), others, Span(leaf.name, limit=50)
+    view: list[Block] = [Line(Span(lies.spec, Tone.FAINT))] if lies.spec else []
+    if len(lies.counts) != len(leaf.shape) or len(lies.owners) != math.prod(lies.counts):
+        return kinds.Section(heading, tuple(view))  # the nodes are not known, as in a step of stock Orbax
+    if len({each.owners for _, each in alike}) > 1:
+        view.append(Line(Span("which node wrote which part differs from leaf to leaf; listed: the first", Tone.FAINT)))
+    sides = [size // count for size, count in zip(leaf.shape, lies.counts, strict=True)]
+    parts: dict[str, list[int]] = {}
+    for part, owner in enumerate(lies.owners):
+        parts.setdefault(owner, []).append(part)
+
+    def ranges(node: str) -> str:
+        boxes = [grid.cell_box(part, lies.counts, sides) for part in parts[node][:_RANGES]]
+        listed = ["[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]" for box in boxes]
+        return "  ".join([*listed, "…"] if len(parts[node]) > _RANGES else listed)
+
+    nodes = table(
+        list(parts)[:_NODES],
+        (Column("node", 0, least=20), lambda node: node or "not known"),
+        (Column("parts", 1, right=True), lambda node: _units.count(len(parts[node]))),
+        (Column("index ranges", 0, least=20), ranges),
+    )
+    view.append(nodes)
+    if len(parts) > _NODES:
+        view.append(Line(Span(f"… {_units.several(len(parts) - _NODES, 'more node', 'more nodes')}", Tone.FAINT)))
+    return kinds.Section(heading, tuple(view))
 
 
 def stats(found: Sequence[rows.LeafStats]) -> list[Block]:

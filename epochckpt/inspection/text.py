@@ -15,9 +15,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.segment import Segment
 from rich.text import Text
 
-from epochckpt import _text, _units
+from epochckpt import _text
 from epochckpt.inspection import blocks as kinds
-from epochckpt.inspection import leaf_views, sharding, tree
+from epochckpt.inspection import leaf_views, tree
 from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Histogram, Row, Span, Strip, Tone, Words
 
 # 256-colour tones that are legible on a light background as well as on a dark one.
@@ -28,9 +28,6 @@ _GAP = 2  # columns between those of a table
 _BINS = 24  # of a histogram
 _FACT = 12  # columns for the name of a fact
 _INDENT = 2
-_CUTS = 12  # ways of cutting arrays that are drawn
-_DOWN, _ACROSS = 24, 60  # parts of a grid that are drawn
-_NODES = 24  # named below it
 
 
 def to_text(renderable: RenderableType, width: int | None = None, colour: bool = False) -> str:
@@ -45,7 +42,7 @@ def to_text(renderable: RenderableType, width: int | None = None, colour: bool =
 
 
 def render(view: Sequence[Block], *, folding: tree.Folding | None = None, owners: bool = False) -> RenderableType:
-    """A view as a renderable of rich; `owners` draws which node wrote which part of an array.
+    """A view as a renderable of rich; `owners` lists which node wrote which part of an array.
 
     Without a folding, all trees together are unfolded to about a screen.
     """
@@ -57,6 +54,8 @@ def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: 
     for number, block in enumerate(view):
         # An empty line sets apart a section, and the table below a summary.
         after = view[number - 1] if number else None
+        if isinstance(block, kinds.Section) and block.on_demand and not owners:
+            continue
         if number and (isinstance(block, kinds.Section) or isinstance(after, kinds.Summary | kinds.Facts)):
             yield Text()
         match block:
@@ -73,11 +72,9 @@ def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: 
                 yield TextTable(block.columns, block.rows, indent=indent)
             case kinds.Tree():
                 yield _tree(block, folding)
-            case kinds.Cuts():
-                yield from _cuts(block) if owners else ()
             case kinds.Section():
-                yield Line((0, styled(block.heading)))
-                yield from _blocks(block.blocks, folding, owners, _INDENT)
+                yield Line((0, Text(" " * indent).append_text(styled(block.heading))))
+                yield from _blocks(block.blocks, folding, owners, indent + _INDENT)
 
 
 def _tree(block: kinds.Tree, folding: tree.Folding) -> TextTable:
@@ -100,34 +97,6 @@ def _kept(prefix: str, name: Fitted, suffix: str) -> Fitted:
     """A name in a tree: it keeps its place when it is shortened."""
     whole = Text.assemble((prefix, FAINT)).append_text(name.draw(name.want)).append(suffix, FAINT)
     return Fitted(whole.cell_len, lambda width: shortened(whole, width, len(prefix)))
-
-
-def _cuts(block: kinds.Cuts) -> Iterator[RenderableType]:
-    """Each way of cutting arrays: how, which arrays, and the label of the node that wrote each part."""
-    for cut in block.cuts[:_CUTS]:
-        yield Text()
-        yield from (Line((0, Text("  ").append_text(styled(words)))) for words in leaf_views.cut_lines(cut))
-        yield from (Text("    ").append_text(line) for line in _grid(sharding.grid(cut.sharding), block.labels))
-    if len(block.cuts) > _CUTS:
-        yield Text(f"  … {_units.count(len(block.cuts) - _CUTS)} more ways of cutting", FAINT)
-
-
-def _grid(found: sharding.Grid, labels: sharding.NodeLabels) -> Iterator[Text]:
-    if not found.owners:
-        return
-    width = max(len(labels.label(name)) for name in found.owners)
-    for first in range(0, min(found.down, _DOWN) * found.across, found.across):
-        row = found.owners[first : first + min(found.across, _ACROSS)]
-        more = " …" if found.across > _ACROSS else ""
-        yield Text(" ".join(labels.label(name).rjust(width) for name in row) + more, GOOD)
-    if found.down > _DOWN:
-        yield Text(f"… {_units.count(found.down - _DOWN)} more rows", FAINT)
-    nodes = labels.of(found.owners)
-    keys = [Text(f"{label} ").append_text(styled(Span(name, Tone.FAINT, 40))) for name, label in nodes[:_NODES]]
-    for first in range(0, len(keys), 3):
-        yield Text("  ").join(keys[first : first + 3])
-    if len(nodes) > _NODES:
-        yield Text(f"… {_units.count(len(nodes) - _NODES)} more nodes", FAINT)
 
 
 class Fitted(NamedTuple):

@@ -14,9 +14,9 @@ from typing import Any
 
 from epochckpt import _text, _units
 from epochckpt.inspection import blocks as kinds
-from epochckpt.inspection import rows, sharding, tree
+from epochckpt.inspection import rows, tree
 from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Line, Mark, Problem, Span, Tone, Words, secs, table
-from epochckpt.inspection.leaf_views import diff, stats
+from epochckpt.inspection.leaf_views import cuts, diff, stats
 
 LATEST, BEST = "▸", "★"
 _RECENT = 20  # epochs that a page shows before it folds
@@ -217,12 +217,10 @@ def epoch(found: rows.EpochDetail) -> list[Block]:
     marks = (LATEST, "latest", Tone.LIVE, row.latest), (BEST, "best", Tone.GOOD, row.best)
     title = Span(f"epoch {row.epoch}", Tone.STRONG), "  ", Span(row.state, _tone(row.state))
     title += tuple(Span(f"  {sign} {word}", tone) for sign, word, tone, is_so in marks if is_so)
-    wrote = [name for each in found.items for name in (*each.nodes, *sharding.owners(each.leaves))]
-    labels = sharding.NodeLabels([*(node.name for node in row.nodes), *wrote])
     shown, others = found.items[:_ITEMS], found.items[_ITEMS:]
     view: list[Block] = [Line(title, title=True), kinds.Facts(tuple(_facts(found))), *_nodes(row)]
     for each in shown:
-        view.append(_item(each, row.nbytes, labels, open=each.kind == "arrays" or len(shown) == 1))
+        view.append(_item(each, row.nbytes, open=each.kind == "arrays" or len(shown) == 1))
     if others:
         view.append(Line(f"… {len(others)} more items: {', '.join(_text.shown(each.name, 40) for each in others[:8])}"))
     return view
@@ -350,11 +348,10 @@ def _nodes(row: rows.EpochRow) -> Iterator[Block]:
 
 def item(found: rows.ItemRow, total_nbytes: int) -> list[Block]:
     """One item: its tree, its files, or the trees of all nodes; shares are of `total_nbytes`, the epoch's bytes."""
-    labels = sharding.NodeLabels([*found.nodes, *sharding.owners(found.leaves)])
-    return [_item(found, total_nbytes, labels, open=True)]
+    return [_item(found, total_nbytes, open=True)]
 
 
-def _item(found: rows.ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *, open: bool) -> kinds.Section:
+def _item(found: rows.ItemRow, total_nbytes: int, *, open: bool) -> kinds.Section:
     total = max(total_nbytes, found.nbytes)
     what = {"arrays": kinds.leaf_count(len(found.leaves)), "files": _units.several(len(found.files), "file", "files")}
     what = what.get(found.kind, f"{_units.several(len(found.nodes), 'node', 'nodes')} with their own")
@@ -369,8 +366,7 @@ def _item(found: rows.ItemRow, total_nbytes: int, labels: sharding.NodeLabels, *
         leaves += [dataclasses.replace(leaf, path=(node, *(leaf.path or (leaf.name,)))) for leaf in own.leaves]
     if leaves:
         view.append(kinds.Tree(tree.Branch.grown(leaves), total))
-    if cuts := sharding.cuts(leaves):
-        view.append(kinds.Cuts(tuple(cuts), labels))
+    view += cuts(leaves)
     broken = [(node, own.problem) for node, own in found.nodes.items() if own.problem]
     view += [Problem((f"{node}: ", Span(problem, limit=600))) for node, problem in broken[:_NODES]]
     if (more := len(broken) - _NODES) > 0:

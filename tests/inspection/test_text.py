@@ -322,23 +322,47 @@ def test_groups_that_are_alike_are_shown_once() -> None:
     assert any("… 5 more like layer_0" in line and "10 leaves" in line for line in lines)
 
 
-def test_owners_are_drawn_as_numbers() -> None:
-    """The number of its node for each part, as the parts lie: that in its name, if each has one of its own."""
+def test_owners_are_listed_with_index_ranges() -> None:
+    """Of each way of cutting arrays: which node wrote which part of the first array. Only where it is asked for."""
     lies = ShardingRow((2, 3), tuple(f"process_{i}" for i in (3, 4, 5, 3, 10, 11)), 1, "")
-    lines = lines_of(views.item(item([leaf("w", sharding=lies)]), 1), owners=True)
-    assert [line.strip() for line in lines[-4:-2]] == ["3  4  5", "3 10 11"]
-    assert "10 process_10  11 process_11" in lines[-1]
-    named = dataclasses.replace(lies, counts=(2,), owners=("east", "west"))
-    lines = lines_of(views.item(item([leaf("w", sharding=named)]), 1), owners=True)
-    assert [line.strip() for line in lines[-2:]] == ["0 1", "0 east  1 west"]
+    turned = dataclasses.replace(lies, owners=lies.owners[::-1])
+    rows = ShardingRow((2,), ("east", ""))
+    unknown = ShardingRow((4,))
+    leaves = [leaf(name, (4, 6), sharding=each) for name, each in (("w", lies), ("v", turned))]
+    leaves += [leaf("x", (10,), sharding=rows), leaf("y", (8,), sharding=unknown)]
+    lines = [" ".join(line.split()) for line in lines_of(views.item(item(leaves), 1), 100, owners=True)]
+    assert lines[lines.index("How its arrays are cut over nodes") + 1 :] == [
+        "2×3 parts on 5 nodes · 2 leaves, such as w",
+        "which node wrote which part differs from leaf to leaf; listed: the first",
+        "node parts index ranges",
+        "process_3 2 [0:2, 0:2] [2:4, 0:2]",
+        "process_4 1 [0:2, 2:4]",
+        "process_5 1 [0:2, 4:6]",
+        "process_10 1 [2:4, 2:4]",
+        "process_11 1 [2:4, 4:6]",
+        "",
+        "2 parts on east · x",
+        "node parts index ranges",
+        "east 1 [0:5]",
+        "not known 1 [5:10]",
+        "",
+        "4 parts · y",
+    ]
+    assert "cut over" not in text_of(views.item(item(leaves), 1), 100)
 
 
-def test_many_parts_are_drawn_up_to_a_bound() -> None:
-    """A grid of 10,000 parts is cut, and says so."""
-    lies = ShardingRow((100, 100), tuple(f"n{i % 7}" for i in range(10_000)))
-    lines = lines_of(views.item(item([leaf("w", sharding=lies)]), 1), 200, owners=True)
-    assert len(lines) < 40
-    assert any("76 more rows" in line for line in lines)
+def test_many_parts_are_listed_up_to_a_bound() -> None:
+    """Of 10,000 parts on 100 nodes, in 20 ways, some are listed, and the others counted."""
+    every = [ShardingRow((100, 100), tuple(f"n{i % 100}" for i in range(10_000)), 1, f"spec {n}") for n in range(20)]
+    leaves = [leaf(f"w{n}", (100, 200), sharding=lies) for n, lies in enumerate(every)]
+    lines = lines_of(views.item(item(leaves), 1), 200, owners=True)
+    assert len(lines) < 500
+    assert lines[-1].strip() == "… 8 more ways of cutting"
+    assert sum(line.strip() == "… 68 more nodes" for line in lines) == 12
+    assert any(
+        line.split() == ["n7", "100", "[0:1,", "14:16]", "[1:2,", "14:16]", "[2:3,", "14:16]", "[3:4,", "14:16]", "…"]
+        for line in lines
+    )
 
 
 def test_names_that_are_too_long_keep_both_ends() -> None:

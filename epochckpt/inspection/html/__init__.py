@@ -11,25 +11,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from epochckpt import _text, _units
 from epochckpt.inspection import blocks as kinds
-from epochckpt.inspection import leaf_views, sharding, tree
+from epochckpt.inspection import leaf_views, tree
 from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Histogram, Strip, Tone, Words
-from epochckpt.inspection.html.style import PREFIX, css, node_colour
-from epochckpt.inspection.rows import ShardingRow
-from epochckpt.inspection.sharding import Grid, NodeLabels
+from epochckpt.inspection.html.style import PREFIX, css
 
 _TREE_CHARS = 600_000  # of all trees of a page
 _TABLE_CHARS = 700_000  # of all tables of a page
-_CARDS = 12  # ways of cutting arrays that are drawn
 _BRANCH_CHARS = 500  # about, of one row of a tree
 _OPEN = 40  # rows of a tree that are seen at first
 _TREE_COLUMNS = leaf_views.TREE_COLUMNS[:-1]  # the last one is the tip of the one before
 _CHILDREN = 100  # shown of one group at most
 _STRIP = 64  # bars of one strip
 _STRIPS = 2500  # bars of all strips of a page
-_PARTS = 1024  # of an array that is drawn
-_SIDE = 64  # of them along one side
-_ALL_PARTS = 6 * _PARTS  # of all arrays of a page
-_KEYS = 24  # nodes that are named below an array
 
 
 def page(view: Sequence[Block]) -> Html:
@@ -43,7 +36,7 @@ class _Renderer:
 
     def __init__(self, view: Sequence[Block]):
         self._table_chars = _TABLE_CHARS
-        self._bars, self._parts = _STRIPS, _ALL_PARTS
+        self._bars = _STRIPS
         self._chars_per_leaf = _TREE_CHARS / max(sum(block.root.count for block in kinds.trees(view)), 1)
 
     def block(self, block: Block) -> Html:
@@ -62,8 +55,6 @@ class _Renderer:
                 return self._table(block)
             case kinds.Tree():
                 return self._tree(block)
-            case kinds.Cuts():
-                return self._cuts(block)
             case kinds.Section():
                 blocks = map(self.block, block.blocks)
                 return _fold(worded(block.heading), *blocks, open=block.open, classes="section")
@@ -118,15 +109,6 @@ class _Renderer:
 
         return joined(map(drawn, block.root.listed(folding)))
 
-    def _cuts(self, block: kinds.Cuts) -> Html:
-        cards: list[Html] = []
-        for cut in block.cuts[:_CARDS]:
-            lines = (el("div", "", worded(words)) for words in leaf_views.cut_lines(cut))
-            cards.append(el("div", "card", *lines, self._cut(cut.sharding, block.labels)))
-        if (more := len(block.cuts) - _CARDS) > 0:
-            cards.append(el("div", "faint", f"… {_units.count(more)} more ways of cutting"))
-        return joined([el("div", "strong", "How its arrays are cut over nodes"), el("div", "cards", *cards)])
-
     def _drawing(self, drawing: Bar | Strip | Histogram | None) -> Html:
         """The drawing of a cell; empty if there is none, or no room."""
         if isinstance(drawing, Bar):
@@ -147,15 +129,6 @@ class _Renderer:
             tip = mark.tip if len(group) == 1 else f"{ends}: {mark.tip}"
             bars.append(el("i", mark.tone.value, title=tip, style=f"height:{max(round(100 * mark.level), 15)}%"))
         return el("span", "strip", *bars)
-
-    def _cut(self, lies: ShardingRow, labels: NodeLabels) -> Html:
-        """An array, each of its parts in the colour of the node that wrote it, and the names of the nodes."""
-        found = sharding.grid(lies)
-        parts = found.down * found.across
-        if parts <= min(_PARTS, self._parts) and max(found.down, found.across) <= _SIDE:
-            self._parts -= parts
-            return joined([_rectangle(found, labels), _keys(found, labels)])
-        return el("div", "faint", f"{_units.count(parts)} parts, not drawn")
 
 
 def _heads(columns: Sequence[Column], tag: str) -> Iterator[Html]:
@@ -183,44 +156,9 @@ def _histogram(drawing: Histogram) -> Html:
     elements = f"{_units.count(sum(drawing.counts))} elements, {drawing.words}"
     said = f"histogram of {elements}; most in a bin: {_units.count(most)}"
     paths = el("path", "hist", d=Html(bars)), el("path", "axis", d=f"M0 {height}H{width}")
-    return joined([_svg(width, height + 1, el("title", "", said), *paths), el("div", "faint", drawing.words)])
-
-
-def _rectangle(found: Grid, labels: NodeLabels) -> Html:
-    width, height = (240, 30) if found.down == 1 else (110, 150) if found.across == 1 else (240, 150)
-    x, y = width / found.across, height / found.down
-    fields: dict[str, str] = {}
-    numbers: list[Html] = []
-    for part, owner in enumerate(found.owners):
-        row, column = divmod(part, found.across)
-        fields[owner] = f"{fields.get(owner, '')}M{column * x:.4g} {row * y:.4g}h{x:.4g}v{y:.4g}h-{x:.4g}z"
-        at = {"x": f"{(column + 0.5) * x:.5g}", "y": f"{(row + 0.5) * y:.5g}"}
-        numbers.append(el("text", "ink", labels.label(owner), **at))
-    drawn = [] if found.owners else [el("path", "blank", d=f"M0 0h{width}v{height}H0z")]
-    for owner, path in fields.items():
-        said = f"{owner or 'node not known'}: {found.owners.count(owner)} of {len(found.owners)} parts"
-        drawn.append(el("path", "", el("title", "", said), fill=node_colour(labels.place(owner)), d=Html(path)))
-    if min(x, y) >= 4:
-        edges = [f"M{place * x:.5g} 0V{height}" for place in range(1, found.across)]
-        edges += [f"M0 {place * y:.5g}H{width}" for place in range(1, found.down)]
-        drawn.append(el("path", "edge", d=Html("".join(edges))))
-    return _svg(width, height, *drawn, *(numbers if x >= 15 and y >= 11 else ()))
-
-
-def _keys(found: Grid, labels: NodeLabels) -> Html:
-    """Which label and colour is which node's."""
-    nodes = labels.of(found.owners)
-    keys: list[Html] = []
-    for name, label in nodes[:_KEYS]:
-        swatch = el("span", "swatch", label, style=f"background:{node_colour(labels.place(name))}")
-        keys.append(el("span", "", swatch, text(name, 24)))
-    if len(nodes) > _KEYS:
-        keys.append(el("span", "faint", f"… {_units.count(len(nodes) - _KEYS)} more"))
-    return el("div", "keys", *keys)
-
-
-def _svg(width: int, height: int, *drawn: Html) -> Html:
-    return el("svg", "", *drawn, viewBox=f"0 0 {width} {height}", width=width, height=height, role="img")
+    size = {"viewBox": f"0 0 {width} {height + 1}", "width": width, "height": height + 1}
+    drawn = el("svg", "", el("title", "", said), *paths, role="img", **size)
+    return joined([drawn, el("div", "faint", drawing.words)])
 
 
 class Html(str):

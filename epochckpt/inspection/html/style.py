@@ -6,14 +6,13 @@ be the system's, so the marks that Jupyter, VS Code, Colab and Sphinx put on a p
 background is our own in both themes, so that text can be read where the guess is wrong.
 """
 
-import colorsys
 import re
 
 PREFIX = "eckpt"
 _ROOT = f".{PREFIX}.{PREFIX}"
 
 # In the light and in the dark theme. `fg` is text, `line` borders, `soft` headings and stripes, `bar` and `track` bars.
-# `faint` to `warn` are tones; `bad-bg` is behind problems, and `ink` is text on a node's colour.
+# `faint` to `warn` are tones; `bad-bg` is behind problems.
 _COLOURS = {
     "bg": ("#ffffff", "#14171c"),
     "fg": ("#1c2430", "#e4e8ee"),
@@ -27,7 +26,6 @@ _COLOURS = {
     "live": ("#1a57a8", "#82bcff"),
     "warn": ("#725300", "#e3b54a"),
     "bad-bg": ("#fde8e8", "#431b1c"),
-    "ink": ("#14171c", "#14171c"),
 }
 LIGHT, DARK = ({name: pair[theme] for name, pair in _COLOURS.items()} for theme in (0, 1))
 
@@ -93,17 +91,8 @@ _RULES = """
 & .leaf:hover { background:$soft }
 & .heads { color:$faint; border-bottom:1px solid $line }
 & .within { margin-left:.45em; padding-left:.75em; border-left:1px solid $line }
-& .cards { display:flex; flex-wrap:wrap; gap:.8em; margin:.3em 0 0 }
-& .card { border:1px solid $line; border-radius:5px; padding:.5em .7em; max-width:26em }
-& .card svg { display:block; margin:.4em 0; max-width:100%; height:auto }
-& .keys { display:flex; flex-wrap:wrap; gap:.15em .7em }
-& .swatch { display:inline-block; min-width:1.7em; padding:0 .25em; margin-right:.35em; border-radius:2px;
-  text-align:center; color:$ink }
 & svg .hist { fill:$bar }
 & svg .axis { stroke:$faint; stroke-width:1; fill:none }
-& svg .edge { stroke:$bg; stroke-width:1; fill:none }
-& svg .blank { fill:$track }
-& svg .ink { fill:$ink; font:9px system-ui,"DejaVu Sans",sans-serif; text-anchor:middle; dominant-baseline:central }
 & dl { display:grid; grid-template-columns:fit-content(16em) minmax(0,1fr); gap:.1em 1em; margin:.2em 0 .6em;
   padding:0 }
 & dt, & dd { margin:0; padding:0; font-weight:400; float:none; width:auto; min-width:0 }
@@ -119,16 +108,6 @@ def css() -> str:
         marked = *pages, f'html[theme="{theme}"]', f'html[data-theme="{theme}"]'
         themes.append(f"{','.join(f'{page} {_ROOT}' for page in marked)}{{{variables}}}")
     return "".join([*themes, *(_rule(*rule) for rule in re.findall(r"([^{}]+)\{([^{}]*)\}", _RULES))])
-
-
-def node_colour(place: int | None) -> str:
-    """A node's colour by its place, grey without one: neighbours differ much, and `ink` can be read on each."""
-    if place is None:
-        return "#888888"
-    # Steps of the golden angle never come round; the lightness alternates for people who do not see hues.
-    hue = (0.58 + place * 0.381966) % 1
-    red, green, blue = colorsys.hls_to_rgb(hue, (0.67, 0.78, 0.72)[place % 3], 0.62)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
 def _variables(theme: dict[str, str], scheme: str) -> str:
