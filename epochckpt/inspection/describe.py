@@ -20,7 +20,7 @@ from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedErr
 from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, Leaf, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.inspection import leftovers
-from epochckpt.inspection.leaf_reader import LeafReader
+from epochckpt.inspection.leaf_reader import PerNodeReader, open_reader
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, FileRow, ItemRow, LeafRow, ShardingRow
 from epochckpt.orbax import OrbaxRecord, marks, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
@@ -45,7 +45,7 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
     if row.state not in (COMMITTED, DAMAGED):
         return EpochDetail(row, ())
     try:
-        reader = LeafReader(commits, row.epoch)
+        reader = open_reader(commits, row.epoch)
     except EpochNotFoundError as error:
         if row.state == DAMAGED:
             return EpochDetail(row, ())
@@ -53,14 +53,14 @@ def describe(commits: Commits, row: EpochRow) -> EpochDetail:
         raise EpochDeletedError(row.epoch, commits.store.root, detail) from error
     except (DamagedError, FormatError) as error:
         return EpochDetail(dataclasses.replace(row, state=DAMAGED, detail=row.detail or str(error)), ())
-    if reader.per_node:
+    if isinstance(reader, PerNodeReader):
         return EpochDetail(row, tuple(_per_node_items(reader)))
-    record, native = reader.record, reader.whole.native
+    record, native = reader.record, reader.native
     if native is not None:
         items = [_item(native, name, item) for name, item in sorted(record.items.items())]
         return EpochDetail(row, tuple(items), record.orbax_unsupported)
     assert isinstance(record, OrbaxRecord), "all other epochs have a native reader"
-    return EpochDetail(row, tuple(_orbax_items(commits, reader.whole.folder, record)))
+    return EpochDetail(row, tuple(_orbax_items(commits, reader.folder, record)))
 
 
 # -- epochs of ours --------------------------------------------------------------------------------------------------
@@ -76,11 +76,10 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
     return _row(name, item.kind, handler, files=tuple(files))
 
 
-def _per_node_items(epoch: LeafReader) -> Iterator[ItemRow]:
+def _per_node_items(epoch: PerNodeReader) -> Iterator[ItemRow]:
     """The items of an epoch that each node saved by itself: every item is each node's own."""
     found: dict[str, dict[str, ItemRow]] = {}
-    for node, reader in epoch.per_node.items():
-        assert reader.native is not None, "stock Orbax writes no epochs of nodes"
+    for node, reader in epoch.nodes.items():
         for name, item in reader.record.items.items():
             row = _item(reader.native, name, item)
             found.setdefault(name, {})[node] = row.nodes.get(node, row)

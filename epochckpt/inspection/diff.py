@@ -20,10 +20,10 @@ from epochckpt.arrays import EpochReader
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, say
 from epochckpt.format import ArrayItem, checksums, grid
 from epochckpt.inspection import rows, stats
-from epochckpt.inspection.leaf_reader import LeafReader
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
+from epochckpt.manager import CheckpointReader
 
-Side = tuple[EpochDetail, LeafReader]
+Side = tuple[EpochDetail, CheckpointReader]
 Progress = Callable[[int, int], None]
 T = TypeVar("T", LeafRow, FileRow)
 
@@ -194,7 +194,7 @@ def _paired(before: Iterable[T], after: Iterable[T]) -> Iterator[tuple[str, T | 
 class _Comparison:
     """Compares two epochs; notes in `problems` what cannot be compared."""
 
-    def __init__(self, before: LeafReader, after: LeafReader, progress: Progress, problems: dict[str, str]):
+    def __init__(self, before: CheckpointReader, after: CheckpointReader, progress: Progress, problems: dict[str, str]):
         self._before, self._after, self._progress, self._problems = before, after, progress, problems
         self._done = self._total = 0
         self._same_leaves = functools.cache(functools.partial(self._same, _same_leaves))
@@ -282,7 +282,7 @@ class _Comparison:
 
     def _same(self, look: Callable[[EpochReader, EpochReader, str], Any], item: str, node: str) -> Any:
         """What the checksums say; nothing where stock Orbax wrote one of the epochs, which keeps none."""
-        one, other = self._before.native(item, node), self._after.native(item, node)
+        one, other = self._before.native_of(item, node), self._after.native_of(item, node)
         return look(one, other, item) if one is not None and other is not None else {}
 
 

@@ -13,10 +13,10 @@ from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochDeletedError, EpochNotFoundError, InvalidArgumentError, UnknownNameError
 from epochckpt.format import paths
 from epochckpt.inspection import describe, plain, scan, stats
-from epochckpt.inspection.leaf_reader import LeafReader
+from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import DAMAGED, Diff, DiffRow, EpochDetail, EpochRow, ItemRow, LeafRow, LeafStats
 from epochckpt.inspection.select import leaves_of, narrowed, quoted
-from epochckpt.manager import Verification
+from epochckpt.manager import CheckpointReader, Verification
 from epochckpt.manager.reader import ignore
 
 Progress = Callable[[int], None]
@@ -138,10 +138,10 @@ class EpochInspection(Container):
         """The row, the items and their leaves."""
         return describe.describe(self._commits, self.row)
 
-    def leaves(self) -> LeafReader:
+    def leaves(self) -> CheckpointReader:
         """A reader of the leaves of the attempt that is committed now."""
         try:
-            return LeafReader(self._commits, self.epoch)
+            return open_reader(self._commits, self.epoch)
         except EpochNotFoundError as error:
             row = self.plain_row()
             raise (_unusable(row) if row.state == DAMAGED else self._gone()) from error
@@ -231,7 +231,7 @@ class ItemInspection(Container):
         self._epoch, self.row, self._node = epoch, row, node
 
     @functools.cached_property
-    def _leaves(self) -> LeafReader:
+    def _leaves(self) -> CheckpointReader:
         return self._epoch.leaves()
 
     @functools.cached_property

@@ -1,13 +1,9 @@
-"""Values of single leaves, and files of handlers, read without devices: from epochs of ours and of stock Orbax.
+"""The reader of an epoch for an inspection: of ours, of stock Orbax, or of an epoch that each node saved by itself.
 
-Ours are verified block by block before a byte of them is seen; stock Orbax keeps no checksums. Typed keys come as
-their data. A reader that meets a deletion raises `EpochDeletedError`.
+No device is needed. Ours are verified block by block before a byte of them is seen; stock Orbax keeps no checksums.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable, Mapping
 
 from epochckpt._threads import Pool
 from epochckpt.arrays import EpochReader
@@ -16,62 +12,51 @@ from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentEr
 from epochckpt.format import parsing, paths
 from epochckpt.inspection import scan
 from epochckpt.manager import CheckpointReader, Readers, Verification
-from epochckpt.manager.reader import PIECE_ELEMENTS, ignore
+from epochckpt.manager.reader import NativeReader, ignore
 
 _THREADS = 4
 
 
-class LeafReader:
-    """Reads leaves of the attempt that is committed when the reader is made; raises what `Readers.open` raises.
+def open_reader(commits: Commits, epoch: int) -> CheckpointReader:
+    """A reader of the attempt that is committed now; raises what `Readers.open` raises."""
+    readers = Readers(commits, Pool(_THREADS))
+    try:
+        return readers.open(epoch)
+    except EpochNotFoundError:
+        folder = commits.folder(epoch)
+        nodes, unread = dict[str, NativeReader](), dict[str, str]()
+        for name, record in scan.single_nodes(commits, folder, epoch, parsing.parse_epoch).items():
+            if isinstance(record, str):
+                unread[paths.shown_name(name)] = record
+                continue
+            reader = readers.of_record(paths.join(folder, name), record)
+            assert isinstance(reader, NativeReader), "stock Orbax writes no epochs of single nodes"
+            nodes[record.nodes[0].name] = reader
+        if not nodes:
+            raise
+        return PerNodeReader(nodes, unread)
 
-    `node` is the name of a node where each node has an item for itself, else empty.
+
+class PerNodeReader(NativeReader):
+    """Reads an epoch that each node saved by itself: every item is a node's own.
+
+    Its record is that of the first of `nodes`; `unread` says why another node cannot be read.
     """
 
-    def __init__(self, commits: Commits, epoch: int):
-        self._folder = commits.folder(epoch)
-        self.per_node: dict[str, CheckpointReader] = {}  # where each node saved by itself
-        self.unread: dict[str, str] = {}  # why a node of such an epoch cannot be read
-        readers = Readers(commits, Pool(_THREADS))
-        try:
-            self.whole = readers.open(epoch)
-        except EpochNotFoundError:
-            for name, record in scan.single_nodes(commits, self._folder, epoch, parsing.parse_epoch).items():
-                if isinstance(record, str):
-                    self.unread[paths.shown_name(name)] = record
-                else:
-                    reader = readers.of_record(paths.join(self._folder, name), record)
-                    self.per_node[record.nodes[0].name] = reader
-            if not self.per_node:
-                raise
-            self.whole = next(iter(self.per_node.values()))
-        self.record = self.whole.record
+    def __init__(self, nodes: Mapping[str, NativeReader], unread: Mapping[str, str]):
+        first = next(iter(nodes.values()))
+        super().__init__(first.commits, first.folder, first.record, first.context, first.native.pool, verify=True)
+        self.nodes, self.unread = nodes, unread
 
-    def value(self, item: str, leaf: str, node: str = "") -> Any:
-        return self._of(item, node).value(item, leaf, node)
-
-    def pieces(self, item: str, leaf: str, node: str = "", max_elements: int = PIECE_ELEMENTS) -> Iterator[np.ndarray]:
-        yield from self._of(item, node).pieces(item, leaf, node, max_elements)
-
-    def file(self, item: str, name: str, node: str = "") -> bytes:
-        return self._of(item, node).file(item, name, node)
-
-    def native(self, item: str, node: str = "") -> EpochReader | None:
-        return self._of(item, node).native_of(item, node)
-
-    def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
-        """See `CheckpointReader.verify`; reads every byte of all nodes, of steps of stock Orbax every array."""
-        if not self.per_node:
-            return self.whole.verify(progress)
-        each = [reader.verify(progress) for reader in self.per_node.values()]
-        wrong = [error for one in each for error in one.damage]
-        for node, problem in self.unread.items():
-            wrong.append(DamagedError(paths.join(self._folder, paths.folder_name(node)), problem))
-        return Verification(self.record.epoch, sum(one.nbytes for one in each), tuple(wrong))
-
-    def _of(self, item: str, node: str) -> CheckpointReader:
-        if not self.per_node:
-            return self.whole
-        if node not in self.per_node:
+    def _of(self, item: str, node: str) -> EpochReader:
+        if node not in self.nodes:
             what = f"node {node!r} has no item {item!r} of its own" if node else f"item {item!r} is of each node's"
             raise InvalidArgumentError(f"epoch {self.record.epoch}: {what}")
-        return self.per_node[node]
+        return self.nodes[node].of(item, node)
+
+    def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
+        each = [reader.verify(progress) for reader in self.nodes.values()]
+        damage = [error for one in each for error in one.damage]
+        above = self.folder.rpartition("/")[0]
+        damage += [DamagedError(paths.join(above, paths.folder_name(n)), why) for n, why in self.unread.items()]
+        return Verification(self.record.epoch, sum(one.nbytes for one in each), tuple(damage))

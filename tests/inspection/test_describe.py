@@ -20,7 +20,7 @@ from epochckpt.errors import EpochDeletedError
 from epochckpt.format import records
 from epochckpt.format.safetensors import slice_name
 from epochckpt.inspection import describe as details
-from epochckpt.inspection.leaf_reader import LeafReader
+from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochDetail, EpochRow, ItemRow, LeafRow
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from tests.support import stock_states, topology_jobs
@@ -95,7 +95,7 @@ def test_items_of_nodes_and_of_handlers_are_told(ours: pathlib.Path) -> None:
     assert_rows(own.nodes["process_0"], {"name": "first", "seed": np.arange(5)}, set())
     (file,) = item(detail, "config").files
     assert (file.name, file.node, file.nbytes) == ("metadata", "process_0", item(detail, "config").nbytes)
-    assert file.nbytes == len(LeafReader(commits(ours), 3).file("config", "metadata"))
+    assert file.nbytes == len(open_reader(commits(ours), 3).file("config", "metadata"))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def test_arrays_that_lie_over_nodes_are_put_together(job: pathlib.Path) -> None:
     """Cut in every direction, replicated, split among holders: the same bits, in pieces as well."""
-    leaves = LeafReader(commits(job), 8)
+    leaves = open_reader(commits(job), 8)
     assert [n.name for n in leaves.record.nodes] == ["worker-0", "worker-1"]
     expected: dict[str, Any] = {f"arrays/{name}": data for name, data in topology_jobs.values().items()}
     for name, impl in (("sharded", "threefry2x32"), ("both", "rbg"), ("replicated", "threefry2x32")):
@@ -281,7 +281,7 @@ def test_epochs_of_single_nodes_are_told_and_read_by_node(lone: pathlib.Path) ->
         ("state", "node", ["alpha", "beta"]),
     ]
     assert by_name(item(detail, "state").nodes["beta"])["x"].shape == (6,)
-    leaves = LeafReader(commits(lone), 3)
+    leaves = open_reader(commits(lone), 3)
     assert leaves.value("state", "x", "beta").tolist() == [1, 2, 3, 4, 5, 6]
     assert json.loads(leaves.file("config", "metadata", "alpha")) == {"node": "alpha"}
     assert leaves.verify().ok
@@ -290,6 +290,6 @@ def test_epochs_of_single_nodes_are_told_and_read_by_node(lone: pathlib.Path) ->
     detail = describe(lone)
     assert "alpha" in item(detail, "state").problem
     assert list(item(detail, "state").nodes) == ["beta"]
-    leaves = LeafReader(commits(lone), 3)
+    leaves = open_reader(commits(lone), 3)
     assert leaves.value("state", "x", "beta").tolist() == [1, 2, 3, 4, 5, 6]
     assert [str(error.path) for error in leaves.verify().damage] == ["3/alpha"]

@@ -27,7 +27,7 @@ from epochckpt.inspection import describe, leaf_views, scan, select
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import html as html_views
 from epochckpt.inspection import text as text_views
-from epochckpt.inspection.leaf_reader import LeafReader
+from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow
 from epochckpt.inspection.stats import Change
 
@@ -103,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def side(directory: pathlib.Path, epoch: int) -> diffing.Side:
     commits = scan.open_commits(directory)
     (row,) = [row for row in scan.look(directory).epochs if row.epoch == epoch]
-    return describe.describe(commits, row), LeafReader(commits, epoch)
+    return describe.describe(commits, row), open_reader(commits, epoch)
 
 
 def diff(directory: pathlib.Path, before: int, after: int, patterns: str | list[str] = "*", *args: Any) -> Diff:

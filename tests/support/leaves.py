@@ -15,7 +15,7 @@ import pytest
 import epochckpt as ec
 from epochckpt.commit import Commits, commits_of
 from epochckpt.format.tree import DTYPES
-from epochckpt.inspection.leaf_reader import LeafReader
+from epochckpt.manager import CheckpointReader
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
 from tests.support import stock_states
@@ -109,7 +109,7 @@ def same(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and found == expected
 
 
-def assert_pieces(leaves: LeafReader, item: str, name: str, whole: np.ndarray, node: str = "") -> None:
+def assert_pieces(leaves: CheckpointReader, item: str, name: str, whole: np.ndarray, node: str = "") -> None:
     """Pieces of several sizes are the array, in order, and none is larger than asked for."""
     for most in (1, 7, 10**6) if whole.size < 100 else (whole.size // 3, 10**6):
         parts = list(leaves.pieces(item, name, node, max_elements=most))
@@ -117,7 +117,7 @@ def assert_pieces(leaves: LeafReader, item: str, name: str, whole: np.ndarray, n
         assert b"".join(p.tobytes() for p in parts) == whole.tobytes(), (name, most)
 
 
-def assert_reads(leaves: LeafReader, item: str, expected: dict[str, Any]) -> None:
+def assert_reads(leaves: CheckpointReader, item: str, expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         found = leaves.value(item, name)
         assert same(found, value), name
