@@ -1,11 +1,8 @@
 """The difference of two epochs, leaf by leaf, wherever they lie; ours or stock Orbax's.
 
 Leaves belong together by item, node and name. Values count, not bits: NaN equals NaN at the same place, and 0 equals
--0. Both epochs are read side by side in pieces, verified; but a leaf is not read if checksums show that it is the same.
-
-A cell of a leaf lies in one or more blocks of a data file, each of which has a checksum. Where the blocks of a cell
-have the same checksums and lengths in both epochs, and the cell lies at the same place in them, its bytes are the
-same, whichever node wrote them and whatever else changed in the tree.
+-0. Both epochs are read side by side in pieces, verified. In two epochs with the same tree, cut alike, a leaf is not
+read if the checksums of its blocks show that it is the same.
 """
 
 import contextlib
@@ -18,7 +15,7 @@ import numpy as np
 
 from epochckpt.arrays import EpochReader
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, say
-from epochckpt.format import ArrayItem, checksums, grid
+from epochckpt.format import grid
 from epochckpt.inspection import rows, stats
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
 from epochckpt.manager import CheckpointReader
@@ -49,22 +46,33 @@ def compare(
 
 
 def _same_leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]:
-    """Public names of leaves of an item that are surely the same in two epochs: shape, dtype and bytes."""
-    (arrays, cells), (other, other_cells) = _cells(before, item), _cells(after, item)
-    found, twins = [], {name: number for number, name in enumerate(other.public_names)}
-    for number, (name, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True)):
-        twin = twins.get(name)
-        if twin is None or leaf.dtype is None or not leaf.nbytes:
-            continue
-        peer = other.leaves[twin]
-        if (leaf.kind, leaf.dtype, leaf.impl, leaf.shape) != (peer.kind, peer.dtype, peer.impl, peer.shape):
-            continue
-        # A node whose record cannot be read has no cells here.
-        complete = len(cells[number]) == len(arrays.grids[leaf.grid].holders)
-        same_cut = arrays.counts(number) == other.counts(twin)
-        if complete and same_cut and np.array_equal(cells[number], other_cells[twin]):
-            found.append(name)
-    return frozenset(found)
+    """Public names of the leaves whose blocks have the same checksums, in two epochs that cut an item alike."""
+    arrays, other = (reader.record.items[item].arrays for reader in (before, after))
+    assert arrays is not None, "callers choose items of arrays"
+    assert other is not None, "a leaf of each is compared"
+    if (arrays.leaves, arrays.grids) != (other.leaves, other.grids):
+        return frozenset()
+    changed = set[int]()
+    nodes = [n for n, entry in enumerate(before.record.nodes) if any(f.item == item for f in entry.files)]
+    try:
+        for reader in (before, after):
+            reader.pool.run([functools.partial(reader.node_record, node) for node in nodes])
+        for node in nodes:
+            for one, two in zip(before.files(item, node), after.files(item, node), strict=True):
+                file, peer = before.node_files(node)[one.name], after.node_files(node)[two.name]
+                if file.block_bytes != peer.block_bytes or not np.array_equal(one.part.offsets, two.part.offsets):
+                    return frozenset()
+                # How many blocks differ before each block: a cell has changed if the number grows within its blocks.
+                differing = np.cumsum([0, *(a != b for a, b in zip(file.xxh3, peer.xxh3, strict=True))])
+                ends = grid.blocks(np.diff(one.offsets), one.data_start, file.block_bytes)
+                first = np.searchsorted(ends, one.offsets[:-1], side="right")
+                last = np.searchsorted(ends, one.offsets[1:], side="left")
+                changed.update(one.part.leaves[differing[last + 1] > differing[first]].tolist())
+    except EpochDeletedError:
+        raise
+    except (EpochCheckpointError, KeyError, ValueError):  # a record cannot be used: reading the leaves says why
+        return frozenset()
+    return frozenset(name for number, name in enumerate(arrays.public_names) if number not in changed)
 
 
 def _same_files(before: EpochReader, after: EpochReader, item: str) -> dict[str, bool]:
@@ -72,55 +80,6 @@ def _same_files(before: EpochReader, after: EpochReader, item: str) -> dict[str,
     one, other = ({f.name: f for _, f in reader.item_files(item)} for reader in (before, after))
     both = ((name, f, other[name]) for name, f in one.items() if name in other)
     return {name: (a.size, a.xxh3) == (b.size, b.xxh3) for name, a, b in both if a.block_bytes == b.block_bytes}
-
-
-def _cells(reader: EpochReader, item: str) -> tuple[ArrayItem, list[np.ndarray]]:
-    """An item's arrays, and for each the cells that are not empty: four numbers that identify the bytes of each.
-
-    The numbers are the checksum, the length of its first block, the cell's place in that, and its own length.
-    """
-    arrays = reader.record.items[item].arrays
-    assert arrays is not None, "callers choose items of arrays"
-    nodes = [n for n, entry in enumerate(reader.record.nodes) if any(f.item == item for f in entry.files)]
-    found: dict[int, list[np.ndarray]] = {}
-    reader.pool.run([functools.partial(_look, reader, item, node, found) for node in nodes])
-    parts = [part for node in nodes for part in found[node]]
-    rows = np.concatenate([np.zeros((0, 6), np.uint64), *parts])
-    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    starts = np.searchsorted(rows[:, 0], np.arange(1, len(arrays.leaves), dtype=np.uint64))
-    return arrays, np.split(rows[:, 2:], starts)
-
-
-def _look(reader: EpochReader, item: str, node: int, found: dict[int, list[np.ndarray]]) -> None:
-    """Notes the cells that a node wrote; none if its record cannot be used: then its arrays are read."""
-    found[node] = []
-    try:
-        listed = {f.part: f for f in reader.node_record(node).files if f.item == item and not f.name}
-        for part, file in enumerate(reader.files(item, node)):
-            sizes = np.diff(file.offsets)
-            ends = grid.blocks(sizes, file.data_start, listed[part].block_bytes)
-            sums = np.array([int(s, 16) for s in listed[part].xxh3], np.uint64)
-            if len(sums) == len(ends):
-                rows = _rows(file.part.leaves, file.part.cells, file.offsets, ends, sums)
-                found[node].append(rows)
-    except EpochDeletedError:
-        raise
-    except (EpochCheckpointError, KeyError, ValueError):
-        found[node] = []
-
-
-def _rows(leaf: np.ndarray, cell: np.ndarray, offsets: np.ndarray, ends: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    full = np.flatnonzero(np.diff(offsets))
-    starts, stops = offsets[full], offsets[full + 1]
-    first, last = np.searchsorted(ends, starts, side="right"), np.searchsorted(ends, stops, side="left")
-    lengths = np.diff(ends, prepend=0).astype(np.uint64)
-    keys = sums[first]
-    for i in np.flatnonzero(last > first).tolist():
-        blocks = slice(first[i], last[i] + 1)
-        keys[i] = checksums.xxh3(sums[blocks].tobytes() + lengths[blocks].tobytes())
-    places = starts - (ends - lengths.astype(np.int64))[first]
-    columns = (leaf[full], cell[full], keys, lengths[first], places, stops - starts)
-    return np.stack([c.astype(np.uint64) for c in columns], axis=1)
 
 
 # -- what belongs together -----------------------------------------------------------------------------------------
