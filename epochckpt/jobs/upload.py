@@ -5,17 +5,13 @@ publishes it. Only the bytes and the attempt are not new: they are those of the 
 is published, and the next claim of the directory sweeps what a killed upload leaves.
 """
 
-import abc
 import contextlib
 import dataclasses
 import functools
 import os
-import re
-import threading
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
-import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads
@@ -27,7 +23,6 @@ from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     EpochExistsError,
-    EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
     SaveError,
@@ -37,7 +32,7 @@ from epochckpt.errors import (
     say,
     unreadable,
 )
-from epochckpt.format import EpochRecord, NodeEntry, checksums, paths, records
+from epochckpt.format import EpochRecord, NodeEntry, checksums, paths
 from epochckpt.jobs.caffe2_epochs import NodeCommits, NodeEpochs
 from epochckpt.jobs.caffe2_managers import Manager
 from epochckpt.jobs.exchange import Exchange
@@ -46,12 +41,9 @@ from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.reader import epoch_number
-from epochckpt.orbax import StepNames
-from epochckpt.orbax.marks import STEP_RECORD
-from epochckpt.storage import Store, copy_file, open_store
+from epochckpt.storage import Store, open_store
 
 _THREADS = 2
-_STEP = re.compile(r"(?:(.+)_)?(\d+)")
 
 
 class CopyUpload(UploadTaskGroupBuilder):
@@ -63,7 +55,7 @@ class CopyUpload(UploadTaskGroupBuilder):
 
     Every byte of the epoch is compared on its way with the checksums that it was saved with. Before the copy becomes
     visible, all its files are there in their length. What has been written is not read back: `verify` of a manager of
-    the destination does that. Steps of stock Orbax have no checksums.
+    the destination does that.
 
     A second upload of the same epoch only looks whether the copy is whole, and makes it anew if a file is missing or
     short. An upload that has something to copy writes to the destination as a run does: it takes over from the run that
@@ -72,9 +64,9 @@ class CopyUpload(UploadTaskGroupBuilder):
     Memory is bounded by blocks; on stores without rename, which take a file whole, by the largest file of a node (see
     `StorageOptions.part_bytes`).
 
-    Works with `epochckpt.CheckpointManager`; with stock Orbax's manager from a file system to a file system, where the
-    primary copies the step's folder; and with the managers of `epochckpt.caffe2`, where each node's copy appears by
-    itself, as `<epoch>/<node>`, and the destination is a `db_prefix` then.
+    Works with `epochckpt.CheckpointManager`, and with the managers of `epochckpt.caffe2`, where each node's copy
+    appears by itself, as `<epoch>/<node>`, and the destination is a `db_prefix` then. A step that stock Orbax wrote is
+    refused with UnsupportedError.
 
     >>> job = ec.Job()
     >>> @job.init
@@ -126,30 +118,17 @@ class CopyUpload(UploadTaskGroupBuilder):
         return group
 
 
-class _Copy(abc.ABC):
-    """One copy in the making, of the epoch in a folder of a store."""
+class _Copy:
+    """One copy of an epoch in the making: the files that its records list, compared with their checksums on the way.
 
-    def __init__(self, epoch: int, store: Store, folder: str, commits: Commits):
-        self._epoch, self._store, self._folder, self.commits = epoch, store, folder, commits
+    The Orbax view is built anew, because it is made of links that only some copies keep.
+    """
+
+    def __init__(self, reader: EpochReader, commits: Commits):
+        self._reader = EpochReader(reader.store, reader.folder, reader.record, _threads.Pool(_THREADS), verify=True)
+        self.commits, self._epoch, self._attempt = commits, reader.record.epoch, reader.record.attempt
         self._replaces: ReplaceCondition | None = None
         self._may_be_visible = False
-
-    @property
-    @abc.abstractmethod
-    def _attempt(self) -> str:
-        """The attempt that the copy has."""
-
-    @abc.abstractmethod
-    def _is_whole(self, folder: str, replace: bool) -> bool:
-        """Whether this epoch is in a folder of the destination; if not, `_replaces` is set to what gives way."""
-
-    @abc.abstractmethod
-    def nodes(self, names: Collection[str]) -> None:
-        """Copies the folders of these nodes."""
-
-    @abc.abstractmethod
-    def _publish(self, copied: Collection[str]) -> Callable[[], None] | None:
-        """Copies the rest and makes the copy visible; returns what removes the epoch that gave way."""
 
     def begin(self, replace: bool) -> bool:
         """On the primary: claims the destination and makes room; False if the destination has this epoch, whole.
@@ -174,12 +153,29 @@ class _Copy(abc.ABC):
         return True
 
     def _is_there(self, replace: bool) -> bool:
+        """Whether the destination has this epoch, whole; if not, `_replaces` is set to what gives way."""
         self._replaces, store, folder = None, self.commits.store, self.commits.folder(self._epoch)
         if not store.exists(folder if store.renames else paths.join(folder, paths.EPOCH_RECORD)):
             return False
-        if there := self._is_whole(folder, replace):
-            logging.info("epoch %d is in %s already", self._epoch, paths.join(store.root, folder))
-        return there
+        try:
+            record = self.commits.read_in(folder, self._epoch)
+        except (DamagedError, FormatError) as error:
+            raise self._in_the_way(f"not readable: {error}") from error
+        if record is None:
+            raise self._in_the_way("no epoch")
+        self._replaces = ReplaceCondition(record.attempt)
+        if record.attempt != self._attempt:
+            if not replace:
+                raise self._in_the_way(f"another one (attempt {record.attempt})")
+            return False
+        try:
+            self._check(folder, record)
+        except DamagedError as error:
+            text = "%s: the copy of epoch %d is made anew, it is not whole: %s"
+            logging.warning(text, store.root, self._epoch, error)
+            return False
+        logging.info("epoch %d is in %s already", self._epoch, paths.join(store.root, folder))
+        return True
 
     def _in_the_way(self, found: str) -> EpochExistsError:
         """The error for what lies where the epoch is to go."""
@@ -189,11 +185,70 @@ class _Copy(abc.ABC):
             "replace epochs with CopyUpload(…, replace=True)"
         )
 
+    def _check(self, folder: str, record: EpochRecord) -> None:
+        """Raises DamagedError unless all files are there: every one in its length, nodes' records byte for byte."""
+        for number, entry in enumerate(record.nodes):
+            self.commits.check_node(folder, record, number)
+            path = paths.join(folder, record.node_folder(number), paths.NODE_RECORD)
+            try:
+                data = self.commits.store.read(path, limit_bytes=entry.record_size)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            if checksums.digest(data) != entry.record_digest:
+                raise DamagedError(path, "is not the record that the epoch was committed with")
+
+    @functools.cached_property
+    def _record(self) -> EpochRecord:
+        """The commit record of the copy: stores without rename have the attempt in their paths, and no Orbax view."""
+        record, renames = self._reader.record, self.commits.store.renames
+        unsupported = record.orbax_unsupported if renames else None
+        if renames and record.objects:  # a view could not be made where it was saved
+            unsupported = {}
+        return dataclasses.replace(record, objects=not renames, orbax_unsupported=unsupported, orbax_view=None)
+
+    def copy_nodes(self, names: Collection[str]) -> None:
+        """Copies the folders of these nodes."""
+        for number, entry in enumerate(self._reader.record.nodes):
+            if entry.name in names:
+                self._copy_node(number, entry)
+
+    def _copy_node(self, number: int, entry: NodeEntry) -> None:
+        reader, commits, target = self._reader, self.commits, self.commits.store
+        base = commits.make_node_folder(self._epoch, self._attempt, entry.name)
+        recorded = reader.node_record(number)
+        of_handlers = [f for f in recorded.files if f.name]
+        inner = sorted({name for f in of_handlers for name in paths.parents(f.path)})  # parents first
+        for name in inner:
+            target.make_folder(paths.join(base, name))
+        for item in dict.fromkeys(f.item for f in recorded.files if not f.name):
+            own = item in recorded.items
+            part = reader.of_node(number, item) if own else reader
+            for file in part.files(item, 0 if own else number):
+                file.copy(target, paths.join(base, file.name))
+        for file in of_handlers:
+            NodeFile(reader, number, file).copy(target, paths.join(base, file.path))
+        # The record of the node is last.
+        path = reader.path(number, paths.NODE_RECORD)
+        data = reader.guard(path, lambda: reader.store.read(path, limit_bytes=entry.record_size))
+        view = self._record.orbax_unsupported is not None
+        commits.seal_node(self._epoch, self._attempt, entry.name, inner[::-1], data, view)
+
     def publish(self, copied: Collection[str] = ()) -> None:
         """On the primary: copies what is not `copied`, by node, makes the copy visible, and leaves the destination."""
-        commits, root = self.commits, self.commits.store.root
+        reader, commits, epoch, record = self._reader, self.commits, self._epoch, self._record
+        self.copy_nodes({entry.name for entry in record.nodes} - set(copied))
+        if record.orbax_unsupported is not None:
+            record = commits.write_view(record, reader.pool.run)
+        staged = commits.names.build(epoch)
+        if isinstance(commits, RenameCommits):
+            staged = commits.make_staging(epoch, self._attempt)
+        root, still_there = commits.store.root, functools.partial(reader.check_present, "it was being uploaded")
         try:
-            remove = self._publish(copied)
+            self._check(staged, record)
+        except DamagedError as error:  # on stores without rename a manager that is opened there clears up, too
+            raise UploadError(epoch, root, f"the copy is not whole: {error}") from error
+        try:
+            remove = commits.publish(epoch, self._attempt, record.to_bytes(), still_there, self._replaces)
         except UncertainError:
             self._may_be_visible = True
             raise
@@ -201,7 +256,7 @@ class _Copy(abc.ABC):
         if remove is not None:
             _threads.logged(f"{root}: an epoch that was replaced", remove)
         _threads.logged(f"{root}: the staging of an upload", commits.release)
-        logging.info("epoch %d was uploaded to %s", self._epoch, paths.join(root, commits.folder(self._epoch)))
+        logging.info("epoch %d was uploaded to %s", epoch, paths.join(root, commits.folder(epoch)))
 
     @contextlib.contextmanager
     def giving_up(self) -> Generator[None]:
@@ -225,173 +280,6 @@ class _Copy(abc.ABC):
         commits.discard(epoch, self._attempt)
 
 
-class _EpochCopy(_Copy):
-    """A copy of an epoch of ours: what the records list, compared with their checksums on the way.
-
-    The Orbax view is built anew, because it is made of links that only some copies keep.
-    """
-
-    def __init__(self, reader: EpochReader, commits: Commits):
-        super().__init__(reader.record.epoch, reader.store, reader.folder, commits)
-        self._reader = EpochReader(reader.store, reader.folder, reader.record, _threads.Pool(_THREADS), verify=True)
-
-    @property
-    def _attempt(self) -> str:
-        return self._reader.record.attempt
-
-    def _is_whole(self, folder: str, replace: bool) -> bool:
-        try:
-            record = self.commits.read_in(folder, self._epoch)
-        except (DamagedError, FormatError) as error:
-            raise self._in_the_way(f"not readable: {error}") from error
-        if record is None:
-            raise self._in_the_way("no epoch")
-        self._replaces = ReplaceCondition(record.attempt)
-        if record.attempt != self._attempt:
-            if not replace:
-                raise self._in_the_way(f"another one (attempt {record.attempt})")
-            return False
-        try:
-            self._check(folder, record)
-        except DamagedError as error:
-            root = self.commits.store.root
-            logging.warning("%s: the copy of epoch %d is made anew, it is not whole: %s", root, self._epoch, error)
-            return False
-        return True
-
-    def _check(self, folder: str, record: EpochRecord) -> None:
-        """Raises DamagedError unless all files are there: every one in its length, nodes' records byte for byte."""
-        for number, entry in enumerate(record.nodes):
-            self.commits.check_node(folder, record, number)
-            path = paths.join(folder, record.node_folder(number), paths.NODE_RECORD)
-            try:
-                data = self.commits.store.read(path, limit_bytes=entry.record_size)
-            except OSError as error:
-                raise unreadable(path, error) from error
-            if checksums.digest(data) != entry.record_digest:
-                raise DamagedError(path, "is not the record that the epoch was committed with")
-
-    def _record(self) -> EpochRecord:
-        """The commit record of the copy: stores without rename have the attempt in their paths, and no Orbax view."""
-        record, renames = self._reader.record, self.commits.store.renames
-        unsupported = record.orbax_unsupported if renames else None
-        if renames and record.objects:  # a view could not be made where it was saved
-            unsupported = {}
-        return dataclasses.replace(record, objects=not renames, orbax_unsupported=unsupported, orbax_view=None)
-
-    def nodes(self, names: Collection[str]) -> None:
-        """See _Copy. The record of each node is last."""
-        for number, entry in enumerate(self._reader.record.nodes):
-            if entry.name in names:
-                self._copy_node(number, entry)
-
-    def _copy_node(self, number: int, entry: NodeEntry) -> None:
-        reader, commits, target = self._reader, self.commits, self.commits.store
-        base = commits.make_node_folder(self._epoch, self._attempt, entry.name)
-        recorded = reader.node_record(number)
-        of_handlers = [f for f in recorded.files if f.name]
-        inner = sorted({name for f in of_handlers for name in paths.parents(f.path)})  # parents first
-        for name in inner:
-            target.make_folder(paths.join(base, name))
-        for item in dict.fromkeys(f.item for f in recorded.files if not f.name):
-            own = item in recorded.items
-            part = reader.of_node(number, item) if own else reader
-            for file in part.files(item, 0 if own else number):
-                file.copy(target, paths.join(base, file.name))
-        for file in of_handlers:
-            NodeFile(reader, number, file).copy(target, paths.join(base, file.path))
-        path = reader.path(number, paths.NODE_RECORD)
-        data = reader.guard(path, lambda: reader.store.read(path, limit_bytes=entry.record_size))
-        view = self._record().orbax_unsupported is not None
-        commits.seal_node(self._epoch, self._attempt, entry.name, inner[::-1], data, view)
-
-    def _publish(self, copied: Collection[str]) -> Callable[[], None] | None:
-        self.nodes({entry.name for entry in self._reader.record.nodes} - set(copied))
-        reader, commits, epoch, record = self._reader, self.commits, self._epoch, self._record()
-        if record.orbax_unsupported is not None:
-            record = commits.write_view(record, reader.pool.run)
-        staged = commits.names.build(epoch)
-        if isinstance(commits, RenameCommits):
-            staged = commits.make_staging(epoch, self._attempt)
-        try:
-            self._check(staged, record)
-        except DamagedError as error:  # on stores without rename a manager that is opened there clears up, too
-            raise UploadError(epoch, commits.store.root, f"the copy is not whole: {error}") from error
-        still_there = functools.partial(reader.check_present, "it was being uploaded")
-        return commits.publish(epoch, self._attempt, record.to_bytes(), still_there, self._replaces)
-
-
-class _StepCopy(_Copy):
-    """A copy of a step of stock Orbax, file by file, from one file system to another."""
-
-    commits: RenameCommits
-
-    @classmethod
-    def find(cls, store: Store, epoch: int) -> tuple[str, StepNames]:
-        """The folder of a step, whatever format its name has, and how its directory names steps.
-
-        Raises:
-            EpochNotFoundError: no folder is named like it, or several are.
-        """
-        steps = [found for entry in store.list("") if entry.is_folder and (found := _STEP.fullmatch(entry.name))]
-        named = [found for found in steps if int(found[2]) == epoch]
-        if len(named) != 1:
-            raise EpochNotFoundError(epoch, store.root, sorted({int(found[2]) for found in steps}))
-        folder, prefix, number = named[0].group(0, 1, 2)
-        length = len(number) if number != str(epoch) else None
-        names = ocp.path.step.standard_name_format(step_prefix=prefix, step_format_fixed_length=length)
-        return folder, StepNames(names)
-
-    @property
-    def _attempt(self) -> str:
-        return f"{self.commits.incarnation}-{self._epoch}-0"
-
-    def _is_whole(self, folder: str, replace: bool) -> bool:
-        if self._look(self._store, folder) == self._look(self.commits.store, folder) is not None:
-            return True
-        if not replace:
-            raise self._in_the_way("another step, or not whole")
-        self._replaces = ReplaceCondition(None)
-        return False
-
-    @staticmethod
-    def _look(store: Store, folder: str) -> tuple[bytes, dict[str, int]] | None:
-        """Orbax's record of a step, and the sizes of all files; None without a record."""
-        record = paths.join(folder, STEP_RECORD)
-        if not store.exists(record):
-            return None
-        return store.read(record, limit_bytes=records.MAX_RECORD_BYTES), dict(_sizes(store, folder))
-
-    def nodes(self, names: Collection[str]) -> None:
-        """See _Copy. The primary copies all of a step."""
-
-    def _publish(self, copied: Collection[str]) -> Callable[[], None] | None:
-        staging = self.commits.make_staging(self._epoch, self._attempt)
-        _copy_tree(self._store, self._folder, self.commits.store, staging)
-        return self.commits.put_in_place(self._epoch, self._attempt, replace=self._replaces is not None)
-
-
-def _copy_tree(source: Store, path: str, target: Store, into: str) -> None:
-    """Copies a folder with all below it into one that exists, durably; a link to a file becomes a file."""
-    for entry in source.list(path):
-        here, there = paths.join(path, entry.name), paths.join(into, entry.name)
-        if entry.is_folder:
-            target.make_folder(there)
-            _copy_tree(source, here, target, there)
-        else:
-            copy_file(source, here, target, there)
-    target.sync_folder(into)
-
-
-def _sizes(store: Store, path: str) -> Iterator[tuple[str, int]]:
-    for entry in store.list(path):
-        below = paths.join(path, entry.name)
-        if entry.is_folder:
-            yield from _sizes(store, below)
-        else:
-            yield below, store.size(below)
-
-
 @contextlib.contextmanager
 def _uploading(epoch: int, destination: str) -> Generator[None]:
     """Turns what the destination refuses into an UploadError."""
@@ -409,80 +297,78 @@ def _uploading(epoch: int, destination: str) -> Generator[None]:
 
 
 def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Workspace], None]:
-    """A task that copies an epoch of a manager of Orbax's interface, once for all nodes of this process."""
-    ours = isinstance(manager, CheckpointManager)
-    if not ours and not all(hasattr(manager, name) for name in ("directory", "all_steps", "restore")):
+    """A task that copies an epoch of our manager, once for all nodes of this process."""
+    if not isinstance(manager, CheckpointManager):
         raise InvalidArgumentError(
-            "CopyUpload copies epochs of an epochckpt.CheckpointManager, of stock Orbax's or of a manager of "
-            f"epochckpt.caffe2, got {type(manager).__name__}"
+            "CopyUpload copies epochs of an epochckpt.CheckpointManager or of a manager of epochckpt.caffe2, got "
+            f"{type(manager).__module__}.{type(manager).__name__}; for others write an UploadTaskGroupBuilder"
         )
-    coordinator = coordination.connect(False)
-    processes = coordinator.processes
-    nodes = tuple(manager.node_names if ours else (f"process_{i}" for i in range(processes)))
-    here = nodes if processes == 1 else [nodes[coordinator.process]]
-    exchange, ran, lock = Exchange(coordinator, nodes, asked.timeout_secs), set[str](), threading.Lock()
+    coordinator, nodes, ran = coordination.connect(False), manager.node_names, set[str]()
+    here = nodes if coordinator.processes == 1 else [nodes[coordinator.process]]
+    exchange, uploading = Exchange(coordinator, nodes, asked.timeout_secs), _uploading(epoch, asked.destination)
 
+    @uploading
     def open_copy() -> _Copy:
-        if ours:
-            store, folder, reader, names = manager.source(epoch)
-        else:
-            store, reader = open_store(str(manager.directory)), None
-            folder, names = _StepCopy.find(store, epoch)
-        target = open_store(asked.destination)
-        commits = commits_of(target, names)
+        reader, names = manager.source(epoch)
         if reader is None:
-            _check_place(store, target, f"step {folder} of stock Orbax")
-            return _StepCopy(epoch, store, folder, commits)
-        _check_place(store, target)
-        return _EpochCopy(reader, commits)
+            raise UnsupportedError(
+                f"{manager.directory}: epoch {epoch} was written by stock Orbax, whose steps CopyUpload does not copy; "
+                "copy its folder, or save the epoch with epochckpt.CheckpointManager"
+            )
+        target = open_store(asked.destination)
+        _check_place(reader.store, target)
+        return _Copy(reader, commits_of(target, names))
 
     def upload_once() -> None:
-        made: _Copy | None = None
+        copy = exchange.together("opening of the upload", open_copy)
 
+        @uploading
         def begin() -> str | None:
-            nonlocal made
-            with _uploading(epoch, asked.destination):
-                made = open_copy()
-                return made.commits.incarnation if made.begin(asked.replace) else None
-
-        def copy_nodes(incarnation: str) -> None:
-            with _uploading(epoch, asked.destination):
-                mine = made
-                if mine is None:
-                    mine = open_copy()
-                    mine.commits.incarnation = incarnation
-                mine.nodes(here)
-
-        def publish() -> None:
-            assert made is not None, "the primary has begun"
-            with _uploading(epoch, asked.destination):
-                made.publish(set(nodes))
+            return copy.commits.incarnation if copy.begin(asked.replace) else None
 
         # The primary looks at the destination and makes room, every process copies, and the primary publishes.
         incarnation = exchange.broadcast("beginning of the upload", begin)
         if incarnation is not None:
-            with contextlib.nullcontext() if made is None else made.giving_up():
-                exchange.gather("upload of the nodes' folders", lambda: copy_nodes(incarnation), lambda _: None)
-                exchange.broadcast("end of the upload", publish)
+            copy.commits.incarnation = incarnation
+            with copy.giving_up() if exchange.primary else contextlib.nullcontext():
+                exchange.together("upload of the nodes' folders", uploading(lambda: copy.copy_nodes(here)))
+                exchange.broadcast("end of the upload", uploading(lambda: copy.publish(nodes)))
 
     def upload(workspace: Workspace) -> None:
-        with lock:
-            if workspace.node in ran:  # the group runs again
-                ran.clear()
-            ran.add(workspace.node)
-            first = len(ran) == 1
-        if first:
+        if workspace.node in ran:  # the group runs again
+            ran.clear()
+        if not ran:
             upload_once()
+        ran.add(workspace.node)
 
     return upload
 
 
-def _check_place(source: Store, target: Store, posix_only: str = "") -> None:
-    """Refuses a destination that lies in the source; `posix_only` names what only file systems can hold."""
+def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[Workspace], None]:
+    """A task that copies an epoch of Caffe2's managers, each node's by itself."""
+    source, target = open_store(manager.db_prefix), open_store(asked.destination)
+    if not (source.renames and target.renames):
+        problem = "epochs of single nodes can be copied from a file system only to a directory of one"
+        raise UnsupportedError(f"{source.root}: {problem}; the destination is {target.root}")
+    _check_place(source, target)
+
+    @_uploading(epoch, target.root)
+    def upload(workspace: Workspace) -> None:
+        for node in (each.node_name for each in manager.managers_of([workspace.node]).values()):
+            reader = NodeEpochs(manager.db_prefix, node).reader(epoch).native
+            assert reader is not None, "epochs of single nodes are ours"
+            target.make_root()
+            copy = _Copy(reader, NodeCommits(target, node))
+            if copy.begin(asked.replace):
+                with copy.giving_up():
+                    copy.publish()
+
+    return upload
+
+
+def _check_place(source: Store, target: Store) -> None:
+    """Refuses a destination that lies in the source."""
     home, there = source.root, target.root
-    if posix_only and not (source.renames and target.renames):
-        problem = f"{posix_only} can be copied from a file system only to a directory of one"
-        raise UnsupportedError(f"{home}: {problem}; the destination is {there}")
     if source.renames and target.renames:
         root = os.path.realpath(home)
         if os.path.commonpath([root, os.path.realpath(there)]) == root:
@@ -491,22 +377,3 @@ def _check_place(source: Store, target: Store, posix_only: str = "") -> None:
             )
     elif home.rstrip("/") == there.rstrip("/"):
         raise InvalidArgumentError(f"destination {there} is the checkpoint directory itself; choose another")
-
-
-def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[Workspace], None]:
-    """A task that copies an epoch of Caffe2's managers, each node's by itself."""
-    target = open_store(asked.destination)
-    _check_place(open_store(manager.db_prefix), target, "epochs of single nodes")
-
-    def upload(workspace: Workspace) -> None:
-        for node in (each.node_name for each in manager.managers_of([workspace.node]).values()):
-            with _uploading(epoch, target.root):
-                reader = NodeEpochs(manager.db_prefix, node).reader(epoch).native
-                assert reader is not None, "epochs of single nodes are ours"
-                target.make_root()
-                copy = _EpochCopy(reader, NodeCommits(target, node))
-                if copy.begin(asked.replace):
-                    with copy.giving_up():
-                        copy.publish()
-
-    return upload

@@ -40,7 +40,6 @@ from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, legacy, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
-from epochckpt.storage import Store
 
 T = TypeVar("T")
 
@@ -602,10 +601,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """The folder of one node's files; raises InvalidArgumentError if the epoch has no such node."""
         return self._readers.open(epoch_number(epoch)).node_path(node)
 
-    def source(self, epoch: int) -> tuple[Store, str, EpochReader | None, StepNames]:
-        """What a copy of an epoch needs: store, folder, reader unless stock Orbax wrote it, and step names."""
-        reader = self._readers.open(epoch_number(epoch))
-        return reader.store, reader.folder, reader.native, self._commits.names
+    def source(self, epoch: int) -> tuple[EpochReader | None, StepNames]:
+        """What a copy of an epoch needs: its reader, unless stock Orbax wrote it, and the names of steps."""
+        return self._readers.open(epoch_number(epoch)).native, self._commits.names
 
     # -- deleting and going back ---------------------------------------------------------------------------------------
 
