@@ -30,7 +30,7 @@ from epochckpt.arrays.restore import TreeRequest, restore_tree
 from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.format import DataFile, Nodes, checksums, paths
 from epochckpt.format.records import MAX_RECORD_BYTES
-from epochckpt.orbax import Content, Handlers, HandlerSave, handlers, options
+from epochckpt.orbax import Handlers, HandlerSave, handlers, options
 from epochckpt.orbax.tree_metadata import plain_target
 
 
@@ -138,7 +138,7 @@ class SaveItem:
     tree: Any = None  # the pytree, for `arrays` and `node`
     by_node: bool = False  # the tree is a dict of pytrees by node name
     custom_metadata: Any = None  # JSON that belongs to the item
-    content: Content | None = None  # files of known content, which the primary alone writes
+    file: tuple[str, bytes] | None = None  # name and content of its one file, which the primary alone writes
     run: Callable[[], HandlerSave] | None = None  # starts the save of a handler that is not ours, on every node
 
 
@@ -173,10 +173,6 @@ def unknown_item(epoch: int, name: str, names: Iterable[str]) -> UnknownNameErro
 
 def to_save(args: Any, known: Handlers) -> list[SaveItem]:
     """The items of a save argument; nothing is run or copied yet."""
-    if not isinstance(args, ocp.args.CheckpointArgs):
-        raise InvalidArgumentError(
-            f"save(args=…) expects an instance of a class in orbax.checkpoint.args, got {type(args)}"
-        )
     return [_save_item(name, value, known) for name, value in named(args).items() if value is not None]
 
 
@@ -193,7 +189,7 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
         if not paths.is_file_path(file) or len(data) > MAX_RECORD_BYTES:
             problem = f"{file!r} ({len(data)} bytes) is no file name, or holds more than {MAX_RECORD_BYTES} bytes"
             raise InvalidArgumentError(f"item {name!r}: {problem}; pass an array item, or a handler of your own")
-        return SaveItem(name, "files", handler_name, content=Content(name, {file: data}))
+        return SaveItem(name, "files", handler_name, file=(file, data))
     if kind == "jax_key" and not isinstance(args.item, jax.Array):
         raise InvalidArgumentError(f"item {name!r}: expected a jax random key, got a {type(args.item).__name__}")
     if kind == "numpy_key" and not isinstance(args.item, tuple | dict):

@@ -32,7 +32,7 @@ from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.format import ItemRecord, Nodes, checksums
 from epochckpt.format import tree as tree_lib
 from epochckpt.options import StorageOptions
-from epochckpt.orbax import Content, HandlerSave
+from epochckpt.orbax import HandlerSave
 from epochckpt.storage import mmap
 
 COPY_BYTES = 64 * 1024  # smaller views are copied: as fast as anything, and immune to later changes
@@ -83,17 +83,17 @@ class SavePlan:
             else:
                 items[item.name] = dataclasses.replace(tree, handler=item.handler)
         # Handlers run one by one: those that have begun are ended when a later one, or a copy, fails.
-        files: list[Content | HandlerSave] = []
+        running: list[HandlerSave] = []
         try:
             for run in (item.run for item in self.items if item.run is not None):
-                files.append(run())
+                running.append(run())
             trees = [SavedTree(plan, node, take(plan, leaves)) for plan, node, leaves in self.trees]
         except BaseException:
-            for file in files:
-                file.discard()
+            for save in running:
+                save.discard()
             raise
-        files += [item.content for item in self.items if item.content is not None and self.primary]
-        return Snapshot(trees, items, own, files, self.digest, self.copied_bytes)
+        files = {(item.name, item.file[0]): item.file[1] for item in self.items if item.file and self.primary}
+        return Snapshot(trees, items, own, files, running, self.digest, self.copied_bytes)
 
 
 @dataclasses.dataclass
@@ -103,32 +103,34 @@ class Snapshot:
     trees: list[SavedTree] = dataclasses.field(default_factory=list)  # emptied as soon as they are written
     items: dict[str, ItemRecord] = dataclasses.field(default_factory=dict)  # as the epoch will record them
     own: dict[int, dict[str, ItemRecord]] = dataclasses.field(default_factory=dict)  # as each node records its own
-    files: Sequence[Content | HandlerSave] = ()  # what handlers write on this process; removed once written
+    # Files of known content that this process writes, by item and path in the item's folder.
+    files: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
+    running: Sequence[HandlerSave] = ()  # handlers that still write, or may; removed once their files are written
     digest: Callable[[], str] = str  # of the plan, see `SavePlan`
     copied_bytes: int = 0  # host memory that it holds
 
     @property
     def runs_handlers(self) -> bool:
         """Whether handlers still write, or may."""
-        return any(isinstance(file, HandlerSave) for file in self.files)
+        return bool(self.running)
 
     def collect(self, epoch: int, deadline: Deadline) -> dict[tuple[str, str], bytes | pathlib.Path]:
-        """Waits for the handlers; returns what they have written, by item and path in the item's folder."""
+        """Waits for the handlers; returns all files to write, by item and path in the item's folder."""
         found: dict[tuple[str, str], bytes | pathlib.Path] = {}
-        for files in self.files:
+        for save in self.running:
             try:
-                new = files.collect(deadline)
+                new = save.collect(deadline)
             except BaseException as error:  # asyncio's CancelledError is one
-                raise SaveError(epoch, f"item {files.item!r}: its handler failed: {say(error)}") from error
-            found.update({(files.item, name): source for name, source in new.items()})
-        return found
+                raise SaveError(epoch, f"item {save.item!r}: its handler failed: {say(error)}") from error
+            found.update({(save.item, name): path for name, path in new.items()})
+        return {**found, **self.files}
 
     def drop(self) -> None:
         """Lets go of the copies, and removes what handlers have written."""
-        self.trees = []
-        for files in self.files:
-            files.discard()
-        self.files = ()
+        self.trees, self.files = [], {}
+        for save in self.running:
+            save.discard()
+        self.running = ()
 
 
 class Planner:

@@ -4,10 +4,10 @@ Promises: no other package knows the names of Orbax's files. What an option of O
 name; the view that is written beside an epoch lets stock Orbax read the epoch without epochckpt.
 """
 
-from epochckpt.orbax.handlers import Content, Handlers, HandlerSave
+from epochckpt.orbax.handlers import Handlers, HandlerSave
 from epochckpt.orbax.step_names import StepNames
 from epochckpt.orbax.steps import OrbaxRecord
 from epochckpt.orbax.tree_metadata import TreeMetadata
 from epochckpt.orbax.view import Views
 
-__all__ = ["Content", "HandlerSave", "Handlers", "OrbaxRecord", "StepNames", "TreeMetadata", "Views"]
+__all__ = ["HandlerSave", "Handlers", "OrbaxRecord", "StepNames", "TreeMetadata", "Views"]

@@ -8,7 +8,6 @@ background; for a restore it has the verified files of all nodes.
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import os
 import pathlib
@@ -42,21 +41,6 @@ MAX_FILES = 4096
 """How many files a handler may write on one node for one item."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Content:
-    """Files of an item whose bytes are known when `save()` returns."""
-
-    item: str
-    files: Mapping[str, bytes]  # by path inside the item's folder
-
-    def collect(self, deadline: Deadline) -> Mapping[str, bytes | pathlib.Path]:
-        """The files."""
-        return self.files
-
-    def discard(self) -> None:
-        """Nothing to do."""
-
-
 class HandlerSave:
     """A handler that writes an item of this node into a folder of its own; its blocking part runs when this is made."""
 
@@ -76,7 +60,7 @@ class HandlerSave:
             error.add_note(f"raised by {type(handler).__name__} while saving item {item!r}")
             raise
 
-    def collect(self, deadline: Deadline) -> Mapping[str, bytes | pathlib.Path]:
+    def collect(self, deadline: Deadline) -> Mapping[str, pathlib.Path]:
         """The files that it wrote, by path inside the item's folder, once it has ended; raises what the handler raises.
 
         InvalidArgumentError: it left something that is no plain file, or too many files. Empty folders are not kept.

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 
 
+@dataclasses.dataclass(frozen=True)
 class _Aside:
-    """Something that goes with a tree without being part of its structure: trees are alike whatever it is."""
+    """Something that goes with a tree without being part of its structure: any two are equal."""
 
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Aside)
-
-    def __hash__(self) -> int:
-        return 0
+    value: Any = dataclasses.field(compare=False)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -40,22 +35,14 @@ class TreeMetadata:
 
     def tree_flatten_with_keys(self) -> tuple[Iterable[Any], Any]:
         """The top level of the tree, as JAX wants it."""
-        if isinstance(self.tree, dict):
-            names = list(self.tree)
-            return [(jax.tree_util.DictKey(k), self.tree[k]) for k in names], (names, _Aside(self.custom_metadata))
-        if isinstance(self.tree, list):
-            children = [(jax.tree_util.SequenceKey(i), value) for i, value in enumerate(self.tree)]
-            return children, (len(children), _Aside(self.custom_metadata))
-        return [(jax.tree_util.GetAttrKey("tree"), self.tree)], (None, _Aside(self.custom_metadata))
+        found, treedef = jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=lambda node: node is not self.tree)
+        children = [(path[0] if path else jax.tree_util.GetAttrKey("tree"), child) for path, child in found]
+        return children, (treedef, _Aside(self.custom_metadata))
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Iterable[Any]) -> TreeMetadata:
         """The inverse."""
-        shape, custom_metadata = aux[0], aux[1].value
-        if isinstance(shape, list):
-            return cls(dict(zip(shape, children, strict=True)), custom_metadata)
-        values = list(children)
-        return cls(values[0] if shape is None else values, custom_metadata)
+        return cls(aux[0].unflatten(children), aux[1].value)
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]
