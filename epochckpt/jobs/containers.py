@@ -7,7 +7,6 @@ already, and is used only if JAX knows it as a container with the same fields.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ class Container:
     static: Any = None  # what JAX keeps of it beside its children, such as the static fields of a dataclass
     # Of its children, in JAX's order; of a dict, list or tuple only those in `inner`, and keys that are no strings.
     keys: tree_lib.KeyPath = ()
-    inner: Mapping[int, Container] = dataclasses.field(default_factory=dict)  # by the place of the child in `keys`
+    inner: dict[int, Container] = dataclasses.field(default_factory=dict)  # by the place of the child in `keys`
     hollow: bool = False  # no leaf is in it, so that an epoch may have nothing of it
 
     @property
@@ -56,7 +55,7 @@ class Container:
 
 def of(tree: Any) -> Container | None:
     """The containers of a pytree; None if it is made of dicts with strings as keys, and lists, alone."""
-    if tree is None or isinstance(tree, jax.Array):
+    if tree is None:
         return None
     keys, children, definition = _flatten_one(tree)
     data = definition.node_data()
@@ -83,15 +82,8 @@ def _flatten_one(tree: Any) -> tuple[tree_lib.KeyPath, list[Any], Any]:
 # -- making again ------------------------------------------------------------------------------------------------
 
 
-def rebuild(plain: Any, container: Container) -> Any:
-    """Puts what a restore gave as dicts and lists into containers of the right classes."""
-    with contextlib.suppress(Exception):  # static fields may be anything, and so may their comparison raise anything
-        if of(plain) == container:
-            return plain
-    return _rebuild(plain, container, ())
-
-
-def _rebuild(plain: Any, container: Container, where: tree_lib.KeyPath) -> Any:
+def rebuild(plain: Any, container: Container, where: tree_lib.KeyPath = ()) -> Any:
+    """Puts what a restore gave as dicts and lists, at this path of a blob, into containers of the right classes."""
     found, made = _children(plain, container, where), {}
     for number, (kind, key) in enumerate(container.keys):
         name = str(key) if key not in found and str(key) in found else key  # stock Orbax turns keys into strings
@@ -99,7 +91,7 @@ def _rebuild(plain: Any, container: Container, where: tree_lib.KeyPath) -> Any:
         if name not in found and (inner is None or not inner.hollow):
             raise InvalidArgumentError(f"{_at(where)}: {container.name} lacks {key!r}; found {_shown(found)}")
         child = found.pop(name, None)
-        made[key] = child if inner is None else _rebuild(child, inner, (*where, (kind, key)))
+        made[key] = child if inner is None else rebuild(child, inner, (*where, (kind, key)))
     if container.cls is dict:
         return {**found, **made}
     if container.cls in (list, tuple):
@@ -190,19 +182,16 @@ def from_json(data: Any) -> Container:
     """The inverse of `to_json`."""
     try:
         types = [_type(*row) for row in data["types"]]
-        inner: list[dict[int, Container]] = [{} for _ in data["nodes"]]
-        for me, (number, parent, place) in reversed(list(enumerate(data["nodes"]))):
-            made = dataclasses.replace(types[number], inner=dict(sorted(inner[me].items())))
-            if me == 0:
-                return made
+        made = [dataclasses.replace(types[number], inner={}) for number, _, _ in data["nodes"]]
+        for me, (_, parent, place) in enumerate(data["nodes"][1:], start=1):
             if not 0 <= parent < me:
-                break
-            inner[parent][place] = made
+                raise ValueError(f"node {me} is said to be in node {parent}")
+            made[parent].inner[place] = made[me]
+        return made[0]
     except EpochCheckpointError:
         raise
     except (TypeError, ValueError, LookupError, RecursionError) as error:
         raise InvalidArgumentError(f"{_FORM}: {say(error)}") from error
-    raise InvalidArgumentError(_FORM)
 
 
 def _type(module: str, name: str, keys: Any, static: Any, hollow: Any, lost: Any) -> Container:
@@ -235,11 +224,9 @@ def _static_to_json(value: Any) -> Any:
 
 
 def _static_from_json(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_static_from_json(one) for one in data]
     if not isinstance(data, dict):
         return data
-    ((form, values),) = data.items()
-    if form == "float":
-        return float.fromhex(values)
-    if form == "dict":
-        return {_static_from_json(key): _static_from_json(one) for key, one in values}
-    return {"tuple": tuple, "list": list}[form](_static_from_json(one) for one in values)
+    ((form, value),) = data.items()
+    return {"float": float.fromhex, "tuple": tuple, "list": list, "dict": dict}[form](_static_from_json(value))

@@ -23,9 +23,12 @@ from epochckpt.jobs.exchange import Exchange
 
 
 class Notice:
-    """Whether the run is to stop for preemption. This one is set from outside: by SIGTERM."""
+    """Whether the run is to stop for preemption: SIGTERM sets `heard`, or `ask_jax` says so; it stays set."""
 
-    heard = False  # the notice has come; it stays
+    heard = False
+
+    def __init__(self, ask_jax: Callable[[], bool] | None = None):
+        self._ask_jax = ask_jax
 
     def ask(self, epoch: int) -> bool:
         """At an epoch's end, on every process: whether the notice has reached all of them."""
@@ -34,14 +37,8 @@ class Notice:
 
     def poll(self) -> bool:
         """The same, inside an epoch."""
-        return self.heard
-
-
-class JaxNotice(Notice):
-    """JAX's preemption notice, through one count of questions for the whole process."""
-
-    def poll(self) -> bool:
-        self.heard = coordination.Preemption.ask() or self.heard
+        if self._ask_jax is not None and self._ask_jax():
+            self.heard = True
         return self.heard
 
 
@@ -52,8 +49,7 @@ class StepNotice(Notice):
     which all processes stop.
     """
 
-    def __init__(self) -> None:
-        self._asked = -1
+    _asked = -1
 
     def ask(self, epoch: int) -> bool:
         for number in range(self._asked + 1, max(epoch, self._asked + 1) + 1):
@@ -106,15 +102,15 @@ class Stopper:
 @contextlib.contextmanager
 def listening(distributed: bool, by_step: bool) -> Generator[Notice]:
     """Listens for preemption; `by_step`: the manager itself asks JAX, with its steps."""
-    if distributed and jax.distributed.is_initialized():
-        if by_step:
-            yield StepNotice()
-            return
-        notice, owned = JaxNotice(), contextlib.nullcontext()
-    else:
-        notice = Notice()
-        owned = _on_sigterm(notice)
-    with owned, coordination.Preemption.fed_by(lambda: notice.heard):
+    by_jax = distributed and jax.distributed.is_initialized()
+    if by_jax and by_step:
+        yield StepNotice()
+        return
+    notice = Notice(coordination.Preemption.ask if by_jax else None)
+    with (
+        contextlib.nullcontext() if by_jax else _on_sigterm(notice),
+        coordination.Preemption.fed_by(lambda: notice.heard),
+    ):
         yield notice
 
 

@@ -1,7 +1,6 @@
 """What people see of a run: a progress bar over its epochs, and what became of it."""
 
 import dataclasses
-import importlib.util
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -99,11 +98,10 @@ def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition])
     if not primary or shown is False or (shown is None and not notebook and not sys.stderr.isatty()):
         yield lambda epoch, metrics: None
         return
-    if notebook and importlib.util.find_spec("ipywidgets") is not None:
-        from tqdm.notebook import tqdm
-    else:
-        from tqdm import tqdm
-    total = min((limit for condition in conditions for limit in _limits(condition)), default=None)
+    from tqdm.auto import tqdm
+
+    alternatives = (one for condition in conditions for one in stop.alternatives(condition))
+    total = min((one.epochs for one in alternatives if isinstance(one, stop.max_epochs)), default=None)
     with tqdm(total=total, unit="epoch", desc="training") as drawn:
 
         def show(epoch: int, metrics: Mapping[str, Any]) -> None:
@@ -112,10 +110,3 @@ def bar(shown: bool | None, primary: bool, conditions: Iterable[stop.Condition])
             drawn.set_postfix(texts, refresh=True)
 
         yield show
-
-
-def _limits(condition: stop.Condition) -> list[int]:
-    """The numbers of epochs that end a run by themselves."""
-    if isinstance(condition, stop.max_epochs):
-        return [condition.epochs]
-    return [limit for part in stop.alternatives(condition) for limit in _limits(part)]

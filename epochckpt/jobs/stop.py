@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import operator
@@ -66,6 +67,8 @@ class Condition(abc.ABC):
     operands: Sequence[Condition] = ()
     """The conditions that `|` or `&` has joined; empty for all others."""
 
+    _repr = ""  # the call that makes it, where that is not its class's name alone
+
     def __call__(self, ctx: Context) -> bool:
         """Looks at a finished epoch, once for each epoch; may change the condition's state. By default: `holds`."""
         return self.holds(ctx)
@@ -98,7 +101,7 @@ class Condition(abc.ABC):
         return _Both("&", as_condition(other), self)
 
     def __repr__(self) -> str:
-        return type(self).__qualname__
+        return self._repr or type(self).__qualname__
 
     def __bool__(self) -> bool:
         # `a or b` is a, `a and b` is b: one condition would be dropped without a word
@@ -129,7 +132,7 @@ class _Wrapped(Condition):
 
     def __init__(self, function: Callable[[Context], Any]):
         self._function = function
-        self._name = str(getattr(function, "__qualname__", type(function).__qualname__))
+        self._repr = str(getattr(function, "__qualname__", type(function).__qualname__))
         self._stateful = all(callable(getattr(function, method, None)) for method in ("get_state", "set_state"))
         self._fresh: list[Any] = []  # the state before the first run
 
@@ -148,18 +151,6 @@ class _Wrapped(Condition):
         else:  # a user's object need not know what None stands for
             self._function.set_state(copy.deepcopy(self._fresh[0]) if state is None else state)
 
-    def __repr__(self) -> str:
-        return self._name
-
-
-class _Shipped(Condition):
-    """A condition whose `repr` is the call that makes it."""
-
-    _made_by: str
-
-    def __repr__(self) -> str:
-        return self._made_by
-
 
 class max_epochs(Condition):
     """True once `n` epochs, at least 1, have been completed by all runs together.
@@ -175,11 +166,10 @@ class max_epochs(Condition):
         return f"max_epochs({self.epochs})"
 
     def holds(self, ctx: Context) -> bool:
-        """Whether the epoch's number has come to n."""
         return ctx.epoch >= self.epochs
 
 
-class max_time(_Shipped):
+class max_time(Condition):
     """True after the first epoch that ends when the time is up.
 
     Args:
@@ -195,14 +185,13 @@ class max_time(_Shipped):
         self._secs, self._total = _number("max_time(secs)", number), total
         _check(self._secs > 0, "max_time(secs)", "more than 0", secs)
         _check(isinstance(total, bool), "max_time(total)", "True or False", total)
-        self._made_by = f"max_time({self._secs}, total={total})"
+        self._repr = f"max_time({self._secs}, total={total})"
 
     def holds(self, ctx: Context) -> bool:
-        """Whether the time is up."""
         return (ctx.total_secs if self._total else ctx.elapsed_secs) >= self._secs
 
 
-class _OfMetric(_Shipped):
+class _OfMetric(Condition):
     """A condition on the value of one metric."""
 
     def __init__(self, metric: str, mode: Mode = "max"):
@@ -212,7 +201,6 @@ class _OfMetric(_Shipped):
         self._metric, self._sign = metric, 1 if mode == "max" else -1
 
     def __call__(self, ctx: Context) -> bool:
-        """Looks at the metric, which must be there."""
         where, value = f"stop condition {self!r}, epoch {ctx.epoch}", ctx.metrics.get(self._metric)
         if self._metric not in ctx.metrics:
             names = ", ".join(map(repr, sorted(map(str, ctx.metrics)))) or "none"
@@ -224,7 +212,6 @@ class _OfMetric(_Shipped):
         return self._look(float(number))
 
     def holds(self, ctx: Context) -> bool:
-        """Whether the metric is there and makes the condition true."""
         if self._metric in ctx.metrics:
             return self(ctx)
         logging.warning("stop condition %r, epoch %d: there is no metric %r", self, ctx.epoch, self._metric)
@@ -247,7 +234,7 @@ class target(_OfMetric):
     def __init__(self, metric: str, value: float, mode: Mode = "max"):
         super().__init__(metric, mode)
         self._value = _number("target(value)", value)
-        self._made_by = f"target({metric!r}, {self._value}, mode={mode!r})"
+        self._repr = f"target({metric!r}, {self._value}, mode={mode!r})"
 
     def _look(self, value: float) -> bool:
         return self._sign * value >= self._sign * self._value
@@ -258,7 +245,7 @@ class nan(_OfMetric):
 
     def __init__(self, metric: str):
         super().__init__(metric)
-        self._made_by = f"nan({metric!r})"
+        self._repr = f"nan({metric!r})"
 
     def _look(self, value: float) -> bool:
         return math.isnan(value)
@@ -282,7 +269,7 @@ class no_improvement(_OfMetric):
         self._min_delta = _number("no_improvement(min_delta)", min_delta)
         _check(self._min_delta >= 0, "no_improvement(min_delta)", "0 or more", min_delta)
         parameters = f"patience={self._patience}, min_delta={self._min_delta}, mode={mode!r}"
-        self._made_by = f"no_improvement({metric!r}, {parameters})"
+        self._repr = f"no_improvement({metric!r}, {parameters})"
         self.set_state(None)
 
     def _look(self, value: float) -> bool:
@@ -291,16 +278,13 @@ class no_improvement(_OfMetric):
         return self._count >= self._patience
 
     def holds(self, ctx: Context) -> bool:
-        """Whether the epochs looked at so far end in that many without improvement; does not look at this one."""
-        del ctx
+        del ctx  # the epochs that it has looked at count
         return self._count >= self._patience
 
     def get_state(self) -> Any:
-        """The best value so far, as text if it is infinite, and how many epochs have not improved it."""
         return {"best": self._best if math.isfinite(self._best) else str(self._best), "count": self._count}
 
     def set_state(self, state: Any) -> None:
-        """Restores the state; see `Condition.set_state`."""
         if state is None:
             self._best, self._count = -self._sign * math.inf, 0
             return
@@ -309,8 +293,8 @@ class no_improvement(_OfMetric):
         self._best, self._count = best, count
 
 
-class _Preempted(_Shipped):
-    _made_by = "preempted"
+class _Preempted(Condition):
+    _repr = "preempted"
 
     def __call__(self, ctx: Context | None = None) -> Any:
         return self if ctx is None else self.holds(ctx)  # so that `preempted()` is a condition, too
@@ -323,7 +307,7 @@ preempted = _Preempted()
 """True after an epoch during which the run was asked to end soon. `preempted()` is the same."""
 
 
-class file_exists(_Shipped):
+class file_exists(Condition):
     """True after an epoch at whose end a file or folder exists: a way to end a run from outside.
 
     The path is local, or one that etils reads (`gs://…`, `s3://…`). A look that fails is logged and counts as "not
@@ -332,14 +316,13 @@ class file_exists(_Shipped):
 
     def __init__(self, path: str | os.PathLike[str]):
         name = path_text(path, "file_exists(path)")
-        self._made_by = f"file_exists({name!r})"
+        self._repr = f"file_exists({name!r})"
         try:
             self._path = epath.Path(expanded(name))
         except KeyError:  # etils does not know the scheme
             raise InvalidArgumentError(f"file_exists({name!r}): expected a local path, gs://… or s3://…") from None
 
     def holds(self, ctx: Context) -> bool:
-        """Looks whether the file is there."""
         try:
             return self._path.exists()
         except ImportError:  # it could never look: not an outage
@@ -379,19 +362,21 @@ def checked(condition: Any, answer: Any, epoch: int) -> bool:
 def why(condition: Condition, ctx: Context) -> str:
     """The `repr` of a condition that was true; of `a | b` only the operands that hold."""
     parts = alternatives(condition)
-    if parts and not any(map(is_foreign, parts)):
-        return " | ".join(why(part, ctx) for part in parts if part.holds(ctx)) or repr(condition)
-    return repr(condition)
+    if len(parts) == 1 or any(map(is_foreign, parts)):
+        return repr(condition)
+    return " | ".join(repr(part) for part in parts if part.holds(ctx)) or repr(condition)
 
 
-def alternatives(condition: Condition) -> Sequence[Condition]:
-    """The operands of `a | b`; nothing for any other condition."""
-    return condition.operands if isinstance(condition, _Both) and condition.sign == "|" else ()
+def alternatives(condition: Condition) -> list[Condition]:
+    """The operands of `a | b | c`; of any other condition just that."""
+    if not isinstance(condition, _Both) or condition.sign != "|":
+        return [condition]
+    return [part for operand in condition.operands for part in alternatives(operand)]
 
 
 def is_foreign(condition: Condition) -> bool:
     """Whether it contains a user's callable, which may change its state whenever it is asked."""
-    return isinstance(condition, _Wrapped) or any(map(is_foreign, condition.operands))
+    return any(isinstance(part, _Wrapped) for part in _parts([condition]))
 
 
 # -- states ------------------------------------------------------------------------------------------------------
@@ -434,11 +419,8 @@ def load_states(conditions: Sequence[Condition], saved: Any) -> None:
 def _keyed(conditions: Sequence[Condition]) -> dict[str, Condition]:
     keyed: dict[str, Condition] = {}
     for condition in _parts(conditions):
-        key, number = repr(condition), 1
-        while key in keyed:
-            number += 1
-            key = f"{condition!r}#{number}"
-        keyed[key] = condition
+        names = itertools.chain([repr(condition)], (f"{condition!r}#{n}" for n in itertools.count(2)))
+        keyed[next(name for name in names if name not in keyed)] = condition
     return keyed
 
 
