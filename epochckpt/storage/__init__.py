@@ -38,11 +38,7 @@ def expanded(path: str) -> str:
 
 
 def path_text(path: str | os.PathLike[str], name: str = "the path") -> str:
-    """The text of a path or URL.
-
-    Raises:
-        InvalidArgumentError: it is no path, or a URL that `pathlib.Path` has damaged (`gs:/bucket`); named as `name`.
-    """
+    """The text of a path or URL; InvalidArgumentError, under `name`, if it is none, or a damaged URL (`gs:/bucket`)."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidArgumentError(f"{name} must be a path or URL, got {path!r:.100}")
@@ -53,22 +49,14 @@ def path_text(path: str | os.PathLike[str], name: str = "the path") -> str:
     return text
 
 
-def open_store(
-    directory: str | os.PathLike[str], *, early_write_back: bool = True, folder_mode: int | None = None
-) -> Store:
+def open_store(directory: str | os.PathLike[str], *, folder_mode: int | None = None) -> Store:
     """Opens the store for a directory; reads and writes nothing.
 
-    Args:
-        directory: a URL of one of TensorStore's key-value stores (`gs://`, `s3://`, `memory://`, `file://`), or a POSIX
-            path, made absolute now, with `~` expanded.
-        early_write_back: POSIX: have the kernel start writing to the disk while later pieces are still being
-            written. Does not change when data are durable.
-        folder_mode: POSIX: permission bits of new folders; None leaves them to the umask.
-
-    Raises:
-        InvalidArgumentError: no such scheme, or a URL that `pathlib.Path` has damaged.
+    The directory is a URL of one of TensorStore's key-value stores (`gs://`, `s3://`, `memory://`, `file://`), or a
+    POSIX path, made absolute now, with `~` expanded. `folder_mode` are the permission bits of new POSIX folders; None
+    leaves them to the umask. InvalidArgumentError: no such scheme, or a URL that `pathlib.Path` has damaged.
     """
     name = path_text(directory, "the directory")
     if _URL.match(name):
         return KvStore(name)
-    return PosixStore(expanded(name), early_write_back=early_write_back, folder_mode=folder_mode)
+    return PosixStore(expanded(name), folder_mode=folder_mode)

@@ -16,6 +16,7 @@ that leave the root.
 
 from __future__ import annotations
 
+import bisect
 import errno
 import functools
 import os
@@ -31,9 +32,7 @@ from epochckpt.storage.store import Entry, Reader, Store, Writer, check_path, ch
 if TYPE_CHECKING:
     import tensorstore as ts
 
-PART_BYTES = 256 << 20
-"""Largest file: a `KvWriter` holds the whole file in memory."""
-
+PART_BYTES = 256 << 20  # largest file: a `KvWriter` holds the whole file in memory
 _ABSENT = b"\x02"
 _CONDITION_FAILED = b""
 _FAR = 1 << 50  # beyond the largest object of any store (S3: 5 TiB)
@@ -59,14 +58,9 @@ def _context() -> ts.Context:
 
 
 class KvStore(Store):
-    """A directory of epochs as keys with a common prefix, on S3 with conditional writes.
+    """A directory of epochs as keys with a common prefix; its root is a URL, with or without a final `/`.
 
-    Args:
-        root: its URL, with or without a final `/`.
-
-    Raises:
-        InvalidArgumentError: TensorStore knows no such store.
-        OSError: the store cannot be opened.
+    InvalidArgumentError: TensorStore knows no such store. OSError: the store cannot be opened.
     """
 
     renames = False
@@ -88,7 +82,6 @@ class KvStore(Store):
             self._kv = ts.KvStore.open(spec, context=_context()).result()
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a key, or one below it."""
         return bool(path and self._is_file(path)) or bool(self._below(path))
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
@@ -110,7 +103,6 @@ class KvStore(Store):
         return KvReader(self._kv, path, self._name(path))
 
     def create(self, path: str, data: bytes) -> None:
-        """One conditional write."""
         check_path(path, root_allowed=False)
         put_if_absent(self._kv, path, data, self._name(path))
 
@@ -164,7 +156,6 @@ class KvStore(Store):
             raise FileExistsError(errno.EEXIST, "it has other content by now", name)
 
     def remove(self, path: str) -> None:
-        """One delete."""
         check_path(path, root_allowed=False)
         with _translated(self._name(path)):
             self._kv.write(path, None).result()
@@ -208,13 +199,11 @@ class KvReader(Reader):
 
     @property
     def size(self) -> int:
-        """Length, found out on first use."""
         if self._size is None:
             self._size = self._find_size()
         return self._size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """One ranged read and one copy."""
         if self._closed:
             raise ValueError(f"{self._name} is closed")
         if offset < 0:
@@ -226,7 +215,6 @@ class KvReader(Reader):
             buffer.cast("B")[:] = data
 
     def close(self) -> None:
-        """Forgets the key; no connection was held."""
         self._closed = True
 
     def fetch(self, byte_range: slice | None) -> bytes:
@@ -257,11 +245,7 @@ class KvReader(Reader):
         high = 1
         while self.reaches(high - 1):
             high *= 2
-        low = high // 2  # low bytes are there, high bytes are not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.reaches(middle - 1) else (low, middle)
-        return low
+        return bisect.bisect_left(range(high), True, high // 2, key=lambda position: not self.reaches(position))
 
 
 class KvWriter(Writer):
@@ -274,7 +258,6 @@ class KvWriter(Writer):
         self._lock = threading.Lock()
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        """One copy."""
         view = memoryview(data)
         check_piece(offset, view.nbytes, self._size, self._name)
         whole = self._data
@@ -287,7 +270,6 @@ class KvWriter(Writer):
                 self._written += view.nbytes
 
     def finish(self) -> None:
-        """One conditional write of the whole file."""
         with self._lock:
             data, self._data = self._data, None
         if data is None:
@@ -297,7 +279,6 @@ class KvWriter(Writer):
         put_if_absent(self._kv, self._path, data, self._name)
 
     def abort(self) -> None:
-        """Frees the memory."""
         self._data = None
 
 

@@ -20,9 +20,7 @@ from contextlib import contextmanager, suppress
 from epochckpt.errors import StorageError
 from epochckpt.storage.store import Entry, Reader, Store, Writer, check_path, check_piece, copy_file, patiently
 
-WRITE_BACK_BYTES = 1 << 20
-"""A write of at least this size has the kernel start writing it to the disk."""
-
+WRITE_BACK_BYTES = 1 << 20  # a write of at least this size has the kernel start writing it to the disk
 _CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
 _REMOVE_ROUNDS = 16
 _SYNC_FILE_RANGE_WRITE = 2
@@ -60,11 +58,6 @@ class Handle:
             if last:
                 os.close(self._fd)
 
-    def busy(self) -> bool:
-        """Whether a thread uses the descriptor now."""
-        with self._lock:
-            return self._uses > 0
-
     def close(self) -> None:
         """Closes now, or as soon as the last use has ended."""
         with self._lock:
@@ -89,22 +82,13 @@ _renameat2 = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int,
 
 
 class PosixStore(Store):
-    """A directory of a POSIX file system.
-
-    Args:
-        directory: made absolute now; it need not exist yet.
-        early_write_back: see `open_store`.
-        folder_mode: see `open_store`.
-    """
+    """A directory of a POSIX file system, which is made absolute now and need not exist yet; see `open_store`."""
 
     renames = True
     preferred_part_bytes = None
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, early_write_back: bool = True, folder_mode: int | None = None
-    ):
-        self.root = os.path.abspath(directory)
-        self._early_write_back, self._folder_mode = early_write_back, folder_mode
+    def __init__(self, directory: str | os.PathLike[str], *, folder_mode: int | None = None):
+        self.root, self._folder_mode = os.path.abspath(directory), folder_mode
 
     def exists(self, path: str) -> bool:
         """One stat(2). A link that leads to itself exists, too."""
@@ -141,7 +125,6 @@ class PosixStore(Store):
         return PosixReader(fd, name, status.st_size)
 
     def uncache(self, path: str) -> None:
-        """One posix_fadvise(2), where the system has it."""
         with self.open_reader(path) as reader, reader.handle.use() as fd:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -159,12 +142,11 @@ class PosixStore(Store):
             raise
 
     def open_writer(self, path: str, size: int) -> PosixWriter:
-        """Creates the file now, empty."""
         name = self._place(path)
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        return PosixWriter(fd, name, size, self._early_write_back)
+        return PosixWriter(fd, name, size)
 
     def list(self, path: str) -> list[Entry]:
         """One scandir, without a stat per entry."""
@@ -177,7 +159,6 @@ class PosixStore(Store):
         return sorted(patiently(self._name(path), look), key=lambda entry: entry.name)
 
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
-        """One scandir per folder."""
         found, places = list[str](), [] if folder is None else [folder]
         with suppress(FileNotFoundError, NotADirectoryError):
             places = places or [e.name for e in self.list("") if e.is_folder]
@@ -188,7 +169,6 @@ class PosixStore(Store):
         return sorted(found)
 
     def make_folder(self, path: str) -> None:
-        """One mkdir(2), never recursive."""
         self._make(self._place(path))
 
     def _make(self, path: str) -> None:
@@ -214,11 +194,9 @@ class PosixStore(Store):
             _sync_folder(os.path.dirname(folder), os.path.dirname(folder))
 
     def may_write(self) -> bool:
-        """One access(2); True for a root that is missing."""
         return os.access(self.root, os.W_OK | os.X_OK) or not os.path.isdir(self.root)
 
     def link(self, path: str, target: str) -> None:
-        """One symlink(2), if the file system has symlinks."""
         place = self._place(path)
         try:
             os.symlink(target, place)
@@ -230,7 +208,6 @@ class PosixStore(Store):
             raise
 
     def sync_folder(self, path: str) -> None:
-        """One fsync(2) of the folder."""
         _sync_folder(self._target(path), self._name(path))
 
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
@@ -247,7 +224,6 @@ class PosixStore(Store):
             raise
 
     def copy_tree(self, src: str, dst: str) -> None:
-        """Copies and flushes file by file."""
         self.make_folder(dst)
         with _named(self._name(src)), os.scandir(self._target(src)) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
@@ -267,7 +243,6 @@ class PosixStore(Store):
             raise io.UnsupportedOperation(f"{self.root}: this file system cannot exchange {one!r} and {other!r}")
 
     def remove(self, path: str) -> None:
-        """One unlink(2)."""
         with suppress(FileNotFoundError):
             os.unlink(self._place(path))
 
@@ -314,11 +289,9 @@ class PosixReader(Reader):
 
     @property
     def size(self) -> int:
-        """Length at the time of opening."""
         return self._size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """One preadv(2) as a rule."""
         if offset < 0:
             raise ValueError(f"{self.handle.name}: offset {offset}; expected at least 0")
         if not buffer.nbytes:
@@ -337,22 +310,18 @@ class PosixReader(Reader):
                 done += count
 
     def close(self) -> None:
-        """Closes when the last read has ended."""
         self.handle.close()
 
 
 class PosixWriter(Writer):
     """One new file, written by position."""
 
-    def __init__(self, fd: int, name: str, size: int, early_write_back: bool):
+    def __init__(self, fd: int, name: str, size: int):
         self.handle = Handle(fd, name)
-        self._size = size
-        self._early_write_back = early_write_back
-        self._written = 0
+        self._size, self._written = size, 0
         self._lock = threading.Lock()
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        """One pwrite(2) as a rule; from `WRITE_BACK_BYTES` on also the start of its write-back."""
         view = memoryview(data)
         check_piece(offset, view.nbytes, self._size, self.handle.name)
         if not view.nbytes:
@@ -362,26 +331,22 @@ class PosixWriter(Writer):
         with self.handle.use() as fd, _named(self.handle.name):
             while done < len(view):
                 done += os.pwrite(fd, view[done : done + _CALL_BYTES], offset + done)
-            if self._early_write_back and done >= WRITE_BACK_BYTES:
+            if done >= WRITE_BACK_BYTES:
                 _start_write_back(fd, offset, done)
         with self._lock:
             self._written += done
 
     def finish(self) -> None:
-        """One fsync(2)."""
         name = self.handle.name
-        if self.handle.busy():
-            raise ValueError(f"{name}: finished while a write is still running")
         try:
             with self.handle.use() as fd, _named(name):
-                if self._written != self._size:
+                if self._written != self._size:  # or a write is still running, which counts at its end
                     raise ValueError(f"{name}: {self._written} of {self._size} bytes written; not finished")
                 os.fsync(fd)
         finally:
             self.handle.close()
 
     def abort(self) -> None:
-        """Closes when the last write has ended; the file stays."""
         with suppress(OSError):
             self.handle.close()
 

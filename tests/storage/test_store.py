@@ -47,16 +47,6 @@ class TestPosix(StoreContract):
         return open_store(str(tmp_path))
 
 
-class TestPosixWithoutEarlyWriteBack(StoreContract):
-    @pytest.fixture
-    def store(self, tmp_path: pathlib.Path) -> Store:
-        return open_store(tmp_path, early_write_back=False)
-
-    @pytest.fixture
-    def reopened(self, tmp_path: pathlib.Path) -> Store:
-        return open_store(tmp_path)
-
-
 def resident_pages(path: pathlib.Path) -> int:
     """How many pages of a file the page cache holds, by mincore(2)."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -376,13 +366,22 @@ def test_closing_waits_for_the_last_use() -> None:
     os.close(read_end)
 
 
-def test_finish_refuses_while_a_write_runs(posix: Store) -> None:
+def test_finish_refuses_while_a_write_runs(posix: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flush beside a running write would promise bytes that are not there yet."""
-    writer = posix.open_writer("data", 0)
-    assert isinstance(writer, PosixWriter)
-    with writer.handle.use(), pytest.raises(ValueError, match="still running"):
+    writer, pwrite, tried = posix.open_writer("data", 1), os.pwrite, []
+
+    def finishing(fd: int, data: bytes, offset: int) -> int:
+        done = pwrite(fd, data, offset)
+        with pytest.raises(ValueError, match="0 of 1 bytes written; not finished"):
+            writer.finish()
+        tried.append(done)
+        return done
+
+    monkeypatch.setattr(os, "pwrite", finishing)
+    writer.write(0, b"x")
+    assert tried == [1]
+    with pytest.raises(ValueError, match="closed"):
         writer.finish()
-    writer.finish()
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace makes the kernel's call fail")
@@ -465,7 +464,7 @@ def test_a_full_disk_is_an_os_error(posix: Store) -> None:
 def test_a_failed_flush_is_raised_and_ends_the_writer() -> None:
     """After a failed fsync (a pipe has none) nothing is left to retry: a second one might succeed."""
     read_end, write_end = os.pipe()
-    writer = PosixWriter(write_end, "the pipe", 0, early_write_back=False)
+    writer = PosixWriter(write_end, "the pipe", 0)
     with pytest.raises(OSError, match="the pipe") as caught:
         writer.finish()
     assert caught.value.errno == errno.EINVAL
