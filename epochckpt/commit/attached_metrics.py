@@ -157,23 +157,13 @@ def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> di
 
 
 def _parse(path: str, data: bytes) -> _File:
-    record = checksums.unseal(path, data)
-    head = tuple(record.get(name) for name in ("format", "version", "record"))
-    if head != (paths.FORMAT, paths.VERSION, "metrics"):
-        raise FormatError(path, "is not a record of attached metrics of this version")
-    epoch, attempt, source, metrics = (record.get(name) for name in ("epoch", "attempt", "source", "metrics"))
-    if type(epoch) is not int or not isinstance(attempt, str) or not isinstance(source, str):
-        raise FormatError(path, "does not say which epoch, attempt and source it is about")
+    fields = parsing.open_record(path, data, "metrics")
+    metrics = parsing.user_data(fields, "metrics", dict)
     try:
-        found = checksums.unpack_json(metrics) if isinstance(metrics, dict) else None
-        checksums.pack_json(found, "metrics")  # the other processes get it as JSON
-    except RecursionError:
-        raise FormatError(path, "metrics are nested too deeply") from None
+        checksums.pack_json(metrics, "metrics")  # the other processes get it as JSON
     except InvalidArgumentError as error:
         raise FormatError(path, str(error)) from None
-    if not isinstance(found, dict):
-        raise FormatError(path, "metrics: expected an object")
-    return _File(epoch, attempt, source, found)
+    return _File(fields.integer("epoch"), fields.text("attempt"), fields.text("source"), metrics)
 
 
 def merge(own: Any, attached: Mapping[str, Mapping[str, Any]]) -> Any:

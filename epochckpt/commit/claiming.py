@@ -3,16 +3,12 @@
 Guarantees:
 - a manager that only opens, lists, restores or looks claims nothing and needs no permission to write;
 - the first save, delete, rollback or replacement claims the directory, on the primary, on the thread that writes. It
-  fences off the run that claimed before, and logs whose that was (`Owner`);
+  fences off the run that claimed before, and logs which process that was;
 - a manager that was fenced off stays so: it never claims again, and its next save raises;
 - the other processes learn of the claim from the primary's answer to a common call, or from what the primary publishes
   for each save until every process has reported once.
 """
 
-from __future__ import annotations
-
-import dataclasses
-import datetime
 import json
 import os
 import socket
@@ -32,65 +28,34 @@ _MAX_BYTES = 4096
 
 
 def owner_bytes(**extra: str) -> bytes:
-    """The file of a claim: the process that makes it now, as an `Owner`."""
-    owner = Owner(socket.gethostname(), os.getpid(), time.time_ns())
-    return json.dumps({**dataclasses.asdict(owner), **extra}).encode()
+    """The file of a claim: the process that makes it now, and its wall clock."""
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "claimed_ns": time.time_ns()}
+    return json.dumps({**owner, **extra}).encode()
 
 
-@dataclasses.dataclass(frozen=True)
-class Owner:
-    """The process that claimed a directory: its host's name, its process id there, and its wall clock then."""
-
-    host: str
-    pid: int
-    claimed_ns: int
-
-    @classmethod
-    def read(cls, store: Store, path: str) -> Owner | None:
-        """The owner in a claim's file; None if the file cannot be read, because the owner only serves a message."""
-        try:
-            found = json.loads(store.read(path, limit_bytes=_MAX_BYTES))
-            owner = cls(found["host"], found["pid"], found["claimed_ns"])
-        except (OSError, ValueError, RecursionError, KeyError, TypeError):
-            return None
-        valid = isinstance(owner.host, str) and type(owner.pid) is int and type(owner.claimed_ns) is int
-        return dataclasses.replace(owner, host=owner.host[:200]) if valid else None
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process is known to have ended: it was on this host, and its process id is free."""
-        if self.host != socket.gethostname() or self.pid <= 0:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except (OSError, OverflowError) as error:  # another user's process, for example
-            return isinstance(error, ProcessLookupError)
-        return False
-
-
-def report_takeover(directory: str, owner: Owner | None, active_ns: int | None = None) -> None:
-    """Logs that a run which has not closed the directory is fenced off from now on.
+def report_takeover(store: Store, claim: str) -> None:
+    """Logs that a run which has not closed the directory is fenced off from now on; `claim` is that run's file.
 
     It is a warning, unless that run's process is known to have ended: then it was killed, and no live run is harmed.
-    `active_ns` is the wall clock of its last write; where it is None, the time of its claim counts.
     """
-    found = ""
-    if owner is not None:
-        last_ns = active_ns or owner.claimed_ns
-        when = datetime.datetime.fromtimestamp(last_ns / 1e9, tz=datetime.UTC).isoformat(timespec="seconds")
-        ago = _units.secs(max(time.time_ns() - last_ns, 0) / 1e9)
-        found = f"process {owner.pid} on host {owner.host}, last active {ago} ago, at {when}"
-        if owner.is_gone:
-            logging.info("%s: takes over from a run that has ended without closing it (%s)", directory, found)
-            return
-        same = (owner.host, owner.pid) == (socket.gethostname(), os.getpid())
-        found = f": {found}{' (this process)' if same else ''}"
+    owner = ""
+    try:  # the file only serves the message, and may hold anything
+        found = json.loads(store.read(claim, limit_bytes=_MAX_BYTES))
+        ago = _units.secs(max(time.time_ns() - found["claimed_ns"], 0) / 1e9)
+        owner = f" (process {found['pid']:d} on host {found['host']:.200}, which claimed it {ago} ago)"
+        if found["host"] == socket.gethostname():
+            os.kill(found["pid"], 0)
+    except ProcessLookupError:
+        logging.info("%s: takes over from a run that has ended without closing it%s", store.root, owner)
+        return
+    except (OSError, ValueError, ArithmeticError, RecursionError, LookupError, TypeError):
+        logging.debug("%s: %s does not tell whether its run is alive", store.root, claim, exc_info=True)
     logging.warning(
         "%s: this process takes over from a run that did not close the directory%s. If that run is still alive, "
         "its next save fails with FencedError: only the newest run that writes may save here. To look at a run while "
         "it trains, open the directory and write nothing, or pass options with read_only=True",
-        directory,
-        found,
+        store.root,
+        owner,
     )
 
 

@@ -55,7 +55,7 @@ class PutCommits(Commits):
                 break
             older += 1
         if older and not self.store.exists(self._path(older, _CLOSED)):
-            claiming.report_takeover(self.store.root, claiming.Owner.read(self.store, self._path(older, _CLAIM)))
+            claiming.report_takeover(self.store, self._path(older, _CLAIM))
         self.incarnation = f"{older + 1:08d}"
         self._finish_if_it_can()
         # Leftovers of earlier incarnations are removed in the background.

@@ -73,18 +73,12 @@ class Rollback:
 
 def parse_rollback(path: str, data: bytes) -> Rollback:
     """Parses `rollback.json`."""
-    record = checksums.unseal(path, data)
-    to, epochs, token, kept = (record.get(name) for name in ("to", "epochs", "id", "kept"))
-    valid = (
-        (to is None or type(to) is int)
-        and isinstance(epochs, list)
-        and all(type(e) is int for e in epochs)
-        and paths.is_name(token)
-        and (kept is None or paths.is_name(kept))
-    )
-    if record.get("record") != "rollback" or not valid:
+    fields = parsing.open_record(path, data, "rollback")
+    to, epochs, kept = fields.data.get("to"), fields.array("epochs"), fields.data.get("kept")
+    if not all(type(e) is int for e in epochs) or not (to is None or type(to) is int):
         raise FormatError(path, "is not a rollback record")
-    return Rollback(to, tuple(epochs), token, kept)  # type: ignore[arg-type]
+    token = paths.check_recorded_name(path, fields.text("id"))
+    return Rollback(to, tuple(epochs), token, None if kept is None else paths.check_recorded_name(path, kept))
 
 
 @dataclasses.dataclass(frozen=True)

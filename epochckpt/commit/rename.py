@@ -10,7 +10,6 @@ How folders come to their places, and what a kill on the way leaves, is in `plac
 
 import collections
 import dataclasses
-import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -79,13 +78,9 @@ class RenameCommits(Commits):
         older = paths.parse_incarnation(entry.name)
         if older is None or older == self.incarnation:
             return ""
-        owner = claiming.Owner.read(self.store, paths.join(entry.name, paths.OWNER_FILE))
-        active_ns = None
-        with suppress(OSError):  # the time when something was last made or moved there
-            active_ns = os.lstat(os.path.join(self.store.root, entry.name)).st_mtime_ns
         away = placing.take_over(self.store, self._home, entry.name)
         if away is not None and older not in self._begun:
-            claiming.report_takeover(self.store.root, owner, active_ns)
+            claiming.report_takeover(self.store, paths.join(away, paths.OWNER_FILE))
         return away or ""
 
     def moving(self) -> list[int]:

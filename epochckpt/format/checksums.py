@@ -31,12 +31,6 @@ def seal(record: dict[str, Any]) -> bytes:
     return _FIELD + f"{xxh3(zeroed):016x}".encode() + zeroed[len(_FIELD) + 16 :]
 
 
-def unseal(path: str, data: bytes) -> dict[str, Any]:
-    """Parses what `seal` made; DamagedError for other bytes than were written, FormatError if they are no JSON."""
-    check_seal(path, data)
-    return parse_sealed(path, data)
-
-
 def check_seal(path: str, data: bytes) -> None:
     """Raises DamagedError unless a record has the checksum that it carries."""
     start = len(_FIELD)

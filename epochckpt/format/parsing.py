@@ -88,7 +88,8 @@ def read_record(
     return parse(path, data)
 
 
-def _open(path: str, data: bytes, kind: str, trees: bool = True) -> _Fields:
+def open_record(path: str, data: bytes, kind: str, trees: bool = True) -> _Fields:
+    """The fields of a sealed record of a kind, for typed access; raises like `parse_epoch`."""
     checksums.check_seal(path, data)
     fields = _Fields(path, checksums.parse_sealed(path, data if trees else _without_items(data)))
     if fields.data.get("format") != paths.FORMAT:
@@ -107,7 +108,7 @@ def _open(path: str, data: bytes, kind: str, trees: bool = True) -> _Fields:
 
 def parse_node(path: str, data: bytes) -> NodeRecord:
     """Parses `node.json`; raises like `parse_epoch`."""
-    fields = _open(path, data, "node")
+    fields = open_record(path, data, "node")
     items = {name: _parse_item(path, name, entry, 1) for name, entry in fields.mapping("items").items()}
     if any(item.arrays is None for item in items.values()):
         raise fields.fail("items", "pytrees")
@@ -138,7 +139,7 @@ def _parse_file(fields: _Fields) -> DataFile:
 
 def parse_epoch(path: str, data: bytes) -> EpochRecord:
     """Parses `epoch.json`; raises DamagedError, FormatVersionError (of a newer epochckpt) or FormatError."""
-    fields = _open(path, data, "epoch")
+    fields = open_record(path, data, "epoch")
     nodes = _parse_nodes(fields)
     items = {name: _parse_item(path, name, entry, len(nodes)) for name, entry in fields.mapping("items").items()}
     if fields.boolean("default_item") and paths.DEFAULT_ITEM not in items:
@@ -151,7 +152,7 @@ def parse_head(path: str, data: bytes) -> EpochRecord:
 
     Raises what `parse_epoch` raises, but does not notice faults in the items.
     """
-    fields = _open(path, data, "epoch", trees=False)
+    fields = open_record(path, data, "epoch", trees=False)
     return _epoch_record(fields, _parse_nodes(fields), {})
 
 
@@ -198,8 +199,8 @@ def _epoch_record(fields: _Fields, nodes: tuple[NodeEntry, ...], items: dict[str
         nodes,
         items,
         fields.boolean("default_item"),
-        _user_data(fields, "metrics"),
-        _user_data(fields, "custom_metadata", dict),
+        user_data(fields, "metrics"),
+        user_data(fields, "custom_metadata", dict),
         fields.integer("started_ns"),
         fields.integer("committed_ns"),
         fields.numbers("timings"),
@@ -218,7 +219,7 @@ def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
     if kind != "arrays":
         raise fields.fail("kind", "'arrays', 'files' or 'node'")
     arrays = _parse_arrays(fields, name, nodes)
-    return ItemRecord(kind, handler, arrays, _parse_values(fields, arrays), _user_data(fields, "custom_metadata"))
+    return ItemRecord(kind, handler, arrays, _parse_values(fields, arrays), user_data(fields, "custom_metadata"))
 
 
 def _unsupported(fields: _Fields) -> dict[str, dict[str, str]] | None:
@@ -246,7 +247,8 @@ def _view(fields: _Fields) -> dict[str, tuple[int, str]] | None:
     return found
 
 
-def _user_data(fields: _Fields, name: str, kind: type = object) -> Any:
+def user_data(fields: _Fields, name: str, kind: type = object) -> Any:
+    """A field that holds user data as JSON; FormatError if it is nested too deeply, or of another kind."""
     try:
         found = checksums.unpack_json(fields.data.get(name))
     except RecursionError:

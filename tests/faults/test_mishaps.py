@@ -94,7 +94,7 @@ def cut(manager: ec.CheckpointManager, epoch: int) -> None:
 
 def edit_record(path: pathlib.Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """Changes a sealed record, with a seal that fits."""
-    body = checksums.unseal(path.name, path.read_bytes())
+    body = checksums.parse_sealed(path.name, path.read_bytes())
     edit(body)
     path.write_bytes(checksums.seal(body))
 

@@ -295,7 +295,7 @@ DATA = "1/process_0/default.safetensors"
 
 
 def load(run: pathlib.Path, name: str) -> dict[str, Any]:
-    return checksums.unseal(name, (run / name).read_bytes())
+    return checksums.parse_sealed(name, (run / name).read_bytes())
 
 
 def seal_epoch(run: pathlib.Path, record: dict[str, Any]) -> None:
