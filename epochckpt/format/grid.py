@@ -67,15 +67,10 @@ def boxes(shape: Sequence[int], max_elements: int) -> Iterator[Box]:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """One row of the grid table.
+    """One row of the grid table."""
 
-    Attributes:
-        counts: cells along each dimension, without trailing ones.
-        holders: for each cell, in C order, the numbers of the nodes that hold it, ascending.
-    """
-
-    counts: tuple[int, ...]
-    holders: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]  # cells along each dimension, without trailing ones
+    holders: tuple[tuple[int, ...], ...]  # the nodes that hold each cell, ascending; cells in C order
 
     @functools.cached_property
     def _table(self) -> tuple[np.ndarray, np.ndarray]:
@@ -105,29 +100,17 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of an item's tree, as recorded.
-
-    Attributes:
-        path: key path.
-        name: the path as text.
-        kind: one of `tree.ARRAY_KINDS`, `VALUE_KINDS`, `EMPTY_KINDS`.
-        dtype: of the stored bytes, for typed PRNG keys of their data; None for leaves without bytes in a data file.
-        shape: of the stored array, for typed PRNG keys of their data.
-        grid: row in the grid table; -1 without bytes.
-        rotation: shifts the owners of the row's cells.
-        sharding: row in the sharding table; -1 for none.
-        impl: PRNG implementation of typed keys.
-    """
+    """One leaf of an item's tree, as recorded; the array that typed PRNG keys have is that of their data."""
 
     path: KeyPath
-    name: str
-    kind: str
-    dtype: np.dtype[Any] | None = None
-    shape: tuple[int, ...] = ()
-    grid: int = -1
-    rotation: int = 0
-    sharding: int = -1
-    impl: str | None = None
+    name: str  # the path as text
+    kind: str  # one of `tree.ARRAY_KINDS`, `VALUE_KINDS`, `EMPTY_KINDS`
+    dtype: np.dtype[Any] | None = None  # of the stored bytes; None for leaves without bytes in a data file
+    shape: tuple[int, ...] = ()  # of the stored array
+    grid: int = -1  # row in the grid table; -1 without bytes
+    rotation: int = 0  # shifts the owners of the row's cells
+    sharding: int = -1  # row in the sharding table; -1 for none
+    impl: str | None = None  # PRNG implementation of typed keys
 
     @property
     def nbytes(self) -> int:
@@ -137,36 +120,22 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The cells in one part of a node's data file, in file order.
+    """The cells in one part of a node's data file, in file order."""
 
-    Attributes:
-        leaves: leaf number of each cell.
-        cells: cell numbers.
-        offsets: byte offset of each cell from the start of the data, and of the end.
-    """
-
-    leaves: np.ndarray
-    cells: np.ndarray
-    offsets: np.ndarray
+    leaves: np.ndarray  # leaf number of each cell
+    cells: np.ndarray  # cell numbers
+    offsets: np.ndarray  # byte offset of each cell from the start of the data, and of the end
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayItem:
-    """An item whose leaves lie in data files: its tree, its grids and its shardings.
-
-    Attributes:
-        name: item name.
-        leaves: in JAX's flattening order.
-        grids: the grid table.
-        shardings: JSON rows that say how leaves lay on devices, for a restore without a target.
-        meshes: JSON rows that `shardings` refer to.
-    """
+    """An item whose leaves lie in data files: its tree, its grids and its shardings."""
 
     name: str
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[Leaf, ...]  # in JAX's flattening order
     grids: tuple[Grid, ...]
-    shardings: tuple[Any, ...] = ()
-    meshes: tuple[Any, ...] = ()
+    shardings: tuple[Any, ...] = ()  # JSON rows: how leaves lay on devices, for a restore without a target
+    meshes: tuple[Any, ...] = ()  # JSON rows that `shardings` refer to
 
     @property
     def is_bare(self) -> bool:

@@ -139,21 +139,12 @@ def _parse_file(fields: _Fields) -> DataFile:
 
 def parse_epoch(path: str, data: bytes) -> EpochRecord:
     """Parses `epoch.json`; raises DamagedError, FormatVersionError (of a newer epochckpt) or FormatError."""
-    fields = open_record(path, data, "epoch")
-    nodes = _parse_nodes(fields)
-    items = {name: _parse_item(path, name, entry, len(nodes)) for name, entry in fields.mapping("items").items()}
-    if fields.boolean("default_item") and paths.DEFAULT_ITEM not in items:
-        raise fields.fail("items", f"the item {paths.DEFAULT_ITEM!r}")
-    return _epoch_record(fields, nodes, items)
+    return _epoch_record(open_record(path, data, "epoch"), trees=True)
 
 
 def parse_head(path: str, data: bytes) -> EpochRecord:
-    """Parses `epoch.json` without its items, in a small part of the time that `parse_epoch` takes.
-
-    Raises what `parse_epoch` raises, but does not notice faults in the items.
-    """
-    fields = open_record(path, data, "epoch", trees=False)
-    return _epoch_record(fields, _parse_nodes(fields), {})
+    """Parses `epoch.json` without its items, in a small part of the time, and does not notice faults in them."""
+    return _epoch_record(open_record(path, data, "epoch", trees=False), trees=False)
 
 
 def _without_items(data: bytes) -> bytes:
@@ -178,27 +169,26 @@ def _without_items(data: bytes) -> bytes:
     return data[:start] + data[end:] if whole else data
 
 
-def _parse_nodes(fields: _Fields) -> tuple[NodeEntry, ...]:
+def _epoch_record(fields: _Fields, trees: bool) -> EpochRecord:
     nodes = tuple(_parse_node_entry(fields.path, i, n) for i, n in enumerate(fields.array("nodes")))
-    names = [n.name for n in nodes]
-    if not nodes or len(set(names)) != len(names):
+    if not nodes or len({node.name for node in nodes}) != len(nodes):
         raise fields.fail("nodes", "at least one node, with distinct names")
-    return nodes
-
-
-def _epoch_record(fields: _Fields, nodes: tuple[NodeEntry, ...], items: dict[str, ItemRecord]) -> EpochRecord:
-    attempt = paths.check_recorded_name(fields.path, fields.text("attempt", 80))
+    raw_items = fields.mapping("items") if trees else {}
+    items = {name: _parse_item(fields.path, name, entry, len(nodes)) for name, entry in raw_items.items()}
+    default_item = fields.boolean("default_item")
+    if trees and default_item and paths.DEFAULT_ITEM not in items:
+        raise fields.fail("items", f"the item {paths.DEFAULT_ITEM!r}")
     per_node = "per_node" in fields.data and fields.boolean("per_node")
     if per_node and len(nodes) != 1:
         raise fields.fail("per_node", "one node")
     return EpochRecord(
         fields.integer("epoch"),
-        attempt,
+        paths.check_recorded_name(fields.path, fields.text("attempt", 80)),
         fields.boolean("objects"),
         fields.text("plan"),
         nodes,
         items,
-        fields.boolean("default_item"),
+        default_item,
         user_data(fields, "metrics"),
         user_data(fields, "custom_metadata", dict),
         fields.integer("started_ns"),

@@ -19,27 +19,16 @@ MAX_RECORD_BYTES = 256 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """One file of a node, as recorded in `node.json` and, without checksums, in `epoch.json`.
-
-    Attributes:
-        item: name of its item.
-        part: number of the part, for data files; else 0.
-        size: bytes.
-        data_start: offset of the tensors in bytes, for data files; else 0.
-        cells: number of cells, for data files; else 0.
-        block_bytes: size of the blocks that have a checksum each.
-        xxh3: one checksum per block as 16 hex digits; empty in `epoch.json`.
-        name: path inside the item's folder, for files that a handler wrote; empty for data files.
-    """
+    """One file of a node, as recorded in `node.json` and, without checksums, in `epoch.json`."""
 
     item: str
-    part: int
+    part: int  # number of the part of a data file, else 0
     size: int
-    data_start: int = 0
-    cells: int = 0
-    block_bytes: int = 0
-    xxh3: tuple[str, ...] = ()
-    name: str = ""
+    data_start: int = 0  # offset of the tensors in a data file
+    cells: int = 0  # in a data file
+    block_bytes: int = 0  # size of the blocks that have a checksum each
+    xxh3: tuple[str, ...] = ()  # one checksum per block as 16 hex digits; empty in `epoch.json`
+    name: str = ""  # path inside the item's folder, for files that a handler wrote; empty for data files
 
     @property
     def path(self) -> str:
@@ -59,23 +48,17 @@ class DataFile:
 
 @dataclasses.dataclass(frozen=True)
 class NodeRecord:
-    """`node.json`: what one node wrote for one attempt.
-
-    Attributes:
-        plan: digest of the plan; equal on all nodes.
-        timings: seconds by name.
-        items: the node's own items, by item name.
-    """
+    """`node.json`: what one node wrote for one attempt."""
 
     epoch: int
     attempt: str
     node: str
     process: int
     processes: int
-    plan: str
+    plan: str  # digest of the plan; equal on all nodes
     files: tuple[DataFile, ...]
-    timings: Mapping[str, float]
-    items: Mapping[str, ItemRecord] = dataclasses.field(default_factory=dict)
+    timings: Mapping[str, float]  # seconds by name
+    items: Mapping[str, ItemRecord] = dataclasses.field(default_factory=dict)  # the node's own, by name
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -85,21 +68,14 @@ class NodeRecord:
 
 @dataclasses.dataclass(frozen=True)
 class NodeEntry:
-    """One node in `epoch.json`.
-
-    Attributes:
-        process: JAX process index of its process.
-        record_size: bytes of its `node.json`, of which `record_digest` is the xxh3-128.
-        files: its files, without checksums.
-        secs: how long the node took to write them.
-    """
+    """One node in `epoch.json`."""
 
     name: str
-    process: int
-    record_size: int
-    record_digest: str
-    files: tuple[DataFile, ...]
-    secs: float = 0.0
+    process: int  # JAX process index
+    record_size: int  # bytes of its `node.json`
+    record_digest: str  # xxh3-128 of its `node.json`
+    files: tuple[DataFile, ...]  # without checksums
+    secs: float = 0.0  # that the node took to write them
 
     @property
     def folder(self) -> str:
@@ -121,56 +97,40 @@ class NodeEntry:
 class ItemRecord:
     """One item of an epoch.
 
-    Attributes:
-        kind: `arrays` (a pytree in data files), `files` (written by a handler), or `node` (a pytree that differs per
-            node; each node's `node.json` describes its own).
-        handler: type name of the Orbax handler, as Orbax records it.
-        arrays: the tree and its grids, for `arrays`.
-        values: Python leaves as JSON, by leaf number, for `arrays`.
-        custom_metadata: the caller's metadata of the item, for `arrays`.
-        same: every node of the epoch has the item, with the same content; for `node`.
+    Its kind is `arrays` (a pytree in data files), `files` (written by a handler), or `node` (a pytree that differs per
+    node; each node's `node.json` describes its own).
     """
 
     kind: str
-    handler: str = ""
-    arrays: ArrayItem | None = None
-    values: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    custom_metadata: Any = None
-    same: bool = False
+    handler: str = ""  # type name of the Orbax handler, as Orbax records it
+    arrays: ArrayItem | None = None  # of `arrays`, like the next two
+    values: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # Python leaves as JSON, by leaf number
+    custom_metadata: Any = None  # the caller's
+    same: bool = False  # of `node`: every node of the epoch has the item, with the same content
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochRecord:
-    """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist.
-
-    Attributes:
-        objects: it lies in an object store, where the folders of nodes are named by attempt.
-        plan: digest of the plan, equal on all nodes.
-        default_item: its one item has no name in the caller's arguments.
-        started_ns: when the save began, wall clock; `committed_ns` likewise.
-        timings: seconds by name.
-        orbax_unsupported: what the Orbax view lacks: reasons by leaf name, by item; None where no view was asked for.
-            The item `*` stands for the whole view, if none could be made.
-        orbax_view: (length, xxh3-128) of the Orbax view's files, by path in the epoch's folder; None without a view.
-            Its links follow from the rest.
-        per_node: an epoch of one node only, whose files lie beside the record, see `jobs.caffe2_epochs`.
-    """
+    """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist."""
 
     epoch: int
     attempt: str
-    objects: bool
-    plan: str
+    objects: bool  # it lies in an object store, where the folders of nodes are named by attempt
+    plan: str  # digest of the plan, equal on all nodes
     nodes: tuple[NodeEntry, ...]
     items: Mapping[str, ItemRecord]
-    default_item: bool
+    default_item: bool  # its one item has no name in the caller's arguments
     metrics: Any
     custom_metadata: Mapping[str, Any]
-    started_ns: int
+    started_ns: int  # by the wall clock, like the next
     committed_ns: int
-    timings: Mapping[str, float]
+    timings: Mapping[str, float]  # seconds by name
+    # What the Orbax view lacks: reasons by leaf name, by item; None where no view was asked for. The item `*` stands
+    # for the whole view, if none could be made.
     orbax_unsupported: Mapping[str, Mapping[str, str]] | None = None
+    # (length, xxh3-128) of the Orbax view's files, by path in the epoch's folder; its links follow from the rest.
     orbax_view: Mapping[str, tuple[int, str]] | None = None
-    per_node: bool = False
+    per_node: bool = False  # one node only, whose files lie beside the record, see `jobs.caffe2_epochs`
 
     # of a step of stock Orbax these are fields: see `OrbaxRecord`
     stock: ClassVar[bool] = False

@@ -169,16 +169,12 @@ class Notes:
 
     `export` writes them as JSON to `__metadata__` under `NOTES_KEY`, and `import_` reads them; other readers ignore
     them. Paths, kinds and values are as in `epoch.json`.
-
-    Attributes:
-        separator: stands between the keys in a name.
-        tensors: (path, kind, PRNG implementation or None) by name of the tensor, where its name and bytes lack one.
-        values: (path, kind, value as JSON) of the other leaves.
     """
 
-    separator: str
+    separator: str  # stands between the keys in a name
+    # (path, kind, PRNG implementation or None) by name of the tensor, where its name and bytes lack one
     tensors: dict[str, tuple[KeyPath, str, str | None]] = dataclasses.field(default_factory=dict)
-    values: list[tuple[KeyPath, str, Any]] = dataclasses.field(default_factory=list)
+    values: list[tuple[KeyPath, str, Any]] = dataclasses.field(default_factory=list)  # (path, kind, JSON) of the rest
 
     def add(self, name: str, path: KeyPath, kind: str, impl: str | None) -> None:
         """Notes a tensor, if its name and bytes do not say it all."""
