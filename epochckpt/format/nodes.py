@@ -26,12 +26,12 @@ class Nodes:
     @property
     def hosted(self) -> range:
         """Numbers of the nodes that this process hosts. The first one writes the arrays of the process."""
-        return self.numbers_of(self.process)
+        return range(len(self.names)) if self.processes == 1 else range(self.process, self.process + 1)
 
     @property
     def hosted_names(self) -> list[str]:
         """Names of the nodes that this process hosts."""
-        return self.names_of(self.process)
+        return [self.names[number] for number in self.hosted]
 
     @functools.cached_property
     def folders(self) -> frozenset[str]:
@@ -47,19 +47,11 @@ class Nodes:
     @property
     def writers(self) -> dict[int, int]:
         """The number of each process's first node, by JAX process index."""
-        return {self.id_of(process): self.numbers_of(process)[0] for process in range(self.processes)}
+        return {self.id_of(process): process for process in range(self.processes)}
 
     def id_of(self, process: int) -> int:
         """The JAX process index of a process."""
         return self.ids[process] if self.ids else process
-
-    def numbers_of(self, process: int) -> range:
-        """Numbers of the nodes that a process hosts."""
-        return range(len(self.names)) if self.processes == 1 else range(process, process + 1)
-
-    def names_of(self, process: int) -> list[str]:
-        """Names of the nodes that a process hosts."""
-        return [self.names[number] for number in self.numbers_of(process)]
 
     def renamed(self, names: Sequence[str]) -> Nodes:
         """The same processes with these nodes; InvalidArgumentError for names that do not fit them."""

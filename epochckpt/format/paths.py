@@ -90,8 +90,10 @@ def folder_name(name: str) -> str:
     `trainer:0` becomes `x-trainer-3a0`: `x-`, then letters, digits, `.` and `_` as they are, and `-` with two hex
     digits for each UTF-8 byte of another character. Different names have different folders.
     """
-    usable = is_name(name) and name not in _RESERVED | _IN_VIEWS
-    return name if usable and shown_name(name) == name else _escaped(name)
+    if is_name(name) and name not in _RESERVED | _IN_VIEWS and shown_name(name) == name:
+        return name
+    raw = name.encode("utf-8", "surrogatepass").decode("latin-1")
+    return _ESCAPED + _UNSAFE.sub(lambda found: f"-{ord(found[0]):02x}", raw)
 
 
 def shown_name(folder: str) -> str:
@@ -104,11 +106,6 @@ def shown_name(folder: str) -> str:
     except ValueError:
         return folder
     return name if folder_name(name) == folder else folder
-
-
-def _escaped(name: str) -> str:
-    raw = name.encode("utf-8", "surrogatepass").decode("latin-1")
-    return _ESCAPED + _UNSAFE.sub(lambda found: f"-{ord(found[0]):02x}", raw)
 
 
 def check_item_name(name: object, folders: Collection[str] = ()) -> str:

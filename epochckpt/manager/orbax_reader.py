@@ -76,7 +76,9 @@ class OrbaxReader(CheckpointReader):
             with self.still_there():
                 item.check(None if request.sources is not None else target)
             source = _Step(self, name, item, target)
-            return restore_tree(source, name, request, self._shardings(source, name, request.fallback_sharding))
+            arrays = source.record.items[name].arrays
+            assert arrays is not None, "its kind says so"
+            return restore_tree(source, name, request, self._shardings(name, arrays, request.fallback_sharding))
         if isinstance(args, own.RenamedRestore):
             raise items.contradiction(name, recorded or kind, args)
         path = self.path / self.record.folders[name]
@@ -168,13 +170,8 @@ class OrbaxReader(CheckpointReader):
         # A leaf whose type only a user's type handler knows is no damage.
         return [error for _, error in sorted(failed.items()) if not isinstance(error, UnsupportedError)]
 
-    def _shardings(self, source: ArraySource, item: str, fallback: Sharding | None = None) -> Shardings:
-        arrays = source.record.items[item].arrays
-        assert arrays is not None, "callers choose array items"
+    def _shardings(self, item: str, arrays: ArrayItem, fallback: Sharding | None = None) -> Shardings:
         return _SavedShardings(arrays, self.item(item), fallback)
-
-    def _files_metadata(self, name: str) -> Any:
-        return None
 
     def _item_metadata(self, name: str, kind: str) -> Any:
         if kind == "arrays":

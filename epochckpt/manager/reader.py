@@ -21,7 +21,7 @@ from epochckpt.arrays.items import Nothing, RestoreContext
 from epochckpt.arrays.restore import ArraySource, read_leaves, read_values
 from epochckpt.commit import Commits, attached_metrics
 from epochckpt.errors import InvalidArgumentError, UnknownNameError
-from epochckpt.format import EpochRecord, Leaf, grid, paths
+from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
 from epochckpt.orbax import TreeMetadata, view_files
@@ -81,14 +81,6 @@ class CheckpointReader(abc.ABC):
     @abc.abstractmethod
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         """Reads every byte; `progress` is called with the bytes of each piece, from any thread."""
-
-    @abc.abstractmethod
-    def _shardings(self, source: ArraySource, item: str) -> Shardings:
-        """The saved shardings of an item's arrays."""
-
-    @abc.abstractmethod
-    def _files_metadata(self, name: str) -> Any:
-        """The metadata that the handler of an item of files gives, or None."""
 
     # -- common to both ------------------------------------------------------------------------------------------
 
@@ -161,11 +153,18 @@ class CheckpointReader(abc.ABC):
     def _item_metadata(self, name: str, kind: str) -> Any:
         if kind != "arrays":
             return self._files_metadata(name) if kind == "files" else None
-        source, directory = self.arrays(name), self.path / name
-        item, shardings = source.record.items[name], self._shardings(source, name)
+        item, directory = self.arrays(name).record.items[name], self.path / name
         assert item.arrays is not None, "its kind says so"
+        shardings = self._shardings(name, item.arrays)
         pairs = [(leaf.path, self._leaf_metadata(name, leaf, shardings, directory)) for leaf in item.arrays.leaves]
         return TreeMetadata(tree_lib.nest(pairs, str(directory)), item.custom_metadata)
+
+    def _files_metadata(self, name: str) -> Any:
+        """The metadata that the handler of an item of files gives, or None."""
+
+    def _shardings(self, item: str, arrays: ArrayItem) -> Shardings:
+        """The saved shardings of an item's arrays."""
+        return Shardings(arrays)
 
     def _leaf_metadata(self, item: str, leaf: Leaf, shardings: Shardings, directory: Any) -> Any:
         """Orbax's metadata of a leaf, one of `ocp.metadata.ArrayMetadata` and its kin; an empty node as it is."""
@@ -254,11 +253,6 @@ class NativeReader(CheckpointReader):
             self.native.check_present("it was being verified")
         note = NO_VIEW if view.absent else ""
         return Verification(self.record.epoch, self.record.nbytes, damage, note, tuple(view.damage.values()))
-
-    def _shardings(self, source: ArraySource, item: str) -> Shardings:
-        arrays = source.record.items[item].arrays
-        assert arrays is not None, "callers choose array items"
-        return Shardings(arrays)
 
     def _files_metadata(self, name: str) -> Any:
         return items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)
