@@ -161,6 +161,7 @@ class CheckpointReader(abc.ABC):
 
     def _files_metadata(self, name: str) -> Any:
         """The metadata that the handler of an item of files gives, or None."""
+        return None
 
     def _shardings(self, item: str, arrays: ArrayItem) -> Shardings:
         """The saved shardings of an item's arrays."""
