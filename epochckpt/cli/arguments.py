@@ -26,22 +26,6 @@ _DIRECTORY = "checkpoint directory: a path, or a URL such as gs://bucket/run or 
 _EPOCH = "a number, `latest`, or `best` (with --metric)"
 _PATTERN = "leaves, parts of the tree, items or ITEM:LEAF, by name or shell pattern (params, '*/bias', model:*)"
 
-_COMMANDS = {  # what `--help` says of each; the list of all commands has the first sentence
-    "ls": "list the epochs of a directory: state, size, times, metrics, nodes. "
-    "Each node of an epoch has a bar, as high as the time that it took to write; × is a damaged one.",
-    "show": "show one epoch: what is known of it, its nodes, its items",
-    "tree": "show the leaves of an epoch as a tree: types, shapes, sizes, which node holds what",
-    "stat": "read arrays of an epoch and show their statistics: range, mean, norm, NaN, a histogram",
-    "diff": "compare two epochs leaf by leaf. "
-    "Relative is the norm of the change, divided by the norm of the leaf before.",
-    "verify": "read every byte of epochs and compare it with the recorded checksums",
-    "gc": "list what no run and no reader needs any more: attempts that failed, half-done removals. "
-    "Nothing is removed without --delete; epochs never are.",
-    "export": "write an epoch as a stock Orbax checkpoint or as safetensors files, every byte verified",
-    "watch": "follow a live run: epochs as they are committed, the progress of a save, saves that fail. "
-    "Ends with Ctrl-C. --json gives a line per event.",
-}
-
 
 def span(value: str) -> float:
     """Seconds of a duration such as `90`, `15min`, `2h`, `1d`."""
@@ -100,11 +84,11 @@ def parser(version: str) -> argparse.ArgumentParser:
     ) -> Callable[..., argparse.Action]:
         """Adds a command and the options that all have, `marks` those about the best epoch; returns `add_argument`."""
         name = run.__name__
-        summary, _, more = _COMMANDS[name].partition(". ")
+        about = " ".join((run.__doc__ or "").split())
         added = subparsers.add_parser(
             name,
-            help=summary,
-            description=textwrap.fill(f"{summary[0].upper()}{summary[1:]}. {more}".strip(), 79),
+            help=f"{about[:1].lower()}{about.partition('. ')[0].rstrip('.')[1:]}",
+            description=textwrap.fill(about, 79),
             epilog="\n".join(["examples:", *(f"  epochckpt {name} {example}" for example in examples), "", EXIT_CODES]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

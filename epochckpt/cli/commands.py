@@ -1,4 +1,4 @@
-"""The commands, but for `watch`: each prints its answer and returns the exit code."""
+"""The commands, but for `watch`: each prints its answer and returns the exit code. `--help` shows their docstrings."""
 
 import argparse
 import dataclasses
@@ -69,21 +69,24 @@ def epoch_of(run: Inspection, asked: int | str, output: Output) -> EpochInspecti
 
 
 def ls(args: argparse.Namespace, output: Output) -> int:
-    """`epochckpt ls`."""
+    """List the epochs of a directory: state, size, times, metrics, nodes.
+
+    Each node of an epoch has a bar, as high as the time that it took to write; × is a damaged one.
+    """
     seen = opened(args).overview(args.limit or None, check=not args.no_check)
     output.rows(seen, lambda: render(views.overview(seen, hint="; --limit 0 shows all")))
     return FOUND if any(row.state == DAMAGED for row in seen.epochs) else OK
 
 
 def show(args: argparse.Namespace, output: Output) -> int:
-    """`epochckpt show`."""
+    """Show one epoch: what is known of it, its nodes, its items."""
     detail = epoch_of(opened(args), args.epoch, output).detail()
     output.rows(detail, lambda: _unfolded(args, views.epoch(detail)))
     return _code(detail)
 
 
 def tree(args: argparse.Namespace, output: Output) -> int:
-    """`epochckpt tree`."""
+    """Show the leaves of an epoch as a tree: types, shapes, sizes, which node holds what."""
     detail = epoch_of(opened(args), args.epoch, output).detail()
     (less,) = narrowed([detail], args.patterns or "*", args.item, args.node)
     view: list[Block] = [block for item in less.items for block in views.item(item, detail.row.nbytes)]
@@ -104,7 +107,7 @@ def _code(detail: EpochDetail) -> int:
 
 
 def stat(args: argparse.Namespace, output: Output) -> int:
-    """`epochckpt stat`."""
+    """Read arrays of an epoch and show their statistics: range, mean, norm, NaN, a histogram."""
     epoch = epoch_of(opened(args), args.epoch, output)
     asked = args.patterns or "*", args.item, args.node
     (less,) = narrowed([epoch.detail()], *asked)
@@ -118,7 +121,10 @@ def stat(args: argparse.Namespace, output: Output) -> int:
 
 
 def diff(args: argparse.Namespace, output: Output) -> int:
-    """`epochckpt diff`."""
+    """Compare two epochs leaf by leaf.
+
+    Relative is the norm of the change, divided by the norm of the leaf before.
+    """
     run = opened(args)
     other = run if args.other is None else opened(args, args.other)
     one, two = epoch_of(run, args.before, output), epoch_of(other, args.after, output)
@@ -132,7 +138,7 @@ def diff(args: argparse.Namespace, output: Output) -> int:
 
 
 def verify(args: argparse.Namespace, output: Output) -> int:
-    """`epochckpt verify`."""
+    """Read every byte of epochs and compare it with the recorded checksums."""
     run = opened(args)
     rows = [epoch_of(run, asked, output).plain_row() for asked in dict.fromkeys(args.epochs)] or run.epochs()
     sizes = {row.epoch: row.nbytes for row in rows}
@@ -210,7 +216,10 @@ def _places(errors: Sequence[EpochCheckpointError], style: str) -> Iterator[Rend
 
 
 def gc(args: argparse.Namespace, output: Output) -> int:
-    """`epochckpt gc`."""
+    """List what no run and no reader needs any more: attempts that failed, half-done removals.
+
+    Nothing is removed without --delete; epochs never are.
+    """
     storage = None if args.save_timeout is None else StorageOptions(save_timeout_secs=args.save_timeout)
     options = dataclasses.replace(options_of(args), todelete_subdir=args.todelete_subdir)
     asked: dict[str, Any] = {"older_than_secs": args.older_than, "epochs_too": args.rolled_back}
@@ -245,7 +254,7 @@ def _garbage(found: Garbage, deleted: bool) -> Iterator[RenderableType]:
 
 
 def export(args: argparse.Namespace, output: Output) -> int:
-    """`epochckpt export`."""
+    """Write an epoch as a stock Orbax checkpoint or as safetensors files, every byte verified."""
     # Orbax asks jax for its devices, to name a single one. jax must start the CPU's backend only: a second process that
     # starts an accelerator's backend breaks the training beside it.
     jax.config.update("jax_platforms", "cpu")

@@ -3,11 +3,10 @@
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.text import Text
 
 from epochckpt import _units
 from epochckpt.cli.commands import options_of
@@ -15,45 +14,44 @@ from epochckpt.cli.output import FOUND, MISSING, OK, Output
 from epochckpt.commit import commits_of
 from epochckpt.inspection import rows, scan, views
 from epochckpt.inspection import watch as watching
-from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Tone
-from epochckpt.inspection.text import BAD, FAINT, GOOD, HEAD, LIVE, WARN, Line, TextTable, safe
+from epochckpt.inspection.blocks import Bar, Cell, Column, Row, Span, Tone, Words
+from epochckpt.inspection.text import TextTable
 from epochckpt.inspection.watch import DELETED, FAILED, PRESENT, SAVED, SAVING, Event
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
 
 _HISTORY = 5
-_STYLES = {PRESENT: FAINT, SAVED: GOOD, SAVING: LIVE, FAILED: BAD, DELETED: FAINT}
+_TONES = {PRESENT: Tone.FAINT, SAVED: Tone.GOOD, SAVING: Tone.LIVE, FAILED: Tone.BAD, DELETED: Tone.FAINT}
+_WHOLE = 10_000  # columns: without a terminal, no part of a line is left out
 _STEP = 0.25  # without a terminal, a save has a line whenever so much more of it is written
 
 Show = Callable[[Event, bool], None]  # an event, and whether its epoch is the best so far
 
 
 def watch(args: argparse.Namespace, output: Output) -> int:
-    """`epochckpt watch`."""
+    """Follow a live run: epochs as they are committed, the progress of a save, saves that fail.
+
+    Ends with Ctrl-C. --json gives a line per event.
+    """
     options = options_of(args)
     if args.wait:
         commits = commits_of(open_store(args.directory), StepNames.of(options))
     else:
         commits = scan.open_commits(args.directory, options)
-    reached = damaged = False
-
-    def events() -> Iterator[Event]:
-        nonlocal reached
-        reached = yield from watching.watch(
-            commits, until=args.until, timeout_secs=args.timeout, interval_secs=args.interval, history=_HISTORY
-        )
-
     on_terminal = output.out.is_terminal and not output.out.is_dumb_terminal and not args.json
     live = Live(console=output.out, auto_refresh=False, transient=True)
     show = _drawn(live) if on_terminal else _lines(output)
+    newest, damaged = -1, False
+    limits = {"until": args.until, "timeout_secs": args.timeout, "interval_secs": args.interval}
     with live if on_terminal else contextlib.nullcontext():
-        for event in events():
+        for event in watching.watch(commits, **limits, history=_HISTORY):
+            newest = max(newest, event.row.epoch if event.kind in (PRESENT, SAVED) else -1)
             damaged = damaged or watching.is_damaged(event)
             if args.json:
                 output.line(event)
             else:
                 show(event, _is_best(args, event))
-    if not reached:
+    if args.until is None or newest < args.until:
         output.note(f"no epoch was committed within {_units.secs(args.timeout)}")
         return MISSING
     return FOUND if damaged else OK
@@ -68,41 +66,49 @@ def _is_best(args: argparse.Namespace, event: Event) -> bool:
     return any(row.best and row.epoch == event.row.epoch for row in seen.epochs)
 
 
-def line(event: Event, best: bool = False) -> Line:
+def line(event: Event, best: bool = False) -> TextTable:
     """An event as one line."""
-    row = event.row
+    row, damaged = event.row, watching.is_damaged(event)
     at = time.strftime("%H:%M:%S", time.localtime(event.time_ns / 1e9))
-    damaged = watching.is_damaged(event)
-    kind, style = ("damaged", BAD) if damaged else (event.kind, _STYLES[event.kind])
-    parts = [(0, Text(at, FAINT)), (0, Text.assemble("epoch ", (str(row.epoch), HEAD), " ", (kind, style)))]
+    kind, tone = ("damaged", Tone.BAD) if damaged else (event.kind, _TONES[event.kind])
+    parts: list[tuple[int, Words]] = [(0, Span(at, Tone.FAINT)), (0, _epoch(row, kind, tone))]
     if event.kind in (SAVING, FAILED):
         parts.append((1, _progress(event)))
     elif event.kind != DELETED and not damaged:
-        parts += _facts(row)
-    parts.append((2, Text(f"{views.BEST} best" if best else "", GOOD)))
-    detail = row.detail if damaged else event.detail
-    parts.append((9 if event.kind == SAVING else 2, safe(detail, FAINT if event.kind == SAVING else WARN, limit=300)))
-    return Line(*parts)
+        took = f" in {_units.secs(row.secs)}" if row.secs is not None else ""
+        parts.append((1, f"{_units.nbytes(row.nbytes)}{took}"))
+        if row.blocked_secs is not None:
+            parts.append((7, Span(f"blocked {_units.secs(row.blocked_secs)}", Tone.FAINT)))
+        if row.slowest_node is not None:
+            parts.append((8, Span(f"slowest {row.slowest_node}", Tone.FAINT, 60)))
+        for rank, (name, value) in enumerate(list(rows.flat(row.metrics).items())[:3], start=4):
+            parts.append((rank, (Span(f"{name} ", Tone.FAINT, 30), Span(views.figure(value), limit=12))))
+    parts.append((2, Span(f"{views.BEST} best" if best else "", Tone.GOOD)))
+    rank, tone = (9, Tone.FAINT) if event.kind == SAVING else (2, Tone.WARN)
+    parts.append((rank, Span(row.detail if damaged else event.detail, tone, 300)))
+    return _line(parts)
 
 
-def _progress(event: Event) -> Text:
+def _line(parts: Sequence[tuple[int, Words]]) -> TextTable:
+    """Parts side by side, each with its rank: a narrow terminal leaves out those of the greatest rank."""
+    columns = [Column("", rank, least=20 if rank else None) for rank, _ in parts]
+    return TextTable(columns, [Row(tuple(Cell(words) for _, words in parts))])
+
+
+def _epoch(row: rows.EpochRow, kind: str, tone: Tone) -> Words:
+    return "epoch ", Span(str(row.epoch), Tone.STRONG), " ", Span(kind, tone)
+
+
+def _progress(event: Event) -> str:
     of = f" of {_units.nbytes(event.before.nbytes)}" if event.before is not None else ""
     share = f"{event.done:4.0%}  " if event.done is not None else ""
-    return Text(f"{share}{_units.nbytes(event.row.nbytes)}{of}")
-
-
-def _facts(row: rows.EpochRow) -> Iterator[tuple[int, Text]]:
-    took = f" in {_units.secs(row.secs)}" if row.secs is not None else ""
-    yield 1, Text(f"{_units.nbytes(row.nbytes)}{took}")
-    yield 7, Text(f"blocked {_units.secs(row.blocked_secs)}" if row.blocked_secs is not None else "", FAINT)
-    yield 8, safe(f"slowest {row.slowest_node}" if row.slowest_node is not None else "", FAINT, limit=60)
-    for rank, (name, value) in enumerate(list(rows.flat(row.metrics).items())[:3]):
-        yield 4 + rank, safe(f"{name} ", FAINT, limit=30).append_text(safe(views.figure(value), limit=12))
+    return f"{share}{_units.nbytes(event.row.nbytes)}{of}"
 
 
 def _lines(output: Output) -> Show:
     """Prints one line per event, for pipes and files; of a save only now and then."""
     done: dict[str, float] = {}
+    output.out.width = _WHOLE
 
     def show(event: Event, best: bool) -> None:
         attempt, share = event.row.attempt, event.done or 0.0
@@ -112,7 +118,7 @@ def _lines(output: Output) -> Show:
             return
         else:
             done[attempt] = share
-        output.out.print(line(event, best).whole(), soft_wrap=True)
+        output.out.print(line(event, best))
         output.out.file.flush()
 
     return show
@@ -137,7 +143,6 @@ def under_way(event: Event) -> RenderableType:
     """A save that is under way: how much of it is written, and by which node how much."""
     row, before = event.row, event.before
     had = {node.name: node.nbytes for node in before.nodes} if before is not None else {}
-    head = Text.assemble("epoch ", (str(row.epoch), HEAD), " ", ("saving", LIVE))
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
     strip = views.node_strip(row, names, had) if len(names) > 1 else None
     table = TextTable(
@@ -145,4 +150,5 @@ def under_way(event: Event) -> RenderableType:
         [Row((Cell(drawing=Bar(event.done or 0.0, 40, Tone.LIVE)), Cell(drawing=strip)))],
         indent=2,
     )
-    return Group(Line((0, head), (1, _progress(event)), (2, safe(event.detail, FAINT))), table)
+    head = (0, _epoch(row, "saving", Tone.LIVE)), (1, _progress(event)), (2, Span(event.detail, Tone.FAINT))
+    return Group(_line(head), table)

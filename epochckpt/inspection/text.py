@@ -60,7 +60,7 @@ def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: 
             yield Text()
         match block:
             case kinds.Line():
-                yield Line((0, Text(" " * indent).append_text(styled(block.words))))
+                yield line(block.words, indent)
             case kinds.Summary():
                 yield Text.assemble((" · ", FAINT)).join(map(styled, block.statements))
             case kinds.Facts():
@@ -73,7 +73,7 @@ def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: 
             case kinds.Tree():
                 yield _tree(block, folding)
             case kinds.Section():
-                yield Line((0, Text(" " * indent).append_text(styled(block.heading))))
+                yield line(block.heading, indent)
                 yield from _blocks(block.blocks, folding, owners, indent + _INDENT)
 
 
@@ -244,6 +244,11 @@ class TextTable(_Lines):
         return line
 
 
+def line(words: Words, indent: int = 0) -> TextTable:
+    """Words in one line, without their middle where there is no room."""
+    return TextTable([Column("", least=0)], [Row((Cell(words),))], indent=indent)
+
+
 class Fact(_Lines):
     """`name  value`: `width` columns for the name, the value wrapped beside it."""
 
@@ -257,24 +262,3 @@ class Fact(_Lines):
         for line in self._value.wrap(console, max(width - left, 10), overflow="fold") or [Text()]:
             yield start.append_text(line)
             start = Text(" " * left)
-
-
-class Line(_Lines):
-    """One line of parts, each with its rank; those of the greatest rank are left out where there is no room."""
-
-    def __init__(self, *parts: tuple[int, Text]):
-        self._parts = [(rank, part) for rank, part in parts if part]
-
-    def _made(self, console: Console, width: int) -> Iterable[Text]:
-        kept = list(self._parts)
-        while len(kept) > 1 and _joined(kept).cell_len > width:
-            kept.remove(max(kept, key=lambda one: one[0]))
-        return [shortened(_joined(kept), width)]
-
-    def whole(self) -> Text:
-        """All of it, however long."""
-        return _joined(self._parts)
-
-
-def _joined(parts: Iterable[tuple[int, Text]]) -> Text:
-    return Text("  ").join(part for _, part in parts)

@@ -213,7 +213,7 @@ def test_a_damaged_epoch_is_told_among_the_others(tmp_path: pathlib.Path) -> Non
     assert [watching.is_damaged(event) for event in events] == [False, True]
     assert watcher.newest is not None
     assert watcher.newest.epoch == 1
-    assert "damaged" in cli_watch.line(events[1]).whole().plain
+    assert "damaged" in text.to_text(cli_watch.line(events[1]), 200)
     assert seen(list(watch(commits(tmp_path), until=2, history=1))) == [(PRESENT, 2)]
 
 
