@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.live import Live
 
 from epochckpt import _units
@@ -89,10 +89,13 @@ def line(event: Event, best: bool = False) -> TextTable:
     return _line(parts)
 
 
-def _line(parts: Sequence[tuple[int, Words]]) -> TextTable:
-    """Parts side by side, each with its rank: a narrow terminal leaves out those of the greatest rank."""
-    columns = [Column("", rank, least=20 if rank else None) for rank, _ in parts]
-    return TextTable(columns, [Row(tuple(Cell(words) for _, words in parts))])
+def _line(parts: Sequence[tuple[int, Words | Cell]]) -> TextTable:
+    """Parts side by side, each with its rank: a narrow terminal leaves out those of the greatest rank.
+
+    Before that, parts of the ranks 2 and 3 (details and drawings) are shortened. Numbers have other ranks.
+    """
+    columns = [Column("", rank, least=10 if rank in (2, 3) else None) for rank, _ in parts]
+    return TextTable(columns, [Row(tuple(part if isinstance(part, Cell) else Cell(part) for _, part in parts))])
 
 
 def _epoch(row: rows.EpochRow, kind: str, tone: Tone) -> Words:
@@ -139,16 +142,12 @@ def _drawn(live: Live) -> Show:
     return show
 
 
-def under_way(event: Event) -> RenderableType:
+def under_way(event: Event) -> TextTable:
     """A save that is under way: how much of it is written, and by which node how much."""
     row, before = event.row, event.before
     had = {node.name: node.nbytes for node in before.nodes} if before is not None else {}
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
-    strip = views.node_strip(row, names, had) if len(names) > 1 else None
-    table = TextTable(
-        [Column("all" if strip else "", least=10), views.strip_column(len(names))],
-        [Row((Cell(drawing=Bar(event.done or 0.0, 40, Tone.LIVE)), Cell(drawing=strip)))],
-        indent=2,
-    )
-    head = (0, _epoch(row, "saving", Tone.LIVE)), (1, _progress(event)), (2, Span(event.detail, Tone.FAINT))
-    return Group(_line(head), table)
+    bar = Cell(drawing=Bar(event.done or 0.0, 20, Tone.LIVE))
+    strip = Cell(drawing=views.node_strip(row, names, had) if len(names) > 1 else None)
+    head: list[tuple[int, Words | Cell]] = [(0, _epoch(row, "saving", Tone.LIVE)), (1, _progress(event))]
+    return _line([*head, (3, bar), (3, strip), (9, Span(event.detail, Tone.FAINT))])

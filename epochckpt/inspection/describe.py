@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _text
@@ -99,14 +99,21 @@ def _row(name: str, kind: str, handler: str, **fields: Any) -> ItemRow:
 def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str) -> ItemRow:
     arrays = item.arrays
     assert arrays is not None, "callers choose array items"
-    sharding_of = _shardings(arrays, [n.name for n in record.nodes])
+
+    @functools.cache
+    def lies(counts: tuple[int, ...], grid: int, rotation: int, sharding: int) -> ShardingRow:
+        """How arrays lie; those that lie alike share a row."""
+        cells = arrays.grids[grid]
+        owners = tuple(record.nodes[int(n)].name for n in cells.owners(rotation))
+        return ShardingRow(counts, owners, min(map(len, cells.holders)), _spec(arrays, sharding))
+
     leaves = []
     for number, (public, leaf) in enumerate(zip(arrays.public_names, arrays.leaves, strict=True)):
         value, sharding = "", None
         if leaf.kind in ("longstr", "longbytes"):
             value = f"<{leaf.kind.removeprefix('long')} of {leaf.nbytes} bytes>"
         elif leaf.dtype is not None:
-            sharding = sharding_of(number)
+            sharding = lies(arrays.counts(number), leaf.grid, leaf.rotation, leaf.sharding)
         elif number in item.values:
             value = shortened(tree_lib.value_from_json(paths.EPOCH_RECORD, leaf.kind, item.values[number]))
         leaves.append(_leaf(public, leaf, value, sharding))
@@ -143,25 +150,6 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
     count = several(len(nodes), "node", "nodes")
     problem = f"{len(broken)} of {count} cannot be looked into: {broken[0]}" if broken else ""
     return _row(name, "node", handler, nodes=nodes, problem=problem)
-
-
-def _shardings(arrays: ArrayItem, nodes: Sequence[str]) -> Callable[[int], ShardingRow]:
-    """How each array of an item lies, by leaf number; leaves that lie alike share a row."""
-
-    @functools.cache
-    def owners(grid: int, rotation: int) -> tuple[str, ...]:
-        return tuple(nodes[int(n)] for n in arrays.grids[grid].owners(rotation))
-
-    @functools.cache
-    def row(counts: tuple[int, ...], grid: int, rotation: int, sharding: int) -> ShardingRow:
-        replicas = min(map(len, arrays.grids[grid].holders))
-        return ShardingRow(counts, owners(grid, rotation), replicas, _spec(arrays, sharding))
-
-    def of(number: int) -> ShardingRow:
-        leaf = arrays.leaves[number]
-        return row(arrays.counts(number), leaf.grid, leaf.rotation, leaf.sharding)
-
-    return of
 
 
 def _spec(arrays: ArrayItem, number: int) -> str:

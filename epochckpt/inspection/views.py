@@ -220,7 +220,7 @@ def epoch(found: rows.EpochDetail) -> list[Block]:
     shown, others = found.items[:_ITEMS], found.items[_ITEMS:]
     view: list[Block] = [Line(title, title=True), kinds.Facts(tuple(_facts(found))), *_nodes(row)]
     for each in shown:
-        view.append(_item(each, row.nbytes, open=each.kind == "arrays" or len(shown) == 1))
+        view += item(each, row.nbytes, open=each.kind == "arrays" or len(shown) == 1)
     if others:
         view.append(Line(f"… {len(others)} more items: {', '.join(_text.shown(each.name, 40) for each in others[:8])}"))
     return view
@@ -346,12 +346,8 @@ def _nodes(row: rows.EpochRow) -> Iterator[Block]:
     )
 
 
-def item(found: rows.ItemRow, total_nbytes: int) -> list[Block]:
+def item(found: rows.ItemRow, total_nbytes: int, *, open: bool = True) -> list[Block]:
     """One item: its tree, its files, or the trees of all nodes; shares are of `total_nbytes`, the epoch's bytes."""
-    return [_item(found, total_nbytes, open=True)]
-
-
-def _item(found: rows.ItemRow, total_nbytes: int, *, open: bool) -> kinds.Section:
     total = max(total_nbytes, found.nbytes)
     what = {"arrays": kinds.leaf_count(len(found.leaves)), "files": _units.several(len(found.files), "file", "files")}
     what = what.get(found.kind, f"{_units.several(len(found.nodes), 'node', 'nodes')} with their own")
@@ -382,7 +378,7 @@ def _item(found: rows.ItemRow, total_nbytes: int, *, open: bool) -> kinds.Sectio
         view.append(files)
     if (more := len(found.files) - _FILES) > 0:
         view.append(_faint(f"… {_units.several(more, 'more file', 'more files')}"))
-    return kinds.Section(heading, tuple(view), open)
+    return [kinds.Section(heading, tuple(view), open)]
 
 
 def figure(value: object) -> str:

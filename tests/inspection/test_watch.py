@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import threading
 import types
 import uuid
@@ -86,8 +87,8 @@ def test_a_save_under_way_is_measured_against_the_epoch_before(
         assert 0.9 < event.done <= 1
         assert watcher.look() == []
         drawn = text.to_text(cli_watch.under_way(event), 80)
-        assert "epoch 2 saving" in drawn
-        assert "2 nodes" in drawn
+        assert re.match(r"epoch 2 saving +\d+%  [\d.]+ kB of [\d.]+ kB  █{19,20} +[▁▂▃▄▅▆▇█]{2}\n", drawn)
+        assert "2 of the 2 nodes that began have written" in text.to_text(cli_watch.under_way(event), 200)
         go_on.set()
         manager.wait_until_finished()
         assert seen(watcher.look()) == [(SAVED, 2)]
