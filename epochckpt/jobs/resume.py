@@ -1,4 +1,4 @@
-"""Where a run begins: from scratch, or after an epoch that is on storage."""
+"""What a run looks at where it begins: the types that init makes, and whether an epoch can be that of its job."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -6,70 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import jax
 from absl import logging
 
-from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError, say
+from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.backends.base import CheckpointBackend, Restored
-from epochckpt.jobs.exchange import Exchange
+from epochckpt.jobs.backends.base import Restored
 from epochckpt.jobs.job import TaskGroup
 from epochckpt.jobs.workspace import Workspace
-from epochckpt.manager import HandlerNotifier
-
-AUTO, NEVER, MUST = "auto", "never", "must"
-
-
-def choose(
-    backend: CheckpointBackend, named: int | None, resume: str, exchange: Exchange, handler: HandlerNotifier
-) -> Restored | None:
-    """Restores the epoch that the run goes on from; None: from scratch.
-
-    A named epoch is a rollback, durable before anything is trained. Otherwise it is the newest that every node can
-    read, also where the metadata handler says less: the run may have died before it notified the handler.
-    """
-    backend.claim()
-    if backend.chooses:
-        if resume == NEVER:
-            return None
-        chosen = backend.choose(named)  # the runner's own handler may overrule it: the manager does not know that one
-        epoch = exchange.broadcast("the last epoch", lambda: handler.last_epoch(chosen, must_answer=True))
-        if epoch is None and resume == MUST:
-            raise EpochNotFoundError(None, backend.directory, [])
-        return None if epoch is None else backend.restore(epoch)
-    if named is not None:
-        backend.roll_back(named)
-        return backend.restore(named)
-
-    def is_resumable() -> bool:
-        directory, epochs = backend.directory, backend.epochs()
-        # A directory that is not empty, but has no epoch to go on from, is not one to start over in.
-        if not epochs and (damaged := backend.damaged()):
-            raise DamagedError(
-                directory,
-                f"it has the epochs {', '.join(map(str, damaged[-20:]))}, and none of them can be used (the log says "
-                "why). Nothing is started over there: move them away, or take another directory",
-            )
-        if not epochs and (foreign := list(backend.foreign().values())):
-            raise FormatError(
-                directory,
-                f"it has no epoch, but something under the name of one: {foreign[-1]}. Nothing is started over there",
-            )
-        if resume == NEVER and epochs:
-            problem = f"resume='never', but {directory} has epochs up to {epochs[-1]}"
-            raise InvalidArgumentError(f"{problem}; take another directory, delete them, or resume='auto'")
-        if resume == NEVER:
-            return False
-        # The handler knows of an epoch that is gone: a mistake in the path would train from scratch for days.
-        known = handler.last_epoch()
-        if not epochs and resume == MUST:
-            raise EpochNotFoundError(None, directory, [])
-        if not epochs and known is not None:
-            raise EpochNotFoundError(known, f"{directory} (the metadata handler says it was saved there)", [])
-        if known is not None and known not in epochs:
-            shown = ", ".join(map(str, epochs[-20:]))
-            logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, shown)
-        return bool(epochs)
-
-    return backend.restore(None) if exchange.broadcast("the epochs on storage", is_resumable) else None
 
 
 def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:

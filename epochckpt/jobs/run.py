@@ -24,7 +24,7 @@ from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import ComputedCondition, Job, Task, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
-from epochckpt.jobs.resume import check_targets, choose, warn_of_types
+from epochckpt.jobs.resume import check_targets, warn_of_types
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
 
@@ -141,7 +141,7 @@ class TrainingRun:
 
         def restore() -> float:
             began, named, resume = time.monotonic(), self.resume_from_epoch, self.settings.resume
-            found.append(restored := choose(backend, named, resume, self.exchange, self.handler))
+            found.append(restored := backend.resume(named, resume, self.handler))
             if restored is not None:
                 check_targets(restored, spaces, self._chosen, backend.directory)
             return time.monotonic() - began
@@ -293,7 +293,7 @@ class TrainingRun:
 
             # The epoch is saved if every process can save its part, and storage can be reached.
             refusal = problem = _first(reports, "problem")
-            if backend is not None and not problem and not self.handler.cp_accessible(epoch.number, backend.accessible):
+            if backend is not None and not problem and not self.handler.cp_accessible(epoch.number):
                 refusal = NOT_ACCESSIBLE
             if refusal:
                 self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
@@ -412,10 +412,10 @@ class TrainingRun:
 
         def decide(fenced_off: list[str]) -> dict[str, Any]:
             results, why = self._take_results(), next(filter(None, fenced_off), "")
-            saved = self._result.last_committed_epoch == epoch or backend.discarded(epoch)
+            saved = self._result.last_committed_epoch == epoch or backend.discarded == epoch
             saved = saved or any(one["committed"] and one["epoch"] == epoch for one in results)
             retry = self._retry is not None and not saved and not why
-            retry = retry and self.handler.cp_accessible(epoch, backend.accessible)
+            retry = retry and self.handler.cp_accessible(epoch)
             return {"results": results, "saved": saved, "fenced_off": why, "retry": retry}
 
         for _ in range(2):
@@ -458,7 +458,7 @@ class TrainingRun:
             notes[BESIDE] = True
         if current is not None and epoch > current:
             resume = "A resumed run goes on from it only if it is named: resume_from_epoch=…"
-            if backend is not None and backend.chooses:
+            if backend is not None and backend.per_node:
                 resume = "A metadata handler takes it for the newest epoch until the run saves its next one"
             saved = f"epoch {epoch} is saved by save_checkpoints() while the run is in epoch {current}"
             logging.warning("%s. %s", saved, resume)

@@ -10,12 +10,12 @@ from absl import logging
 
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
-from epochckpt.jobs.backends.base import CheckpointBackend
+from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.result import RunResult, bar
-from epochckpt.jobs.resume import AUTO, MUST, NEVER, traced_init
+from epochckpt.jobs.resume import traced_init
 from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings, TrainingRun
 from epochckpt.jobs.session import DistributedSession, Session
 from epochckpt.manager import HandlerNotifier, metadata_handlers
@@ -245,7 +245,7 @@ class JobRunner:
 
         def look() -> list[bool]:
             self._introduce(handler, backend, session)
-            return [handler.cp_accessible(epoch, backend.accessible), epoch in backend.epochs()]
+            return [handler.cp_accessible(epoch), epoch in backend.epochs()]
 
         try:
             # A run that goes on in this session has its backend and its blobs; any other save has its own.
@@ -320,8 +320,8 @@ class JobRunner:
         handler, calls = self._handler, frozenset[str]()
         if backend is not None and backend.handler is not None:
             handler, calls = backend.handler, backend.handler_calls
-        primary, asks_manager = session.coordinator.primary, backend is not None and backend.asks_manager
-        notifier = HandlerNotifier(handler, primary, calls, asks_manager)
+        accessible = None if backend is None else backend.accessible
+        notifier = HandlerNotifier(handler, session.coordinator.primary, calls, accessible)
         return backend, Exchange(session.coordinator, session.nodes, self._timeout), notifier
 
 

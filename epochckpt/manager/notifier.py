@@ -32,12 +32,13 @@ class HandlerNotifier:
         handler: an `AbstractMetadataHandler`, anything with its methods, or None.
         active: this process is the primary.
         skip: the methods, and the actions to report, that are left to the checkpoint manager.
-        asks_manager: `cp_accessible` asks the checkpoint manager, too, also without a handler.
+        manager: what `cp_accessible` asks, too, also without a handler: the checkpoint manager.
     """
 
-    def __init__(self, handler: Any, active: bool, skip: Collection[str] = (), asks_manager: bool = False):
-        self._handler = handler if active else None
-        self._asks_manager = asks_manager and active
+    def __init__(
+        self, handler: Any, active: bool, skip: Collection[str] = (), manager: Callable[[int], bool] | None = None
+    ):
+        self._handler, self._manager = (handler, manager) if active else (None, None)
         self._skip = skip
         self._lane = _threads.Lane()
         self._began: float | None = None  # when the call began that is running in the lane
@@ -126,12 +127,12 @@ class HandlerNotifier:
             return None
         return answered_epoch(answer, handler)
 
-    def cp_accessible(self, epoch: int, manager: Callable[[int], bool]) -> bool:
+    def cp_accessible(self, epoch: int) -> bool:
         """Whether neither the manager, if it is asked, nor the handler says that storage cannot be reached.
 
         As in Caffe2 an error counts as no. An OSError does not: the handler's own storage fails, not the checkpoints'.
         """
-        asked = [manager] if self._asks_manager else []
+        asked = [] if self._manager is None else [self._manager]
         if self._handler is not None and "cp_accessible" not in self._skip:
             asked.append(self._handler.cp_accessible)
         return all(self._agrees(ask, epoch) for ask in asked)
@@ -150,7 +151,7 @@ class HandlerNotifier:
             return False
 
     def _ask(self, question: Callable[[], T]) -> T:
-        if self._handler is not None or self._asks_manager:
+        if self._handler is not None or self._manager is not None:
             answer = self._lane.submit(lambda: self._timed(question))
             if self._wait(answer):
                 return answer.result()
@@ -172,7 +173,7 @@ class HandlerNotifier:
             left = call_secs if began is None else began + call_secs - time.monotonic()
             if left <= 0:
                 logging.warning("metadata handler: it has not returned for %g s; it is not called any more", call_secs)
-                self._handler, self._asks_manager = None, False
+                self._handler = self._manager = None
                 return False
             if end.passed():
                 logging.warning("metadata handler: not all has reached it within %g s", timeout_secs)

@@ -15,10 +15,12 @@ from epochckpt.jobs import containers
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
-from epochckpt.manager import SaveResult
+from epochckpt.manager import HandlerNotifier, SaveResult
 
 NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
 BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
+
+AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from what is on storage
 
 BARE = "value"  # with stock Orbax: key of an array that is a blob by itself, which StandardSave does not take
 BYTES = "base64"  # with stock Orbax: key of bytes in JSON
@@ -44,11 +46,11 @@ class CheckpointBackend(abc.ABC):
     """
 
     asks_jax = False  # the manager itself asks JAX for its preemption notice, with its steps
-    chooses = False  # the manager has its own say about the epoch to resume from, see `choose`
-    asks_manager = False  # the manager has its own say about whether storage can be reached, see `accessible`
     per_node = False  # an epoch exists per node; a node that is not checkpointed has no part in it
     handler: Any = None  # the manager's own metadata handler
     handler_calls: Collection[str] = ()  # its methods that the manager calls itself, and the actions that it reports
+    accessible: Callable[[int], bool] | None = None  # asks the manager, on the primary, whether storage can be reached
+    discarded: int | None = None  # the epoch that was saved and deleted at once, because the manager's options say so
 
     def __init__(self, manager: Any, directory: str):
         self._manager, self.directory = manager, directory
@@ -70,58 +72,31 @@ class CheckpointBackend(abc.ABC):
         """The nodes that a metadata handler hears of: those that are checkpointed."""
         return list(self._session.nodes)
 
-    @abc.abstractmethod
     def epochs(self) -> list[int]:
-        """The committed epochs, ascending."""
-
-    def damaged(self) -> list[int]:
-        """Epochs that are on storage and cannot be used."""
+        """The committed epochs, ascending; empty where each node has its own."""
         return []
-
-    def foreign(self) -> Mapping[int, str]:
-        """Folders that have the number of an epoch and hold none, in words, by number."""
-        return {}
-
-    def claim(self) -> None:
-        """The run begins to write: an older one must not commit anything from here on. All processes call it."""
-        return  # nothing to claim where no run fences off another
 
     def fenced_off(self) -> str:
         """How this process learned that a newer run has taken over; empty as long as it has not."""
         return ""
 
-    def choose(self, named: int | None) -> int | None:
-        """The epoch to resume from, for managers that choose; None: from scratch."""
-        del named
-        return None
-
-    def accessible(self, epoch: int) -> bool:
-        """On the primary: whether the manager says that storage can be reached."""
-        del epoch
-        return True
-
     @abc.abstractmethod
-    def restore(self, epoch: int | None) -> Restored:
-        """Restores an epoch into the workspaces; EpochNotFoundError lists the epochs that there are.
+    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+        """Restores the epoch that a run goes on from into the workspaces; None: from scratch.
 
-        None stands for the newest epoch that a run may go on from, and that every node can read.
+        The run begins to write: an older one commits nothing from here on. EpochNotFoundError lists the epochs.
         """
 
     @abc.abstractmethod
     def agree_on_names(self, names: Names) -> None:
-        """Looks at the blobs that are to be checkpointed, on all nodes together.
+        """Looks at the blobs to checkpoint, on all nodes together; InvalidArgumentError: one cannot be checkpointed."""
 
-        Raises:
-            InvalidArgumentError: one cannot be checkpointed.
-        """
-
-    @abc.abstractmethod
     def prepare(self, epoch: int, names: Names) -> Any:
         """Takes from the workspaces what `save` is to be given; makes no exchange.
 
-        Raises:
-            InvalidArgumentError: a blob is missing, or cannot be saved.
+        InvalidArgumentError: a blob is missing, or cannot be saved. By default `save` itself takes what it needs.
         """
+        del epoch, names
 
     @abc.abstractmethod
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
@@ -132,18 +107,9 @@ class CheckpointBackend(abc.ABC):
         ended, self._ended = self._ended, []
         return ended
 
-    @abc.abstractmethod
     def drain(self) -> None:
         """Waits until no save is in flight; failures show in `outcomes`."""
-
-    def discarded(self, epoch: int) -> bool:
-        """On the primary: whether an epoch was saved and then deleted at once, because the manager's options say so."""
-        del epoch
-        return False
-
-    @abc.abstractmethod
-    def roll_back(self, epoch: int) -> None:
-        """Makes an earlier epoch the latest, durably; UnsupportedError if the manager cannot do that."""
+        return  # none is, unless saves go on in the background
 
     @abc.abstractmethod
     def allow_overwrite(self, epoch: int) -> None:
@@ -164,6 +130,8 @@ class CheckpointBackend(abc.ABC):
 
 class ItemBackend(CheckpointBackend):
     """A manager of Orbax's interface. The runner's notes, with the types of the blobs, are custom metadata."""
+
+    taken_names: Sequence[str] = ()  # names that no item may have
 
     def __init__(self, manager: Any):
         super().__init__(manager, str(manager.directory))
@@ -192,6 +160,80 @@ class ItemBackend(CheckpointBackend):
         return notes if isinstance(notes, dict) else {}
 
     # -- restoring -----------------------------------------------------------------------------------------------
+
+    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+        """See CheckpointBackend. A named epoch is a rollback, durable before anything is trained.
+
+        Otherwise it is the newest that every node can read, also where the metadata handler says less: the run may have
+        died before it notified the handler.
+        """
+        if named is not None:
+            if self._require(named)[-1] != named:
+                self._roll_back(named)
+            return self._put_back(named, *self._read(named))
+        self.drain()
+        epochs = self._exchange.broadcast("the epochs to go on from", lambda: self._candidates(resume, handler))
+        if not epochs:
+            return None
+        newest, found = self._read_newest(epochs)
+        return self._put_back(newest, *found)
+
+    def _candidates(self, resume: str, handler: HandlerNotifier) -> list[int]:
+        """On the primary: the epochs that a run may go on from by itself, ascending; none: from scratch."""
+        directory, epochs, beside = self.directory, self.epochs(), list[int]()
+        if not epochs:
+            self._check_free()
+        if resume == NEVER and epochs:
+            problem = f"resume='never', but {directory} has epochs up to {epochs[-1]}"
+            raise InvalidArgumentError(f"{problem}; take another directory, delete them, or resume='auto'")
+        if resume == NEVER:
+            return []
+
+        # The handler knows of an epoch that is gone: a mistake in the path would train from scratch for days.
+        known = handler.last_epoch()
+        if not epochs and resume == MUST:
+            raise EpochNotFoundError(None, directory, [])
+        if not epochs and known is not None:
+            raise EpochNotFoundError(known, f"{directory} (the metadata handler says it was saved there)", [])
+        if known is not None and known not in epochs:
+            shown = ", ".join(map(str, epochs[-20:]))
+            logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, shown)
+
+        # What `save_checkpoints` saved beside a run is resumed from only if it is named.
+        while epochs and self._is_beside(epochs[-1]):
+            beside.append(epochs.pop())
+        if beside and not epochs:
+            raise InvalidArgumentError(
+                f"{directory}: save_checkpoints() saved {beside} in the middle of a run, of which no epoch is left to "
+                "go on from; name one with resume_from_epoch=…, or delete them to start from scratch"
+            )
+        if beside:
+            logging.warning(
+                "%s: save_checkpoints() saved %s in the middle of a run, which goes on from epoch %d; "
+                "name one with resume_from_epoch=… to go on from that",
+                directory,
+                beside,
+                epochs[-1],
+            )
+        return epochs
+
+    def _is_beside(self, epoch: int) -> bool:
+        try:
+            return bool(self.notes(epoch).get(BESIDE))
+        except (DamagedError, FormatError, EpochNotFoundError):  # the restore raises it
+            return False
+
+    def _check_free(self) -> None:
+        """Refuses a directory without epochs in which no run may start over."""
+        return
+
+    @abc.abstractmethod
+    def _roll_back(self, epoch: int) -> None:
+        """Makes an epoch that is not the latest the latest, durably; UnsupportedError if the manager cannot do that."""
+
+    @abc.abstractmethod
+    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[Mapping[str, Any], Values]]:
+        """The newest of these epochs that every node can read, and what `_read` gives of it."""
 
     @abc.abstractmethod
     def _item_names(self, epoch: int) -> Sequence[str]:
@@ -238,47 +280,9 @@ class ItemBackend(CheckpointBackend):
                 names[node].append(blob)
         return Restored(epoch, notes, names)
 
-    def _resumable(self) -> list[int]:
-        """The epochs that a run may go on from by itself, ascending; the primary decides.
-
-        Raises:
-            InvalidArgumentError: all were saved beside a run of which no epoch is left.
-        """
-
-        def look() -> list[int]:
-            epochs, beside = self.epochs(), list[int]()
-            while epochs and self._is_beside(epochs[-1]):
-                beside.append(epochs.pop())
-            if beside and not epochs:
-                raise InvalidArgumentError(
-                    f"{self.directory}: save_checkpoints() saved {beside} in the middle of a run, of which no epoch is "
-                    "left to go on from; name one with resume_from_epoch=…, or delete them to start from scratch"
-                )
-            if beside:
-                logging.warning(
-                    "%s: save_checkpoints() saved %s in the middle of a run, which goes on from epoch %d; "
-                    "name one with resume_from_epoch=… to go on from that",
-                    self.directory,
-                    beside,
-                    epochs[-1],
-                )
-            return epochs
-
-        self.drain()
-        return self._exchange.broadcast("the epochs to go on from", look)
-
-    def _is_beside(self, epoch: int) -> bool:
-        try:
-            return bool(self.notes(epoch).get(BESIDE))
-        except (DamagedError, FormatError, EpochNotFoundError):  # the restore raises it
-            return False
-
-    @abc.abstractmethod
-    def _stored_epochs(self) -> Sequence[int]:
-        """The committed epochs as storage has them now."""
-
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
-        if epoch not in self._stored_epochs():
+        self._manager.reload()
+        if epoch not in self.epochs():
             return False
         nodes, wanted = self._spaces().keys(), dict[str, set[str]]()
         try:
@@ -296,10 +300,6 @@ class ItemBackend(CheckpointBackend):
         return True
 
     # -- saving --------------------------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _taken_names(self) -> Sequence[str]:
-        """Names that no item may have."""
 
     def agree_on_names(self, names: Names) -> None:
 
@@ -326,7 +326,7 @@ class ItemBackend(CheckpointBackend):
             return union
 
         self._kinds = self._exchange.gather("the blobs to checkpoint", report, decide)
-        self._items = blob_lib.item_names(self._kinds, self._taken_names())
+        self._items = blob_lib.item_names(self._kinds, self.taken_names)
 
     def _states(self, names: Names) -> dict[tuple[str, str], Any]:
         """What blobs are saved as, by node and name; InvalidArgumentError if one is missing."""
@@ -355,6 +355,11 @@ class ItemBackend(CheckpointBackend):
                 types[key] = one
         types = {key: one for key, one in types.items() if one is not None or "/" in key}
         return {"blobs": {item: blob for blob, item in self._items.items() if item != blob}, "types": types}
+
+    def _begin(self, epoch: int, items: Mapping[str, Any], metrics: Any, notes: Mapping[str, Any]) -> bool:
+        """Begins a save of these items, by their arguments."""
+        args, metadata = ocp.args.Composite(**items), {NOTES: notes}
+        return self._manager.save(epoch, args=args, metrics=metrics or None, force=True, custom_metadata=metadata)
 
 
 def resharded(name: str, states: Sequence[Any], count: int, reshard: Callable[..., Any] | None) -> list[Any]:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from epochckpt import _threads
-from epochckpt.errors import FencedError, InvalidArgumentError, say
+from epochckpt.errors import EpochNotFoundError, FencedError, InvalidArgumentError, say
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
+from epochckpt.jobs.backends.base import MUST, NEVER, CheckpointBackend, Names, Restored
 from epochckpt.jobs.caffe2_managers import CheckpointManager, Manager, MultiNodeCheckpointManager
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Task, TaskGroup, joining
 from epochckpt.jobs.session import Session
-from epochckpt.manager import SaveResult
+from epochckpt.manager import HandlerNotifier, SaveResult
 
 _VERBS = ("set_params", "last_epoch", "write", "cp_accessible")
 _ACTIONS = ("checkpoint_save", "checkpoint_load", "checkpoint_partial_load")
@@ -25,12 +25,13 @@ _ACTIONS = ("checkpoint_save", "checkpoint_load", "checkpoint_partial_load")
 class Caffe2Backend(CheckpointBackend):
     """Caffe2's verbs."""
 
-    chooses = asks_manager = per_node = True
+    per_node = True
     handler_calls = frozenset(_VERBS + _ACTIONS)
 
     def __init__(self, manager: Manager):
         super().__init__(manager, manager.db_prefix)
         self.handler = manager.metadata_handler
+        self.accessible = lambda epoch: manager.cp_accessible(epoch=None)
         self._wanted: list[str] = []
         self._nodes: list[str] = []  # those that the manager saves: of the job, or with one of one node of this process
         self._ready = False  # the manager knows its blobs
@@ -54,17 +55,19 @@ class Caffe2Backend(CheckpointBackend):
         """See CheckpointBackend. A manager of one node has a name for it."""
         return self._manager.take_nodes(self._nodes)
 
-    def choose(self, named: int | None) -> int | None:
-        return self._exchange.broadcast(
-            "the epoch to resume from", lambda: self._manager.get_resume_from_epoch_id(named)
-        )
+    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+        if resume == NEVER:
+            return None
 
-    def epochs(self) -> list[int]:
-        """See CheckpointBackend. Each node has its own, which the runner does not need."""
-        return []
+        def choose() -> int | None:
+            chosen = self._manager.get_resume_from_epoch_id(named)
+            return handler.last_epoch(chosen, must_answer=True)  # the runner's own, which the manager does not know
 
-    def restore(self, epoch: int | None) -> Restored:
-        assert epoch is not None, "`choose` names an epoch, or the run begins from scratch"
+        epoch = self._exchange.broadcast("the epoch to resume from", choose)
+        if epoch is None and resume == MUST:
+            raise EpochNotFoundError(None, self.directory, [])
+        if epoch is None:
+            return None
         self._run(lambda: self._manager.init(self._nodes, retrieve_from_epoch=epoch))
         self._run(lambda: self._manager.load(epoch))
         self._ready = True
@@ -101,12 +104,6 @@ class Caffe2Backend(CheckpointBackend):
         if not self._ready:
             self._run(lambda: self._manager.init(self._nodes))
 
-    def prepare(self, epoch: int, names: Names) -> Any:
-        """See CheckpointBackend. The save itself looks at the blobs."""
-
-    def accessible(self, epoch: int) -> bool:
-        return self._manager.cp_accessible(epoch=None)
-
     def save(self, epoch: int, prepared: Any, metrics: Any, notes: Mapping[str, Any], force: bool) -> bool:
         """See CheckpointBackend. An error becomes an outcome on all processes, and training goes on."""
         self._manager.notes = dict(notes)
@@ -141,12 +138,6 @@ class Caffe2Backend(CheckpointBackend):
 
     def fenced_off(self) -> str:
         return self._fenced
-
-    def drain(self) -> None:
-        """See CheckpointBackend. Nothing is ever in flight."""
-
-    def roll_back(self, epoch: int) -> None:
-        """See CheckpointBackend. Later epochs stay until they are replaced."""
 
     def allow_overwrite(self, epoch: int) -> None:
         """See CheckpointBackend. Every save replaces."""

@@ -1,7 +1,6 @@
 """The runner on `epochckpt.CheckpointManager`."""
 
 import contextlib
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,13 +9,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from epochckpt import args as own_args
-from epochckpt.errors import EpochExistsError, SaveError, UnsupportedError
+from epochckpt.errors import DamagedError, EpochExistsError, FormatError, SaveError, UnsupportedError
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs.backends.base import BARE, NOTES, ItemBackend, Names, Restored, Values, resharded
+from epochckpt.jobs.backends.base import BARE, ItemBackend, Names, Restored, Values, resharded
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
-from epochckpt.manager import CheckpointManager, SaveResult
+from epochckpt.manager import CheckpointManager, HandlerNotifier, SaveResult
 
 
 class NativeBackend(ItemBackend):
@@ -42,6 +41,7 @@ class NativeBackend(ItemBackend):
                 "save together; JobRunner needs all of the job's, with process 0 as the primary"
             )
         super().open(session, exchange, beside)
+        self.taken_names = self._manager.node_names
         self._manager.introduce_handler()
 
     def handler_nodes(self) -> list[str]:
@@ -50,33 +50,34 @@ class NativeBackend(ItemBackend):
     def _spaces(self) -> dict[str, Workspace]:
         return {n: ws for n, ws in self._session.workspaces().items() if n in self._manager.node_names}
 
-    def damaged(self) -> list[int]:
-        return self._manager.damaged_epochs()
-
-    def foreign(self) -> Mapping[int, str]:
-        return self._manager.foreign_folders()
-
-    def claim(self) -> None:
-        self._manager.claim()
-
     def fenced_off(self) -> str:
         return self._manager.fenced_off
 
-    def _taken_names(self) -> Sequence[str]:
-        return self._manager.node_names
+    def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
+        self._manager.claim()
+        return super().resume(named, resume, handler)
 
-    def restore(self, epoch: int | None) -> Restored:
-        if epoch is None:
-            newest, found = self._manager.restore_newest(self._read, self._resumable())
-            return self._put_back(newest, *found)
-        self._require(epoch)
-        return self._put_back(epoch, *self._read(epoch))
+    def _check_free(self) -> None:
+        if damaged := self._manager.damaged_epochs():
+            raise DamagedError(
+                self.directory,
+                f"it has the epochs {', '.join(map(str, damaged[-20:]))}, and none of them can be used (the log says "
+                "why). Nothing is started over there: move them away, or take another directory",
+            )
+        if foreign := list(self._manager.foreign_folders().values()):
+            raise FormatError(
+                self.directory,
+                f"it has no epoch, but something under the name of one: {foreign[-1]}. Nothing is started over there",
+            )
+
+    def _roll_back(self, epoch: int) -> None:
+        self._manager.rollback_to(epoch)
+
+    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[Mapping[str, Any], Values]]:
+        return self._manager.restore_newest(self._read, epochs)
 
     def _item_names(self, epoch: int) -> Sequence[str]:
         return _blob_items(self._manager.item_kinds(epoch))
-
-    def _stored_epochs(self) -> Sequence[int]:
-        return self._manager.all_steps(read=True)
 
     def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         manager, spaces, everyone = self._manager, self._spaces(), self._manager.node_names
@@ -146,19 +147,12 @@ class NativeBackend(ItemBackend):
         if not (force or self._manager.should_save(epoch, ignore_later=True)):
             return False
         items, blob_notes = prepared
-        save = functools.partial(
-            self._manager.save,
-            epoch,
-            args=ocp.args.Composite(**items),
-            metrics=metrics or None,
-            force=True,
-            custom_metadata={NOTES: {**notes, **blob_notes}},
-        )
+        notes = {**notes, **blob_notes}
         try:
-            return save()
+            return self._begin(epoch, items, metrics, notes)
         except EpochExistsError:  # a task has saved it with the manager itself just now
             self._manager.allow_overwrite(epoch)
-            return save()
+            return self._begin(epoch, items, metrics, notes)
 
     def outcomes(self) -> list[SaveResult]:
         return self._manager.pop_save_results()
@@ -166,10 +160,6 @@ class NativeBackend(ItemBackend):
     def drain(self) -> None:
         with contextlib.suppress(SaveError):  # it is an outcome, too
             self._manager.wait_until_finished()
-
-    def roll_back(self, epoch: int) -> None:
-        if self._require(epoch)[-1] != epoch:
-            self._manager.rollback_to(epoch)
 
     def allow_overwrite(self, epoch: int) -> None:
         self._manager.allow_overwrite(epoch)

@@ -5,7 +5,6 @@ refused by name: rollback, several nodes in one process.
 """
 
 import base64
-import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
 from epochckpt.format import paths
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
-from epochckpt.jobs.backends.base import BARE, BYTES, NOTES, ItemBackend, Names, Restored, Values
+from epochckpt.jobs.backends.base import BARE, BYTES, ItemBackend, Names, Values
 from epochckpt.jobs.session import Session
 from epochckpt.manager import SaveResult
 
@@ -30,12 +29,12 @@ class OrbaxBackend(ItemBackend):
     """Stock Orbax's manager."""
 
     asks_jax = True
+    taken_names = ("default",)  # Orbax's name for the item of an epoch of one item
 
     def __init__(self, manager: ocp.CheckpointManager):
         super().__init__(manager)
         self._asked: tuple[int, float, float] | None = None  # the save in flight: epoch, began, blocked seconds
         self._replace: set[int] = set()
-        self._discarded: int | None = None
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         processes = session.coordinator.processes
@@ -46,28 +45,24 @@ class OrbaxBackend(ItemBackend):
             )
         return wanted or [f"process_{i}" for i in range(processes)]
 
-    def _taken_names(self) -> Sequence[str]:
-        return ["default"]  # Orbax's name for the item of an epoch of one item
-
     # -- restoring -----------------------------------------------------------------------------------------------
 
-    def restore(self, epoch: int | None) -> Restored:
-        """See CheckpointBackend. Orbax does not verify: the newest is the newest that it lists."""
-        if epoch is None:
-            epoch = self._resumable()[-1]
-        self._require(epoch)
-        if (self._manager.directory / str(epoch) / paths.EPOCH_RECORD).exists():
+    def _roll_back(self, epoch: int) -> None:
+        raise UnsupportedError(
+            f"{self.directory}: going back to epoch {epoch} sets epochs up to {self.epochs()[-1]} aside, which stock "
+            "Orbax cannot do; use epochckpt.CheckpointManager, or delete the later steps"
+        )
+
+    def _read_newest(self, epochs: Sequence[int]) -> tuple[int, tuple[Mapping[str, Any], Values]]:
+        """See ItemBackend. Orbax does not verify: the newest is the newest that it lists."""
+        return epochs[-1], self._read(epochs[-1])
+
+    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
+        if only is None and (self._manager.directory / str(epoch) / paths.EPOCH_RECORD).exists():
             raise UnsupportedError(
                 f"{self.directory}: epoch {epoch} was written by epochckpt.CheckpointManager; resume it with that. "
                 "Stock Orbax reads its arrays, but not what differs per node"
             )
-        return self._put_back(epoch, *self._read(epoch))
-
-    def _stored_epochs(self) -> Sequence[int]:
-        self._manager.reload()
-        return self.epochs()
-
-    def _read(self, epoch: int, only: Mapping[str, set[str]] | None = None) -> tuple[Mapping[str, Any], Values]:
         notes = self.notes(epoch)
         blobs, forms = self._blobs_of(self._item_names(epoch), notes, only), notes.get("forms") or {}
         ((node, workspace),) = self._spaces().items()
@@ -124,25 +119,16 @@ class OrbaxBackend(ItemBackend):
             else ocp.args.StandardSave(value)
             for item, (form, value) in items.items()
         }
-        save = functools.partial(
-            self._manager.save,
-            epoch,
-            args=ocp.args.Composite(**args),
-            metrics=metrics or None,
-            force=True,
-            custom_metadata={
-                NOTES: {**notes, **blob_notes, "forms": {item: form for item, (form, _) in items.items()}}
-            },
-        )
+        notes = {**notes, **blob_notes, "forms": {item: form for item, (form, _) in items.items()}}
         if epoch in self._replace:
             self._manager.delete(epoch)
             self._replace.discard(epoch)
         began = time.monotonic()
         try:
-            saved = save()
+            saved = self._begin(epoch, args, metrics, notes)
         except Exception as error:  # often of the save before: Orbax raises it here, and does not save
             logging.warning("stock Orbax did not save epoch %d, trying once more: %s", epoch, say(error))
-            saved = save()
+            saved = self._begin(epoch, args, metrics, notes)
         if saved:
             self._asked = (epoch, began, time.monotonic() - began)
         return saved
@@ -174,25 +160,14 @@ class OrbaxBackend(ItemBackend):
             not committed and not detail
         ):  # no failure: with best_fn Orbax deletes an epoch at once if better ones fill max_to_keep
             logging.warning("stock Orbax saved epoch %d and deleted it, as its options say", epoch)
-            self._discarded = epoch
+            self.discarded = epoch
             return
         self._ended.append(SaveResult(epoch, committed, detail, held, time.monotonic() - began, {}))
-
-    def discarded(self, epoch: int) -> bool:
-        return epoch == self._discarded
 
     def drain(self) -> None:
         """See CheckpointBackend. Includes saves that another backend of it began: Orbax lists them already."""
         self._settle()
         _threads.logged("a save of stock Orbax failed", self._manager.wait_until_finished)
-
-    def roll_back(self, epoch: int) -> None:
-        epochs = self._require(epoch)
-        if epochs[-1] != epoch:
-            raise UnsupportedError(
-                f"{self.directory}: going back to epoch {epoch} sets epochs up to {epochs[-1]} aside, which "
-                "stock Orbax cannot do; use epochckpt.CheckpointManager, or delete the later steps"
-            )
 
     def allow_overwrite(self, epoch: int) -> None:
         """See CheckpointBackend. Orbax deletes it just before."""
