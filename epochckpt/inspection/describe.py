@@ -73,7 +73,7 @@ def _item(reader: EpochReader, name: str, item: ItemRecord) -> ItemRow:
     if item.kind == "node":
         return _node_item(reader, name, handler)
     files = [FileRow(f.name, n.name, f.size) for n in reader.record.nodes for f in n.files if f.item == name]
-    return _row(name, item.kind, handler, files=tuple(files))
+    return ItemRow(name, item.kind, handler, files=tuple(files))
 
 
 def _per_node_items(epoch: PerNodeReader) -> Iterator[ItemRow]:
@@ -86,14 +86,7 @@ def _per_node_items(epoch: PerNodeReader) -> Iterator[ItemRow]:
     unread = [f"node {node}: {problem}" for node, problem in epoch.unread.items()]
     for name, nodes in sorted(found.items()):
         problem = "; ".join([*unread, *(row.problem for row in nodes.values() if row.problem)])
-        yield _row(name, "node", next(iter(nodes.values())).handler, nodes=nodes, problem=problem)
-
-
-def _row(name: str, kind: str, handler: str, **fields: Any) -> ItemRow:
-    """An item's row, whose bytes are those of its leaves, its files or its nodes."""
-    row = ItemRow(name, kind, handler, **fields)
-    nbytes = sum(part.nbytes for part in [*row.leaves, *row.files, *row.nodes.values()])
-    return dataclasses.replace(row, nbytes=nbytes)
+        yield ItemRow(name, "node", next(iter(nodes.values())).handler, nodes=nodes, problem=problem)
 
 
 def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str) -> ItemRow:
@@ -117,7 +110,7 @@ def _array_item(name: str, record: EpochRecord, item: ItemRecord, handler: str) 
         elif number in item.values:
             value = shortened(tree_lib.value_from_json(paths.EPOCH_RECORD, leaf.kind, item.values[number]))
         leaves.append(_leaf(public, leaf, value, sharding))
-    return _row(name, "arrays", handler, leaves=tuple(leaves), custom_metadata=item.custom_metadata)
+    return ItemRow(name, "arrays", handler, leaves=tuple(leaves), custom_metadata=item.custom_metadata)
 
 
 def _leaf(name: str, leaf: Leaf, value: str, sharding: ShardingRow | None) -> LeafRow:
@@ -149,7 +142,7 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
     broken = [row.problem for row in nodes.values() if row.problem]
     count = several(len(nodes), "node", "nodes")
     problem = f"{len(broken)} of {count} cannot be looked into: {broken[0]}" if broken else ""
-    return _row(name, "node", handler, nodes=nodes, problem=problem)
+    return ItemRow(name, "node", handler, nodes=nodes, problem=problem)
 
 
 def _spec(arrays: ArrayItem, number: int) -> str:
@@ -199,7 +192,7 @@ def _orbax_items(commits: Commits, folder: str, record: OrbaxRecord) -> list[Ite
                 kind = "arrays"
                 rows.append(_orbax_arrays(OrbaxItem(commits.store, at, record.epoch, recorded), name, handler))
             else:
-                rows.append(_row(name, kind, handler, files=tuple(_files(commits.store, at))))
+                rows.append(ItemRow(name, kind, handler, files=tuple(_files(commits.store, at))))
         except (EpochCheckpointError, OSError) as error:
             if commits.read_attempt(record.epoch) != record.attempt:
                 raise EpochDeletedError(record.epoch, commits.store.root, say(error)) from error
@@ -224,7 +217,7 @@ def _orbax_arrays(item: OrbaxItem, name: str, handler: str) -> ItemRow:
         leaves.append(_leaf(public, leaf, value, None if leaf.dtype is None else _orbax_sharding(item, row)))
     problem = f"{problems[0]}{f' (and {len(problems) - 1} more)' if problems[1:] else ''}" if problems else ""
     fields = {"custom_metadata": item.custom_metadata, "problem": problem}
-    return _row(name, "arrays", handler, leaves=tuple(leaves), **fields)
+    return ItemRow(name, "arrays", handler, leaves=tuple(leaves), **fields)
 
 
 def _orbax_sharding(item: OrbaxItem, row: StoredLeaf) -> ShardingRow:

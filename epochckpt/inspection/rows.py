@@ -139,12 +139,16 @@ class ItemRow:
     name: str
     kind: str  # `arrays` (a pytree), `files` (of a handler), `node` (a pytree that each node has for itself)
     handler: str = ""  # class name of its Orbax handler
-    nbytes: int = 0  # of its leaves or files, on all nodes together
     leaves: tuple[LeafRow, ...] = ()  # of `arrays`, in order of the tree
     files: tuple[FileRow, ...] = ()  # of `files`
     nodes: Mapping[str, ItemRow] = dataclasses.field(default_factory=dict)  # of `node`: what each node saved
     custom_metadata: Any = None
     problem: str = ""  # why it could not be looked into
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its leaves or files, on all nodes together."""
+        return sum(part.nbytes for part in [*self.leaves, *self.files, *self.nodes.values()])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Which items, nodes and leaves are meant: by name, by part of the tree, by shell pattern."""
 
-import dataclasses
 import fnmatch
 import glob
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
 from epochckpt import _text
 from epochckpt.errors import UnknownNameError
@@ -34,7 +33,7 @@ def narrowed(
         known = dict.fromkeys(name for side in sides for each in side for name in each.nodes)
         if node not in known:
             raise UnknownNameError(f"{where}: no node {quoted(node)} has items of its own; {_text.near(node, known)}")
-        sides = [[_with(each, nodes={node: each.nodes[node]}) for each in s if node in each.nodes] for s in sides]
+        sides = [[replace(each, nodes={node: each.nodes[node]}) for each in s if node in each.nodes] for s in sides]
     wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in wanted:
         items = [each for side in sides for each in side]
@@ -42,7 +41,7 @@ def narrowed(
             names = dict.fromkeys(each.name for each in items) if len({each.name for each in items}) > 1 else {}
             raise UnknownNameError(f"{where}: {_text.no_match(pattern, names | dict.fromkeys(_names(items)))}")
     sides = [[less for each in side if (less := _matching(each, wanted))] for side in sides]
-    return [dataclasses.replace(detail, items=tuple(side)) for detail, side in zip(details, sides, strict=True)]
+    return [replace(detail, items=tuple(side)) for detail, side in zip(details, sides, strict=True)]
 
 
 def leaves_of(items: Iterable[ItemRow]) -> Iterator[tuple[str, str, LeafRow]]:
@@ -68,17 +67,10 @@ def _matching(item: ItemRow, patterns: Sequence[str]) -> ItemRow | None:
 
     nodes = {node: less for node, own in item.nodes.items() if (less := _matching(own, patterns))}
     leaves = tuple(leaf for leaf in item.leaves if matches(leaf.name))
-    less = _with(item, leaves=leaves, files=tuple(file for file in item.files if matches(file.name)), nodes=nodes)
+    less = replace(item, leaves=leaves, files=tuple(file for file in item.files if matches(file.name)), nodes=nodes)
     items = [pattern.partition(":")[0] if ":" in pattern else "*" for pattern in patterns]
     may_hold = item.problem and any(fnmatch.fnmatchcase(item.name, pattern) for pattern in items)
     return less if less.leaves or less.files or less.nodes or may_hold else None
-
-
-def _with(item: ItemRow, **changed: Any) -> ItemRow:
-    """An item with less in it."""
-    less = dataclasses.replace(item, **changed)
-    rows = [*less.leaves, *less.files, *less.nodes.values()]
-    return dataclasses.replace(less, nbytes=sum(row.nbytes for row in rows))
 
 
 def _names(items: Iterable[ItemRow]) -> Iterator[str]:

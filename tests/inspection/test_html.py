@@ -191,7 +191,6 @@ plain_items = st.builds(
     name=names,
     kind=st.sampled_from(["arrays", "files", "node"]),
     handler=names,
-    nbytes=sizes,
     leaves=few(leaf_rows, 6),
     files=few(st.builds(FileRow, names, names, sizes)),
     custom_metadata=values,
@@ -301,7 +300,7 @@ def array(path: Sequence[str], sharding: ShardingRow | None = None, nbytes: int 
 
 
 def arrays(leaves: Sequence[LeafRow]) -> ItemRow:
-    return ItemRow("default", "arrays", "", sum(leaf.nbytes for leaf in leaves), tuple(leaves))
+    return ItemRow("default", "arrays", "", tuple(leaves))
 
 
 def test_every_state_is_a_word_with_a_tone_and_an_explanation() -> None:

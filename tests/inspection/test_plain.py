@@ -38,7 +38,7 @@ SHARDING = rows.ShardingRow((2, 1), ("a", HOSTILE), 2, HOSTILE)
 LEAF = rows.LeafRow(HOSTILE, ("a", HOSTILE), "jax", "bfloat16", (2, 3), 12, HOSTILE, SHARDING)
 FILE = rows.FileRow(HOSTILE, "a", 3)
 ITEM = rows.ItemRow(
-    HOSTILE, "node", "Handler", 3, (LEAF,), (FILE,), {HOSTILE: rows.ItemRow("x", "arrays")}, {"1": HOSTILE}, HOSTILE
+    HOSTILE, "node", "Handler", (LEAF,), (FILE,), {HOSTILE: rows.ItemRow("x", "arrays")}, {"1": HOSTILE}, HOSTILE
 )
 STATS = rows.LeafStats("i", "n", LEAF, 3, 1, 1, 0, -math.inf, math.inf, math.nan, None, 5.0, (0.0, 1.0), (3,))
 CHANGE = rows.DiffRow("i", "n", HOSTILE, rows.RETYPED, LEAF, None, math.nan, math.inf, 1.0, 5, HOSTILE)

@@ -70,7 +70,7 @@ def leaf(name: str, shape: tuple[int, ...] = (4, 8), dtype: str = "float32", **g
 
 
 def item(leaves: Sequence[LeafRow]) -> ItemRow:
-    return ItemRow("default", "arrays", "StandardCheckpointHandler", sum(one.nbytes for one in leaves), tuple(leaves))
+    return ItemRow("default", "arrays", "StandardCheckpointHandler", tuple(leaves))
 
 
 def stats(one: LeafRow, **given: Any) -> LeafStats:
@@ -92,9 +92,9 @@ def everything(text: str) -> dict[str, Sequence[Block]]:
         3, DAMAGED, text, text, text, text, (node, NodeRow(text * 2, 8, 2.0)), 8, 10**18, 10**18, 0.1,
         metrics={text: 1.0, f"{text}2": text}, sources={text: text}, custom_metadata={text: text}, notes={text: text},
     )  # fmt: skip
-    own = ItemRow(text, "node", text, 8, nodes={text: ItemRow(text, "arrays", leaves=(one,))}, custom_metadata=text)
-    files = ItemRow(text, "files", text, 8, files=(FileRow(text, text, 8),), problem=text)
-    arrays = ItemRow(text, "arrays", text, 8, (one, value))
+    own = ItemRow(text, "node", text, nodes={text: ItemRow(text, "arrays", leaves=(one,))}, custom_metadata=text)
+    files = ItemRow(text, "files", text, files=(FileRow(text, text, 8),), problem=text)
+    arrays = ItemRow(text, "arrays", text, (one, value))
     seen = Overview(
         text, (row,), 1, 8, (LeftoverRow(text, text, 8, None, (1,), text),), text, "max", {text: text, "": text}
     )
@@ -237,8 +237,8 @@ def test_an_epoch_says_all_that_is_known_of_it() -> None:
     row = epoch_row(
         4, 64, slow=9, latest=True, sources={"loss": "evaluator"}, custom_metadata={"git": "abc"}, notes={"rng": 3}
     )
-    files = ItemRow("config", "files", "JsonCheckpointHandler", 33, files=(FileRow("metadata", "process_0", 33),))
-    own = ItemRow("rng", "node", nbytes=8, nodes={"process_1": item([leaf("key")])})
+    files = ItemRow("config", "files", "JsonCheckpointHandler", files=(FileRow("metadata", "process_0", 33),))
+    own = ItemRow("rng", "node", nodes={"process_1": item([leaf("key")])})
     detail = EpochDetail(row, (files, item([leaf("a/b"), leaf("a/c")]), own), {"default": {"a/c": "too long"}})
     text = text_of(views.epoch(detail), 80)
     for said in (
