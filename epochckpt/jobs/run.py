@@ -197,12 +197,11 @@ class TrainingRun:
         ctx = self._context(restored.epoch, notes.get("metrics") or {}, 0.0)
 
         def holds(condition: stop.Condition) -> bool:
-            foreign = stop.is_foreign(condition)
+            if not stop.is_foreign(condition):
+                return condition.holds(ctx)
             try:
-                return condition.holds(ctx) if not foreign or notes.get("finished") else False
+                return bool(notes.get("finished")) and condition.holds(ctx)
             except Exception as error:
-                if not foreign:
-                    raise
                 logging.warning("stop condition %r needs an epoch, so one is trained: %s", condition, say(error))
                 return False
 
@@ -297,16 +296,15 @@ class TrainingRun:
                 refusal = NOT_ACCESSIBLE
             if refusal:
                 self._ended.append(SaveResult(epoch.number, False, refusal, 0.0, 0.0, {}))
-            verdict = _Verdict(
-                stop=stops,
-                interrupted=any(r["interrupted"] for r in reports),
-                save=not refusal,
-                retry=not problem,
-                exists=backend is not None and epoch.number in backend.epochs(),
-                fenced_off=_first(reports, "fenced_off"),
-                results=self._take_results(),
-            )
-            return dataclasses.asdict(verdict)
+            return {
+                "stop": stops,
+                "interrupted": any(r["interrupted"] for r in reports),
+                "save": not refusal,
+                "retry": not problem,
+                "exists": backend is not None and epoch.number in backend.epochs(),
+                "fenced_off": _first(reports, "fenced_off"),
+                "results": self._take_results(),
+            }
 
         verdict = _Verdict(**self.exchange.gather(f"end of epoch {epoch.number}", report, decide))
         self._enter(verdict.results)
@@ -323,8 +321,7 @@ class TrainingRun:
             return
         listed: list[str] = []
         for node, workspace in self.session.workspaces().items():
-            saved = self.names.get(node, ())
-            names = self._chosen([name for name in workspace if name not in saved])
+            names = self._chosen(name for name in workspace if name not in self.names.get(node, ()))
             if names and node in self._kept_nodes():
                 listed.append(f"{', '.join(map(repr, names))} of node {node}")
         if not listed:
@@ -505,13 +502,9 @@ class TrainingRun:
         return self.job.nodes_to_checkpoint() or self.session.nodes
 
     def _context(self, epoch: int, metrics: Mapping[str, Any], secs: float, preempted: bool = False) -> stop.Context:
+        root, total = self.session.root, self._earlier_secs + secs
         return stop.Context(
-            epoch=epoch,
-            metrics=metrics,
-            workspace=self.session.root,
-            elapsed_secs=secs,
-            total_secs=self._earlier_secs + secs,
-            preempted=preempted,
+            epoch=epoch, metrics=metrics, workspace=root, elapsed_secs=secs, total_secs=total, preempted=preempted
         )
 
 
@@ -529,12 +522,9 @@ def _reason(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | N
 
 def _is_numeric(value: Any) -> bool:
     """Whether a value is a number or array, or a pytree of such; a bool is the answer to a stop condition."""
-    if isinstance(value, Mapping):
-        return False
-    leaves, numbers = jax.tree.leaves(value), (int, float, np.generic, np.ndarray, jax.Array)
-    return bool(leaves) and all(
-        isinstance(x, numbers) and getattr(x, "dtype", type(x)) not in (bool, np.bool_) for x in leaves
-    )
+    leaves = [] if isinstance(value, Mapping) else jax.tree.leaves(value)
+    numbers = (int, float, np.generic, np.ndarray, jax.Array)
+    return bool(leaves) and all(isinstance(x, numbers) and getattr(x, "dtype", type(x)) != bool for x in leaves)
 
 
 def merge_metrics(returned: Iterable[Any]) -> dict[str, bool | int | float]:
