@@ -523,8 +523,8 @@ def _reason(condition: stop.Condition, true: bool, ctx: stop.Context) -> str | N
 def _is_numeric(value: Any) -> bool:
     """Whether a value is a number or array, or a pytree of such; a bool is the answer to a stop condition."""
     leaves = [] if isinstance(value, Mapping) else jax.tree.leaves(value)
-    numbers = (int, float, np.generic, np.ndarray, jax.Array)
-    return bool(leaves) and all(isinstance(x, numbers) and getattr(x, "dtype", type(x)) != bool for x in leaves)
+    numbers = [x for x in leaves if isinstance(x, int | float | np.generic | np.ndarray | jax.Array)]
+    return 0 < len(leaves) == len(numbers) and bool not in [getattr(x, "dtype", type(x)) for x in numbers]
 
 
 def merge_metrics(returned: Iterable[Any]) -> dict[str, bool | int | float]:
