@@ -92,7 +92,7 @@ class Future(Generic[T]):
         return self._done
 
     def result(self, timeout_secs: float | None = None) -> T:
-        """The result; raises the error, or TimeoutError."""
+        """The result; raises the error, or TimeoutError: then what gives the result goes on unobserved."""
         if not self.wait(timeout_secs):
             raise TimeoutError(f"no result within {timeout_secs} s")
         if self._error is not None:
@@ -143,11 +143,6 @@ def start(fn: Callable[[], T]) -> Future[T]:
         except RuntimeError:  # the interpreter is ending and gives no more threads: do it here
             job()
     return future
-
-
-def abandonable(fn: Callable[[], T], timeout_secs: float) -> T:
-    """Runs `fn` with a bound on the wait; on TimeoutError the call itself goes on unobserved."""
-    return start(fn).result(timeout_secs)
 
 
 def logged(what: str, fn: Callable[[], T]) -> T | None:

@@ -13,16 +13,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
+from epochckpt import errors
 from epochckpt.commit.protocol import Commits
-from epochckpt.errors import (
-    AccessError,
-    EpochCheckpointError,
-    EpochDeletedError,
-    FormatError,
-    InvalidArgumentError,
-    StorageError,
-    UnsupportedError,
-)
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
@@ -50,45 +42,45 @@ class _File:
 def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str, attempt: str | None = None) -> None:
     """Attaches metrics to a committed epoch, durably; see `epochckpt.attach_metrics`."""
     if not paths.is_name(source):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"source {source!r} is not usable: expected a letter or digit followed by letters, digits, '.', '_' or "
             f"'-', at most {paths.MAX_NAME}"
         )
     if not isinstance(metrics, Mapping):
-        raise InvalidArgumentError(f"metrics are an object of names and numbers, got a {type(metrics).__name__}")
+        raise errors.InvalidArgumentError(f"metrics are an object of names and numbers, got a {type(metrics).__name__}")
     record = commits.read_record(epoch)
     if record.stock:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{commits.store.root}: epoch {epoch} was written by stock Orbax; metrics are attached to epochs of "
             "epochckpt only"
         )
     if attempt is not None and record.attempt != attempt:
-        raise EpochDeletedError(epoch, commits.store.root, f"these metrics are about attempt {attempt}")
+        raise errors.EpochDeletedError(epoch, commits.store.root, f"these metrics are about attempt {attempt}")
     _check_names(commits, record, metrics, source)
     data = _File(epoch, record.attempt, source, metrics).to_bytes()
     if len(data) > MAX_BYTES:
-        raise InvalidArgumentError(f"metrics of {len(data)} bytes; at most {MAX_BYTES} can be attached")
+        raise errors.InvalidArgumentError(f"metrics of {len(data)} bytes; at most {MAX_BYTES} can be attached")
     path = paths.join(commits.folder(epoch), paths.metrics_file(source))
     try:
         draft = f"{path}.{paths.new_id()}{paths.TMP_SUFFIX}"
         commits.store.put(path, data, draft=draft, replace=True)
     except FileNotFoundError as error:
-        raise EpochDeletedError(epoch, commits.store.root, str(error)) from error
+        raise errors.EpochDeletedError(epoch, commits.store.root, str(error)) from error
     except PermissionError as error:
-        raise AccessError(f"{path}: {error}; attaching metrics needs write access to the epoch's folder") from error
+        raise errors.AccessError(f"{path}: {error}; metrics need write access to the epoch's folder") from error
     # The epoch may have been deleted or replaced during the write: then the file is about no epoch any more.
     if commits.read_attempt(epoch) != record.attempt:
-        with suppress(OSError, EpochCheckpointError):
+        with suppress(OSError, errors.EpochCheckpointError):
             file = parsing.read_record(commits.store, path, _parse, limit_bytes=MAX_BYTES)
             if file is not None and file.attempt == record.attempt:
                 commits.store.remove(path)
-        raise EpochDeletedError(epoch, commits.store.root, "while metrics were being attached to it")
+        raise errors.EpochDeletedError(epoch, commits.store.root, "while metrics were being attached to it")
 
 
 def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, Any], source: str) -> None:
     """Refuses a metric of a name that the epoch has already from the save or from another source."""
     if record.metrics is not None and not isinstance(record.metrics, Mapping):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"epoch {record.epoch} was saved with metrics that are no object of names: none can be attached to them"
         )
     attached = of_epoch(commits, record)
@@ -96,7 +88,7 @@ def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, An
     owners |= dict.fromkeys(record.metrics or {}, "the save itself")
     taken = sorted(owners.keys() & metrics.keys())
     if taken:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"epoch {record.epoch} has the metric {taken[0]!r} already, from {owners[taken[0]]}: choose another name"
         )
 
@@ -146,9 +138,9 @@ def read(commits: Commits, files: Iterable[str], epoch: int, attempt: str) -> di
             continue
         try:
             file = parsing.read_record(commits.store, path, _parse, limit_bytes=MAX_BYTES)
-        except StorageError:
+        except errors.StorageError:
             raise
-        except EpochCheckpointError as error:
+        except errors.EpochCheckpointError as error:
             logging.warning("%s: attached metrics are left out: %s", commits.store.root, error)
             continue
         if file is not None and (file.epoch, file.attempt, file.source) == (epoch, attempt, source):
@@ -161,8 +153,8 @@ def _parse(path: str, data: bytes) -> _File:
     metrics = parsing.user_data(fields, "metrics", dict)
     try:
         checksums.pack_json(metrics, "metrics")  # the other processes get it as JSON
-    except InvalidArgumentError as error:
-        raise FormatError(path, str(error)) from None
+    except errors.InvalidArgumentError as error:
+        raise errors.FormatError(path, str(error)) from None
     return _File(fields.integer("epoch"), fields.text("attempt"), fields.text("source"), metrics)
 
 

@@ -18,16 +18,8 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from epochckpt import _threads
+from epochckpt import _threads, errors
 from epochckpt._threads import Deadline
-from epochckpt.errors import (
-    CoordinationError,
-    CoordinationTimeoutError,
-    InvalidArgumentError,
-    UnsupportedError,
-    from_wire,
-    to_wire,
-)
 
 T = TypeVar("T")
 
@@ -51,7 +43,7 @@ class Coordinator:
 
     def get(self, key: str, timeout_secs: float) -> Any:
         """Waits for a value; CoordinationTimeoutError says that it did not come in time."""
-        raise CoordinationError(f"{key}: a single process has no other to wait for")
+        raise errors.CoordinationError(f"{key}: a single process has no other to wait for")
 
     def get_all(self, prefix: str) -> Mapping[str, Any]:
         """All values now under `prefix/`, by the rest of their key."""
@@ -77,7 +69,7 @@ class Coordinator:
 
     def peek(self, key: str) -> Any:
         """A value that is there now; None if there is none, or if the service does not answer at once."""
-        with contextlib.suppress(CoordinationError):
+        with contextlib.suppress(errors.CoordinationError):
             return self.get(key, 0.001)
 
     def agree(self, key: str, decide: Callable[[], T], timeout_secs: float) -> T:
@@ -96,7 +88,7 @@ class Coordinator:
         found: dict[int, Any] = {}
         while missing:
             first = min(missing)
-            with contextlib.suppress(CoordinationTimeoutError):
+            with contextlib.suppress(errors.CoordinationTimeoutError):
                 found[first] = self.get(f"{prefix}/{first}", max(deadline.left(), 0.001))
             present = self.get_all(prefix)
             found.update({int(k): v for k, v in present.items() if int(k) in missing})
@@ -109,7 +101,7 @@ class Coordinator:
 def value_of(answer: Mapping[str, Any]) -> Any:
     """The value in an answer; raises the error if the answer is one."""
     if "error" in answer:
-        raise from_wire(answer["error"])
+        raise errors.from_wire(answer["error"])
     return answer["value"]
 
 
@@ -118,7 +110,7 @@ def _answered(decide: Callable[[], T], publish: Callable[[dict[str, Any]], None]
     try:
         value = decide()
     except BaseException as error:  # Ctrl-C, too
-        publish({"error": to_wire(error)})
+        publish({"error": errors.to_wire(error)})
         raise
     publish({"value": value})
     return value
@@ -144,18 +136,18 @@ class JaxCoordinator(Coordinator):
         return {key.rpartition("/")[2]: json.loads(value) for key, value in pairs}
 
     def forget(self, prefix: str) -> None:
-        with contextlib.suppress(CoordinationError):
+        with contextlib.suppress(errors.CoordinationError):
             self._call(f"delete {prefix}", lambda: self._client.key_value_delete(prefix + "/"))
 
     def _call(self, what: str, fn: Callable[[], T], wait_secs: float | None = None) -> T:
         """Bounds a call that may wait, for a service that does not honour even its own deadline."""
         problem = f"the coordination service did not {what}"
         try:
-            return _threads.abandonable(fn, (wait_secs or 0.0) + _CALL_SECS)
+            return _threads.start(fn).result((wait_secs or 0.0) + _CALL_SECS)
         except Exception as error:
             if isinstance(error, TimeoutError) or (wait_secs is not None and "DEADLINE_EXCEEDED" in str(error)):
-                raise CoordinationTimeoutError(f"{problem} within {wait_secs or _CALL_SECS:g} s") from None
-            raise CoordinationError(f"{problem}: {error}") from error
+                raise errors.CoordinationTimeoutError(f"{problem} within {wait_secs or _CALL_SECS:g} s") from None
+            raise errors.CoordinationError(f"{problem}: {error}") from error
 
 
 class RecentKeys:
@@ -232,7 +224,7 @@ class Calls:
         self._voting = answer["vote"].rpartition("/")[2]
         try:
             yield answer["candidates"], answer["vote"]
-        except CoordinationTimeoutError:
+        except errors.CoordinationTimeoutError:
             self._counts[base] -= 1
             if self._coordinator.primary:
                 self._coordinator.forget(key)  # a process that comes now waits for the next vote
@@ -261,8 +253,8 @@ class Calls:
             base, key = self._next(call)
             try:
                 answer = self._coordinator.get(key, timeout_secs)
-            except CoordinationTimeoutError:
-                raise CoordinationTimeoutError(
+            except errors.CoordinationTimeoutError:
+                raise errors.CoordinationTimeoutError(
                     f"the primary, {self._coordinator.named([0])}, did not answer {call} within {timeout_secs:g} s: it "
                     "did not make this call, or does not answer at all. In a job of several processes all make it. "
                     "Nothing has changed here; status(epoch) looks at storage from this process alone"
@@ -328,20 +320,20 @@ def connect(
         return Coordinator()
     processes, me = jax.process_count(), jax.process_index()
     if processes == 1 and len({d.process_index for d in jax.devices()}) > 1:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "one process controls devices of several (a Pathways single controller); "
             "epochckpt does not support that yet"
         )
     active = range(processes) if active_processes is None else sorted(active_processes)
     if not set(active) <= set(range(processes)) or me not in active:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"multiprocessing_options: active_processes={list(active)}, and this is process {me} of {processes}; "
             "construct the manager on those processes only, and name only processes of the job"
         )
     if primary_host is None:
         return Coordinator(me)
     if primary_host not in active:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"multiprocessing_options: primary_host={primary_host} takes no part, here are processes {list(active)}; "
             "name one of them, or None if each process has a directory of its own"
         )

@@ -13,24 +13,13 @@ from urllib.parse import quote
 import orbax.checkpoint as ocp
 from absl import logging
 
+from epochckpt import errors
 from epochckpt._threads import Deadline
 from epochckpt.commit import attached_metrics, coordination
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.coordination import Coordinator
 from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
-from epochckpt.errors import (
-    AccessError,
-    CoordinationError,
-    CoordinationTimeoutError,
-    DamagedError,
-    EpochNotFoundError,
-    FormatError,
-    FormatVersionError,
-    InvalidArgumentError,
-    NotACheckpointDirectoryError,
-    say,
-)
 from epochckpt.format import Nodes, checksums, paths
 from epochckpt.format.nodes import check_names
 from epochckpt.options import StorageOptions
@@ -78,7 +67,7 @@ class Opened:
     prefix: str  # of this manager's coordination keys, and of no other manager's of the job
     nodes: Nodes
     survey: Survey
-    refused: AccessError | None  # on the primary: why this user may not write there, if that can be seen
+    refused: errors.AccessError | None  # on the primary: why this user may not write there, if that can be seen
 
 
 def commits_of(store: Store, names: StepNames) -> Commits:
@@ -107,7 +96,7 @@ def survey(
         epoch = epochs[-1]
         try:
             found = _look_at(commits, epoch)
-        except EpochNotFoundError:  # deleted just now: others may have been deleted, too, and newer ones committed
+        except errors.EpochNotFoundError:  # deleted just now: others may be gone, too, and newer ones committed
             looks += 1
             epochs = epochs[:-1] if looks > _LOOKS else [e for e in commits.list_epochs() if e not in damaged]
             continue
@@ -131,11 +120,11 @@ def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | None:
             attempt = record.attempt
             commits.check_shallow(record)
             return None
-        except FormatVersionError:
+        except errors.FormatVersionError:
             raise
-        except (DamagedError, FormatError) as error:
+        except (errors.DamagedError, errors.FormatError) as error:
             if attempt is None or commits.read_head(epoch).attempt == attempt:
-                return ReplaceCondition(attempt, say(error))
+                return ReplaceCondition(attempt, errors.say(error))
 
 
 def open_directory(
@@ -148,19 +137,16 @@ def open_directory(
 ) -> Opened:
     """Opens a directory for a manager: looks at it, and writes nothing but the directory itself where it is missing.
 
-    Raises:
-        NotACheckpointDirectoryError: it is a file, or missing and not to be created.
-        AccessError: no permission to read it, or to create it.
-        FormatVersionError: it was written by a newer epochckpt.
-        InvalidArgumentError: unusable or repeated node names, several in a job of several processes, items named alike.
-        CoordinationTimeoutError: a process did not come to open it; says which.
+    Raises NotACheckpointDirectoryError (a file, or missing and not to be created), AccessError (no permission to read
+    or create it), FormatVersionError (written by a newer epochckpt), InvalidArgumentError (unusable or repeated names
+    of nodes or items) or CoordinationTimeoutError, which names the process that did not come to open it.
     """
     base = _base(coordinator, options)  # first of all: every process counts alike
     names = StepNames.of(options)  # refuses what cannot be used before another process hears of this one
     defaults = [f"process_{id}" for id in coordinator.ids]
     own = check_names(defaults[coordinator.process] if node is None else node)
     if coordinator.processes > 1 and not (node is None or isinstance(node, str)):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
             f"{coordinator.processes}; pass the one name of this process's node"
         )
@@ -172,8 +158,8 @@ def open_directory(
         if not coordinator.primary:
             try:
                 coordinator.put(f"{base}/hello/{coordinator.process}", {"node": own[0]})
-            except CoordinationError as error:
-                raise CoordinationError(
+            except errors.CoordinationError as error:
+                raise errors.CoordinationError(
                     f"{coordinator.named([coordinator.process])} could not say hello ({error}). A process that was "
                     "relaunched into a running job cannot join its managers: restart the whole job"
                 ) from error
@@ -213,13 +199,13 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
     found, missing = coordinator.gather(prefix, others, Deadline(wait))
     if missing:
         late = coordinator.named(missing)
-        raise CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
+        raise errors.CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
     nodes = [name] + [str(found[process]["node"]) for process in sorted(others)]
     for process, node in enumerate(nodes):
         first = nodes.index(node)
         if first != process:
             both = f"{coordinator.named([first])} and {coordinator.named([process])}"
-            raise InvalidArgumentError(f"{both} both call their node {node!r}; node= must be unique")
+            raise errors.InvalidArgumentError(f"{both} both call their node {node!r}; node= must be unique")
     return nodes
 
 
@@ -241,12 +227,13 @@ def _decide(
         if not options.read_only:
             store.make_root()
         found, moving = survey(commits, options), commits.moving()
-    except NotACheckpointDirectoryError:  # a NotADirectoryError, too
+    except errors.NotACheckpointDirectoryError:  # a NotADirectoryError, too
         raise
     except NotADirectoryError as error:
-        raise NotACheckpointDirectoryError(f"{store.root}: a folder on the way to it is a file ({error})") from error
+        problem = f"{store.root}: a folder on the way to it is a file ({error})"
+        raise errors.NotACheckpointDirectoryError(problem) from error
     except PermissionError as error:
-        raise AccessError(
+        raise errors.AccessError(
             f"{store.root}: {error}; this user (uid {os.getuid()}) needs access to read it, and to write where it is "
             "to be created"
         ) from error
@@ -276,7 +263,7 @@ def _look_beside(store: Store, names: StepNames) -> None:
         above, what = os.path.dirname(store.root.rstrip("/")), "the folder of a single epoch"
         if step_names.is_item(store, here):
             above, what = os.path.dirname(above), "an item of an epoch"
-        raise NotACheckpointDirectoryError(
+        raise errors.NotACheckpointDirectoryError(
             f"{store.root} is {what}, or of what a plain Orbax checkpointer saved; expected the directory that holds "
             f"the epochs. Open {above}, if it is that; look at this folder with ec.inspect or "
             "`epochckpt show`; restore a folder of a plain checkpointer with that checkpointer"
@@ -294,10 +281,10 @@ def _check_directory(store: Store, create: bool) -> None:
     except FileNotFoundError:
         if create:
             return
-        raise NotACheckpointDirectoryError(
+        raise errors.NotACheckpointDirectoryError(
             f"{store.root} does not exist, and options.create is False; check the path (in Orbax's words: No steps "
             f"found in {store.root})"
         ) from None
     if not is_folder(store.root):
         kind = "a broken link" if stat.S_ISLNK(found.st_mode) and not os.path.exists(store.root) else "a file"
-        raise NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")
+        raise errors.NotACheckpointDirectoryError(f"{store.root} is {kind}; expected a directory for checkpoints")

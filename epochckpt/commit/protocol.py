@@ -26,18 +26,7 @@ from collections.abc import Callable, Sequence
 
 from absl import logging
 
-from epochckpt.errors import (
-    AccessError,
-    DamagedError,
-    EpochCheckpointError,
-    EpochNotFoundError,
-    FormatError,
-    SaveError,
-    UncertainError,
-    UnfinishedError,
-    say,
-    unreadable,
-)
+from epochckpt import errors
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 from epochckpt.orbax import StepNames, marks, steps
 from epochckpt.storage import Store
@@ -76,7 +65,7 @@ def parse_rollback(path: str, data: bytes) -> Rollback:
     fields = parsing.open_record(path, data, "rollback")
     to, epochs, kept = fields.data.get("to"), fields.array("epochs"), fields.data.get("kept")
     if not all(type(e) is int for e in epochs) or not (to is None or type(to) is int):
-        raise FormatError(path, "is not a rollback record")
+        raise errors.FormatError(path, "is not a rollback record")
     token = paths.check_recorded_name(path, fields.text("id"))
     return Rollback(to, tuple(epochs), token, None if kept is None else paths.check_recorded_name(path, kept))
 
@@ -132,7 +121,7 @@ class Commits(abc.ABC):
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
-            raise unreadable(folder, error) from error
+            raise errors.unreadable(folder, error) from error
         raise self._unknown(epoch)
 
     def read_in(
@@ -142,16 +131,16 @@ class Commits(abc.ABC):
         path = paths.join(folder, paths.EPOCH_RECORD)
         record = parsing.read_record(self.store, path, parse)
         if record is not None and record.epoch != epoch:
-            raise FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
+            raise errors.FormatError(path, f"is the record of epoch {record.epoch}, found under the name of {epoch}")
         return record
 
-    def _unknown(self, epoch: int) -> EpochNotFoundError:
+    def _unknown(self, epoch: int) -> errors.EpochNotFoundError:
         try:
-            return EpochNotFoundError(epoch, self.store.root, self.list_epochs())
+            return errors.EpochNotFoundError(epoch, self.store.root, self.list_epochs())
         except NotADirectoryError:  # not about an epoch at all
             raise
         except OSError as error:  # another epoch's folder is not permitted, for example
-            raise unreadable(self.store.root, error) from error
+            raise errors.unreadable(self.store.root, error) from error
 
     def moving(self) -> list[int]:
         """Epochs that an earlier run was killed on the way to move: the next claim puts them where they belong."""
@@ -183,7 +172,7 @@ class Commits(abc.ABC):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for node in (entry.name for entry in self.store.list(folder) if entry.is_folder):
                 path = paths.join(folder, node, paths.EPOCH_RECORD)
-                with contextlib.suppress(EpochCheckpointError, OSError):  # of another program
+                with contextlib.suppress(errors.EpochCheckpointError, OSError):  # of another program
                     record = parsing.read_record(self.store, path, parsing.parse_head)
                     if record is not None and record.per_node:
                         found.append(paths.shown_name(node))
@@ -206,9 +195,9 @@ class Commits(abc.ABC):
             try:
                 found = self.store.size(path)
             except OSError as error:
-                raise unreadable(path, error) from error
+                raise errors.unreadable(path, error) from error
             if found != size:
-                raise DamagedError(path, f"has {found} bytes, {size} were written")
+                raise errors.DamagedError(path, f"has {found} bytes, {size} were written")
 
     def scan(self) -> tuple[list[int], dict[int, str]]:
         """The committed epochs, and by number the folders that are named like an epoch and are none.
@@ -262,11 +251,11 @@ class Commits(abc.ABC):
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def write_refusal(self) -> AccessError | None:
+    def write_refusal(self) -> errors.AccessError | None:
         """Why this process may not write to the directory, if that can be seen without trying."""
         if self.store.may_write():
             return None
-        return AccessError(
+        return errors.AccessError(
             f"{self.store.root}: this user (uid {os.getuid()}) may read it, but not write there: nothing can be saved "
             "or deleted. Give write access, or save to another directory"
         )
@@ -347,31 +336,32 @@ class Commits(abc.ABC):
     def release(self) -> None:
         """Primary: ends the incarnation; removes its empty staging."""
 
-    def lost(self, epoch: int) -> SaveError:
+    def lost(self, epoch: int) -> errors.SaveError:
         """The error of an attempt whose staging folder is gone."""
-        return SaveError(epoch, f"files of it have disappeared from {self.store.root}")
+        return errors.SaveError(epoch, f"files of it have disappeared from {self.store.root}")
 
     def read_attempt(self, epoch: int) -> str | None:
         """Attempt id of the committed epoch on storage; None if there is none, or if its record is damaged."""
         try:
             return self.read_head(epoch).attempt
-        except (DamagedError, FormatError, EpochNotFoundError):
+        except (errors.DamagedError, errors.FormatError, errors.EpochNotFoundError):
             return None
 
     def is_there(self, epoch: int, attempt: str, error: Exception) -> bool:
         """Whether an attempt has become the epoch although the decisive step has reported an error."""
         try:
             return self.read_head(epoch).attempt == attempt
-        except EpochNotFoundError:
+        except errors.EpochNotFoundError:
             return False
-        except (EpochCheckpointError, OSError) as problem:
-            raise UncertainError(epoch, f"{say(error)}; and what is there now cannot be read ({problem})") from error
+        except (errors.EpochCheckpointError, OSError) as problem:
+            reason = f"{errors.say(error)}; and what is there now cannot be read ({problem})"
+            raise errors.UncertainError(epoch, reason) from error
 
     def require(self, epoch: int) -> list[int]:
         """The committed epochs; raises EpochNotFoundError, which lists them, unless this one is among them."""
         epochs = self.list_epochs()
         if epoch not in epochs:
-            raise EpochNotFoundError(epoch, self.store.root, epochs)
+            raise errors.EpochNotFoundError(epoch, self.store.root, epochs)
         return epochs
 
     def write_once(self, parts: tuple[str, str], data: bytes) -> None:
@@ -413,13 +403,13 @@ class Commits(abc.ABC):
         try:
             self._move_rolled_back(rollback)
         except OSError as error:
-            raise UnfinishedError(self.store.root, rollback.epochs, say(error)) from error
+            raise errors.UnfinishedError(self.store.root, rollback.epochs, errors.say(error)) from error
 
     def _finish_if_it_can(self) -> None:
         """Completes a rollback for a claim, which succeeds without it: a failure is logged."""
         try:
             self.finish_rollback()
-        except UnfinishedError as error:
+        except errors.UnfinishedError as error:
             logging.error("%s", error)
 
     @abc.abstractmethod

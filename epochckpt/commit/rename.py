@@ -16,19 +16,9 @@ from functools import partial
 
 from absl import logging
 
-from epochckpt import _threads
+from epochckpt import _threads, errors
 from epochckpt.commit import claiming, placing
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
-from epochckpt.errors import (
-    DamagedError,
-    EpochExistsError,
-    FencedError,
-    FormatError,
-    SaveError,
-    UncertainError,
-    UnfinishedError,
-    say,
-)
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import StepNames, view_files
 from epochckpt.orbax import view as orbax_view
@@ -136,7 +126,7 @@ class RenameCommits(Commits):
             view = self._views.build(record)
         except Exception as error:  # Orbax's form cannot take it: the epoch itself is not in danger
             logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
-            return dataclasses.replace(record, orbax_unsupported={"*": {"*": say(error)}}, orbax_view=None)
+            return dataclasses.replace(record, orbax_unsupported={"*": {"*": errors.say(error)}}, orbax_view=None)
         with self._staged(record.epoch):
             written = view_files.write(self.store, self._staging(record.attempt), record, view, run)
         for item, leaves in view.unsupported.items():
@@ -153,8 +143,8 @@ class RenameCommits(Commits):
         if epoch in self.hidden():
             try:
                 self.finish_rollback()
-            except UnfinishedError as error:
-                raise SaveError(epoch, str(error)) from error
+            except errors.UnfinishedError as error:
+                raise errors.SaveError(epoch, str(error)) from error
         with self._staged(epoch):
             self.store.create(paths.join(staging, paths.EPOCH_RECORD), record)
             self.store.sync_folder(staging)
@@ -196,23 +186,25 @@ class RenameCommits(Commits):
             if staged.attempt == attempt:
                 away = self._take_away(attempt)
                 _threads.logged("the remains of a save stay", lambda: self.store.remove_tree(away))
-        except (DamagedError, FormatError, OSError) as problem:
-            raise UncertainError(epoch, f"{say(error)}; and where it is now cannot be seen ({problem})") from error
+        except (errors.DamagedError, errors.FormatError, OSError) as problem:
+            reason = f"{errors.say(error)}; and where it is now cannot be seen ({problem})"
+            raise errors.UncertainError(epoch, reason) from error
         return staged.attempt != attempt  # exchanged for the epoch that it replaces
 
-    def _refusal(self, epoch: int, error: OSError) -> SaveError:
+    def _refusal(self, epoch: int, error: OSError) -> errors.SaveError:
         """Why a staged epoch could not be put in its place."""
         if isinstance(error, FileNotFoundError):
             return self.lost(epoch)
         if isinstance(error, FileExistsError):
             final = self.names.build(epoch)
+            reason = f"{self.store.root}/{final} exists already; delete() or rollback_to() make room"
             if final in self.scan()[1].values():
-                return SaveError(epoch, f"something else is in the way: {self.obstacle(final)}")
-            return SaveError(epoch, f"{self.store.root}/{final} exists already; delete() or rollback_to() make room")
+                reason = f"something else is in the way: {self.obstacle(final)}"
+            return errors.SaveError(epoch, reason)
         reason = f"renaming it into place failed: {error}"
         if placing.immovable(error):
             reason += f". No rename moves the epoch that is there; delete({epoch}) makes room"
-        return SaveError(epoch, reason)
+        return errors.SaveError(epoch, reason)
 
     def discard(self, epoch: int, attempt: str) -> None:
         if attempt not in self._given_up:
@@ -229,7 +221,8 @@ class RenameCommits(Commits):
         name = self.folder(epoch)
         kept = None if into is None else paths.join(into, name)
         if kept is not None and self.store.exists(kept):
-            raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
+            problem = f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}"
+            raise errors.EpochExistsError(problem)
         away = placing.removed(self._home, name)
         with self._fenced(epoch):
             try:
@@ -281,10 +274,10 @@ class RenameCommits(Commits):
         placing.leave(self.store, self._home)
         self.store.sync_folder("")
 
-    def lost(self, epoch: int) -> SaveError:
+    def lost(self, epoch: int) -> errors.SaveError:
         if self.store.exists(self._home):
-            return SaveError(epoch, "the primary has given this attempt up")
-        return FencedError(
+            return errors.SaveError(epoch, "the primary has given this attempt up")
+        return errors.FencedError(
             epoch,
             f"a newer run has taken over {self.store.root} (the staging folder of this one, {self._home}, is gone); "
             "this process can no longer save there",

@@ -8,27 +8,15 @@ accepted, or the first error. Guarantees:
 - where storage does not answer one of the processes, all of them stop instead of falling back to an older epoch.
 """
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from absl import logging
 
+from epochckpt import errors
 from epochckpt._threads import Deadline
 from epochckpt.commit.coordination import Coordinator
-from epochckpt.errors import (
-    CoordinationTimeoutError,
-    DamagedError,
-    EpochCheckpointError,
-    EpochNotFoundError,
-    FormatError,
-    FormatVersionError,
-    StorageError,
-    from_wire,
-    kept,
-    say,
-    to_wire,
-)
 
 _MARGIN_SECS = 60.0
 _LOOKS = 16  # at a directory whose epochs are deleted again and again
@@ -42,15 +30,6 @@ def patience(timeout_secs: float) -> float:
     return 2 * timeout_secs + _MARGIN_SECS
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice(Generic[T]):
-    """The epoch that was restored, its restored value, and the errors of newer epochs that a process found damaged."""
-
-    epoch: int
-    value: T
-    rejected: Mapping[int, Exception]
-
-
 def newest_readable(
     candidates: Sequence[int],
     restore: Callable[[int], T],
@@ -59,8 +38,10 @@ def newest_readable(
     prefix: str,
     timeout_secs: float,
     directory: str,
-) -> Choice[T]:
+) -> tuple[int, T, Mapping[int, Exception]]:
     """Restores the newest epoch of the primary's `candidates`, ascending, that every process can read.
+
+    Returns the epoch, its restored value, and the errors of newer epochs that a process found damaged.
 
     `restore` raises DamagedError or FormatError for an epoch that is damaged, and EpochNotFoundError for one that is
     gone. Any other error says nothing about the epoch, and ends the search on every process. `look_again` is given what
@@ -71,32 +52,32 @@ def newest_readable(
     rejected: dict[int, Exception] = {}
     damaged: Mapping[int, str] = {}
     gone: list[int] = []
-    looks = votes = 0
-    while True:
+    looks = 0
+    for vote in itertools.count(1):
         left = [epoch for epoch in found if epoch not in rejected and epoch not in gone]
         if not left and looks <= _LOOKS:
             (found, damaged), looks = look_again(rejected), looks + 1
             left = [epoch for epoch in found if epoch not in rejected and epoch not in gone]
         if not left:
             break
-        epoch, votes = left[-1], votes + 1
-        value, error = _try(lambda epoch=epoch: restore(epoch), coordinator, f"{prefix}/{votes}", timeout_secs)
+        epoch = left[-1]
+        value, error = _try(lambda epoch=epoch: restore(epoch), coordinator, f"{prefix}/{vote}", timeout_secs)
         if error is None:
-            return Choice(epoch, value[0], rejected)
-        if not isinstance(error, EpochNotFoundError):
+            return epoch, value[0], rejected
+        if not isinstance(error, errors.EpochNotFoundError):
             logging.error("%s: epoch %d is not restored, falling back to an older one: %s", directory, epoch, error)
-            rejected[epoch] = kept(error)  # its traceback would hold the arrays that were read of the epoch
+            rejected[epoch] = errors.kept(error)  # its traceback would hold the arrays that were read of the epoch
             continue
         logging.warning("%s: epoch %d is not restored, it is not there any more: %s", directory, epoch, error)
         gone.append(epoch)
         if looks < _LOOKS:
             (found, damaged), looks = look_again(rejected), looks + 1
-    reasons = {**damaged, **{epoch: say(error) for epoch, error in rejected.items()}}
+    reasons = {**damaged, **{epoch: errors.say(error) for epoch, error in rejected.items()}}
     if not reasons:
-        raise EpochNotFoundError(None, directory, [])
+        raise errors.EpochNotFoundError(None, directory, [])
     newest = max(reasons)
     problem = f"none of the {len(reasons)} committed epochs can be restored; the newest: {reasons[newest]}"
-    raise DamagedError(directory, problem) from rejected.get(newest)
+    raise errors.DamagedError(directory, problem) from rejected.get(newest)
 
 
 def _try(
@@ -113,7 +94,7 @@ def _try(
     if coordinator.processes > 1:
         error = _vote(coordinator, key, mine, timeout_secs) or mine
     # An error that says nothing about the epoch stops this process. Where storage is silent, all take the verdict.
-    if mine is not None and not _is_verdict(mine) and not (isinstance(mine, StorageError) and error is not mine):
+    if mine is not None and not _is_verdict(mine) and not (isinstance(mine, errors.StorageError) and error is not mine):
         raise mine
     if error is not None and not _is_verdict(error):
         raise error
@@ -122,41 +103,39 @@ def _try(
 
 def _is_verdict(error: Exception) -> bool:
     """Whether an error is about the epoch; another one stops every process."""
-    return isinstance(error, DamagedError | FormatError | EpochNotFoundError) and not isinstance(
-        error, FormatVersionError
-    )
+    kinds = errors.DamagedError | errors.FormatError | errors.EpochNotFoundError
+    return isinstance(error, kinds) and not isinstance(error, errors.FormatVersionError)
 
 
 def _vote(coordinator: Coordinator, key: str, error: Exception | None, timeout_secs: float) -> Exception | None:
     """Votes; returns the verdict of all processes: None to accept the epoch, else the first error."""
 
     def wire(error: Exception | None) -> dict[str, Any]:
-        return {"ok": True} if error is None else {"error": to_wire(error)}
+        return {"ok": True} if error is None else {"error": errors.to_wire(error)}
 
     if not coordinator.primary:
         coordinator.put(f"{key}/vote/{coordinator.process}", wire(error))
         try:
             verdict = coordinator.get(f"{key}/verdict/0", patience(timeout_secs))
-        except EpochCheckpointError as silence:
+        except errors.EpochCheckpointError as silence:
             if error is not None and not _is_verdict(error):
                 return error
-            if isinstance(silence, CoordinationTimeoutError):
-                primary, secs = coordinator.named([0]), patience(timeout_secs)
-                raise CoordinationTimeoutError(
-                    f"the primary, {primary}, did not say within {secs:g} s which epoch restore(None) takes"
-                ) from None
-            raise
-        return from_wire(verdict["error"]) if "error" in verdict else None
+            if not isinstance(silence, errors.CoordinationTimeoutError):
+                raise
+            late = f"the primary, {coordinator.named([0])}, did not say within {patience(timeout_secs):g} s"
+            raise errors.CoordinationTimeoutError(f"{late} which epoch restore(None) takes") from None
+        return errors.from_wire(verdict["error"]) if "error" in verdict else None
     # The primary waits for the votes, unless it rejects the epoch itself.
     answer = error
     if error is None:
         others = set(range(1, coordinator.processes))
         votes, missing = coordinator.gather(f"{key}/vote", others, Deadline(timeout_secs))
-        bad = [from_wire(vote["error"]) for _, vote in sorted(votes.items()) if "error" in vote]
+        bad = [errors.from_wire(vote["error"]) for _, vote in sorted(votes.items()) if "error" in vote]
         if bad:
             answer = next((e for e in bad if not _is_verdict(e)), bad[0])
         elif missing:
             late = coordinator.named(missing)
-            answer = CoordinationTimeoutError(f"{late} did not say within {timeout_secs:g} s whether it can restore")
+            problem = f"{late} did not say within {timeout_secs:g} s whether it can restore"
+            answer = errors.CoordinationTimeoutError(problem)
     coordinator.put(f"{key}/verdict/0", wire(answer))
     return answer

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import _threads, _units
+from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.commit import memory, retention
 from epochckpt.commit.attempt import Attempt, Committed, ProcessReport, write_nodes
@@ -32,19 +32,6 @@ from epochckpt.commit.claiming import Claim
 from epochckpt.commit.coordination import RecentKeys
 from epochckpt.commit.opening import Opened
 from epochckpt.commit.retention import History
-from epochckpt.errors import (
-    CoordinationError,
-    CoordinationTimeoutError,
-    FencedError,
-    InvalidArgumentError,
-    LateNodesError,
-    SaveError,
-    UncertainError,
-    as_save_error,
-    from_wire,
-    kept,
-    to_wire,
-)
 from epochckpt.options import StorageOptions
 
 LONG_SECS = 1.0  # a save that holds training for longer logs why
@@ -63,7 +50,7 @@ class SaveListener(Protocol):
     def announce(self, attempt: Attempt, commit: Committed) -> None:
         """An attempt is committed, and in the history. May fail."""
 
-    def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
+    def ended(self, attempt: Attempt, failure: errors.SaveError | None) -> None:
         """An attempt has ended, with the reason if it failed. Must not fail."""
 
 
@@ -96,7 +83,7 @@ class Attempts:
         # no invariant spans two of them; see the guarantees of `_threads`.
         self._pending: list[Attempt] = []
         self._tries: dict[int, int] = {}  # how many attempts at an epoch the write lane has taken up
-        self._errors: list[SaveError] = []
+        self._errors: list[errors.SaveError] = []
         self._failed: dict[int, tuple[str, str]] = {}
         self._unheard: collections.deque[Attempt] = collections.deque(maxlen=_KEPT_KEYS)
         self._report_keys, self._keys = RecentKeys(_KEPT_REPORTS), RecentKeys(_KEPT_KEYS)
@@ -108,7 +95,7 @@ class Attempts:
         """Waits until a new save may begin, see `_in_the_way`, and logs why when that takes long."""
         limit = self._options.host_memory_limit_bytes
         if limit is not None and copied_bytes > limit:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"this save copies {_units.nbytes(copied_bytes)} to host memory, "
                 f"more than host_memory_limit_bytes allows ({_units.nbytes(limit)}); raise the limit"
             )
@@ -173,13 +160,13 @@ class Attempts:
         """How the last attempt at an epoch ended, if not well (`failed`, `uncertain`), and why."""
         return self._failed.get(epoch)
 
-    def pop_errors(self) -> list[SaveError]:
+    def pop_errors(self) -> list[errors.SaveError]:
         """Failures since the last call."""
-        errors = list(self._errors)
-        for error in errors:
+        popped = list(self._errors)
+        for error in popped:
             with contextlib.suppress(ValueError):
                 self._errors.remove(error)
-        return errors
+        return popped
 
     def after_fork(self) -> None:
         """In a forked child: the saves in flight are the parent's."""
@@ -215,17 +202,17 @@ class Attempts:
                 continue
             epoch, secs, state = attempt.epoch, attempt.deadline.secs, attempt.state
             if attempt.binding.claim():  # from here on this process takes no binding step
-                self._end(attempt, LateNodesError(epoch, self.nodes.hosted_names, secs))
+                self._end(attempt, errors.LateNodesError(epoch, self.nodes.hosted_names, secs))
             else:
                 reason = f"storage has not answered, long after its {secs:g} s were over ({state})"
-                self._end(attempt, UncertainError(epoch, reason))
+                self._end(attempt, errors.UncertainError(epoch, reason))
             event.wait(_VERDICT_MARGIN_SECS)  # it may be ending just now
             return
 
     def _bind(self, attempt: Attempt) -> None:
         """From here on this process may not give the attempt up any more; SaveError if it has done so."""
         if not attempt.binding.claim():
-            raise SaveError(attempt.epoch, f"{self.nodes.hosted_names[0]} has given it up")
+            raise errors.SaveError(attempt.epoch, f"{self.nodes.hosted_names[0]} has given it up")
 
     # -- writing, on every node ----------------------------------------------------------------------------------
 
@@ -257,7 +244,7 @@ class Attempts:
             identity = self._id(attempt)
             report = write_nodes(self._commits, self.nodes, attempt, identity, self._options, self._pool)
         except Exception as caught:  # every failure becomes this process's report
-            error = kept(caught)
+            error = errors.kept(caught)
             report = ProcessReport(error=error)
         # The report is this process's last act on the staging: after it, the primary may commit.
         attempt.snapshot.drop()
@@ -265,8 +252,8 @@ class Attempts:
             try:
                 self._bind(attempt)
                 self._report_lane.submit(lambda: self._report(attempt, report))
-            except SaveError as caught:
-                error = kept(caught)
+            except errors.SaveError as caught:
+                error = errors.kept(caught)
         attempt.reports[self._coordinator.process] = report
         attempt.state = f"written, waiting for {'its commit' if self.nodes.processes == 1 else 'the other nodes'}"
         attempt.written.set(None)
@@ -276,7 +263,7 @@ class Attempts:
         """Reports to the primary, in a lane of its own: where the primary's machine is silent this takes long."""
         try:
             self._coordinator.put(f"{self._key('report', attempt)}/{self._coordinator.process}", report.to_wire())
-        except CoordinationError as error:
+        except errors.CoordinationError as error:
             logging.warning("epoch %d: the primary may not hear of this node: %s", attempt.epoch, error)
 
     def _begin(self, attempt: Attempt) -> None:
@@ -297,8 +284,8 @@ class Attempts:
             attempt.state = "waiting for the primary to claim the directory"
             try:
                 self._claim.learn(self._coordinator.agree(key, take, left))
-            except CoordinationTimeoutError:
-                raise LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
+            except errors.CoordinationTimeoutError:
+                raise errors.LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
 
     def _let_older_ones_end(self, attempt: Attempt) -> None:
         """On the primary: waits while too many saves are undecided because nodes are slow or behind."""
@@ -310,7 +297,8 @@ class Attempts:
             if oldest.collecting and oldest.state != _COMMITTING and since >= _PATIENCE_SECS and not lag:
                 # A node is silent: saves that wait for it must not pile up on storage.
                 epochs = ", ".join(str(a.epoch) for a in waiting)
-                raise SaveError(attempt.epoch, f"epochs {epochs} are still waiting for their nodes; not more than that")
+                reason = f"epochs {epochs} are still waiting for their nodes; not more than that"
+                raise errors.SaveError(attempt.epoch, reason)
             for each in self.pending():
                 if not each.written.done():  # it waits for this one, which waits for the node that is behind
                     self._give_time(each, lag)
@@ -322,7 +310,7 @@ class Attempts:
 
     def _conclude(self, attempt: Attempt, error: Exception | None) -> None:
         """Ends an attempt on this node, whatever happens."""
-        failure: SaveError | None = None
+        failure: errors.SaveError | None = None
         deleted: tuple[int, ...] = ()
         try:
             if self._coordinator.primary:
@@ -334,7 +322,7 @@ class Attempts:
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)
         except Exception as caught:
-            failure = kept(as_save_error(attempt.epoch, caught))
+            failure = errors.kept(errors.as_save_error(attempt.epoch, caught))
             self._claim.note(failure)
         # Deleted epochs are out of sight before the attempt ends, and their bytes are removed after that.
         removals = []
@@ -345,7 +333,7 @@ class Attempts:
         for remove in filter(None, removals):
             _threads.logged("a deleted epoch could not be removed", remove)
 
-    def _end(self, attempt: Attempt, failure: SaveError | None) -> None:
+    def _end(self, attempt: Attempt, failure: errors.SaveError | None) -> None:
         """Ends an attempt, once; one that was given up stays given up."""
         if not attempt.ended.claim():
             if failure is None:
@@ -353,7 +341,7 @@ class Attempts:
             return
         attempt.state = "committed" if failure is None else "failed"
         if failure is not None:
-            state = "uncertain" if isinstance(failure, UncertainError) else "failed"
+            state = "uncertain" if isinstance(failure, errors.UncertainError) else "failed"
             self._failed[attempt.epoch] = (state, failure.reason)
             if attempt.error is None:  # else `save` has raised it
                 self._errors.append(failure)
@@ -381,8 +369,9 @@ class Attempts:
             attempt.state = _COMMITTING
             commit = self._publish(attempt)
         except Exception as caught:
-            self._publish_verdict(attempt, {"error": to_wire(as_save_error(attempt.epoch, caught))})
-            if self._claim.known and not isinstance(caught, UncertainError):  # an epoch that may exist keeps its data
+            self._publish_verdict(attempt, {"error": errors.to_wire(errors.as_save_error(attempt.epoch, caught))})
+            # An epoch that may exist keeps its data.
+            if self._claim.known and not isinstance(caught, errors.UncertainError):
                 me = self._id(attempt)
                 _threads.logged("the remains of a save stay", lambda: self._commits.discard(attempt.epoch, me))
             raise
@@ -418,12 +407,12 @@ class Attempts:
         # The first error of a process is the attempt's; then come missing reports, and plans that differ.
         for process, report in sorted(attempt.reports.items()):
             if (error := report.error) is not None:
-                kind = FencedError if isinstance(error, FencedError) else SaveError
+                kind = errors.FencedError if isinstance(error, errors.FencedError) else errors.SaveError
                 reason = f"node {self.nodes.names[process]}: {getattr(error, 'reason', error)}"
                 raise kind(attempt.epoch, reason) from error
         if missing:
             late = [self.nodes.names[process] for process in sorted(missing)]
-            raise LateNodesError(attempt.epoch, late, attempt.deadline.secs)
+            raise errors.LateNodesError(attempt.epoch, late, attempt.deadline.secs)
         self._claim_is_known = True
         different = [process for process, report in attempt.reports.items() if report.plan != attempt.plan]
         if different:
@@ -431,7 +420,7 @@ class Attempts:
                 f"{self._coordinator.named(different)} planned something else than {self.nodes.names[0]}: the trees, "
                 "shapes or shardings that were passed to save() differ between the processes"
             )
-            raise SaveError(attempt.epoch, reason)
+            raise errors.SaveError(attempt.epoch, reason)
 
     def _give_time(self, attempt: Attempt, lag: float) -> bool:
         """Gives an attempt more time, for processes that are behind; returns whether it has more than before."""
@@ -454,7 +443,8 @@ class Attempts:
 
         def still_in_time() -> None:
             if attempt.deadline.passed():
-                raise SaveError(attempt.epoch, f"its {attempt.deadline.secs:g} s were over just before the rename")
+                reason = f"its {attempt.deadline.secs:g} s were over just before the rename"
+                raise errors.SaveError(attempt.epoch, reason)
             self._bind(attempt)
 
         data = record.to_bytes()
@@ -468,7 +458,7 @@ class Attempts:
         """Publishes the verdict, and forgets the keys of attempts that ended long ago."""
         try:
             self._coordinator.put(f"{self._key('verdict', attempt)}/0", verdict)
-        except CoordinationError as error:  # the other processes will look at storage
+        except errors.CoordinationError as error:  # the other processes will look at storage
             logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
         report = self._key("report", attempt)
         self._report_keys.add(self._coordinator, report)  # late reports of that attempt go with its other keys
@@ -481,28 +471,28 @@ class Attempts:
         while verdict is None:
             try:
                 verdict = self._coordinator.get(key, max(attempt.deadline.left(), 0.001))
-            except CoordinationError as silence:
+            except errors.CoordinationError as silence:
                 self._read_late_verdicts(final=False)
-                late = isinstance(silence, CoordinationTimeoutError)
+                late = isinstance(silence, errors.CoordinationTimeoutError)
                 if not (late and self._give_time(attempt, self._lags.secs([0]))):
                     return self._without_verdict(attempt, error, silence)
         self._lags.heard([0], attempt)
         self._read_late_verdicts(final=True)
         if "error" in verdict:
-            raise from_wire(verdict["error"])
+            raise errors.from_wire(verdict["error"])
         return Committed.from_wire(attempt.epoch, verdict)
 
-    def _without_verdict(self, attempt: Attempt, error: Exception | None, silence: CoordinationError) -> Committed:
+    def _without_verdict(self, attempt: Attempt, error: Exception | None, silence: Exception) -> Committed:
         if error is not None:
             raise error  # of this process: without its report nothing is committed
         if not self._claim.known:  # nothing has been written
-            raise SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}")
+            raise errors.SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}")
         if self._is_there(attempt):
             return Committed(attempt.epoch, attempt.metrics, time.time_ns())
         self._unheard.append(attempt)
         self._lags.missed(attempt, [0])
         reason = f"the primary's verdict did not arrive ({silence}), and it is not on storage at this moment"
-        raise UncertainError(attempt.epoch, reason) from silence
+        raise errors.UncertainError(attempt.epoch, reason) from silence
 
     def _read_late_verdicts(self, *, final: bool) -> None:
         """Reads verdicts that had not come in time; `final`: the verdict of a later attempt has come."""

@@ -144,9 +144,9 @@ def export(
         if epoch is not None:
             done = run(epoch_number(epoch))
         else:
-            done = restore_vote.newest_readable(
+            _, done, _ = restore_vote.newest_readable(
                 commits.list_epochs(), run, lambda _: (commits.list_epochs(), {}), Coordinator(), "", 0.0, store.root
-            ).value
+            )
     except NotADirectoryError as error:
         if store.renames and not os.path.isdir(store.root) and os.path.lexists(store.root):
             raise NotACheckpointDirectoryError(f"{store.root} is a file; expected a directory of epochs") from error

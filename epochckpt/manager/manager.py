@@ -701,7 +701,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._ended = True  # not before: Ctrl-C may end the wait, and the next close() waits again
         if self._coordinator.primary:
             wait = self._storage.open_timeout_secs
-            _threads.logged(f"{self._directory}: at its end", lambda: _threads.abandonable(self._claim.release, wait))
+            _threads.logged(f"{self._directory}: at its end", lambda: _threads.start(self._claim.release).result(wait))
         coordination.forget_opening(self._coordinator, self._prefix)
         self._handlers.close()
         self.check_for_errors()

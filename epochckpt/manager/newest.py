@@ -44,8 +44,8 @@ class Newest:
         candidates = allowed() if among is None else list(among)
         where, wait = self._commits.store.root, self._timeout_secs
         with self._calls.vote(candidates, restore_vote.patience(wait)) as (found, prefix):
-            choice = restore_vote.newest_readable(
+            epoch, value, rejected = restore_vote.newest_readable(
                 found, restore_one, look_again, self._coordinator, prefix, wait, where
             )
-        reject(choice.rejected)
-        return choice.epoch, choice.value
+        reject(rejected)
+        return epoch, value
