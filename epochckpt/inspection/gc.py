@@ -1,14 +1,11 @@
 """What may be removed from a directory, and removing it: attempts that are dead, and what was taken out of sight.
 
-Guarantees:
 - Committed epochs are never touched, nor what is named like an epoch, nor anything behind a symlink.
-- Nothing is removed that was written to or moved within `older_than_secs`, which must be more than a save may take.
-  Each thing is measured again just before it goes, and once more when it is out of sight: what was written to meanwhile
-  goes back.
+- Nothing is removed that was written to or moved within `older_than_secs`, which is more than a save may take. It is
+  measured just before it goes, and once more out of sight: what was written to meanwhile goes back.
 - A run's staging folder itself stays: the run may be alive, and idle.
-- A rename takes the thing out of sight, durably; then its bytes go. The next removal finishes one that was killed.
-- Object stores do not tell when anything was written. There, what earlier runs left is removed, which a later run has
-  fenced off: the same as the next run would remove.
+- A rename takes a thing out of sight, durably; then its bytes go. The next removal finishes one that was killed.
+- Object stores do not tell when anything was written. There, what a later run has fenced off is removed.
 """
 
 import contextlib
@@ -62,17 +59,10 @@ def collect(
     clock: Callable[[], float] = time.time,
     progress: Callable[[LeftoverRow], None] = lambda row: None,
 ) -> Garbage:
-    """Finds what may be removed, and removes it if asked to. Safe beside jobs that are saving.
+    """Finds what may be removed, and removes it if `delete` says so. Safe beside jobs that are saving.
 
-    Args:
-        directory: a path or a URL.
-        delete: remove what is found; otherwise nothing is changed.
-        older_than_secs: only what nothing was written to for so long; must be more than a save may take.
-        epochs_too: also the kinds that hold epochs, among them the folder that `options.todelete_subdir` names.
-        options: the step name format and `todelete_subdir`, if they are not the defaults.
-        storage: the options of the jobs that save here, if their `save_timeout_secs` is not the default.
-        clock: the time, seconds since 1970.
-        progress: called with each row that is gone.
+    With `epochs_too` also what holds epochs, among them the folder that `options.todelete_subdir` names. `storage` has
+    the `save_timeout_secs` of the jobs that save here. `progress` is called with each row that is gone.
     """
     bound = (storage or StorageOptions()).save_timeout_secs
     number = isinstance(older_than_secs, int | float) and not isinstance(older_than_secs, bool)

@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -187,7 +188,7 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
         COMMITTED,
         folder=folder,
         attempt=record.attempt,
-        nodes=tuple(NodeRow(n.name, n.nbytes, n.secs) for n in record.nodes),
+        nodes=tuple(_nodes(record)),
         nbytes=record.nbytes,
         started_ns=record.started_ns,
         committed_ns=record.committed_ns,
@@ -208,16 +209,25 @@ def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     return dataclasses.replace(_of_record(record, folder), writer="orbax", detail=problems)
 
 
+def _nodes(record: EpochRecord | str, folder: str = "", commits: Commits | None = None) -> Iterator[NodeRow]:
+    """The nodes of the epoch in a folder; their files are looked at if `commits` are given. A str says what is wrong."""
+    if isinstance(record, str):
+        yield NodeRow(paths.shown_name(folder.rpartition("/")[2]), 0, None, DAMAGED, record)
+        return
+    for number, node in enumerate(record.nodes):
+        state, detail = COMMITTED, ""
+        try:
+            if commits is not None:
+                commits.check_node(folder, record, number)
+        except (EpochCheckpointError, OSError) as error:
+            state, detail = DAMAGED, say(error)
+        yield NodeRow(node.name, node.nbytes, node.secs, state, detail)
+
+
 def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     """The row of an epoch that each node saved by itself; None if there is no such."""
-    nodes: list[NodeRow] = []
-    rows: list[EpochRow] = []
-    for name, record in single_nodes(commits, folder, epoch).items():
-        if isinstance(record, str):
-            nodes.append(NodeRow(paths.shown_name(name), 0, None, DAMAGED, record))
-        else:
-            rows.append(_of_record(record, folder))
-            nodes += rows[-1].nodes
+    found = single_nodes(commits, folder, epoch)
+    rows = [_of_record(record, folder) for record in found.values() if not isinstance(record, str)]
     if not rows:
         return None
     custom = dict(rows[0].custom_metadata)
@@ -237,7 +247,7 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
         custom_metadata=custom,
         notes=notes,
     )
-    return _with_nodes(row, nodes)
+    return _with_nodes(row, [node for name, record in found.items() for node in _nodes(record, name)])
 
 
 def single_nodes(
@@ -285,9 +295,7 @@ def checked(commits: Commits, row: EpochRow) -> EpochRow:
         if row.state == DAMAGED and not row.nodes:
             return row
         found = _checked(commits, row)
-        if found.state == COMMITTED:
-            return found
-        fresh = read(commits, row.folder, row.epoch)
+        fresh = row if found.state == COMMITTED else read(commits, row.folder, row.epoch)
         if not isinstance(fresh, EpochRow):
             return row
         if all(getattr(fresh, name) == getattr(row, name) for name in ("state", "attempt", "committed_ns", "nodes")):
@@ -302,29 +310,15 @@ def _checked(commits: Commits, row: EpochRow) -> EpochRow:
             steps.check(commits.store, row.folder, steps.read(commits.store, row.folder, row.epoch))
             return dataclasses.replace(row, checked=True)
         record = commits.read_in(row.folder, row.epoch)
-        if record is not None:
-            nodes = [_checked_node(commits, row.folder, record, number) for number in range(len(record.nodes))]
-        else:  # each node saved by itself
-            nodes = []
-            for node in row.nodes:
-                at = paths.join(row.folder, paths.folder_name(node.name))
-                own = commits.read_in(at, row.epoch) if node.state == COMMITTED else None
-                nodes.append(node if own is None else _checked_node(commits, at, own, 0))
-        return dataclasses.replace(_with_nodes(row, nodes), checked=True)
+        found = single_nodes(commits, row.folder, row.epoch) if record is None else {"": record}
+        each = (_nodes(one, paths.join(row.folder, name), commits) for name, one in found.items())
+        nodes = list(itertools.chain.from_iterable(each))
+        return dataclasses.replace(_with_nodes(row, nodes or row.nodes), checked=True)
     except (EpochCheckpointError, OSError) as error:
         return dataclasses.replace(row, state=DAMAGED, detail=say(error), checked=True)
 
 
-def _checked_node(commits: Commits, folder: str, record: EpochRecord, number: int) -> NodeRow:
-    entry = record.nodes[number]
-    try:
-        commits.check_node(folder, record, number)
-    except (EpochCheckpointError, OSError) as error:
-        return NodeRow(entry.name, entry.nbytes, entry.secs, DAMAGED, say(error))
-    return NodeRow(entry.name, entry.nbytes, entry.secs)
-
-
-def _with_nodes(row: EpochRow, nodes: list[NodeRow]) -> EpochRow:
+def _with_nodes(row: EpochRow, nodes: Sequence[NodeRow]) -> EpochRow:
     """The row with its nodes; damaged if one of them is."""
     row = dataclasses.replace(row, nodes=tuple(nodes))
     bad = [node for node in nodes if node.state == DAMAGED]
@@ -447,10 +441,7 @@ class _Scan:
         return [row for row in found.values() if isinstance(row, LeftoverRow)]
 
     def _update(self, change: Callable[[EpochRow], EpochRow], epochs: Collection[int]) -> None:
-        def update(epoch: int) -> None:
-            self._rows[epoch] = change(self._rows[epoch])
-
-        self._commits.store.each(update, list(epochs))
+        self._commits.store.each(lambda e: self._rows.__setitem__(e, change(self._rows[e])), list(epochs))
 
     def _attach(self, row: EpochRow) -> EpochRow:
         try:
