@@ -75,7 +75,7 @@ class Container(Shown):
         return name in self._names()
 
 
-class _Table(Shown, Sequence[T]):
+class Table(Shown, Sequence[T]):
     """A sequence of rows that shows itself."""
 
     def __init__(self, rows: Sequence[T]):
@@ -91,11 +91,7 @@ class _Table(Shown, Sequence[T]):
         return self.rows[number]
 
 
-class StatsView(_Table[LeafStats]):
-    """Statistics of leaves, in the order of the tree."""
-
-
-class DiffView(_Table[DiffRow]):
+class DiffView(Table[DiffRow]):
     """The difference of two epochs, one row per leaf; `diff` also has the epochs and what could not be compared."""
 
     def __init__(self, diff: Diff):
@@ -183,7 +179,7 @@ class EpochInspection(Container):
         node: str | None = None,
         *,
         progress: Progress | None = None,
-    ) -> StatsView:
+    ) -> Table[LeafStats]:
         """Statistics of every array that is meant; reads those arrays, in pieces.
 
         Args:
@@ -207,7 +203,7 @@ class EpochInspection(Container):
         for name, of, leaf in arrays:
             rows.append(stats.of_leaf(functools.partial(reader.pieces, name, leaf.name, of), name, leaf, of))
             (progress or ignore)(leaf.nbytes)
-        return StatsView(rows)
+        return Table(rows)
 
     def verify(self, progress: Progress | None = None) -> Verification:
         """Reads every byte of the epoch and compares it with what was written; see `CheckpointManager.verify`."""
@@ -294,7 +290,7 @@ class ItemInspection(Container):
             raise UnknownNameError(f"{self._where}: there is no file {quoted(file)}; {_text.near(file, names)}")
         return self._leaves.file(self.row.name, file, self._node)
 
-    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> StatsView:
+    def stats(self, patterns: str | Sequence[str] = "*", *, progress: Progress | None = None) -> Table[LeafStats]:
         """Statistics of the item's arrays; see `EpochInspection.stats`."""
         return self._epoch.stats(patterns, self.row.name, self._node or None, progress=progress)
 

@@ -24,13 +24,10 @@ from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers, scan
 from epochckpt.inspection.leftovers import KEPT
-from epochckpt.inspection.rows import ATTEMPT, DELETED, ORBAX_ATTEMPT, ROLLED_BACK, EpochRow, LeftoverRow
+from epochckpt.inspection.rows import ATTEMPT, FOREIGN, ROLLED_BACK, EpochRow, LeftoverRow
 from epochckpt.options import StorageOptions
 
 DAY_SECS = 86400.0
-
-DEAD = frozenset({ATTEMPT, DELETED, ORBAX_ATTEMPT})
-"""Kinds that hold nothing of use; those of `KEPT` are removed only when asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +69,7 @@ def collect(
             "(StorageOptions.save_timeout_secs), and must not be taken for dead; expected more than that"
         )
     commits = scan.open_commits(directory, options)
-    search = _Search(commits, older_than_secs, DEAD | KEPT if epochs_too else DEAD, clock)
+    search = _Search(commits, older_than_secs, epochs_too, clock)
     rows, kept = list[LeftoverRow](), dict[str, str]()
     with scan.access(commits.store):
         found = search.look(options.todelete_subdir if options else None)
@@ -98,9 +95,9 @@ def collect(
 class _Search:
     """What may go, why the rest may not, and removing it."""
 
-    def __init__(self, commits: Commits, older_than_secs: float, kinds: frozenset[str], clock: Callable[[], float]):
+    def __init__(self, commits: Commits, older_than_secs: float, epochs_too: bool, clock: Callable[[], float]):
         self._commits, self._store = commits, commits.store
-        self._older_than_secs, self._kinds, self._clock = older_than_secs, kinds, clock
+        self._older_than_secs, self._epochs_too, self._clock = older_than_secs, epochs_too, clock
         self._ahead_secs = 0.0  # of our clock before the storage's
         self._newest = commits.newest if isinstance(commits, PutCommits) else ""
         self._home = ""  # a folder of our own, from the first removal on
@@ -118,11 +115,11 @@ class _Search:
 
     def reason(self, row: LeftoverRow) -> str:
         """Why something stays; empty if it may go."""
-        if row.kind not in DEAD | KEPT:
+        if row.kind == FOREIGN:
             return "not known: nobody but you can say whether it is needed"
-        if row.path.count("/") and row.kind in KEPT:
+        if row.kind in KEPT and "/" in row.path:
             return row.detail  # on the move, in a run's staging
-        if row.kind not in self._kinds:
+        if row.kind in KEPT and not self._epochs_too:
             return "holds epochs; removed only when asked for"
         if row.kind == ROLLED_BACK and self._is_rolling_back(row.path):
             return "a rollback is under way"

@@ -99,11 +99,11 @@ def walk(store: Store, path: str) -> Iterator[tuple[str, bool]]:
 
 
 def _on_disk(place: str) -> DiskUsage | None:
+    total = DiskUsage()
     try:
         own = os.lstat(place)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    total = DiskUsage()
     total.count(own)
     total.moved_ns, total.newest_ns = total.newest_ns, None
     waiting = [place] if stat.S_ISDIR(own.st_mode) else []
@@ -195,14 +195,13 @@ def _orbax_step(commits: Commits, name: str) -> int | None:
 
 def _in_directory(commits: Commits, name: str, todelete_subdir: str | None) -> Iterator[_Found]:
     """What a folder of the directory is, if it is none of a run's staging folders."""
-    known = next((row for row in _NAMED if row[0].match(name)), None)
-    step = _orbax_step(commits, name)
-    if known is not None:
-        _, kind, detail = known
-        yield name, kind, _epochs_in(commits, name) if kind in KEPT else (), detail
-    elif name == todelete_subdir:
+    for pattern, kind, detail in _NAMED:
+        if pattern.match(name):
+            yield name, kind, _epochs_in(commits, name) if kind in KEPT else (), detail
+            return
+    if name == todelete_subdir:
         yield name, rows.QUARANTINED, _epochs_in(commits, name), "deleted epochs, kept because of todelete_subdir"
-    elif step is not None:
+    elif (step := _orbax_step(commits, name)) is not None:
         yield name, rows.ORBAX_ATTEMPT, (step,), "a save of stock Orbax, under way or left over"
 
 
@@ -221,22 +220,13 @@ def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list
             nodes.setdefault((folder, attempt), []).append(row)
     attempts = []
     for (folder, attempt), found in nodes.items():
-        state = rows.ABANDONED if is_fenced_off(attempt, newest) else rows.IN_PROGRESS
-        detail = {
-            rows.ABANDONED: "of an earlier run, which can no longer commit it",
-            rows.IN_PROGRESS: "of the newest run, or of an upload: under way, or killed (object stores tell no times)",
-        }[state]
-        attempts.append(
-            EpochRow(
-                epoch=commits.names.parse(folder) or 0,
-                state=state,
-                detail=f"{_progress(found)}; {detail}",
-                folder=folder,
-                attempt=attempt,
-                nodes=tuple(found),
-                nbytes=sum(n.nbytes for n in found),
-            )
-        )
+        epoch, nbytes = commits.names.parse(folder) or 0, sum(n.nbytes for n in found)
+        state, detail = rows.ABANDONED, "of an earlier run, which can no longer commit it"
+        if not is_fenced_off(attempt, newest):
+            state = rows.IN_PROGRESS
+            detail = "of the newest run, or of an upload: under way, or killed (object stores tell no times)"
+        fields = {"folder": folder, "attempt": attempt, "nodes": tuple(found), "nbytes": nbytes}
+        attempts.append(EpochRow(epoch, state, detail=f"{_progress(found)}; {detail}", **fields))
     return attempts
 
 
@@ -284,20 +274,12 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, node: str | None
         parts = [(paths.join(path, name), name) for name, is_folder in names(store, path) if is_folder]
     nodes = [row for part in parts if (row := _node(store, *part)) is not None]
     age = whole.age_secs(now_ns) or 0.0
-    detail = _progress(nodes)
+    state, detail = rows.IN_PROGRESS, _progress(nodes)
     if age >= LIVE_SECS:
+        state = rows.ABANDONED
         detail += f"; nothing was written for {_units.secs(age)}: it failed, or its job was killed"
-    return EpochRow(
-        epoch=epoch,
-        state=rows.IN_PROGRESS if age < LIVE_SECS else rows.ABANDONED,
-        detail=whole.problem or detail,
-        folder=path,
-        attempt=attempt,
-        nodes=tuple(nodes),
-        nbytes=whole.nbytes,
-        started_ns=whole.oldest_ns,
-        age_secs=age,
-    )
+    fields = {"folder": path, "attempt": attempt, "nodes": tuple(nodes), "nbytes": whole.nbytes}
+    return EpochRow(epoch, state, detail=whole.problem or detail, started_ns=whole.oldest_ns, age_secs=age, **fields)
 
 
 def _progress(nodes: Sequence[NodeRow]) -> str:

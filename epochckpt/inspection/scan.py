@@ -210,7 +210,7 @@ def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
 
 
 def _nodes(record: EpochRecord | str, folder: str = "", commits: Commits | None = None) -> Iterator[NodeRow]:
-    """The nodes of the epoch in a folder; their files are looked at if `commits` are given. A str says what is wrong."""
+    """The nodes of an epoch; with `commits`, their files in its folder are looked at. A str says what is wrong."""
     if isinstance(record, str):
         yield NodeRow(paths.shown_name(folder.rpartition("/")[2]), 0, None, DAMAGED, record)
         return
