@@ -1,8 +1,8 @@
 """The difference of two epochs, leaf by leaf, wherever they lie; ours or stock Orbax's.
 
 Leaves belong together by item, node and name. Values count, not bits: NaN equals NaN at the same place, and 0 equals
--0. Both epochs are read side by side in pieces, verified. In two epochs with the same tree, cut alike, a leaf is not
-read if the checksums of its blocks show that it is the same.
+-0. Both epochs are read side by side in pieces, verified. Files of handlers are compared by their checksums where both
+epochs have them.
 """
 
 import contextlib
@@ -11,11 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
-from epochckpt.arrays import EpochReader
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, say
-from epochckpt.format import grid
 from epochckpt.inspection import rows, stats
 from epochckpt.inspection.rows import Diff, DiffRow, EpochDetail, FileRow, ItemRow, LeafRow
 from epochckpt.manager import CheckpointReader
@@ -40,46 +36,6 @@ def compare(
     pairs, problems = _pairs(before[0], after[0])
     found = _Comparison(before[1], after[1], progress, problems).run(pairs)
     return Diff(directory, before[0].row.epoch, after[0].row.epoch, found, other_directory, problems)
-
-
-# -- what has the same checksums -------------------------------------------------------------------------------------
-
-
-def _same_leaves(before: EpochReader, after: EpochReader, item: str) -> frozenset[str]:
-    """Public names of the leaves whose blocks have the same checksums, in two epochs that cut an item alike."""
-    arrays, other = (reader.record.items[item].arrays for reader in (before, after))
-    assert arrays is not None, "callers choose items of arrays"
-    assert other is not None, "a leaf of each is compared"
-    if (arrays.leaves, arrays.grids) != (other.leaves, other.grids):
-        return frozenset()
-    changed = set[int]()
-    nodes = [n for n, entry in enumerate(before.record.nodes) if any(f.item == item for f in entry.files)]
-    try:
-        for reader in (before, after):
-            reader.pool.run([functools.partial(reader.node_record, node) for node in nodes])
-        for node in nodes:
-            for one, two in zip(before.files(item, node), after.files(item, node), strict=True):
-                file, peer = before.node_files(node)[one.name], after.node_files(node)[two.name]
-                if file.block_bytes != peer.block_bytes or not np.array_equal(one.part.offsets, two.part.offsets):
-                    return frozenset()
-                # How many blocks differ before each block: a cell has changed if the number grows within its blocks.
-                differing = np.cumsum([0, *(a != b for a, b in zip(file.xxh3, peer.xxh3, strict=True))])
-                ends = grid.blocks(np.diff(one.offsets), one.data_start, file.block_bytes)
-                first = np.searchsorted(ends, one.offsets[:-1], side="right")
-                last = np.searchsorted(ends, one.offsets[1:], side="left")
-                changed.update(one.part.leaves[differing[last + 1] > differing[first]].tolist())
-    except EpochDeletedError:
-        raise
-    except (EpochCheckpointError, KeyError, ValueError):  # a record cannot be used: reading the leaves says why
-        return frozenset()
-    return frozenset(name for number, name in enumerate(arrays.public_names) if number not in changed)
-
-
-def _same_files(before: EpochReader, after: EpochReader, item: str) -> dict[str, bool]:
-    """For each file of handlers that both epochs have with the same unit of checksums: whether it is the same."""
-    one, other = ({f.name: f for _, f in reader.item_files(item)} for reader in (before, after))
-    both = ((name, f, other[name]) for name, f in one.items() if name in other)
-    return {name: (a.size, a.xxh3) == (b.size, b.xxh3) for name, a, b in both if a.block_bytes == b.block_bytes}
 
 
 # -- what belongs together -----------------------------------------------------------------------------------------
@@ -156,8 +112,7 @@ class _Comparison:
     def __init__(self, before: CheckpointReader, after: CheckpointReader, progress: Progress, problems: dict[str, str]):
         self._before, self._after, self._progress, self._problems = before, after, progress, problems
         self._done = self._total = 0
-        self._same_leaves = functools.cache(functools.partial(self._same, _same_leaves))
-        self._same_files = functools.cache(functools.partial(self._same, _same_files))
+        self._same_files = functools.cache(self._files_of_same_checksums)
 
     def run(self, pairs: Sequence[_Pair]) -> tuple[DiffRow, ...]:
         """A row for each pair that can be compared."""
@@ -205,10 +160,7 @@ class _Comparison:
             return pair.row(rows.RESHAPED, detail=_both(one, other))
         if not arrays and one.kind != other.kind:
             return pair.row(rows.RETYPED, detail=_both(one, other))
-        if (one.kind, one.dtype) == (other.kind, other.dtype):
-            same = one.nbytes == other.nbytes > 0 and pair.name in self._same_leaves(pair.item, pair.node)
-            return _changed(pair, one, other, _no_change(one, other)) if same else None
-        if "prng" in (one.kind, other.kind):
+        if (one.kind, one.dtype) != (other.kind, other.dtype) and "prng" in (one.kind, other.kind):
             return pair.row(rows.RETYPED, detail=_both(one, other))
         return None
 
@@ -228,7 +180,10 @@ class _Comparison:
         return pair.row(rows.CHANGED, detail=f"{one.value} → {other.value}")
 
     def _arrays(self, pair: _Pair, one: LeafRow, other: LeafRow) -> DiffRow:
-        change, where = _no_change(one, other), (pair.item, pair.name, pair.node)
+        # Datetimes and words of random keys are compared, but a distance between them means nothing.
+        odd = ("datetime64", "timedelta64")
+        change = stats.Change(numbers=not any(x.kind == "prng" or x.dtype.startswith(odd) for x in (one, other)))
+        where = (pair.item, pair.name, pair.node)
         try:
             for before, after in zip(self._before.pieces(*where), self._after.pieces(*where), strict=True):
                 change.add(before, after)
@@ -237,35 +192,26 @@ class _Comparison:
             if isinstance(error, EpochCheckpointError):
                 raise
             raise DamagedError(pair.label, f"is not of the shape that is recorded: {error}", pair.name) from error
-        return _changed(pair, one, other, change)
+        retyped = (one.kind, one.dtype) != (other.kind, other.dtype)
+        details = ([_both(one, other)] if retyped else []) + ([change.words] if change.words else [])
+        kind = rows.RETYPED if retyped else rows.CHANGED if change.elements else rows.UNCHANGED
+        numbers = {"norm": change.norm, "relative": change.relative, "largest": change.largest}
+        return pair.row(kind, **numbers, elements=change.elements, detail="; ".join(details))
 
-    def _same(self, look: Callable[[EpochReader, EpochReader, str], Any], item: str, node: str) -> Any:
-        """What the checksums say; nothing where stock Orbax wrote one of the epochs, which keeps none."""
-        one, other = self._before.native_of(item, node), self._after.native_of(item, node)
-        return look(one, other, item) if one is not None and other is not None else {}
+    def _files_of_same_checksums(self, item: str, node: str) -> dict[str, bool]:
+        """For each file of handlers that both epochs have with the same unit of checksums: whether it is the same.
 
-
-def _no_change(one: LeafRow, other: LeafRow) -> stats.Change:
-    # Datetimes and words of random keys are compared, but a distance between them means nothing.
-    odd = ("datetime64", "timedelta64")
-    return stats.Change(numbers=not any(x.kind == "prng" or x.dtype.startswith(odd) for x in (one, other)))
-
-
-def _changed(pair: _Pair, one: LeafRow, other: LeafRow, change: stats.Change) -> DiffRow:
-    if one.kind not in stats.ARRAYS:
-        return pair.row(rows.UNCHANGED)
-    retyped = (one.kind, one.dtype) != (other.kind, other.dtype)
-    details = ([_both(one, other)] if retyped else []) + ([change.words] if change.words else [])
-    kind = rows.RETYPED if retyped else rows.CHANGED if change.elements else rows.UNCHANGED
-    numbers = {"norm": change.norm, "relative": change.relative, "largest": change.largest}
-    return pair.row(kind, **numbers, elements=change.elements, detail="; ".join(details))
+        Stock Orbax has no checksums.
+        """
+        readers = self._before.native_of(item, node), self._after.native_of(item, node)
+        one, other = ({} if r is None else {f.name: f for _, f in r.item_files(item)} for r in readers)
+        both = ((name, f, other[name]) for name, f in one.items() if name in other)
+        return {name: (a.size, a.xxh3) == (b.size, b.xxh3) for name, a, b in both if a.block_bytes == b.block_bytes}
 
 
 def _first_difference(before: str | bytes, after: str | bytes) -> str:
-    place, end = 0, min(len(before), len(after))
-    while place < end:
-        middle = (place + end + 1) // 2
-        place, end = (middle, end) if before[place:middle] == after[place:middle] else (place, middle - 1)
+    pairs = enumerate(zip(before, after, strict=False))
+    place = next((n for n, (a, b) in pairs if a != b), min(len(before), len(after)))
     unit = "character" if isinstance(before, str) else "byte"
     return f"{len(before)} → {len(after)} {unit}s, the first difference at {unit} {place}"
 

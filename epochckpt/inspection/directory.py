@@ -161,7 +161,7 @@ class Inspection(Container):
     ) -> DiffView:
         """What changed between two epochs: leaves added, removed, reshaped, retyped, changed, unchanged.
 
-        Reads every leaf that is meant, in pieces, except where checksums show that nothing changed.
+        Reads every leaf that is meant, in pieces; files of handlers only where their checksums do not say it.
 
         Args:
             before: the first epoch.

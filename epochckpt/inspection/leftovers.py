@@ -1,20 +1,8 @@
 """What lies in a directory beside its epochs: attempts under way or left over, and what was taken out of sight.
 
-This is the one place that reads the names which commits, Caffe2's managers and exports give:
-
-| name | what it is |
-| --- | --- |
-| `incarnation-<id>.orbax-checkpoint-tmp/` | a run's staging; it stays while the run lives, empty between saves |
-| `node-<node>-<id>.orbax-checkpoint-tmp/` | the same of a job that saves epochs of one node |
-| in them `<epoch>-<try>/` | an attempt |
-| in them `removed-<id>[-<what>]`, and such folders of earlier runs | out of sight, being removed, see `placing` |
-| in them `moving-<id>-<where to>` | epochs on the move: the next run puts them where they belong |
-| `rolled-back-<id>/`, `damaged-<id>/`, the folder that `todelete_subdir` named | epochs that are kept out of sight |
-| `<step>.orbax-checkpoint-tmp*/` | staging of stock Orbax |
-| `export-*`, `gc-*`, with that suffix | staging of an export, a removal |
-
-Others write to these folders and remove them meanwhile: what has vanished is no error, and no symlink is followed.
-Ages are differences between the wall clock and the times of the file system; no removal is decided by them alone.
+The names are those of `commit.placing` in a run's staging folder, where `<epoch>-<try>` is an attempt, and those of
+`_NAMED` beside the epochs. Others write to these folders and remove them meanwhile: what has vanished is no error, and
+no symlink is followed. Ages are differences between the wall clock and the times of the file system.
 """
 
 import contextlib
@@ -154,7 +142,7 @@ class Leftovers:
 
 
 def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
-    """Looks for everything in the table above; for attempts on object stores see `orphans`."""
+    """Looks for all of it; for attempts on object stores see `orphans`."""
     found = Leftovers()
     store = commits.store
     for name, is_folder in names(store, ""):

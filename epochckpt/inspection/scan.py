@@ -366,31 +366,31 @@ class _Scan:
         commits, only = self._commits, self._commits.names.only
         # Attempts first: one that is committed meanwhile is then seen in its new place.
         found = leftovers.Leftovers() if only else leftovers.find(commits, time.time_ns(), todelete_subdir)
-        folders = self._folders()
-        others = self._read(folders)
+        folders, read_rows = self._folders(), dict[int, EpochRow | LeftoverRow | None]()
+        commits.store.each(lambda e: read_rows.__setitem__(e, read(commits, folders[e], e)), list(folders))
+        self._rows = {epoch: row for epoch, row in read_rows.items() if isinstance(row, EpochRow)}
+        others = [*found.others, *(row for row in read_rows.values() if isinstance(row, LeftoverRow))]
 
         # Which rows are shown: the newest, and those that are marked. A check may find that a marked epoch is damaged;
         # then another one is.
         newest = sorted(self._rows, reverse=True)
-        shown = set(newest if limit is None else newest[:limit])
         if not commits.store.renames:
             # One listing instead of one for each epoch; after the records, so that no epoch lacks what it had by then.
             self._attached = attached_metrics.by_folder(commits)
-        self._update(self._attach, shown if self._metric is None else self._rows)
-        if check:
-            self._update(functools.partial(checked, commits), _first(self._rows, shown))
+        if self._metric is not None:
+            self._update(self._attach, self._rows)
+        shown, more = set[int](), set(newest if limit is None else newest[:limit])
         while True:
+            if self._metric is None:
+                self._update(self._attach, more)
+            if check:
+                self._update(functools.partial(checked, commits), more if shown else _first(self._rows, more))
+            shown |= more
             latest = max((epoch for epoch, row in self._rows.items() if row.state == COMMITTED), default=None)
             best = self._best()
-            marked = best, latest if limit != 0 else None
-            missing = {epoch for epoch in marked if epoch is not None and epoch not in shown}
-            if not missing:
+            more = {epoch for epoch in (best, latest if limit != 0 else None) if epoch is not None} - shown
+            if not more:
                 break
-            shown |= missing
-            if self._metric is None:
-                self._update(self._attach, missing)
-            if check:
-                self._update(functools.partial(checked, commits), missing)
         sized = {epoch: with_size(commits, self._rows[epoch]) for epoch in shown}
         rows = [dataclasses.replace(row, latest=e == latest, best=e == best) for e, row in sized.items()]
 
@@ -399,17 +399,15 @@ class _Scan:
         if isinstance(commits, PutCommits) and not only:
             near = [epoch for epoch in folders if epoch not in self._rows or epoch in newest[:_NEWEST]]
             attempts += leftovers.orphans(commits, [folders[epoch] for epoch in near])
+        epochs = [*rows, *attempts]
+        epochs.sort(key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.attempt))
         hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
         return Overview(
             directory=place(commits),
-            epochs=tuple(
-                sorted(
-                    [*rows, *attempts], key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.attempt)
-                )
-            ),
+            epochs=tuple(epochs),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
-            leftovers=tuple(sorted([*found.others, *others], key=lambda row: row.path)),
+            leftovers=tuple(sorted(others, key=lambda row: row.path)),
             metric=self._metric or "",
             mode=self._mode,
             problems={**found.problems, **self._problems, **self._no_metric()},
@@ -432,13 +430,6 @@ class _Scan:
             hint = step_names.named_otherwise(self._commits.store, list(entries.items()))
             self._problems |= {"": hint} if hint else {}
         return found
-
-    def _read(self, folders: Mapping[int, str]) -> list[LeftoverRow]:
-        """Reads the rows of all epochs; returns what is only named like one."""
-        found: dict[int, EpochRow | LeftoverRow | None] = {}
-        self._commits.store.each(lambda e: found.__setitem__(e, read(self._commits, folders[e], e)), list(folders))
-        self._rows = {epoch: row for epoch, row in found.items() if isinstance(row, EpochRow)}
-        return [row for row in found.values() if isinstance(row, LeftoverRow)]
 
     def _update(self, change: Callable[[EpochRow], EpochRow], epochs: Collection[int]) -> None:
         self._commits.store.each(lambda e: self._rows.__setitem__(e, change(self._rows[e])), list(epochs))

@@ -51,13 +51,13 @@ class Branch:
             path = leaf.path or (leaf.name,)
             if len(path) > _MAX_DEPTH:
                 path = (*path[: _MAX_DEPTH - 1], "/".join(path[_MAX_DEPTH - 1 :]))
-            at = root
-            at._count(leaf)
+            above = [root]
             for key in path[:-1]:
-                at = at._group(key)
-                at._count(leaf)
-            at.children.append(cls(path[-1], leaf, key=path[-1]))
-            at.children[-1]._count(leaf)
+                above.append(above[-1]._group(key))
+            own = cls(path[-1], leaf, key=path[-1])
+            above[-1].children.append(own)
+            for branch in (*above, own):
+                branch._count(leaf)
         for child in root.children:
             child._join()
         return root

@@ -91,18 +91,16 @@ class Watcher:
             if row.attempt not in committed and row.state != ABANDONED:
                 events.append(Event(FAILED, now, row, before, "it is gone and was not committed"))
         for attempt, row in attempts.items():
-            if attempt not in committed:
-                events += self._under_way(now, row, before)
+            known = self._attempts.get(attempt)
+            if attempt in committed:
+                continue
+            if row.state == ABANDONED:
+                if known is None or known.state != ABANDONED:
+                    events.append(Event(FAILED, now, row, before, row.detail))
+            elif known is None or (known.nbytes, known.nodes) != (row.nbytes, row.nodes):
+                events.append(Event(SAVING, now, row, before, row.detail))
         self._attempts = attempts
         return events
-
-    def _under_way(self, now: int, row: EpochRow, before: EpochRow | None) -> list[Event]:
-        known = self._attempts.get(row.attempt)
-        if row.state == ABANDONED:
-            is_new = known is None or known.state != ABANDONED
-            return [Event(FAILED, now, row, before, row.detail)] if is_new else []
-        changed = known is None or (known.nbytes, known.nodes) != (row.nbytes, row.nodes)
-        return [Event(SAVING, now, row, before, row.detail)] if changed else []
 
 
 def watch(
