@@ -51,10 +51,10 @@ class Branch:
             path = leaf.path or (leaf.name,)
             if len(path) > _MAX_DEPTH:
                 path = (*path[: _MAX_DEPTH - 1], "/".join(path[_MAX_DEPTH - 1 :]))
-            above = [root]
+            above: list[Branch] = [root]
             for key in path[:-1]:
                 above.append(above[-1]._group(key))
-            own = cls(path[-1], leaf, key=path[-1])
+            own = Branch(path[-1], leaf, key=path[-1])
             above[-1].children.append(own)
             for branch in (*above, own):
                 branch._count(leaf)
