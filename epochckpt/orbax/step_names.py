@@ -20,7 +20,6 @@ RECORDS = (paths.EPOCH_RECORD, marks.STEP_RECORD)
 _LOOKED_INTO = 50
 _SHOWN = 6
 _NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<number>\d+)\Z")
-_NUMBER = re.compile(r"\d+\Z")
 _ENDING = re.compile(r"(\d+)\Z")
 _NUMBERED = re.compile(r"[/._-](\d{1,18})\Z")
 
@@ -94,7 +93,7 @@ def number_of(store: Store) -> int:
 def named_otherwise(store: Store, found: list[tuple[str, bool]]) -> str:
     """What to say of epochs among the entries `found`, (name, is folder), which are not named as readers expect."""
     below = [n for n, is_folder in found if is_folder and not n.startswith(".") and paths.TMP_SUFFIX not in n]
-    epochs = [name for name in below[:_LOOKED_INTO] if _NUMBER.search(name) and has_one(store, name, RECORDS)]
+    epochs = [name for name in below[:_LOOKED_INTO] if _ENDING.search(name) and has_one(store, name, RECORDS)]
     if not epochs:
         return ""
     shown = ", ".join(f"{name}/" for name in epochs[:_SHOWN])

@@ -7,7 +7,6 @@ Orbax renames a finished step into place, so its folder under its final name is 
 import dataclasses
 import json
 import os
-import stat
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -159,14 +158,10 @@ def _check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
 def tree_record(store: Store, at: str, epoch: int) -> dict[str, Any]:
     """An item's `_METADATA`; DamagedError if it cannot be used."""
     path = paths.join(at, TREE_RECORD)
-    try:
-        data = store.read(path, limit_bytes=MAX_BYTES)
-        tree = json.loads(data)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise half_written(epoch, path, f"is no JSON ({error}); expected the tree of the item") from None
-    if not isinstance(tree, dict) or not isinstance(tree.get("tree_metadata"), dict):
+    tree, problem = marks.read_object(store, path)
+    if tree is None:
+        raise half_written(epoch, path, f"{problem or 'is missing'}; expected the tree of the item")
+    if not isinstance(tree.get("tree_metadata"), dict):
         raise half_written(epoch, path, "has no tree_metadata")
     return tree
 
@@ -199,12 +194,11 @@ def nbytes(store: Store, folder: str) -> int:
     while waiting:
         at = waiting.pop()
         for name, kind in marks.look(store, at).items():
-            path = paths.join(at, name)
+            path = os.path.join(store.root, at, name)
             if kind == "folder":
-                waiting.append(path)
-            elif os.path.exists(os.path.join(store.root, path)):
-                found = os.stat(os.path.join(store.root, path))
-                total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+                waiting.append(paths.join(at, name))
+            elif os.path.isfile(path):
+                total += os.path.getsize(path)
     return total
 
 
