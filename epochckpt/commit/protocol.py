@@ -28,7 +28,7 @@ from absl import logging
 
 from epochckpt import errors
 from epochckpt.format import EpochRecord, checksums, parsing, paths
-from epochckpt.orbax import StepNames, marks, steps
+from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Store
 
 
@@ -243,11 +243,11 @@ class Commits(abc.ABC):
 
     def _is_orbax(self, folder: str) -> bool:
         """Whether a folder without a commit record is a step that stock Orbax finished; we read them on POSIX only."""
-        return self.store.renames and marks.is_step(self.store, folder, lambda n: self.names.parse(n) is not None)
+        return self.store.renames and steps.is_step(self.store, folder, lambda n: self.names.parse(n) is not None)
 
     def lost_records(self, folder: str) -> bool:
         """Whether a foreign folder is an epoch of ours that lost its records."""
-        return self.store.renames and marks.lost_records(self.store, folder)
+        return self.store.renames and steps.lost_records(self.store, folder)
 
     # -- writing -------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from epochckpt import _threads, errors
 from epochckpt.commit import claiming, placing
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.format import EpochRecord, paths
-from epochckpt.orbax import StepNames, view_files
+from epochckpt.orbax import StepNames
 from epochckpt.orbax import view as orbax_view
 from epochckpt.storage import Entry, Store
 
@@ -108,7 +108,7 @@ class RenameCommits(Commits):
             for inner in folders:
                 self.store.sync_folder(paths.join(folder, inner))
             if view and paths.JSON_FILE not in folders:
-                view_files.link_node(self.store, folder)
+                orbax_view.link_node(self.store, folder)
             super().seal_node(epoch, attempt, node, folders, record, view)
             self.store.sync_folder(folder)
             self.store.sync_folder(self._staging(attempt))
@@ -128,7 +128,7 @@ class RenameCommits(Commits):
             logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
             return dataclasses.replace(record, orbax_unsupported={"*": {"*": errors.say(error)}}, orbax_view=None)
         with self._staged(record.epoch):
-            written = view_files.write(self.store, self._staging(record.attempt), record, view, run)
+            written = orbax_view.write(self.store, self._staging(record.attempt), record, view, run)
         for item, leaves in view.unsupported.items():
             text, few = "item %s: stock Orbax will not see %d of its leaves: %s", orbax_view.few(leaves)
             level = logging.INFO if record.items[item].kind == "node" else logging.WARNING  # that goes without saying

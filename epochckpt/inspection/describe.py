@@ -22,7 +22,7 @@ from epochckpt.format import tree as tree_lib
 from epochckpt.inspection import leftovers
 from epochckpt.inspection.leaf_reader import PerNodeReader, open_reader
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochDetail, EpochRow, FileRow, ItemRow, LeafRow, ShardingRow
-from epochckpt.orbax import OrbaxRecord, marks, steps
+from epochckpt.orbax import OrbaxRecord, steps
 from epochckpt.orbax.leaves import UNKNOWN, OrbaxItem, StoredLeaf
 from epochckpt.storage import Store
 
@@ -250,6 +250,6 @@ def _files(store: Store, at: str) -> list[FileRow]:
     found = []
     for path, is_folder in itertools.islice(leftovers.walk(store, at), _MAX_FILES):
         name = path.removeprefix(f"{at}/")
-        if not is_folder and name.rpartition("/")[2] != marks.COMMIT:
+        if not is_folder and name.rpartition("/")[2] != steps.COMMIT:
             found.append(FileRow(name, "", store.size(path)))
     return sorted(found, key=lambda file: file.name)

@@ -28,7 +28,7 @@ from epochckpt.format import EpochRecord, parsing, paths
 from epochckpt.inspection import leftovers, suggest
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, FOREIGN, EpochRow, LeftoverRow, NodeRow, Overview, flat
 from epochckpt.jobs.backends import base
-from epochckpt.orbax import StepNames, marks, step_names, steps
+from epochckpt.orbax import StepNames, step_names, steps
 from epochckpt.storage import Store, open_store
 
 CHECKED_FILES = 2000
@@ -202,7 +202,7 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
 def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     """The row of a step of stock Orbax; None if the folder is none."""
     store = commits.store
-    if not store.renames or not marks.is_step(store, folder, lambda name: commits.names.parse(name) is not None):
+    if not store.renames or not steps.is_step(store, folder, lambda name: commits.names.parse(name) is not None):
         return None
     record = steps.read(store, folder, epoch)
     problems = "; ".join(f"{path} {problem}" for path, problem in record.problems.items())
@@ -277,7 +277,7 @@ def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
         detail = f"its commit record, {paths.EPOCH_RECORD}, is missing: nothing of it can be verified, it is not read"
         size = leftovers.extent(commits.store, folder) or leftovers.DiskUsage()
         return EpochRow(commits.names.parse(folder) or 0, DAMAGED, detail=detail, folder=folder, nbytes=size.nbytes)
-    if not commits.store.renames and not commits.store.exists(paths.join(folder, marks.STEP_RECORD)):
+    if not commits.store.renames and not commits.store.exists(paths.join(folder, steps.STEP_RECORD)):
         return None  # attempts, see `leftovers.orphans`
     detail = "named like an epoch, and none: neither ours nor stock Orbax's on a file system"
     return leftovers.row_of(commits.store, folder, FOREIGN, time.time_ns(), (), detail)

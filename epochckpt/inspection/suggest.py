@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from epochckpt import _text
 from epochckpt.format import paths
 from epochckpt.inspection import leftovers
-from epochckpt.orbax import marks, step_names
+from epochckpt.orbax import step_names, steps
 from epochckpt.storage import Store
 
 _SHOWN = 6
@@ -41,9 +41,9 @@ def folder(store: Store, found: Mapping[str, bool]) -> str:
         return "is empty: nothing was saved there yet, or it is another one; check the path"
     if paths.NODE_RECORD in found:
         return f"is the folder of one node of an epoch; pass the directory above the epoch, {os.path.dirname(above)}"
-    if found.keys() & {paths.EPOCH_RECORD, marks.STEP_RECORD}:
+    if found.keys() & {paths.EPOCH_RECORD, steps.STEP_RECORD}:
         return f"is the folder of a single epoch; pass its parent, {above}"
-    if found.keys() & {marks.TREE_RECORD, marks.OCDBT, marks.ARRAY_RECORDS}:
+    if found.keys() & {steps.TREE_RECORD, steps.OCDBT, steps.ARRAY_RECORDS}:
         return (
             f"is one item of a step of stock Orbax; pass the directory above the step, {os.path.dirname(above)}, or, "
             f"if a plain Checkpointer saved it, {above}"
@@ -62,8 +62,8 @@ def _holds_epochs(store: Store, name: str) -> bool:
         inner = [n for n, is_folder in leftovers.names(store, name) if is_folder]
         if any(paths.parse_incarnation(n) or paths.parse_node_staging(n) for n in inner):
             return True
-        steps = [paths.join(name, n) for n in inner if _STEP_LIKE.search(n)][:_SHOWN]
-        return any(step_names.has_one(store, step, (*step_names.RECORDS, marks.TREE_RECORD)) for step in steps)
+        below = [paths.join(name, n) for n in inner if _STEP_LIKE.search(n)][:_SHOWN]
+        return any(step_names.has_one(store, step, (*step_names.RECORDS, steps.TREE_RECORD)) for step in below)
     except OSError:  # it may not be looked into
         return False
 

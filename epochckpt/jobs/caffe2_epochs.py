@@ -51,7 +51,7 @@ from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import Handlers, StepNames
 from epochckpt.orbax import options as checks
-from epochckpt.orbax.marks import STEP_RECORD
+from epochckpt.orbax.steps import STEP_RECORD
 from epochckpt.storage import Store, open_store
 
 

@@ -39,7 +39,7 @@ from epochckpt.errors import (
 from epochckpt.format import ArrayItem, Box, Leaf, grid, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
-from epochckpt.orbax import OrbaxRecord, handlers, marks, steps
+from epochckpt.orbax import OrbaxRecord, handlers, steps
 from epochckpt.orbax.leaves import OrbaxItem, in_bands
 from epochckpt.storage.object_store import errno_in
 
@@ -117,7 +117,7 @@ class OrbaxReader(CheckpointReader):
         path = paths.join(self._at(item), name)
         with self.still_there():
             try:
-                return self.store.read(path, limit_bytes=marks.MAX_BYTES)
+                return self.store.read(path, limit_bytes=steps.MAX_BYTES)
             except OSError as error:
                 raise unreadable(path, error) from error
             except ValueError as error:

@@ -24,7 +24,7 @@ from epochckpt.errors import InvalidArgumentError, UnknownNameError
 from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
-from epochckpt.orbax import TreeMetadata, view_files
+from epochckpt.orbax import TreeMetadata, view
 
 PIECE_ELEMENTS = 2**22  # the most that a piece of an array has, unless the caller asks for another number
 _SCALARS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
@@ -249,11 +249,11 @@ class NativeReader(CheckpointReader):
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         damage = tuple(self.native.verify_all(progress))
-        view = view_files.check(self.store, self.folder, self.record)
-        if view.absent or view.damage:
+        found = view.check(self.store, self.folder, self.record)
+        if found.absent or found.damage:
             self.native.check_present("it was being verified")
-        note = NO_VIEW if view.absent else ""
-        return Verification(self.record.epoch, self.record.nbytes, damage, note, tuple(view.damage.values()))
+        note = NO_VIEW if found.absent else ""
+        return Verification(self.record.epoch, self.record.nbytes, damage, note, tuple(found.damage.values()))
 
     def _files_metadata(self, name: str) -> Any:
         return items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)

@@ -7,7 +7,7 @@ import orbax.checkpoint as ocp
 from epochckpt.commit import Commits, commits_of
 from epochckpt.errors import UnsupportedError
 from epochckpt.manager.reader import epoch_number
-from epochckpt.orbax import StepNames, view_files
+from epochckpt.orbax import StepNames, view
 from epochckpt.storage import open_store
 
 
@@ -54,4 +54,4 @@ def repair(commits: Commits, epoch: int) -> list[str]:
             f"{commits.store.root}: epoch {epoch} was written by stock Orbax: there is no record from which its files "
             "could be rebuilt"
         )
-    return view_files.repair(commits.store, commits.folder(epoch), record)
+    return view.repair(commits.store, commits.folder(epoch), record)

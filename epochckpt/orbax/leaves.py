@@ -34,7 +34,7 @@ from epochckpt.errors import (
 )
 from epochckpt.format import ArrayItem, Box, ItemRecord, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
-from epochckpt.orbax import marks, steps
+from epochckpt.orbax import steps
 from epochckpt.storage import Store
 from epochckpt.storage.object_store import errno_in
 
@@ -96,13 +96,13 @@ class OrbaxItem:
         self._fill = self._zarr3 = False
         limits = {"file_io_concurrency": {"limit": _READS}, "cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}}
         self._context = ts.Context(limits)
-        self._ocdbt = store.exists(paths.join(at, marks.OCDBT))
+        self._ocdbt = store.exists(paths.join(at, steps.OCDBT))
         self._cached: tuple[str, ts.TensorStore | None] = ("", None)
         self._numbers: dict[int, Any] = {}  # the reads of scalars
         self._ahead = threading.Lock()  # threads may share a reader
         try:
-            marks.check_files(store, at)
-            if store.exists(paths.join(at, marks.TREE_RECORD)):
+            steps.check_files(store, at)
+            if store.exists(paths.join(at, steps.TREE_RECORD)):
                 rows = self._recorded(steps.tree_record(store, at, epoch))
             else:
                 rows = self._aggregated()
@@ -118,7 +118,7 @@ class OrbaxItem:
     @functools.cached_property
     def shardings(self) -> dict[str, dict[str, Any]]:
         """How arrays lay on devices, as Orbax recorded it, by Orbax's name; empty where it did not."""
-        found, _ = marks.read_object(self._store, paths.join(self._at, "_sharding"))
+        found, _ = steps.read_object(self._store, paths.join(self._at, "_sharding"))
         out: dict[str, dict[str, Any]] = {}
         for key, text in (found or {}).items():
             with contextlib.suppress(ValueError, TypeError, RecursionError):  # one is not worth an error
@@ -179,7 +179,7 @@ class OrbaxItem:
         try:
             entries = [_entry(row) for row in tree["tree_metadata"].values()]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            where = paths.join(self._at, marks.TREE_RECORD)
+            where = paths.join(self._at, steps.TREE_RECORD)
             raise FormatError(where, f"is not what Orbax writes there: {error!r}") from None
         inner = {path[:depth] for path, *_ in entries for depth in range(len(path))}
         entries = [entry for entry in entries if entry[0] not in inner]  # what is left over from partial saves goes
@@ -242,7 +242,7 @@ class OrbaxItem:
         """The leaves of the msgpack file, in its order."""
         path = paths.join(self._at, steps.AGGREGATE)
         if not self._store.exists(path):
-            raise DamagedError(paths.join(self._at, marks.TREE_RECORD), "is missing; expected the tree of the item")
+            raise DamagedError(paths.join(self._at, steps.TREE_RECORD), "is missing; expected the tree of the item")
         tree = flax_msgpack.load(os.path.join(self._folder, steps.AGGREGATE))
         pairs, _ = tree_lib.flatten(tree)
         away = {p: v.removeprefix(_PLACEHOLDER) for p, v in pairs if isinstance(v, str) and v.startswith(_PLACEHOLDER)}
@@ -366,7 +366,7 @@ class OrbaxItem:
     @functools.cached_property
     def _strings(self) -> Mapping[str, Any]:
         path = paths.join(self._at, "_strings.json")
-        found, problem = marks.read_object(self._store, path)
+        found, problem = steps.read_object(self._store, path)
         if found is None:
             raise DamagedError(path, problem or "is missing; expected the strings of the item")
         return found

@@ -13,10 +13,10 @@ import orbax.checkpoint as ocp
 
 from epochckpt.errors import EpochCheckpointError, UnsupportedError
 from epochckpt.format import parsing, paths
-from epochckpt.orbax import marks
+from epochckpt.orbax import steps
 from epochckpt.storage import Store
 
-RECORDS = (paths.EPOCH_RECORD, marks.STEP_RECORD)
+RECORDS = (paths.EPOCH_RECORD, steps.STEP_RECORD)
 _LOOKED_INTO = 50
 _SHOWN = 6
 _NAME = re.compile(r"(?:(?P<prefix>.+)_)?(?P<number>\d+)\Z")
@@ -67,7 +67,7 @@ class StepNames:
 
 def is_single(names: set[str]) -> bool:
     """Whether a folder with these entries is one epoch: of ours, a step of stock Orbax, or a tree that Orbax saved."""
-    return paths.NODE_RECORD not in names and bool(names & {*RECORDS, marks.TREE_RECORD})
+    return paths.NODE_RECORD not in names and bool(names & {*RECORDS, steps.TREE_RECORD})
 
 
 def is_item(store: Store, names: set[str]) -> bool:

@@ -17,24 +17,31 @@ import base64
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
+import io
 import json
 import math
+import os
 import struct
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
 from jax.sharding import AxisType
 
 from epochckpt._text import readable
+from epochckpt._threads import Pool
 from epochckpt._units import several
+from epochckpt.errors import AccessError, DamagedError, EpochDeletedError, UnsupportedError, unreadable
 from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, KeyPath, Leaf, checksums
 from epochckpt.format import paths as layout
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import ocdbt
+from epochckpt.storage import Store
 
 JSON_HANDLER = ocp.handlers.JsonCheckpointHandler.typestr()
 ARRAY_HANDLER = ocp.handlers.ArrayCheckpointHandler.typestr()
@@ -47,7 +54,7 @@ _TEXT = "string"
 _NONE = {"value_type": "None", "skip_deserialize": True}
 _BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax calls an array that is not in a tree
 
-_COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.marks: so it is never taken for one of Orbax's
+_COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.steps: so it is never taken for one of Orbax's
 _MAX_NOTED = 100  # leaves that a record names as unsupported
 _FEW = 3
 MAX_CHUNKS, MAX_EXPORT_CHUNKS = 250_000, 2_000_000
@@ -62,6 +69,12 @@ _ZARR_DTYPES = frozenset(  # those of ours that TensorStore's zarr knows
     + ["float16", "float32", "float64", "complex64", "complex128"]
     + [f"float8_{kind}" for kind in ("e3m4", "e4m3fn", "e4m3fnuz", "e4m3b11fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
 )
+
+_PREFIX = "view-"  # of folders that repairs work in
+_warned: set[str] = set()  # directories; once per process
+
+Run = Callable[[list[Callable[[], None]]], None]
+"""Runs calls, in parallel if it likes; raises the first error."""
 
 _Scalars = Mapping[int, tuple[str, bytes] | None]
 """(dtype, bytes) of an item's Python values by leaf number; None for those that Orbax cannot have."""
@@ -214,14 +227,14 @@ class _ItemView:
         self.tree: dict[str, Any] = {}
         self.metadatas: list[Any] = []
         self.nodes: set[str] = set()
+        self.paths = {i: leaf.path or _BARE_PATH for i, leaf in enumerate(arrays.leaves)}
         self.names = self._name()
         for number, param in self.names.items():
             self._add(number, param, scalars.get(number))
         if self.unsupported:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
-            paths = {i: leaf.path or _BARE_PATH for i, leaf in enumerate(arrays.leaves)}
-            out = {i for i in paths if arrays.leaves[i].name in self.unsupported}
-            positions = _placeholders(paths, out, self.names)
-            rows = (_row(positions.get(i, path), _NONE) for i, path in paths.items() if i not in out or i in positions)
+            out = {i for i, leaf in enumerate(arrays.leaves) if leaf.name in self.unsupported}
+            nones = _placeholders(self.paths, out, self.names)
+            rows = (_row(path, _NONE) for i, path in (self.paths | nones).items() if i not in out or i in nones)
             self.tree = {key: self.tree.get(key, row) for key, row in rows}
         self._locate(record, name)
         # an empty tree: Orbax wants a database nevertheless
@@ -241,8 +254,7 @@ class _ItemView:
 
     def _name(self) -> dict[int, str]:
         """Orbax's parameter name by leaf number, for the leaves that it can name."""
-        paths = {i: leaf.path or _BARE_PATH for i, leaf in enumerate(self.arrays.leaves)}
-        found = {i: ".".join(str(key) for _, key in path) for i, path in paths.items()}
+        found = {i: ".".join(str(key) for _, key in path) for i, path in self.paths.items()}
         count = collections.Counter(found.values())
         out = {}
         for i, name in found.items():
@@ -399,3 +411,199 @@ def _placeholders(paths: Mapping[int, KeyPath], out: Container[int], named: Cont
 def few(unsupported: Mapping[str, str]) -> str:
     """The first of them with their reasons, for messages."""
     return ", ".join(f"{readable(leaf)} ({why})" for leaf, why in list(unsupported.items())[:_FEW])
+
+
+def link_node(store: Store, folder: str) -> None:
+    """Shows a node's record as an item of JSON, see `orbax.view`; by the node itself."""
+    with contextlib.suppress(io.UnsupportedOperation):  # `write` leaves the whole view out then
+        store.link(layout.join(folder, layout.JSON_FILE), layout.NODE_RECORD)
+
+
+def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) -> EpochRecord:
+    """Writes a view into an epoch's folder, which has its nodes; durably but for the names in that folder itself.
+
+    The record comes back with the note of what the view lacks: all of it where the file system has no symlinks.
+    """
+    try:
+        # The first node made this link of its own accord, or has another file of that name.
+        if not store.exists(layout.join(folder, record.node_folder(0), layout.JSON_FILE)):
+            raise io.UnsupportedOperation("see link_node")
+        _make(store, view, folder, run)
+    except io.UnsupportedOperation:
+        for name in view.folders:
+            store.remove_tree(layout.join(folder, name))
+        if store.root not in _warned:
+            _warned.add(store.root)
+            logging.warning(
+                "%s: the file system has no symlinks, which the Orbax view needs: stock Orbax cannot read the epochs "
+                "that are saved there, epochckpt can. For stock Orbax export them, or copy them with CopyUpload to "
+                "another file system; orbax_view=False saves this line",
+                store.root,
+            )
+        return dataclasses.replace(
+            record, orbax_unsupported={"*": {"*": "the file system has no symlinks"}}, orbax_view=None
+        )
+    files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
+    return dataclasses.replace(record, orbax_unsupported=view.unsupported, orbax_view=files)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """How an epoch's view is."""
+
+    absent: bool = False  # nothing of it is there, as in a copy that left it out
+    # An error per file or link that is not as it was written, by path in the epoch's folder.
+    damage: Mapping[str, DamagedError] = dataclasses.field(default_factory=dict)
+
+
+def check(store: Store, folder: str, record: EpochRecord) -> Checked:
+    """Compares the view of a committed epoch with its record; one that was never made has no damage.
+
+    A copy in which a link became what it led to is as good as the original.
+    """
+    if record.orbax_view is None:
+        return Checked()
+    view = Views().build(record)
+    links = view.links | view.node_links
+    places = [os.path.join(store.root, folder, path) for path in (*record.orbax_view, *view.links)]
+    if not any(map(os.path.lexists, places)):
+        return Checked(absent=True)
+    damage = {}
+    for path in sorted({*record.orbax_view, *links}):
+        at = layout.join(folder, path)
+        try:
+            if path in record.orbax_view:
+                problem = _compare_file(store, at, record.orbax_view[path], view.files.get(path))
+            else:
+                problem = _compare_link(store, folder, record, path, links[path])
+        except PermissionError as error:  # a link that leads out of the directory, for example
+            problem = f"cannot be read: {error}"
+        except OSError as error:
+            found = unreadable(at, error)
+            if not isinstance(found, DamagedError):
+                raise
+            problem = found.problem
+        if problem:
+            damage[path] = DamagedError(at, problem)
+    return Checked(damage=damage)
+
+
+def _compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: bytes | None) -> str:
+    """What is wrong with a file of the view; one made anew, maybe by another epochckpt, is as good as the first."""
+    known = {recorded} if fresh is None else {recorded, (len(fresh), checksums.digest(fresh))}
+    size = store.size(path)
+    if size not in {length for length, _ in known}:
+        return f"has {size} bytes, {recorded[0]} were written"
+    if (size, checksums.digest(store.read(path, limit_bytes=size))) not in known:
+        return "has other bytes than were written"
+    return ""
+
+
+def _compare_link(store: Store, folder: str, record: EpochRecord, path: str, target: str) -> str:
+    """What is wrong with a link, or with the copy of what it led to that lies in its place."""
+    place = os.path.join(store.root, folder, path)
+    itself = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    if os.path.realpath(place) == os.path.realpath(os.path.join(store.root, folder, itself)):
+        return ""
+    if not os.path.lexists(place):
+        return "is missing"
+    # A link to a node stands for the node's data files of the item, any other one for a file.
+    files = [
+        file.path
+        for number, entry in enumerate(record.nodes)
+        for file in entry.files
+        if record.node_folder(number) == itself and file.item == path.split("/")[0] and file.data_start
+    ]
+    for file in files or [""]:
+        original = layout.join(itself, file)
+        if not _same(store, layout.join(folder, path, file), layout.join(folder, original)):
+            return f"does not lead to {target}" if os.path.islink(place) else f"is no copy of {original}"
+    return ""
+
+
+def _same(store: Store, one: str, other: str) -> bool:
+    with store.open_reader(one) as a, store.open_reader(other) as b:
+        return a.size == b.size and all(one == other for one, other in zip(a.pieces(), b.pieces(), strict=True))
+
+
+def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
+    """Makes anew what is damaged or missing of a view, and nothing else; returns its paths in the epoch's folder.
+
+    Each file, and each item's folder as a whole, is exchanged for a new one. They are made in a folder within the
+    epoch's, so that a view never comes to an epoch that has taken this one's place meanwhile.
+    """
+    where = f"{store.root}/{folder}"
+    if record.orbax_view is None:
+        why = "; ".join((record.orbax_unsupported or {}).get("*", {}).values()) or "none was asked for"
+        raise UnsupportedError(
+            f"{where}: the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
+        )
+    checked, view = check(store, folder, record), Views().build(record)
+    links = view.links | view.node_links
+    wrong = {*record.orbax_view, *links} if checked.absent else checked.damage.keys()
+    by_node = view.node_links.keys()  # in a node's folder, of which nothing else is exchanged
+    parts = sorted(wrong & by_node | {path.split("/")[0] for path in wrong - by_node})
+    if not parts:
+        return []
+    ours = {path.split("/")[0] for path in (*view.folders, *view.files)} - {entry.folder for entry in record.nodes}
+    if unknown := [part for part in parts if part not in ours | by_node]:
+        raise UnsupportedError(
+            f"{where}: this epochckpt makes no {', '.join(unknown)}, which belongs to the epoch's Orbax view: another "
+            "version wrote it. An export has a view of its own"
+        )
+    staging = layout.join(folder, f"{_PREFIX}{layout.new_id()}{layout.TMP_SUFFIX}")
+    try:
+        for entry in store.list(folder):  # of a repair that was killed
+            if entry.is_folder and entry.name.startswith(_PREFIX) and entry.name.endswith(layout.TMP_SUFFIX):
+                store.remove_tree(layout.join(folder, entry.name))
+        store.make_folder(staging)
+        try:
+            for number, part in enumerate(parts):
+                draft = layout.join(staging, f"new-{number}")
+                _make(store, view, draft, Pool(1).run, part)
+                _exchange(store, draft, layout.join(folder, part), layout.join(staging, f"old-{number}"))
+                store.sync_folder(layout.join(folder, part.rpartition("/")[0]))
+        finally:
+            store.remove_tree(staging)
+    except io.UnsupportedOperation as error:
+        raise UnsupportedError(f"{where}: the Orbax view needs symlinks: {error}. An export does without") from error
+    except FileNotFoundError as error:
+        raise EpochDeletedError(record.epoch, store.root, "while its Orbax view was being repaired") from error
+    except PermissionError as error:
+        raise AccessError(f"{where}: {error}; repairing the Orbax view needs write access to it") from error
+    return parts
+
+
+def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> None:
+    """Makes a view below a folder, or a part of it in the folder's place, durably but for the names in the folder."""
+
+    def place(path: str) -> str:
+        return layout.join(folder, path.removeprefix(part).strip("/"))
+
+    def of(found: Iterable[str]) -> list[str]:
+        return [path for path in found if not part or path == part or path.startswith(f"{part}/")]
+
+    for path in of(view.folders):
+        store.make_folder(place(path))
+    links = view.links | view.node_links if part else view.links
+    for path in of(links):
+        store.link(place(path), links[path])
+    run([functools.partial(store.create, place(path), view.files[path]) for path in of(view.files)])
+    run([functools.partial(store.sync_folder, place(path)) for path in reversed(of(view.folders))])
+
+
+def _exchange(store: Store, new: str, final: str, old: str) -> None:
+    """Puts a part in its place; what was there is at `old` or `new` then, or gone."""
+    try:
+        if not os.path.lexists(os.path.join(store.root, final)):
+            store.rename(new, final)
+            return
+        store.exchange(new, final)
+        return
+    except io.UnsupportedOperation:
+        store.rename(final, old)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        store.remove_tree(final)  # overlayfs: no rename moves it
+    store.rename(new, final)

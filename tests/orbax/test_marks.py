@@ -19,8 +19,7 @@ import pytest
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt.commit import commits_of
-from epochckpt.orbax import StepNames, marks
-from epochckpt.orbax import steps as orbax_steps
+from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import open_store
 from epochckpt.storage import store as store_lib
 from tests.support import stock_states
@@ -208,11 +207,11 @@ def test_what_identifies_a_step_without_a_record_survives_a_touch_and_a_rename(r
     """Else a damaged step that is to be replaced would be called another one."""
     (run / "2" / "_CHECKPOINT_METADATA").unlink()
     store = open_store(run)
-    first = orbax_steps.read(store, "2", 2)
+    first = steps.read(store, "2", 2)
     os.utime(run / "2", ns=(1, 1))
     (run / "2").rename(run / "3")
-    assert orbax_steps.read(store, "3", 3).attempt == first.attempt
-    assert orbax_steps.read(store, "1", 1).attempt != first.attempt
+    assert steps.read(store, "3", 3).attempt == first.attempt
+    assert steps.read(store, "1", 1).attempt != first.attempt
 
 
 def test_folders_do_not_make_a_step_bare(run: pathlib.Path) -> None:
@@ -221,9 +220,9 @@ def test_folders_do_not_make_a_step_bare(run: pathlib.Path) -> None:
     for name in ("_sharding", "array_metadatas", "manifest.ocdbt", "checkpoint"):
         (run / "2" / name).mkdir()
     (run / "1" / "checkpoint").write_text("of somebody")
-    assert orbax_steps.read(store, "1", 1).folders == {"default": "default"}
+    assert steps.read(store, "1", 1).folders == {"default": "default"}
     (run / "2" / "_CHECKPOINT_METADATA").unlink()
-    assert "default" in orbax_steps.read(store, "2", 2).folders
+    assert "default" in steps.read(store, "2", 2).folders
 
 
 @pytest.mark.parametrize("code", [errno.ENOTDIR, errno.ENOENT, errno.EACCES])
@@ -234,7 +233,7 @@ def test_a_step_that_cannot_be_looked_at(run: pathlib.Path, monkeypatch: pytest.
     def fail(*_: Any) -> Any:
         raise OSError(code, os.strerror(code), "2")
 
-    monkeypatch.setattr(orbax_steps, "read", fail)
+    monkeypatch.setattr(steps, "read", fail)
     with pytest.raises(errors.AccessError if code == errno.EACCES else errors.EpochNotFoundError, match="2"):
         commits.read_record(2)
 
@@ -314,11 +313,11 @@ def test_data_files_of_somebody_elses_handler_are_no_mark_of_ours(run: pathlib.P
     (run / "2" / "model").mkdir()
     (run / "2" / "model" / "model.safetensors").write_bytes(b"x")
     store, record = open_store(run), run / "2" / "_CHECKPOINT_METADATA"
-    assert marks.lost_records(store, "2")
+    assert steps.lost_records(store, "2")
     content = json.loads(record.read_text())
     content["item_handlers"]["model"] = "my.Handler"
     record.write_text(json.dumps(content))
-    assert not marks.lost_records(store, "2")
+    assert not steps.lost_records(store, "2")
 
 
 @pytest.mark.parametrize("several", [True, False])
