@@ -9,8 +9,7 @@ OCDBT database points into the nodes' data files, through a symlink per node: it
     <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
-What Orbax cannot express is left out, never wrong, and is named in `View.unsupported`; where a sequence would lack an
-element, a None takes its place.
+What Orbax cannot express is left out, never wrong, and named in `View.unsupported`; in a sequence a None replaces it.
 """
 
 import base64
@@ -51,7 +50,6 @@ _KEY_HANDLERS = {
 }
 """Handlers that keep arrays one folder deeper, beside a JSON file, and the folder."""
 _TEXT = "string"
-_NONE = {"value_type": "None", "skip_deserialize": True}
 _BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax calls an array that is not in a tree
 
 _COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.steps: so it is never taken for one of Orbax's
@@ -142,7 +140,7 @@ class Views:
         return view
 
     def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> str:
-        """Adds an item of arrays; returns why Orbax can be given none of it, if so."""
+        """Adds an item of arrays; returns why Orbax can have none of it, if so."""
         places = tuple((n.folder, tuple(f for f in n.files if f.item == name)) for n in record.nodes)
         values = {
             i: tree_lib.value_from_json(arrays.leaves[i].name, arrays.leaves[i].kind, v) for i, v in item.values.items()
@@ -190,8 +188,7 @@ def _add_files(view: View, record: EpochRecord, name: str) -> None:
         for file in (f for f in node.files if f.item == name):
             parents = layout.parents(file.path)
             folders.update(parents)
-            up = "../" * len(parents)
-            view.links[file.path] = f"{up}{layout.join(record.node_folder(number), file.path)}"
+            view.links[file.path] = f"{'../' * len(parents)}{layout.join(record.node_folder(number), file.path)}"
     view.folders += sorted(folders)  # parents first
 
 
@@ -234,7 +231,8 @@ class _ItemView:
         if self.unsupported:  # older Orbax takes a sequence's elements as they come, so the order of the leaves is kept
             out = {i for i, leaf in enumerate(arrays.leaves) if leaf.name in self.unsupported}
             nones = _placeholders(self.paths, out, self.names)
-            rows = (_row(path, _NONE) for i, path in (self.paths | nones).items() if i not in out or i in nones)
+            none = {"value_type": "None", "skip_deserialize": True}
+            rows = (_row(path, none) for i, path in (self.paths | nones).items() if i not in out or i in nones)
             self.tree = {key: self.tree.get(key, row) for key, row in rows}
         self._locate(record, name)
         # an empty tree: Orbax wants a database nevertheless
@@ -248,7 +246,7 @@ class _ItemView:
         }
         self.files = {
             "_METADATA": _json(metadata),
-            "_sharding": _json(_sharding_texts(arrays, self.names)),
+            "_sharding": _json(self._shardings()),
             "array_metadatas/process_0": _json({"array_metadatas": self.metadatas}),
         }
 
@@ -298,9 +296,8 @@ class _ItemView:
                 self.metadatas.append({"array_metadata": row})
 
     def _record(self, leaf: Leaf, kind: str, shape: tuple[int, ...] | None = None, *, skip: bool = False) -> None:
-        value: dict[str, Any] = {"value_type": kind, "skip_deserialize": skip}
-        if shape is not None:
-            value["write_shape"] = shape
+        written = {} if shape is None else {"write_shape": shape}
+        value = {"value_type": kind, "skip_deserialize": skip, **written}
         self.tree.update([_row(leaf.path or _BARE_PATH, value)])
 
     def _locate(self, record: EpochRecord, name: str) -> None:
@@ -318,6 +315,17 @@ class _ItemView:
                         key = f"{prefix}{_chunk(arrays, leaf, cell)}"
                         self.entries[key.encode()] = (path, start, arrays.cell_bytes(leaf))
                         self.nodes.add(entry.folder)
+
+    def _shardings(self) -> dict[str, str]:
+        """Orbax's form of the recorded shardings, by parameter name in base64; without those that are nonsense."""
+        text_of = functools.cache(lambda number: sharding_text(self.arrays, self.arrays.shardings[number]))
+        found = {}
+        for leaf, name in ((self.arrays.leaves[number], name) for number, name in self.names.items()):
+            if leaf.kind in ("jax", "prng") and leaf.sharding >= 0:
+                with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
+                    if text := text_of(leaf.sharding):
+                        found[base64.b64encode(name.encode()).decode()] = text
+        return found
 
 
 def _row(path: KeyPath, value: Any) -> tuple[str, Any]:
@@ -353,22 +361,6 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _sharding_texts(arrays: ArrayItem, names: Mapping[int, str]) -> dict[str, str]:
-    """Orbax's form of the recorded shardings, by parameter name in base64.
-
-    A row whose device is not there, or that is nonsense, has none: such rows are not checked before.
-    """
-    text_of = functools.cache(lambda number: sharding_text(arrays, arrays.shardings[number]))
-    found = {}
-    for number, name in names.items():
-        leaf = arrays.leaves[number]
-        if leaf.kind in ("jax", "prng") and leaf.sharding >= 0:
-            with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):
-                if text := text_of(leaf.sharding):
-                    found[base64.b64encode(name.encode()).decode()] = text
-    return found
-
-
 def sharding_text(arrays: ArrayItem, row: Any) -> str | None:
     """Orbax's form of one recorded sharding; None where its device is not there."""
     if "device" in row:
@@ -391,9 +383,8 @@ def sharding_text(arrays: ArrayItem, row: Any) -> str | None:
 def _placeholders(paths: Mapping[int, KeyPath], out: Container[int], named: Container[int]) -> dict[int, KeyPath]:
     """Where Orbax needs a None because a sequence would lack an element; with a gap it reads nothing of the item.
 
-    As a rule that is the leaf itself, so that targets still fit. A sequence of which no element is left needs none. An
-    element with leaves that Orbax cannot name (not in `named`) becomes None as a whole. The result is the path of the
-    None, by number of the leaf that is left `out`.
+    As a rule that is the leaf itself, so that targets still fit. An element with leaves that Orbax cannot name (not in
+    `named`) becomes None as a whole. The result is the path of the None, by number of the leaf that is left `out`.
     """
     kept = {path[:depth] for i, path in paths.items() if i not in out for depth in range(len(path) + 1)}
     found = {}
@@ -594,16 +585,14 @@ def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> No
 
 def _exchange(store: Store, new: str, final: str, old: str) -> None:
     """Puts a part in its place; what was there is at `old` or `new` then, or gone."""
-    try:
-        if not os.path.lexists(os.path.join(store.root, final)):
-            store.rename(new, final)
+    if os.path.lexists(os.path.join(store.root, final)):
+        try:
+            store.exchange(new, final)
             return
-        store.exchange(new, final)
-        return
-    except io.UnsupportedOperation:
-        store.rename(final, old)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        store.remove_tree(final)  # overlayfs: no rename moves it
+        except io.UnsupportedOperation:
+            store.rename(final, old)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            store.remove_tree(final)  # overlayfs: no rename moves it
     store.rename(new, final)
