@@ -6,18 +6,20 @@ the primary's other values, so that it is whole for other readers) and a second 
 """
 
 import contextlib
+import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 
-from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from epochckpt.errors import InvalidArgumentError, UnsupportedError, say
 from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.jobs import containers
+from epochckpt.jobs.job import TaskGroup
 from epochckpt.jobs.workspace import Workspace
 
 OWN_SUFFIX = ".own"  # of the item beside an item of arrays
@@ -94,6 +96,38 @@ def as_saved(workspace: Workspace, name: str, value: Any, recorded: Mapping[str,
     where, answer = f"node {workspace.node}, blob {name!r}", f"say how, in @job.setup: ws.target({name!r}, …)"
     logging.warning("%s comes back as dicts, lists and arrays, not as it was saved: %s; %s", where, problem, answer)
     return value
+
+
+def traced_init(group: TaskGroup, workspace: Workspace) -> Callable[[], Mapping[str, containers.Container | None]]:
+    """A function that gives the containers that `init_group` makes, without computing: for types that no epoch holds.
+
+    At its first call it runs the tasks under `jax.eval_shape`, on a copy of the workspace. It raises
+    InvalidArgumentError, with the reason, if init cannot be traced.
+    """
+    found: dict[str, containers.Container | None] = {}
+
+    def run() -> None:
+        scratch = workspace.scratch()
+        for task in group.tasks():
+            if task.node in (None, workspace.node):
+                task.fn(scratch)
+        found.update({name: containers.of(state_of(value)) for name, value in scratch.items()})
+
+    @functools.cache
+    def trace() -> str:
+        logging.info("node %s: init is run abstractly (jax.eval_shape), for the types of its blobs", workspace.node)
+        try:
+            jax.eval_shape(run)
+        except Exception as error:  # init may do anything, and was written to run on real values
+            return f"init cannot be run abstractly (jax.eval_shape) to find out: {say(error).splitlines()[0]}"
+        return ""
+
+    def made_by_init() -> Mapping[str, containers.Container | None]:
+        if problem := trace():
+            raise InvalidArgumentError(problem)
+        return found
+
+    return made_by_init
 
 
 def kind_of(node: str, name: str, value: Any) -> str:

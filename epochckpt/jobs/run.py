@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import fnmatch
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +18,12 @@ from absl import logging
 
 from epochckpt.errors import CoordinationTimeoutError, InvalidArgumentError, SaveError, say
 from epochckpt.jobs import blobs as blob_lib
-from epochckpt.jobs import stop
-from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Restored
+from epochckpt.jobs import containers, stop
+from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import ComputedCondition, Job, Task, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
 from epochckpt.jobs.result import RunResult, ShowEpoch
-from epochckpt.jobs.resume import check_targets, warn_of_types
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
 
@@ -143,7 +142,7 @@ class TrainingRun:
             began, named, resume = time.monotonic(), self.resume_from_epoch, self.settings.resume
             found.append(restored := backend.resume(named, resume, self.handler))
             if restored is not None:
-                check_targets(restored, spaces, self._chosen, backend.directory)
+                self._check_targets(restored, backend.directory)
             return time.monotonic() - began
 
         secs = self.exchange.gather("restore", restore, list)
@@ -172,11 +171,41 @@ class TrainingRun:
         self._run_group(self.job.init_group)
         self._agree_on_names({node: list(ws) if node in self._kept_nodes() else [] for node, ws in spaces.items()})
         if self.backend is not None:
-            for node, names in self.names.items():
-                warn_of_types(spaces[node], names, declared[node])
+            self._warn_of_types(declared)
             epoch = _TrainedEpoch(0)
             self._save(epoch, self._agree(epoch, list), force=True)
         self.notice.ask(0)
+
+    def _check_targets(self, restored: Restored, directory: str) -> None:
+        """Refuses an epoch of another job: one that has none of the blobs for which setup declared a target.
+
+        An epoch that has some of those may be older than the rest of the job: that is logged.
+        """
+        for node, workspace in self.session.workspaces().items():
+            wanted, held = self._chosen(sorted(workspace.targets)), restored.names.get(node)
+            missing = [name for name in wanted if name not in workspace]
+            if not missing or not held:
+                continue
+            problem = (
+                f"{directory}: epoch {restored.epoch} holds {', '.join(held[:10])}{', …' if len(held) > 10 else ''} "
+                f"for node {node}, not {', '.join(missing)}, for which setup declared targets"
+            )
+            if len(missing) == len(wanted):
+                raise InvalidArgumentError(f"{problem}: something else saved it; take another directory")
+            logging.warning("%s; these blobs are not there unless the job makes them", problem)
+
+    def _warn_of_types(self, declared: Mapping[str, Collection[str]]) -> None:
+        """Names the blobs that a resume may not be able to give back as they are, except those `declared` by setup."""
+        for node, name in ((node, name) for node, names in self.names.items() for name in names):
+            value = None if name in declared[node] else self.session.workspace(node)[name]
+            found = containers.of(blob_lib.state_of(value))
+            if found is not None and (lost := found.loses()):
+                logging.warning(
+                    "node %s, blob %r: %s. A resume runs init once more, without computing (jax.eval_shape), to get "
+                    "it; where init cannot be traced the blob comes back as dicts and lists. Better say how, in "
+                    "@job.setup: ws.target(%r, jax.eval_shape(…what makes it…))",
+                    *(node, name, lost, name),
+                )
 
     def _agree_on_names(self, names: Names) -> None:
         names = {node: self._chosen(blobs) for node, blobs in names.items()}
@@ -440,26 +469,22 @@ class TrainingRun:
             "total_secs": self._earlier_secs + time.monotonic() - self._began,
         }
 
-    def notes_beside(self, epoch: int, session: Session) -> dict[str, Any]:
-        """The notes for an epoch that `JobRunner.save_checkpoints` is about to save while this run goes on.
+    def notes_for(self, epoch: int, session: Session) -> dict[str, Any]:
+        """The notes for an epoch that `JobRunner.save_checkpoints` is about to save in this run, or after it.
 
-        Waits for the run's own saves, and keeps their results: those that come later are not the run's.
+        Refuses what a resume would take for an epoch of the run. Waits for the run's own saves, and keeps their
+        results: those that come later are not the run's.
         """
-        backend = self.backend
-        if backend is not None:
-            backend.drain()
-            self._ended += backend.outcomes()
         own, current = session is self.session, self._in_epoch
-        notes = self._notes(current == epoch and self.job.resumable) if own else {}
         if current is not None and (epoch > current or not own):
-            notes[BESIDE] = True
-        if current is not None and epoch > current:
-            resume = "A resumed run goes on from it only if it is named: resume_from_epoch=…"
-            if backend is not None and backend.per_node:
-                resume = "A metadata handler takes it for the newest epoch until the run saves its next one"
-            saved = f"epoch {epoch} is saved by save_checkpoints() while the run is in epoch {current}"
-            logging.warning("%s. %s", saved, resume)
-        return notes
+            raise InvalidArgumentError(
+                f"in the middle of a run, here in epoch {current}, save_checkpoints() saves the session of the run as "
+                "an epoch up to that: a resume would go on from anything else. Save it after the run"
+            )
+        if self.backend is not None:
+            self.backend.drain()
+            self._ended += self.backend.outcomes()
+        return self._notes(current == epoch and self.job.resumable) if own else {}
 
     # -- after the last epoch ------------------------------------------------------------------------------------
 

@@ -11,11 +11,11 @@ from absl import logging
 from epochckpt.errors import InvalidArgumentError, SaveError, say
 from epochckpt.jobs import backends
 from epochckpt.jobs.backends.base import AUTO, MUST, NEVER, CheckpointBackend
+from epochckpt.jobs.blobs import traced_init
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import Job, TaskGroup
 from epochckpt.jobs.preemption import listening
 from epochckpt.jobs.result import RunResult, bar
-from epochckpt.jobs.resume import traced_init
 from epochckpt.jobs.run import ERROR, IGNORE, NOT_ACCESSIBLE, WARN, RunSettings, TrainingRun
 from epochckpt.jobs.session import DistributedSession, Session
 from epochckpt.manager import HandlerNotifier, metadata_handlers
@@ -180,7 +180,7 @@ class JobRunner:
             if backend is not None:
                 backend.open(session, exchange)
                 self._introduced = None
-                self._introduce(handler, backend, session)
+                self._introduce(handler, backend)
 
         exchange.together("beginning of the run", open_backend)
         distributed = isinstance(session, DistributedSession)
@@ -222,7 +222,7 @@ class JobRunner:
         began = time.monotonic()
         loaded = backend.load_blobs(names, epoch_number(epoch))
         secs = {session.hosted[0]: time.monotonic() - began}
-        self._introduce(handler, backend, session)
+        self._introduce(handler, backend)
         handler.report("checkpoint_partial_load", secs)
         handler.drain()
         return loaded
@@ -233,9 +233,9 @@ class JobRunner:
         Saved are the blobs that this runner's run in this session checkpoints, if there is or was one; else all blobs
         (with Caffe2's managers those that `init` has found, as in Caffe2). An epoch of this number is replaced.
 
-        In the middle of a run, the run goes on with its own numbers and replaces what was saved here under one of them.
-        If it dies before that, what was saved here as the current epoch counts as that epoch (of a resumable job: as a
-        part of it). A later number, or an epoch of another session, is resumed from only if it is named.
+        In the middle of a run it saves the session of the run, as an epoch up to the current one; anything else fails.
+        The run's own save of an epoch replaces what was saved here. If the run dies before that, what was saved here as
+        the current epoch counts as that epoch (of a resumable job: as a part of it).
 
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
@@ -244,14 +244,14 @@ class JobRunner:
         run, notes = self._run, dict[str, Any]()
 
         def look() -> list[bool]:
-            self._introduce(handler, backend, session)
+            self._introduce(handler, backend)
             return [handler.cp_accessible(epoch), epoch in backend.epochs()]
 
         try:
             # A run that goes on in this session has its backend and its blobs; any other save has its own.
             epoch = epoch_number(epoch)
             if run is not None:
-                notes = run.notes_beside(epoch, session)
+                notes = run.notes_for(epoch, session)
             if run is not None and run.backend is not None and run.names and run.session is session:
                 backend, names = run.backend, run.names
             else:
@@ -268,15 +268,15 @@ class JobRunner:
                 backend.allow_overwrite(epoch)
             backend.save(epoch, prepared, {}, notes, True)
             backend.drain()
+            for one in backend.outcomes():
+                handler.saved(one)
+                if not one.committed:
+                    logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
         except Exception as error:
-            logging.warning("epoch %d could not be saved: %s", epoch, say(error))
-        for one in backend.outcomes():
-            handler.saved(one)
-            if not one.committed:
-                logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
+            logging.warning("epoch %s could not be saved: %s", epoch, say(error))
         handler.drain()
 
-    def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend, session: Session) -> None:
+    def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend) -> None:
         """Tells the metadata handler which nodes save where, unless an earlier call has; the backend is open."""
         if self._introduced is not self.checkpoint_manager:
             handler.nodes(backend.directory, backend.handler_nodes())

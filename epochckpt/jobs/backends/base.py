@@ -9,7 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
+from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
 from epochckpt.jobs.exchange import Exchange
@@ -18,7 +18,6 @@ from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
 
 NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
-BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
 
 AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from what is on storage
 
@@ -180,7 +179,7 @@ class ItemBackend(CheckpointBackend):
 
     def _candidates(self, resume: str, handler: HandlerNotifier) -> list[int]:
         """On the primary: the epochs that a run may go on from by itself, ascending; none: from scratch."""
-        directory, epochs, beside = self.directory, self.epochs(), list[int]()
+        directory, epochs = self.directory, self.epochs()
         if not epochs:
             self._check_free()
         if resume == NEVER and epochs:
@@ -198,30 +197,7 @@ class ItemBackend(CheckpointBackend):
         if known is not None and known not in epochs:
             shown = ", ".join(map(str, epochs[-20:]))
             logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, shown)
-
-        # What `save_checkpoints` saved beside a run is resumed from only if it is named.
-        while epochs and self._is_beside(epochs[-1]):
-            beside.append(epochs.pop())
-        if beside and not epochs:
-            raise InvalidArgumentError(
-                f"{directory}: save_checkpoints() saved {beside} in the middle of a run, of which no epoch is left to "
-                "go on from; name one with resume_from_epoch=…, or delete them to start from scratch"
-            )
-        if beside:
-            logging.warning(
-                "%s: save_checkpoints() saved %s in the middle of a run, which goes on from epoch %d; "
-                "name one with resume_from_epoch=… to go on from that",
-                directory,
-                beside,
-                epochs[-1],
-            )
         return epochs
-
-    def _is_beside(self, epoch: int) -> bool:
-        try:
-            return bool(self.notes(epoch).get(BESIDE))
-        except (DamagedError, FormatError, EpochNotFoundError):  # the restore raises it
-            return False
 
     def _check_free(self) -> None:
         """Refuses a directory without epochs in which no run may start over."""
