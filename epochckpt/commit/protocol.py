@@ -149,7 +149,8 @@ class Commits(abc.ABC):
     def obstacle(self, folder: str) -> str:
         """The reason why a folder that is named like an epoch is none, and what to do about it."""
         where = f"{self.store.root}/{folder}"
-        if per_node := self._per_node(folder):
+        found = self.read_per_node(folder, self.names.parse(folder) or 0)
+        if per_node := [paths.shown_name(name) for name, record in found.items() if not isinstance(record, str)]:
             return (
                 f"{where} holds no {paths.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs "
                 f"that know nothing of each other ({', '.join(per_node[:5])}). Read them with "
@@ -166,16 +167,24 @@ class Commits(abc.ABC):
             "Orbax on a file system either, as far as its files say. Choose another directory, or move the folder away"
         )
 
-    def _per_node(self, folder: str) -> list[str]:
-        """The nodes whose epochs, each by itself, lie in a foreign folder (Caffe2's managers write them)."""
-        found = []
+    def read_per_node(
+        self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+    ) -> dict[str, EpochRecord | str]:
+        """The epochs that nodes saved by themselves in a folder (Caffe2's managers do), by subfolder.
+
+        A str says why one cannot be read. Other records are passed over: a copy of a node's folder, or the epochs of a
+        directory whose name is a number.
+        """
+        found: dict[str, EpochRecord | str] = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for node in (entry.name for entry in self.store.list(folder) if entry.is_folder):
-                path = paths.join(folder, node, paths.EPOCH_RECORD)
-                with contextlib.suppress(errors.EpochCheckpointError, OSError):  # of another program
-                    record = parsing.read_record(self.store, path, parsing.parse_head)
-                    if record is not None and record.per_node:
-                        found.append(paths.shown_name(node))
+            for name in (e.name for e in self.store.list(folder) if e.is_folder and paths.is_name(e.name)):
+                try:
+                    record = self.read_in(paths.join(folder, name), epoch, parse)
+                except (errors.EpochCheckpointError, OSError) as error:
+                    found[name] = errors.say(error)
+                    continue
+                if record is not None and record.per_node and record.nodes[0].folder == name:
+                    found[name] = record
         return found
 
     def check_shallow(self, record: EpochRecord) -> None:

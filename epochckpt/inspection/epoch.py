@@ -127,7 +127,7 @@ class EpochInspection(Container):
         """The row without a look at the files or at other epochs; raises EpochDeletedError if the epoch is gone."""
         row = scan.find(self._commits, self.epoch)
         if row is None:
-            raise self._gone()
+            raise EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
         return row
 
     def detail(self) -> EpochDetail:
@@ -140,10 +140,9 @@ class EpochInspection(Container):
             return open_reader(self._commits, self.epoch)
         except EpochNotFoundError as error:
             row = self.plain_row()
-            raise (_unusable(row) if row.state == DAMAGED else self._gone()) from error
-
-    def _gone(self) -> EpochDeletedError:
-        return EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
+            if row.state == DAMAGED:
+                raise _unusable(row) from error
+            raise
 
     def _described(self) -> EpochDetail:
         detail = describe.describe(self._commits, self.plain_row())

@@ -10,7 +10,6 @@ from epochckpt.arrays import EpochReader
 from epochckpt.commit import Commits
 from epochckpt.errors import DamagedError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.format import parsing, paths
-from epochckpt.inspection import scan
 from epochckpt.manager import CheckpointReader, Readers, Verification
 from epochckpt.manager.reader import NativeReader, ignore
 
@@ -25,7 +24,7 @@ def open_reader(commits: Commits, epoch: int) -> CheckpointReader:
     except EpochNotFoundError:
         folder = commits.folder(epoch)
         nodes, unread = dict[str, NativeReader](), dict[str, str]()
-        for name, record in scan.single_nodes(commits, folder, epoch, parsing.parse_epoch).items():
+        for name, record in commits.read_per_node(folder, epoch, parsing.parse_epoch).items():
             if isinstance(record, str):
                 unread[paths.shown_name(name)] = record
                 continue

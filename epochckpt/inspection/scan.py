@@ -12,19 +12,11 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import _text
+from epochckpt import _text, errors
 from epochckpt.commit import Commits, attached_metrics, commits_of
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.retention import best_of, rank
-from epochckpt.errors import (
-    AccessError,
-    EpochCheckpointError,
-    InvalidArgumentError,
-    NotACheckpointDirectoryError,
-    StorageError,
-    say,
-)
-from epochckpt.format import EpochRecord, parsing, paths
+from epochckpt.format import EpochRecord, paths
 from epochckpt.inspection import leftovers, suggest
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, FOREIGN, EpochRow, LeftoverRow, NodeRow, Overview, flat
 from epochckpt.jobs.backends import base
@@ -70,7 +62,7 @@ def open_commits(
             with contextlib.suppress(FileNotFoundError):  # `isdir` says no where this user may not look
                 os.lstat(store.root)
             if not os.path.isdir(store.root):
-                raise NotACheckpointDirectoryError(f"{store.root} {suggest.no_folder(store.root)}")
+                raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.no_folder(store.root)}")
         found = {entry.name: entry.is_folder for entry in store.list("")}
         if single and step_names.is_single(set(found)) and not step_names.is_item(store, set(found)):
             # The epoch that lies in the folder, seen from the directory above it.
@@ -78,7 +70,7 @@ def open_commits(
             above, _, name = root.rpartition("/")
             return commits_of(open_store(above or "/"), _OneName(name, step_names.number_of(store)))
         if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found.items())):
-            raise NotACheckpointDirectoryError(f"{store.root} {suggest.folder(store, found)}")
+            raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.folder(store, found)}")
     return commits
 
 
@@ -88,9 +80,9 @@ def access(store: Store) -> Generator[None]:
     try:
         yield
     except PermissionError as error:
-        if isinstance(error, EpochCheckpointError):
+        if isinstance(error, errors.EpochCheckpointError):
             raise
-        raise AccessError(f"{store.root}: {error}; this user (uid {os.getuid()}) needs read access") from error
+        raise errors.AccessError(f"{store.root}: {error}; this user (uid {os.getuid()}) needs read access") from error
 
 
 def place(commits: Commits) -> str:
@@ -133,13 +125,13 @@ def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> Ep
         if not commits.store.exists(folder):
             return None
         return _of_orbax(commits, folder, epoch) or _of_nodes(commits, folder, epoch) or _of_none(commits, folder)
-    except (EpochCheckpointError, OSError) as error:
-        if sure and isinstance(error, StorageError):
+    except (errors.EpochCheckpointError, OSError) as error:
+        if sure and isinstance(error, errors.StorageError):
             raise
         with contextlib.suppress(OSError):
             if not commits.store.exists(folder):
                 return None
-        return EpochRow(epoch, DAMAGED, detail=say(error), folder=folder)
+        return EpochRow(epoch, DAMAGED, detail=errors.say(error), folder=folder)
 
 
 def find(commits: Commits, epoch: int) -> EpochRow | None:
@@ -149,7 +141,7 @@ def find(commits: Commits, epoch: int) -> EpochRow | None:
         return None
     try:
         row = _with_attached(commits, row)
-    except StorageError as error:
+    except errors.StorageError as error:
         logging.warning("attached metrics are left out: %s", error)
     return with_size(commits, row)
 
@@ -219,14 +211,14 @@ def _nodes(record: EpochRecord | str, folder: str = "", commits: Commits | None 
         try:
             if commits is not None:
                 commits.check_node(folder, record, number)
-        except (EpochCheckpointError, OSError) as error:
-            state, detail = DAMAGED, say(error)
+        except (errors.EpochCheckpointError, OSError) as error:
+            state, detail = DAMAGED, errors.say(error)
         yield NodeRow(node.name, node.nbytes, node.secs, state, detail)
 
 
 def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     """The row of an epoch that each node saved by itself; None if there is no such."""
-    found = single_nodes(commits, folder, epoch)
+    found = commits.read_per_node(folder, epoch)
     rows = [_of_record(record, folder) for record in found.values() if not isinstance(record, str)]
     if not rows:
         return None
@@ -248,27 +240,6 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
         notes=notes,
     )
     return _with_nodes(row, [node for name, record in found.items() for node in _nodes(record, name)])
-
-
-def single_nodes(
-    commits: Commits, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
-) -> dict[str, EpochRecord | str]:
-    """The epochs that nodes saved by themselves below a folder, by subfolder; a str says why one cannot be read.
-
-    Other records are passed over: copies of a node's folder, or epochs of a directory whose name is a number.
-    """
-    found: dict[str, EpochRecord | str] = {}
-    for name, is_folder in sorted(leftovers.names(commits.store, folder)):
-        if not is_folder or not paths.is_name(name):
-            continue
-        try:
-            record = commits.read_in(paths.join(folder, name), epoch, parse)
-        except (EpochCheckpointError, OSError) as error:
-            found[name] = say(error)
-            continue
-        if record is not None and record.per_node and record.nodes[0].folder == name:
-            found[name] = record
-    return found
 
 
 def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
@@ -310,12 +281,12 @@ def _checked(commits: Commits, row: EpochRow) -> EpochRow:
             steps.check(commits.store, row.folder, steps.read(commits.store, row.folder, row.epoch))
             return dataclasses.replace(row, checked=True)
         record = commits.read_in(row.folder, row.epoch)
-        found = single_nodes(commits, row.folder, row.epoch) if record is None else {"": record}
+        found = commits.read_per_node(row.folder, row.epoch) if record is None else {"": record}
         each = (_nodes(one, paths.join(row.folder, name), commits) for name, one in found.items())
         nodes = list(itertools.chain.from_iterable(each))
         return dataclasses.replace(_with_nodes(row, nodes or row.nodes), checked=True)
-    except (EpochCheckpointError, OSError) as error:
-        return dataclasses.replace(row, state=DAMAGED, detail=say(error), checked=True)
+    except (errors.EpochCheckpointError, OSError) as error:
+        return dataclasses.replace(row, state=DAMAGED, detail=errors.say(error), checked=True)
 
 
 def _with_nodes(row: EpochRow, nodes: Sequence[NodeRow]) -> EpochRow:
@@ -347,7 +318,7 @@ def look(
     that were recorded?
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-        raise InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
+        raise errors.InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
     commits = open_commits(directory, options, single=True)
     with access(commits.store):
         return _Scan(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
@@ -421,7 +392,7 @@ class _Scan:
                 hidden = self._commits.hidden()
                 numbers = ", ".join(map(str, sorted(hidden)))
                 problem = f"a rollback is setting aside {numbers}; the next open finishes it" if hidden else ""
-            except (EpochCheckpointError, ValueError, OSError) as error:
+            except (errors.EpochCheckpointError, ValueError, OSError) as error:
                 problem = f"{error}; no manager can open the directory as long as it is there"
             if problem:
                 self._problems[paths.ROLLBACK_RECORD] = problem
@@ -437,7 +408,7 @@ class _Scan:
     def _attach(self, row: EpochRow) -> EpochRow:
         try:
             return _with_attached(self._commits, row, self._attached)
-        except (StorageError, OSError) as error:
+        except OSError as error:
             self._problems[row.folder] = str(error)
             return row
 
