@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import _threads, _units
+from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
@@ -20,20 +20,12 @@ from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json, root_metadata
 from epochckpt.commit import Attempt, Attempts, Calls, Claim, Commits, History, coordination, opening, retention
 from epochckpt.commit.protocol import ReplaceCondition
+from epochckpt.commit.restore_vote import Look, newest_readable, patience
 from epochckpt.commit.saver import LONG_SECS
-from epochckpt.errors import (
-    EpochExistsError,
-    FencedError,
-    InvalidArgumentError,
-    SaveErrorGroup,
-    UnfinishedError,
-    copied,
-    say,
-)
+from epochckpt.errors import EpochExistsError, FencedError, InvalidArgumentError, SaveErrorGroup, UnfinishedError
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import outcomes, status
 from epochckpt.manager.metadata_handlers import check_handler
-from epochckpt.manager.newest import Newest
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import epoch_number, shown_path
 from epochckpt.manager.readers import Readers
@@ -384,7 +376,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             if attempt is not None and attempt not in self._attempts.pending():
                 attempt.snapshot.drop()
             if self._coordinator.processes > 1:  # the other processes need not wait for this one
-                self._attempts.submit(Attempt(step, number, Deadline(timeout), error=copied(step, error)))
+                self._attempts.submit(Attempt(step, number, Deadline(timeout), error=errors.copied(step, error)))
             raise
         self._multi = multi
         if not self._async:
@@ -423,9 +415,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def check_for_errors(self) -> None:
         """Raises the failures of saves that have ended, each once; does not wait."""
-        errors = self._attempts.pop_errors()
-        if errors:
-            error = errors[0] if len(errors) == 1 else SaveErrorGroup(errors)
+        failures = self._attempts.pop_errors()
+        if failures:
+            error = failures[0] if len(failures) == 1 else SaveErrorGroup(failures)
             if (other := sys.exception()) is not None:  # in a `finally`: a traceback shows the cause alone
                 error.add_note(f"Raised while another error was on its way: {type(other).__name__}: {other}")
             raise error
@@ -479,8 +471,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             value = restore(step)
         elif readers is self._readers:
             step, value = self.restore_newest(restore)
-        else:
-            step, value = self._restore_newest_of(readers.commits, restore)
+        else:  # another directory, of which nothing is remembered
+            history = History(readers.commits.read_head)
+            history.adopt(readers.commits.list_epochs())
+            step, value = self._restore_newest(readers.commits, history, restore)
         self._multi = multi
         self._step_log.restored(step, str(shown_path(readers.commits.store.root)), began, read)
         return value
@@ -502,20 +496,41 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             DamagedError: none of the epochs can be read by every process.
         """
         self._attempts.drain()
-        return self._newest(self._commits, self._history).restore(restore, among, self._look)
+        return self._restore_newest(self._commits, self._history, restore, among)
 
-    def _restore_newest_of(self, commits: Commits, restore: Callable[[int], T]) -> tuple[int, T]:
-        """The same in another directory, of which nothing is remembered."""
-        history = History(commits.read_head)
-        history.adopt(commits.list_epochs())
+    def _restore_newest(
+        self, commits: Commits, history: History, restore: Callable[[int], T], among: Sequence[int] | None = None
+    ) -> tuple[int, T]:
+        """The processes vote, see `commit.restore_vote`; `history` learns which epochs are damaged."""
+        attempts: dict[int, str | None] = {}
 
-        def look() -> None:
-            history.adopt(self._calls.answer("look", commits.list_epochs, self._answer_secs))
+        def allowed() -> list[int]:
+            return [i.step for i in history.committed() if among is None or i.step in among]
 
-        return self._newest(commits, history).restore(restore, None, look)
+        def restore_one(epoch: int) -> T:
+            if self._coordinator.primary:  # the verdict is about this attempt: another one is another epoch
+                attempts[epoch] = commits.read_attempt(epoch)
+            return restore(epoch)
 
-    def _newest(self, commits: Commits, history: History) -> Newest:
-        return Newest(commits, history, self._calls, self._coordinator, self._storage.restore_timeout_secs)
+        def reject(rejected: Mapping[int, Exception]) -> None:
+            history.damaged |= {e: ReplaceCondition(attempts.get(e), errors.say(why)) for e, why in rejected.items()}
+            history.drop(rejected)
+
+        def look_again(rejected: Mapping[int, Exception]) -> Look:
+            reject(rejected)
+            if commits is self._commits:
+                self._look()
+            else:
+                history.adopt(self._calls.answer("look", commits.list_epochs, self._answer_secs))
+            return allowed(), {e: c.damage for e, c in history.damaged.items() if among is None or e in among}
+
+        candidates, wait = allowed() if among is None else list(among), self._storage.restore_timeout_secs
+        with self._calls.vote(candidates, patience(wait)) as (found, prefix):
+            epoch, value, rejected = newest_readable(
+                found, restore_one, look_again, self._coordinator, prefix, wait, commits.store.root
+            )
+        reject(rejected)
+        return epoch, value
 
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
         """Single leaves of an epoch by name, as NumPy arrays and Python values; reads only their blocks.
@@ -717,8 +732,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         try:
             self.close()
         except Exception as failure:
-            logging.error("%s: closing it failed, too: %s", self._directory, say(failure))
-            error.add_note(f"Closing the checkpoint manager of {self._directory} failed, too: {say(failure)}")
+            logging.error("%s: closing it failed, too: %s", self._directory, errors.say(failure))
+            error.add_note(f"Closing the checkpoint manager of {self._directory} failed, too: {errors.say(failure)}")
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""

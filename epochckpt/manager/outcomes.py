@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import orbax.checkpoint as ocp
@@ -17,20 +18,16 @@ from epochckpt.orbax.step_log import StepLog
 _KEPT = 1000  # results that are kept until they are popped; the newest
 
 
+@dataclasses.dataclass(eq=False)
 class Listener:
     """The `commit.saver.SaveListener` of a manager, which also hears of its claim to the directory."""
 
-    def __init__(
-        self,
-        commits: Commits,
-        options: ocp.CheckpointManagerOptions,
-        history: History,
-        notifier: HandlerNotifier,
-        log: StepLog,
-    ):
-        self._commits, self._options, self._history = commits, options, history
-        self._notifier, self._log = notifier, log
-        self._results: collections.deque[SaveResult] = collections.deque(maxlen=_KEPT)
+    _commits: Commits
+    _options: ocp.CheckpointManagerOptions
+    _history: History
+    _notifier: HandlerNotifier
+    _log: StepLog
+    _results: collections.deque[SaveResult] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_KEPT))
 
     def pop_results(self) -> list[SaveResult]:
         """The results of saves since the last call, in order."""
