@@ -6,10 +6,11 @@ The folder appears whole or not at all: it is written under another name beside 
 import contextlib
 import dataclasses
 import os
+import pathlib
 import stat
 import time
 import urllib.parse
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -34,13 +35,9 @@ FORMATS = ("orbax", "safetensors")
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What an export wrote.
+    """What an export wrote: the epoch, the path of its folder, and the bytes of the files there.
 
-    Attributes:
-        epoch: the epoch.
-        path: the folder.
-        nbytes: bytes of its files.
-        unsupported: what the format cannot express: reasons by leaf name, by item; empty if that is nothing.
+    `unsupported` is what the format cannot express: reasons by leaf name, by item.
     """
 
     epoch: int
@@ -197,13 +194,9 @@ def _staged(place: str) -> Generator[str]:
     parent, name = os.path.split(place)
     above, staging = PosixStore(parent), f"export-{paths.new_id()}{paths.TMP_SUFFIX}"
     folder = os.path.join(parent, staging)
-    missing = []
-    while not os.path.lexists(parent):
-        missing.append(parent)
-        parent = os.path.dirname(parent)
+    missing = [str(p) for p in pathlib.Path(place).parents if not os.path.lexists(p)]  # innermost first
     with contextlib.ExitStack() as undo:
-        for made in reversed(missing):
-            undo.callback(_remove_empty, made)
+        undo.callback(_remove_empty, missing)
         above.make_root()
         undo.callback(_threads.logged, f"{folder} stays", lambda: above.remove_tree(staging))
         above.make_folder(staging)
@@ -222,9 +215,10 @@ def _staged(place: str) -> Generator[str]:
         undo.pop_all()
 
 
-def _remove_empty(folder: str) -> None:
-    with contextlib.suppress(OSError):  # it was never made, or another program uses it already
-        os.rmdir(folder)
+def _remove_empty(folders: Sequence[str]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it was never made, or another program uses it already
+            os.rmdir(folder)
 
 
 class _Counted(PosixStore):

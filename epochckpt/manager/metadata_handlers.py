@@ -47,12 +47,8 @@ class AbstractMetadataHandler(abc.ABC):
     ) -> None:
         """Describes the run, before anything else is called.
 
-        Args:
-            db_prefix: the directory of the checkpoints. It need not exist and is not created.
-            db_type: the kind of storage.
-            node_names: names of the nodes.
-            path_prefix: where epochs are read from, if not there.
-            path_type: the kind of storage of `path_prefix`.
+        `db_prefix` is the directory of the checkpoints, which need not exist, and `db_type` its kind of storage.
+        Epochs are read from `path_prefix`, of the kind `path_type`, if that is given.
         """
 
     @abc.abstractmethod
@@ -99,7 +95,6 @@ class CheckedHandler(AbstractMetadataHandler):
         path_prefix: str | None = None,
         path_type: str | None = None,
     ) -> None:
-        """Begins the run, or goes on with the one that had one of these nodes."""
         if isinstance(node_names, str) or not isinstance(node_names, Sequence):
             raise InvalidArgumentError(f"set_params(node_names) must be a list of names, got {node_names!r}")
         prefix = expanded(path_text(db_prefix, "set_params(db_prefix)"))
@@ -114,19 +109,15 @@ class CheckedHandler(AbstractMetadataHandler):
         return self._last_epoch() if user_epoch is None else epoch_number(user_epoch, "last_epoch: ")
 
     def write(self, epoch: int) -> None:
-        """Records the epoch and the time."""
         self._note("written", epoch_number(epoch, "write: "))
 
     def save_failed(self, epoch: int, reason: str) -> None:
-        """Records the failure."""
         self._note("failed", epoch_number(epoch, "save_failed: "), str(reason))
 
     def run_ended(self, epoch: int, reason: str) -> None:
-        """Records the end of the run."""
         self._note("ended", epoch_number(epoch, "run_ended: "), str(reason))
 
     def report(self, action_name: str, all_stats: Mapping[str, float]) -> None:
-        """Records the times."""
         if not isinstance(action_name, str) or not isinstance(all_stats, Mapping):
             what = f"report({action_name!r}, a {type(all_stats).__name__})"
             raise InvalidArgumentError(f"{what}; expected a name, and seconds by name in a mapping")

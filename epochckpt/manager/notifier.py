@@ -27,19 +27,14 @@ class HandlerNotifier:
     - `set_params` comes before the first other call, and not before there is one: opening a directory is no run.
     - An error of the handler is logged and harms nothing. A handler that hangs while something waits for it
       is given up, and not called again.
-
-    Args:
-        handler: an `AbstractMetadataHandler`, anything with its methods, or None.
-        active: this process is the primary.
-        skip: the methods, and the actions to report, that are left to the checkpoint manager.
-        manager: what `cp_accessible` asks, too, also without a handler: the checkpoint manager.
     """
 
     def __init__(
         self, handler: Any, active: bool, skip: Collection[str] = (), manager: Callable[[int], bool] | None = None
     ):
+        # active: on the primary; the manager is what `cp_accessible` asks, too, also without a handler
         self._handler, self._manager = (handler, manager) if active else (None, None)
-        self._skip = skip
+        self._skip = skip  # methods, and actions to report, that are left to the checkpoint manager
         self._lane = _threads.Lane()
         self._began: float | None = None  # when the call began that is running in the lane
         self._nodes: tuple[str, Sequence[str]] | None = None  # until the handler knows them
@@ -112,8 +107,7 @@ class HandlerNotifier:
     def last_epoch(self, user_epoch: int | None = None, *, must_answer: bool = False) -> int | None:
         """The epoch that the handler says was saved last, given the one that the user or another handler names.
 
-        An error of the handler counts as None, unless it `must_answer`, because a run from scratch would replace the
-        epochs that it knows of. An answer that is no epoch raises InvalidArgumentError.
+        An error counts as None, unless it `must_answer`: a run from scratch would replace the epochs that it knows of.
         """
         handler = self._handler
         if handler is None or "last_epoch" in self._skip:
@@ -128,10 +122,7 @@ class HandlerNotifier:
         return answered_epoch(answer, handler)
 
     def cp_accessible(self, epoch: int) -> bool:
-        """Whether neither the manager, if it is asked, nor the handler says that storage cannot be reached.
-
-        As in Caffe2 an error counts as no. An OSError does not: the handler's own storage fails, not the checkpoints'.
-        """
+        """Whether neither the manager, if it is asked, nor the handler says that storage cannot be reached."""
         asked = [] if self._manager is None else [self._manager]
         if self._handler is not None and "cp_accessible" not in self._skip:
             asked.append(self._handler.cp_accessible)
@@ -143,10 +134,10 @@ class HandlerNotifier:
             if not isinstance(answer, bool | np.bool_):
                 logging.warning("the metadata handler's cp_accessible() gave %r, expected True or False", answer)
             return bool(answer)
-        except OSError as error:
+        except OSError as error:  # of the handler's own storage, not of the checkpoints'
             logging.warning("the metadata handler does not say whether storage is there: %s", say(error))
             return True
-        except Exception as error:
+        except Exception as error:  # counts as no, as in Caffe2
             logging.error("the metadata handler's cp_accessible() failed, nothing is saved: %s", say(error))
             return False
 

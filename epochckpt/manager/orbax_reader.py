@@ -17,26 +17,13 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import args as own
+from epochckpt import errors
 from epochckpt.arrays import Request, Shardings, items
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.restore import ArraySource, restore_tree
 from epochckpt.arrays.targets import divides, logical_shape, of_keys
 from epochckpt.commit import Commits
-from epochckpt.errors import (
-    AccessError,
-    DamagedError,
-    EpochCheckpointError,
-    EpochDeletedError,
-    FormatError,
-    InvalidArgumentError,
-    StorageError,
-    UnknownNameError,
-    UnsupportedError,
-    is_passing,
-    say,
-    unreadable,
-)
-from epochckpt.format import ArrayItem, Box, Leaf, grid, paths
+from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.orbax import OrbaxRecord, handlers, steps
@@ -96,7 +83,7 @@ class OrbaxReader(CheckpointReader):
         if args is not None:
             return self.context.handlers.find(name, args, saving=False), args
         if not recorded:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"item {name!r} was saved by an unknown handler of Orbax: "
                 f"say how to restore it, with args=Composite({name}=…)"
             )
@@ -108,20 +95,18 @@ class OrbaxReader(CheckpointReader):
 
     def arrays(self, item: str, node: str = "") -> ArraySource:
         if node or item not in self.record.names or self._kind(item) != "arrays":
-            raise UnknownNameError(f"epoch {self.record.epoch}: item {item!r} has no leaves")
+            raise errors.UnknownNameError(f"epoch {self.record.epoch}: item {item!r} has no leaves")
         return _Step(self, item, self.item(item), None)
 
     def file(self, item: str, name: str, node: str = "") -> bytes:
         if item not in self.record.folders or not paths.is_file_path(name):
-            raise UnknownNameError(f"item {item!r} has no file {name!r}")
+            raise errors.UnknownNameError(f"item {item!r} has no file {name!r}")
         path = paths.join(self._at(item), name)
         with self.still_there():
-            try:
-                return self.store.read(path, limit_bytes=steps.MAX_BYTES)
-            except OSError as error:
-                raise unreadable(path, error) from error
-            except ValueError as error:
-                raise FormatError(path, str(error)) from None
+            data = parsing.read_record(self.store, path, lambda _, found: found, limit_bytes=steps.MAX_BYTES)
+            if data is None:
+                raise errors.DamagedError(path, "is missing")
+            return data
 
     def status(self) -> EpochStatus:
         self._check()
@@ -130,14 +115,16 @@ class OrbaxReader(CheckpointReader):
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         """Looks whether the step is whole, and reads every array; there are no checksums to compare with."""
-        damage: list[EpochCheckpointError] = [DamagedError(p, problem) for p, problem in self.record.problems.items()]
+        damage: list[errors.EpochCheckpointError] = [
+            errors.DamagedError(p, problem) for p, problem in self.record.problems.items()
+        ]
         with self.still_there():
             for check in (self._check, *(functools.partial(self._verify_item, n, progress) for n in self.record.names)):
                 try:
                     damage += check() or ()
-                except EpochDeletedError:
+                except errors.EpochDeletedError:
                     raise
-                except EpochCheckpointError as error:
+                except errors.EpochCheckpointError as error:
                     damage.append(error)
             nbytes = steps.nbytes(self.store, self.folder)
         if damage:
@@ -145,14 +132,14 @@ class OrbaxReader(CheckpointReader):
         known = {str(error): error for error in damage}  # what is missing is found twice
         return Verification(self.record.epoch, nbytes, tuple(known.values()), NOTE)
 
-    def _verify_item(self, name: str, progress: Callable[[int], None]) -> list[EpochCheckpointError]:
+    def _verify_item(self, name: str, progress: Callable[[int], None]) -> list[errors.EpochCheckpointError]:
         kind = self._kind(name)
         if kind == "json":
             self.restore_item(name, None)
         if kind != "arrays":
             return []
         item = self.item(name)
-        failed: dict[int, EpochCheckpointError] = {}
+        failed: dict[int, errors.EpochCheckpointError] = {}
         arrays = [row for row in item.leaves if row.leaf.dtype is not None]
         boxes = ((row, box) for row in arrays for box in grid.boxes(row.leaf.shape, PIECE_ELEMENTS))
         for (row, _, piece), error in item.read(
@@ -165,10 +152,10 @@ class OrbaxReader(CheckpointReader):
             try:
                 if row.leaf.dtype is None:
                     item.value(row)
-            except EpochCheckpointError as error:
+            except errors.EpochCheckpointError as error:
                 failed[row.leaf.sharding] = error
         # A leaf whose type only a user's type handler knows is no damage.
-        return [error for _, error in sorted(failed.items()) if not isinstance(error, UnsupportedError)]
+        return [error for _, error in sorted(failed.items()) if not isinstance(error, errors.UnsupportedError)]
 
     def _shardings(self, item: str, arrays: ArrayItem, fallback: Sharding | None = None) -> Shardings:
         return _SavedShardings(arrays, self.item(item), fallback)
@@ -211,20 +198,20 @@ class OrbaxReader(CheckpointReader):
 
     def _check_present(self, detail: str, error: BaseException | None = None) -> None:
         if self.commits.read_attempt(self.record.epoch) != self.record.attempt:
-            raise EpochDeletedError(self.record.epoch, self.store.root, detail) from error
+            raise errors.EpochDeletedError(self.record.epoch, self.store.root, detail) from error
 
     @contextlib.contextmanager
     def still_there(self) -> Generator[None]:
         """A step that went away is no damage."""
         try:
             yield
-        except (InvalidArgumentError, EpochDeletedError):
+        except (errors.InvalidArgumentError, errors.EpochDeletedError):
             raise
         except OSError as error:
             self._check_present(str(error), error)
-            raise unreadable(self.folder, error) from error
-        except EpochCheckpointError as error:
-            self._check_present(say(error), error)
+            raise errors.unreadable(self.folder, error) from error
+        except errors.EpochCheckpointError as error:
+            self._check_present(errors.say(error), error)
             raise
 
     @contextlib.contextmanager
@@ -233,20 +220,20 @@ class OrbaxReader(CheckpointReader):
         at = self._at(name)
         try:
             yield
-        except (EpochCheckpointError, MemoryError):
+        except (errors.EpochCheckpointError, MemoryError):
             raise
         except Exception as error:  # Orbax raises many classes, also Exception itself
             causes: list[BaseException] = [error]
             while causes[-1].__cause__ is not None:
                 causes.append(causes[-1].__cause__)
-            self._check_present(say(error), error)
+            self._check_present(errors.say(error), error)
             if any(isinstance(e, PermissionError) or "PERMISSION_DENIED" in str(e) for e in causes):
-                raise AccessError(f"{at}: {causes[-1]}") from error
+                raise errors.AccessError(f"{at}: {causes[-1]}") from error
             for cause in causes:
                 code = errno_in(cause)
                 found = cause if isinstance(cause, OSError) else OSError(code, str(cause)) if code else None
-                if found is not None and is_passing(found):
-                    raise StorageError(at, found) from error
+                if found is not None and errors.is_passing(found):
+                    raise errors.StorageError(at, found) from error
                 if isinstance(cause, MemoryError | RuntimeError | Warning) and not isinstance(cause, RecursionError):
                     raise  # it says nothing about the data
             problem = f"Orbax cannot read item {name!r} ({type(causes[-1]).__name__}: {str(causes[-1])[:800]})"

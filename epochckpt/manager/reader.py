@@ -103,10 +103,10 @@ class CheckpointReader(abc.ABC):
         return read_values(source, item, [number])[0]
 
     def pieces(self, item: str, leaf: str, node: str = "", max_elements: int = PIECE_ELEMENTS) -> Iterator[np.ndarray]:
-        """A whole array in consecutive runs of its elements, C order; each is one-dimensional.
+        """A whole array in consecutive runs of its elements, C order, each one-dimensional; none if it has no elements.
 
-        The cut depends on the array's shape and on `max_elements` only. An array without elements has no pieces.
-        Memory: a few pieces; of stock Orbax also the chunks that the pieces along the first axis share.
+        The cut depends on the array's shape and on `max_elements` only. Of stock Orbax, memory also holds the chunks
+        that the pieces along the first axis share.
         """
         if max_elements < 1:
             raise InvalidArgumentError(f"max_elements must be at least 1, got {max_elements}")

@@ -68,15 +68,11 @@ _MAX_TIMEOUT_SECS = 86_400  # SQLite counts milliseconds in an int of C
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run.
+    """One run, with the Unix times of its first start and of what it wrote last.
 
-    Attributes:
-        name: its name; jobs that share a directory, each for its own nodes, may have one name.
-        db_prefix: the directory of its checkpoints, as given when it was last started.
-        started_secs: when it was first started, as Unix time.
-        seen_secs: when it last wrote anything.
-        last_epoch: the epoch written last, which is not the greatest after a rollback.
-        end_reason: why it ended, None if anything was written since.
+    Jobs that share a directory, each for its own nodes, may have one `name`. `db_prefix` is the directory, as given at
+    the last start; `last_epoch` the epoch written last, which is not the greatest after a rollback; `end_reason` is
+    None if anything was written since the end.
     """
 
     name: str
@@ -170,12 +166,10 @@ class SqliteMetadataHandler(CheckedHandler):
         self._id, self._nodes = added if run_id is None else run_id, now_nodes
 
     def last_epoch(self, user_epoch: int | None = None) -> int | None:
-        """The user's, else the one that the run wrote last; None if there is none."""
         self._epoch = super().last_epoch(user_epoch)
         return self._epoch
 
     def cp_accessible(self, epoch: int | None = None) -> bool:
-        """Whether the directory exists, see `JsonMetadataHandler`."""
         if epoch is not None:
             self._epoch = epoch_number(epoch, "cp_accessible: ")
         return super().cp_accessible(epoch)
