@@ -89,20 +89,12 @@ class Manager(abc.ABC):
         """The names of the nodes that a caller gave, once they are known to suit this manager (not in Caffe2)."""
 
     @abc.abstractmethod
-    def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
-        """The managers of those nodes that are checkpointed, by node (not in Caffe2)."""
-
-    @abc.abstractmethod
-    def _each(self) -> Iterable[CheckpointManager]:
-        """The managers of single nodes."""
-
-    def read_notes(self, epoch: int) -> dict[str, Any] | None:
-        """The `notes` of the first node that has an epoch; None if none has it (not in Caffe2)."""
-        return next((one.recorded(epoch, "notes") for one in self._each() if one.has_epoch(epoch)), None)
+    def managers(self, nodes: Iterable[str] | None = None) -> dict[str, CheckpointManager]:
+        """The managers of those nodes that are checkpointed, by node; None: of all that there are (not in Caffe2)."""
 
     def collect_checkpoint_stats(self, stats: dict[str, float]) -> None:
         """Adds the seconds that the last save or load took on each node of this process, by db name."""
-        stats.update(one.last for one in self._each() if one.last is not None)
+        stats.update(one.last for one in self.managers().values() if one.last is not None)
 
     def set_params(
         self, nodes: Iterable[Any] | None, path_prefix: PathLike | None = None, path_type: str | None = None
@@ -246,12 +238,9 @@ class CheckpointManager(Manager):
         """Whether this node has committed an epoch (not in Caffe2)."""
         return self._epochs.commits.is_committed(epoch)
 
-    def recorded(self, epoch: int, name: str) -> dict[str, Any]:
-        """What this node saved with an epoch beside its blobs (not in Caffe2)."""
-        return _recorded(self._epochs.reader(epoch), name)
-
-    def _each(self) -> Iterable[CheckpointManager]:
-        return [self]
+    def read_notes(self, epoch: int) -> dict[str, Any] | None:
+        """The `notes` of an epoch; None if this node has none of this number (not in Caffe2)."""
+        return _recorded(self._epochs.reader(epoch), "notes") if self.has_epoch(epoch) else None
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """See Manager. Returns the name of the node's folder."""
@@ -269,8 +258,9 @@ class CheckpointManager(Manager):
             self._node = name
         return [self.node_name]
 
-    def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
-        return {node: self for node in nodes if self._node in (None, node)}
+    def managers(self, nodes: Iterable[str] | None = None) -> dict[str, CheckpointManager]:
+        chosen = [self._node or self.node_name] if nodes is None else nodes
+        return {node: self for node in chosen if self._node in (None, node)}
 
     def _task(self, name: str, fn: Callable[[Workspace], Any]) -> Task:
         def run(ws: Workspace) -> Any:
@@ -473,12 +463,10 @@ class MultiNodeCheckpointManager(Manager):
             manager.notes = self.notes
         return self._group("save", lambda m: m.save(epoch))
 
-    def _each(self) -> Iterable[CheckpointManager]:
-        return self._managers.values()
-
     def read_notes(self, epoch: int) -> dict[str, Any] | None:
-        self._chosen(None)  # raises where there are no nodes yet
-        return super().read_notes(epoch)
+        """The `notes` of the first node that has an epoch; None if none has it (not in Caffe2)."""
+        found = (manager.read_notes(epoch) for manager in self._chosen(None).values())
+        return next((notes for notes in found if notes is not None), None)
 
     def take_nodes(self, nodes: Iterable[Any] | None) -> list[str]:
         """See Manager. The first nodes stay."""
@@ -497,8 +485,9 @@ class MultiNodeCheckpointManager(Manager):
             self._managers[name].take_nodes([name])
         return names
 
-    def managers_of(self, nodes: Iterable[str]) -> dict[str, CheckpointManager]:
-        return {node: self._managers[node] for node in nodes if node in self._managers}
+    def managers(self, nodes: Iterable[str] | None = None) -> dict[str, CheckpointManager]:
+        chosen = self._managers if nodes is None else nodes
+        return {node: self._managers[node] for node in chosen if node in self._managers}
 
     def _chosen(self, names: Iterable[str] | None) -> dict[str, CheckpointManager]:
         """The managers of the named nodes; None: of all."""

@@ -248,7 +248,7 @@ class TrainingRun:
         stopper = Stopper(self.notice, self.exchange, self.job.resumable, self.settings.deadline_secs)
         for workspace in self.session.workspaces().values():
             workspace.epoch = number
-            workspace.set_stopper(stopper.of_one_node())
+            workspace.stopper = stopper.of_one_node()
 
         def train() -> list[str | None]:
             # Conditions on metrics answer alike everywhere: every process shows them the primary's.
@@ -514,7 +514,7 @@ class TrainingRun:
     def _run_group(self, group: TaskGroup) -> None:
         """Runs a group that runs once; an error on one process is raised on all."""
         for workspace in self.session.workspaces().values():
-            workspace.set_stopper(self.notice.poll)
+            workspace.stopper = self.notice.poll
         self.exchange.together(f"group {group.name}", lambda: self.session.run(group))
 
     def _chosen(self, names: Iterable[str]) -> list[str]:

@@ -199,7 +199,7 @@ class JobRunner:
                 raise
             finally:
                 for workspace in session.workspaces().values():
-                    workspace.set_stopper(None)
+                    workspace.stopper = None
                 handler.drain()
         self._result = result
         logging.info("%s", result)
@@ -314,7 +314,7 @@ class JobRunner:
             nodes = backend.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
         for workspace in session.workspaces().values():
-            workspace.set_init_tracer(traced_init(self.job.init_group, workspace))
+            workspace.made_by_init = traced_init(self.job.init_group, workspace)
 
         # The metadata handler is the manager's, or this runner's.
         handler, calls = self._handler, frozenset[str]()

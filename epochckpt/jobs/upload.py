@@ -354,7 +354,7 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
 
     @_uploading(epoch, target.root)
     def upload(workspace: Workspace) -> None:
-        for node in (each.node_name for each in manager.managers_of([workspace.node]).values()):
+        for node in (each.node_name for each in manager.managers([workspace.node]).values()):
             reader = NodeEpochs(manager.db_prefix, node).reader(epoch).native
             assert reader is not None, "epochs of single nodes are ours"
             target.make_root()

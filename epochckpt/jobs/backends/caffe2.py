@@ -77,7 +77,7 @@ class Caffe2Backend(CheckpointBackend):
 
     def _managers(self) -> Mapping[str, CheckpointManager]:
         """The managers of the nodes of this process."""
-        return self._manager.managers_of(n for n in self._nodes if n in self._session.hosted)
+        return self._manager.managers([n for n in self._nodes if n in self._session.hosted])
 
     def _run(self, verb: Callable[[], Task | TaskGroup]) -> None:
         """Runs what a manager's verb returns; it joins no group that surrounds the call of the runner."""
@@ -143,14 +143,12 @@ class Caffe2Backend(CheckpointBackend):
         """See CheckpointBackend. Every save replaces."""
 
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
-        managers = self._manager.managers_of(self._nodes)
-        if not managers:
-            return False
+        managers = self._manager.managers(self._nodes)
         if isinstance(self._manager, MultiNodeCheckpointManager):
             with joining(None):
-                if not self._manager.load_blobs_locally(list(managers), names, epoch, self._session):
+                if not managers or not self._manager.load_blobs_locally(list(managers), names, epoch, self._session):
                     return False
-        elif all(manager.has_epoch(epoch) for manager in managers.values()):
+        elif managers and all(manager.has_epoch(epoch) for manager in managers.values()):
             self._run(lambda: self._manager.load_blobs_from_checkpoint(names, epoch))
         else:
             return False
