@@ -41,7 +41,6 @@ class Deadline:
         return self._end - self._clock()
 
     def passed(self) -> bool:
-        """Whether it has passed."""
         return self.left() <= 0
 
 
@@ -55,7 +54,6 @@ class Future(Generic[T]):
         self._error: BaseException | None = None
 
     def set(self, value: T) -> None:
-        """Gives the result."""
         self._value = value
         self._arrive()
 
@@ -198,7 +196,6 @@ class Lane:
         _lanes.add(self)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queues a job."""
         future: Future[T] = Future()
         self._jobs.append((job, future))
         self.wake()

@@ -32,13 +32,11 @@ class NodeReport:
     own: Mapping[str, str]  # by item, the digest of each item that differs per node
 
     def to_wire(self) -> dict[str, Any]:
-        """Its form as JSON."""
         files = [file.row() for file in self.entry.files]
         return {**vars(self.entry), "files": files, "own": dict(self.own)}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> NodeReport:
-        """The inverse of `to_wire`."""
         fields = {**wire, "files": tuple(map(DataFile.from_row, wire["files"]))}
         own = fields.pop("own")
         return cls(NodeEntry(**fields), own)
@@ -53,14 +51,12 @@ class ProcessReport:
     error: Exception | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        """Its form as JSON."""
         if self.error is not None:
             return {"error": to_wire(self.error)}
         return {"plan": self.plan, "nodes": [node.to_wire() for node in self.nodes]}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> ProcessReport:
-        """The inverse of `to_wire`."""
         if "error" in wire:
             return cls(error=from_wire(wire["error"]))
         return cls(wire["plan"], tuple(map(NodeReport.from_wire, wire["nodes"])))
@@ -107,7 +103,6 @@ class Attempt:
 
     @property
     def plan(self) -> str:
-        """Digest of the plan."""
         return self.snapshot.digest()
 
     @property
@@ -185,7 +180,6 @@ class Committed:
     attempt: str = ""  # its attempt id, on the primary
 
     def to_wire(self) -> dict[str, Any]:
-        """Its form as JSON."""
         return {
             "metrics": checksums.pack_json(self.metrics, "metrics"),
             "attached": None if self.attached is None else checksums.pack_by_number(self.attached, "metrics"),
@@ -195,7 +189,6 @@ class Committed:
 
     @classmethod
     def from_wire(cls, epoch: int, wire: Mapping[str, Any]) -> Committed:
-        """The inverse of `to_wire`."""
         metrics = checksums.unpack_json(wire["metrics"])
         attached = None if wire["attached"] is None else checksums.unpack_by_number(wire["attached"])
         return cls(epoch, metrics, wire["committed_ns"], tuple(wire["deleted"]), attached)

@@ -51,9 +51,8 @@ def report_takeover(store: Store, claim: str) -> None:
     except (OSError, ValueError, ArithmeticError, RecursionError, LookupError, TypeError):
         logging.debug("%s: %s does not tell whether its run is alive", store.root, claim, exc_info=True)
     logging.warning(
-        "%s: this process takes over from a run that did not close the directory%s. If that run is still alive, "
-        "its next save fails with FencedError: only the newest run that writes may save here. To look at a run while "
-        "it trains, open the directory and write nothing, or pass options with read_only=True",
+        "%s: this process takes over from a run that did not close the directory%s. If it is alive, its next save "
+        "fails with FencedError: only the newest run that writes may save here. To look at a run, use read_only=True",
         store.root,
         owner,
     )

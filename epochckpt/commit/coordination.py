@@ -320,10 +320,8 @@ def connect(
         return Coordinator()
     processes, me = jax.process_count(), jax.process_index()
     if processes == 1 and len({d.process_index for d in jax.devices()}) > 1:
-        raise errors.UnsupportedError(
-            "one process controls devices of several (a Pathways single controller); "
-            "epochckpt does not support that yet"
-        )
+        problem = "one process controls devices of several (a Pathways single controller)"
+        raise errors.UnsupportedError(f"{problem}; epochckpt does not support that yet")
     active = range(processes) if active_processes is None else sorted(active_processes)
     if not set(active) <= set(range(processes)) or me not in active:
         raise errors.InvalidArgumentError(

@@ -41,7 +41,6 @@ class Survey:
     attached: dict[int, Any]  # metrics that were attached to epochs, by epoch, if the options need them
 
     def to_wire(self) -> dict[str, Any]:
-        """Its form as JSON."""
         return {
             "epochs": self.epochs,
             "damaged": [[epoch, found.attempt, found.damage] for epoch, found in self.damaged.items()],
@@ -51,7 +50,6 @@ class Survey:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
-        """The inverse of `to_wire`."""
         damaged = {epoch: ReplaceCondition(attempt, damage) for epoch, attempt, damage in wire["damaged"]}
         attached = checksums.unpack_by_number(wire["attached"])
         return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached)
@@ -159,10 +157,9 @@ def open_directory(
             try:
                 coordinator.put(f"{base}/hello/{coordinator.process}", {"node": own[0]})
             except errors.CoordinationError as error:
-                raise errors.CoordinationError(
-                    f"{coordinator.named([coordinator.process])} could not say hello ({error}). A process that was "
-                    "relaunched into a running job cannot join its managers: restart the whole job"
-                ) from error
+                problem = f"{coordinator.named([coordinator.process])} could not say hello ({error})"
+                remedy = "A process that was relaunched into a running job cannot join: restart the whole job"
+                raise errors.CoordinationError(f"{problem}. {remedy}") from error
         wait = storage.open_timeout_secs
 
         def decide() -> dict[str, Any]:
@@ -233,22 +230,16 @@ def _decide(
         problem = f"{store.root}: a folder on the way to it is a file ({error})"
         raise errors.NotACheckpointDirectoryError(problem) from error
     except PermissionError as error:
-        raise errors.AccessError(
-            f"{store.root}: {error}; this user (uid {os.getuid()}) needs access to read it, and to write where it is "
-            "to be created"
-        ) from error
+        needs = f"this user (uid {os.getuid()}) needs access to read it, and to write where it is to be created"
+        raise errors.AccessError(f"{store.root}: {error}; {needs}") from error
     if not (found.epochs or found.damaged or found.foreign):
         _look_beside(store, commits.names)
     for text in found.foreign.values():
         logging.error("%s. It is left alone: other epochs can be used, saving under its number is refused", text)
     if moving and not options.read_only:
-        logging.warning(
-            "%s: an earlier run was killed while it replaced %s %s, which will be back after the next write. claim() "
-            "does that now: call it before you choose what to restore",
-            store.root,
-            "epoch" if len(moving) == 1 else "epochs",
-            ", ".join(map(str, moving)),
-        )
+        what = f"{'epoch' if len(moving) == 1 else 'epochs'} {', '.join(map(str, moving))}"
+        text = "%s: an earlier run was killed while it replaced %s, which will be back after the next write. claim() "
+        logging.warning(text + "does that now: call it before you choose what to restore", store.root, what)
     return {"directory": store.root, "opening": paths.new_id(), "nodes": list(nodes), "survey": found.to_wire()}
 
 

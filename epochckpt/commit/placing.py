@@ -18,6 +18,7 @@ folder that `todelete_subdir` names. In names `/` is `%2F`.
 import contextlib
 import errno
 import io
+import os
 import re
 import urllib.parse
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def put(store: Store, home: str, staged: str, final: str, *, replace: bool = Fal
 
 def settle(store: Store, home: str, epoch: int, final: str, old: str | None) -> None:
     """Makes what `put` did durable; where that fails, takes it back and raises UncertainError."""
-    parent = _parent(final)
+    parent = os.path.dirname(final)
     try:
         store.sync_folder(parent)
         if old is not None:
@@ -132,8 +133,8 @@ def keep(store: Store, home: str, path: str, where: str) -> None:
         with contextlib.suppress(OSError):  # else it is on the move
             store.rename(draft, path)
         raise
-    store.sync_folder(_parent(where))
-    store.sync_folder(_parent(path))
+    store.sync_folder(os.path.dirname(where))
+    store.sync_folder(os.path.dirname(path))
 
 
 def make_folder(store: Store, home: str, folder: str) -> None:
@@ -146,13 +147,9 @@ def make_folder(store: Store, home: str, folder: str) -> None:
 
 
 def _make_parent(store: Store, home: str, path: str) -> None:
-    if folder := _parent(path):
+    if folder := os.path.dirname(path):
         make_folder(store, home, folder)
-        store.sync_folder(_parent(folder))
-
-
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0]
+        store.sync_folder(os.path.dirname(folder))
 
 
 def move(store: Store, home: str, src: str, dst: str) -> None:
@@ -166,7 +163,7 @@ def move(store: Store, home: str, src: str, dst: str) -> None:
     draft = removed(home)
     store.copy_tree(src, draft)
     store.rename(draft, dst)
-    store.sync_folder(_parent(dst))
+    store.sync_folder(os.path.dirname(dst))
     remove_here(store, home, src)
 
 
@@ -204,7 +201,7 @@ def rescue(store: Store, home: str, taken: str) -> None:
         logging.warning("%s: %s is moved to its place: a run was killed on the way", store.root, where)
         _make_parent(store, home, where)
         move(store, home, path, where)
-        store.sync_folder(_parent(where))
+        store.sync_folder(os.path.dirname(where))
 
 
 def take_over(store: Store, home: str, older: str) -> str | None:

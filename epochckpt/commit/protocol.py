@@ -45,7 +45,6 @@ class Rollback:
     kept: str | None = None  # for a deletion: the folder that keeps the epochs; None: they are removed
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
         head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "rollback"}
         return checksums.seal({**head, **vars(self), "epochs": list(self.epochs)})
 
@@ -152,19 +151,17 @@ class Commits(abc.ABC):
         found = self.read_per_node(folder, self.names.parse(folder) or 0)
         if per_node := [paths.shown_name(name) for name, record in found.items() if not isinstance(record, str)]:
             return (
-                f"{where} holds no {paths.EPOCH_RECORD} for the epoch as a whole, but epochs of single nodes, of jobs "
-                f"that know nothing of each other ({', '.join(per_node[:5])}). Read them with "
-                "ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this"
+                f"{where} holds epochs of single nodes ({', '.join(per_node[:5])}), each saved by itself. Read them "
+                "with ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this"
             )
         if self.lost_records(folder):
             return (
-                f"{where} is an epoch of epochckpt that lost its records: it holds no {paths.EPOCH_RECORD}. Without "
-                "them nothing of it can be verified, so it is not read as a step of stock Orbax either. Put a whole "
-                "copy in its place, or move the folder away"
+                f"{where} is an epoch of epochckpt that lost its records: it holds no {paths.EPOCH_RECORD}. Nothing "
+                "of it can be verified, so it is not read. Put a whole copy in its place, or move the folder away"
             )
         return (
             f"{where} is named like an epoch but holds no {paths.EPOCH_RECORD}, and it is no finished step of stock "
-            "Orbax on a file system either, as far as its files say. Choose another directory, or move the folder away"
+            "Orbax on a file system either. Choose another directory, or move the folder away"
         )
 
     def read_per_node(

@@ -128,7 +128,6 @@ class History:
         return {info.step: info.attached for info in list(self._committed.values()) if info.attached}
 
     def drop(self, epochs: Iterable[int]) -> None:
-        """Epochs were deleted."""
         for epoch in epochs:
             self._committed.pop(epoch, None)
             self._requested.pop(epoch, None)

@@ -251,20 +251,18 @@ class Attempts:
         if not self._coordinator.primary:
             try:
                 self._bind(attempt)
-                self._report_lane.submit(lambda: self._report(attempt, report))
+                # A lane of its own: where the primary's machine is silent this takes long.
+                key = f"{self._key('report', attempt)}/{self._coordinator.process}"
+                problem = f"epoch {attempt.epoch}: the primary may not hear of this node"
+                self._report_lane.submit(
+                    lambda: _threads.logged(problem, lambda: self._coordinator.put(key, report.to_wire()))
+                )
             except errors.SaveError as caught:
                 error = errors.kept(caught)
         attempt.reports[self._coordinator.process] = report
         attempt.state = f"written, waiting for {'its commit' if self.nodes.processes == 1 else 'the other nodes'}"
         attempt.written.set(None)
         self._commit_lane.submit(lambda: self._conclude(attempt, error))
-
-    def _report(self, attempt: Attempt, report: ProcessReport) -> None:
-        """Reports to the primary, in a lane of its own: where the primary's machine is silent this takes long."""
-        try:
-            self._coordinator.put(f"{self._key('report', attempt)}/{self._coordinator.process}", report.to_wire())
-        except errors.CoordinationError as error:
-            logging.warning("epoch %d: the primary may not hear of this node: %s", attempt.epoch, error)
 
     def _begin(self, attempt: Attempt) -> None:
         """Makes the place to write to: the primary claims the directory, and the other processes learn the claim."""
@@ -456,10 +454,8 @@ class Attempts:
 
     def _publish_verdict(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of attempts that ended long ago."""
-        try:
-            self._coordinator.put(f"{self._key('verdict', attempt)}/0", verdict)
-        except errors.CoordinationError as error:  # the other processes will look at storage
-            logging.warning("epoch %d: the verdict could not be published: %s", attempt.epoch, error)
+        problem = f"epoch {attempt.epoch}: the verdict could not be published"  # storage decides then
+        _threads.logged(problem, lambda: self._coordinator.put(f"{self._key('verdict', attempt)}/0", verdict))
         report = self._key("report", attempt)
         self._report_keys.add(self._coordinator, report)  # late reports of that attempt go with its other keys
         self._keys.add(self._coordinator, self._key("verdict", attempt), self._key("claim", attempt), report)

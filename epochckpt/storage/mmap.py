@@ -21,14 +21,9 @@ def open_map(file: str | os.PathLike[str]) -> Mapped:
 
 
 def release(array: np.ndarray, start: int = 0, stop: int | None = None) -> None:
-    """Removes pages of a mapped array from this process; they stay in the page cache, and reading brings them back.
+    """Removes pages of a C-contiguous `Mapped`, from byte `start` to `stop`, from the memory of this process.
 
-    Without it, a file that is read once would count in full as memory of this process.
-
-    Args:
-        array: a C-contiguous `Mapped`.
-        start: first byte of the array.
-        stop: one beyond the last byte; None for the end.
+    They stay in the page cache, and reading brings them back. Else a file that is read once would count in full.
     """
     owner: Any = array
     while isinstance(owner, np.ndarray):

@@ -127,17 +127,15 @@ class KvStore(Store):
 
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
         """One listing, of the keys with the prefix where the folder is given."""
-        if folder is None:
-            keys = [key.decode("utf-8", "surrogateescape") for key in self._below("")]
-            return sorted(k for k in keys if k.count("/") == 1 and k.partition("/")[2].startswith(prefix))
         import tensorstore as ts
 
-        start = f"{folder}/{prefix}" if folder else prefix
-        stop = start[:-1] + chr(ord(start[-1]) + 1)
-        with _translated(self._name(folder)):
-            keys = self._kv.list(ts.KvStore.KeyRange(start, stop)).result()
-        depth = check_path(folder).count("/") + (1 if folder else 0)
-        return sorted(k for key in keys if (k := key.decode("utf-8", "surrogateescape")).count("/") == depth)
+        keys, depth = ts.KvStore.KeyRange(), 1
+        if folder is not None:
+            start = f"{check_path(folder)}/{prefix}" if folder else prefix
+            keys, depth = ts.KvStore.KeyRange(start, start[:-1] + chr(ord(start[-1]) + 1)), start.count("/")
+        with _translated(self._name(folder or "")):
+            found = [key.decode("utf-8", "surrogateescape") for key in self._kv.list(keys).result()]
+        return sorted(k for k in found if k.count("/") == depth and k.rpartition("/")[2].startswith(prefix))
 
     def replace(self, path: str, old: bytes, new: bytes) -> None:
         """One read, and one write on condition that the key has not changed since."""

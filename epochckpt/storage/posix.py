@@ -36,11 +36,9 @@ class Handle:
     """A file descriptor that threads share. It is closed when its last use has ended."""
 
     def __init__(self, fd: int, name: str):
-        self.name = name
-        self._fd = fd
+        self.name, self._fd = name, fd
         self._lock = threading.Lock()
-        self._uses = 0
-        self._closed = False
+        self._uses, self._closed = 0, False
 
     @contextmanager
     def use(self) -> Generator[int]:
@@ -202,9 +200,8 @@ class PosixStore(Store):
             os.symlink(target, place)
         except OSError as error:
             if error.errno in _NO_LINKS_HERE:
-                raise io.UnsupportedOperation(
-                    f"{place}: this file system has no symlinks ({error.strerror})"
-                ) from error
+                problem = f"{place}: this file system has no symlinks ({error.strerror})"
+                raise io.UnsupportedOperation(problem) from error
             raise
 
     def sync_folder(self, path: str) -> None:
@@ -268,9 +265,8 @@ class PosixStore(Store):
         name = self._name(path)
         root, target = patiently(name, lambda: (_resolved(self.root), _resolved(name)))
         if target != root and not target.startswith(os.path.join(root, "")):
-            raise PermissionError(
-                errno.EACCES, f"a symlink leads out of the root {self.root}, to {target}: refused", name
-            )
+            problem = f"a symlink leads out of the root {self.root}, to {target}: refused"
+            raise PermissionError(errno.EACCES, problem, name)
         return target
 
     def _place(self, path: str) -> str:
@@ -303,10 +299,8 @@ class PosixReader(Reader):
                 rest = whole[done : done + _CALL_BYTES]
                 count = patiently(self.handle.name, functools.partial(os.preadv, fd, [rest], offset + done))
                 if not count:
-                    raise EOFError(
-                        f"{self.handle.name}: bytes [{offset}, {offset + len(whole)}) requested; "
-                        f"the file ends at {os.fstat(fd).st_size}"
-                    )
+                    asked, end = f"bytes [{offset}, {offset + len(whole)})", os.fstat(fd).st_size
+                    raise EOFError(f"{self.handle.name}: {asked} requested; the file ends at {end}")
                 done += count
 
     def close(self) -> None:

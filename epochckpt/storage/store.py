@@ -94,10 +94,8 @@ class Writer(ABC):
     def finish(self) -> None:
         """Makes the content durable and closes. Called once, after every `write` has returned.
 
-        Raises:
-            OSError: the file is not durable and must not be used. Do not try again: write a new file.
-            FileExistsError: another writer finished this file first (object stores).
-            ValueError: bytes are missing, a write is still running, or the writer is closed.
+        After an OSError the file is not durable, and must not be used: write a new file. FileExistsError if another
+        writer finished it first (object stores); ValueError if bytes are missing, or the writer is closed.
         """
 
     @abstractmethod
@@ -153,12 +151,8 @@ class Store(ABC):
         """Creates a small file, durable on return, if there is none of that name.
 
         On POSIX a reader may see the file while it is being written, and a crash may leave it short; `put` avoids both.
-
-        Raises:
-            FileExistsError: there is one. On an object store it may be the caller's own, if the answer to a first
-                request was lost: compare the content where that matters.
-            FileNotFoundError: the folder is missing (POSIX).
-            OSError: storage refused; POSIX removes the unfinished file again if possible.
+        FileNotFoundError if the folder is missing (POSIX). FileExistsError if there is such a file; on an object store
+        it may be the caller's own, if the answer to a first request was lost: compare the content where that matters.
         """
 
     @abstractmethod
@@ -214,18 +208,17 @@ class Store(ABC):
         check_path(path)
 
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
-        """Renames a file or folder atomically.
+        """Renames a file or folder atomically; with `replace` a file also onto a file, which is replaced.
 
         Some file systems (exFAT, some FUSE and network file systems) can neither refuse an existing name nor have hard
         links. There a file or an empty folder that appears at `dst` during the call is replaced. A caller that must
-        not rely on one winner uses a `src` that no other caller can have. With `replace` an existing *file* at `dst`
-        is replaced; a folder with content never is.
+        not rely on one winner uses a `src` that no other caller can have.
 
         Raises:
             FileExistsError: there is something at `dst`.
+            FileNotFoundError: `src` or the folder of `dst` is missing.
             OSError: with EXDEV, no rename can move it, because parts of it lie on another file system or in a lower
                 layer of this one (overlayfs); `copy_tree` can.
-            FileNotFoundError: `src` or the folder of `dst` is missing.
             io.UnsupportedOperation: this store cannot rename (see `renames`).
         """
         check_path(src, root_allowed=False)
@@ -235,17 +228,11 @@ class Store(ABC):
         )
 
     def copy_tree(self, src: str, dst: str) -> None:
-        """Copies a folder with everything below it, durably but for its own name; symlinks stay symlinks.
-
-        It raises what `rename` raises.
-        """
+        """Copies a folder, durably but for its own name; symlinks stay symlinks. Raises what `rename` raises."""
         raise io.UnsupportedOperation(f"{self.root} cannot copy {src!r} to {dst!r}")
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchanges two files or folders atomically: both names exist at any moment.
-
-        FileNotFoundError if one is missing, io.UnsupportedOperation if the store or its file system cannot.
-        """
+        """Exchanges two files or folders atomically; io.UnsupportedOperation if the file system cannot."""
         raise io.UnsupportedOperation(f"{self.root} cannot exchange {one!r} and {other!r}")
 
     def put(self, path: str, data: bytes, *, draft: str, replace: bool = False) -> None:
