@@ -1,13 +1,12 @@
 """Names and other text as people see them: made safe to show, matched by patterns, and near names where one is missing.
 
 Text that comes from storage may hold escape sequences of a terminal, HTML, line breaks, marks that turn the direction
-of writing round, or ten thousand letters. Every view passes it through `shown` or `html`.
+of writing round, or ten thousand letters. Every view passes it through `shown`.
 """
 
 import collections
 import difflib
 import fnmatch
-import html as _html
 import itertools
 from collections.abc import Iterable, Sequence
 from urllib.parse import unquote_to_bytes
@@ -59,11 +58,6 @@ def _fitting(tokens: Sequence[str], room: int) -> list[str]:
     return [token for token, end in zip(tokens, ends, strict=True) if end <= room]
 
 
-def html(text: str, limit: int = LIMIT) -> str:
-    """`shown` for HTML: in text and in quoted attributes."""
-    return _html.escape(shown(text, limit))
-
-
 _NEAR = 5
 _LIMIT = 200
 _MANY = 5000  # names; comparing with more of them takes too long
@@ -106,12 +100,6 @@ def public(names: Iterable[str]) -> list[str]:
     texts = [readable(name) for name in stored]
     count = collections.Counter(texts)
     return [text if count[text] == 1 else name for name, text in zip(stored, texts, strict=True)]
-
-
-def either(names: Sequence[str]) -> dict[str, int]:
-    """Numbers of leaves by their public and by their stored names."""
-    numbers = {name: number for number, name in enumerate(public(names))}
-    return numbers | {name: number for number, name in enumerate(names)}
 
 
 def matching(names: Sequence[str], pattern: str) -> list[int]:

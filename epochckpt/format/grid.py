@@ -155,7 +155,7 @@ class ArrayItem:
     @functools.cached_property
     def by_either_name(self) -> dict[str, int]:
         """Leaf numbers by public name, and by leaf name."""
-        return _text.either([leaf.name for leaf in self.leaves])
+        return {name: i for i, name in enumerate(self.public_names)} | self.by_name
 
     @functools.cached_property
     def _file_order(self) -> list[int]:

@@ -59,9 +59,9 @@ class Bar(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """One bar of a `Strip`: a node. Where several marks share a bar, the one of the greatest weight is drawn."""
+    """One bar of a `Strip`: a node, or a bin of a histogram. Of marks that share a bar, the weightiest is drawn."""
 
-    level: float  # height, from 0 to 1
+    level: float  # height, from 0 (nothing is drawn) to 1
     tone: Tone  # BAD: the node is damaged; FAINT: the epoch does not have it
     weight: float
     tip: str
@@ -79,19 +79,13 @@ class Strip(NamedTuple):
         return [(max(group, key=lambda mark: mark.weight), group) for group in groups]
 
 
-class Histogram(NamedTuple):
-    """Elements per bin, and the range of the bins in words."""
-
-    counts: tuple[int, ...]
-    words: str
-
-
 class Cell(NamedTuple):
     """A cell of a table: a text, a drawing, or both; `tip` is shown where a mouse can point at it."""
 
     words: Words = ""
-    drawing: Bar | Strip | Histogram | None = None
+    drawing: Bar | Strip | None = None
     tip: str = ""
+    keep: int = 0  # a narrow terminal leaves so many of its first characters where they are
 
     @property
     def empty(self) -> bool:
@@ -120,13 +114,12 @@ class Table(NamedTuple):
     """Rows below heads, each with a cell per column.
 
     If `recent` is not 0, rows ascend in time and the last so many matter most. A page, which is read from the top,
-    shows these first, newest first, and folds the others, which `older` describes.
+    shows these first, newest first, and folds the others.
     """
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     recent: int = 0
-    older: str = ""
 
 
 class Line(NamedTuple):

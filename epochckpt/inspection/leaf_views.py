@@ -148,8 +148,10 @@ def _histogram(found: rows.LeafStats) -> Cell:
         return Cell()
     if found.min is not None and found.min == found.max:
         return Cell(Span(f"all are {_units.number(found.min)}", Tone.FAINT))
-    words = f"{_units.number(found.edges[0])} to {_units.number(found.edges[-1])}"
-    return Cell(drawing=kinds.Histogram(found.histogram, words))
+    most, ends = max(*found.histogram, 1), [_units.number(edge) for edge in found.edges]
+    tips = [f"{_units.count(n)} from {ends[i]} to {ends[i + 1]}" for i, n in enumerate(found.histogram)]
+    marks = (kinds.Mark(n / most, Tone.LIVE, n, tip) for n, tip in zip(found.histogram, tips, strict=True))
+    return Cell(drawing=kinds.Strip(tuple(marks)), tip=f"{ends[0]} to {ends[-1]}")
 
 
 def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = False, hint: str = "") -> list[Block]:

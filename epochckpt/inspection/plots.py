@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _NAME = 32  # characters of a name in a legend
-_MARKED = 60  # epochs up to which each has a marker
+_MANY = 60  # epochs beyond which their markers are as small as the line is thin
 _FEW = 6  # nodes up to which each has a line
 _NAMED = 3  # of more nodes, how many of the slowest have one
 _STANDS_OUT = 0.1  # by how much of the median a node is slower, all epochs together, to be named
@@ -106,8 +106,7 @@ class _Plot:
         self.epochs = [row for row in seen.epochs if row.state == COMMITTED]
         self._numbers = [row.epoch for row in self.epochs]
         self._ax: Axes = plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
-        newest = f" (the newest {len(self.epochs)})" if seen.hidden else ""
-        self._ax.set_title(f"{title}{newest}\n{_label(seen.directory, 80)}", fontsize="medium")
+        self._ax.set_title(f"{title}\n{_label(seen.directory, 80)}", fontsize="medium")
         self._ax.set_xlabel("epoch")
         self._ax.set_ylabel(label)
         self._ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -116,11 +115,9 @@ class _Plot:
 
     def line(self, values: Sequence[float], colour: str = "C0", label: str | None = None) -> None:
         """A line through the values of all epochs, with gaps where they are NaN."""
-        padded = np.isnan([math.nan, *values, math.nan])
-        # A value between two gaps has no line: only a marker shows it.
-        alone = np.flatnonzero(~padded[1:-1] & padded[:-2] & padded[2:]).tolist()
-        every = None if len(values) <= _MARKED else alone
-        self._ax.plot(self._numbers, values, marker=".", markevery=every, linewidth=1.3, color=colour, label=label)
+        # A value between two gaps has no line: only its marker shows it.
+        size = 6 if len(values) <= _MANY else 3
+        self._ax.plot(self._numbers, values, marker=".", markersize=size, linewidth=1.3, color=colour, label=label)
 
     def band(self, table: np.ndarray) -> list[int]:
         """Draws the range of most rows; returns those that are greater than the median by most, all epochs together."""

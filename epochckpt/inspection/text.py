@@ -18,14 +18,13 @@ from rich.text import Text
 from epochckpt import _text
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import leaf_views, tree
-from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Histogram, Row, Span, Strip, Tone, Words
+from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Row, Span, Strip, Tone, Words
 
 # 256-colour tones that are legible on a light background as well as on a dark one.
 BAD, WARN, GOOD, LIVE, FAINT, HEAD = "bold red3", "dark_orange3", "green4", "turquoise4", "dim", "bold"
 STYLES = dict(zip(Tone, ("", HEAD, FAINT, GOOD, BAD, WARN, LIVE), strict=True))  # in the order of Tone
 _BARS = "▁▂▃▄▅▆▇█"
 _GAP = 2  # columns between those of a table
-_BINS = 24  # of a histogram
 _FACT = 12  # columns for the name of a fact
 _INDENT = 2
 
@@ -80,23 +79,19 @@ def _blocks(view: Sequence[Block], folding: tree.Folding, owners: bool, indent: 
 def _tree(block: kinds.Tree, folding: tree.Folding) -> TextTable:
     opened = tree.opened(block.root, folding)
 
-    def lines(branch: tree.Branch, prefix: str) -> Iterator[list[Fitted]]:
+    def lines(branch: tree.Branch, prefix: str) -> Iterator[Row]:
         listed = branch.listed(folding)
         for child in listed:
             last = child is listed[-1]
-            name, *cells = map(drawn, leaf_views.branch_cells(child, block.total_nbytes))
-            suffix = "" if child.leaf or child.hidden else "/" if child in opened else "/ …"
-            yield [_kept(f"{prefix}{'└─ ' if last else '├─ '}", name, suffix), *cells]
+            name, *cells = leaf_views.branch_cells(child, block.total_nbytes)
+            before = f"{prefix}{'└─ ' if last else '├─ '}"
+            after = "" if child.leaf or child.hidden else "/" if child in opened else "/ …"
+            words = Span(before, Tone.FAINT), *kinds.spans(name.words), Span(after, Tone.FAINT)
+            yield Row((Cell(words, keep=len(before)), *cells))
             if child in opened:
                 yield from lines(child, f"{prefix}{'   ' if last else '│  '}")
 
     return TextTable(leaf_views.TREE_COLUMNS, lines(block.root, ""), indent=_INDENT)
-
-
-def _kept(prefix: str, name: Fitted, suffix: str) -> Fitted:
-    """A name in a tree: it keeps its place when it is shortened."""
-    whole = Text.assemble((prefix, FAINT)).append_text(name.draw(name.want)).append(suffix, FAINT)
-    return Fitted(whole.cell_len, lambda width: shortened(whole, width, len(prefix)))
 
 
 class Fitted(NamedTuple):
@@ -108,9 +103,7 @@ class Fitted(NamedTuple):
 
 def safe(value: str, style: str = "", limit: int = 200) -> Text:
     """Text from storage, with control characters escaped and without markup."""
-    return Text.assemble(
-        (_text.shown(value, limit=limit), style)
-    )  # a style of its own, which nothing appended takes on
+    return Text.assemble((_text.shown(value, limit=limit), style))  # what is appended does not take on the style
 
 
 def styled(words: Words) -> Text:
@@ -139,7 +132,7 @@ def drawn(cell: Cell) -> Fitted:
     """A cell of a block: its text, and what is drawn behind it."""
     words, drawing = styled(cell.words), _drawing(cell.drawing)
     if not drawing.want:
-        return Fitted(words.cell_len, lambda width: shortened(words, width))
+        return Fitted(words.cell_len, lambda width: shortened(words, width, cell.keep))
     if not words:
         return drawing
     words.append(" ")
@@ -147,7 +140,7 @@ def drawn(cell: Cell) -> Fitted:
     return Fitted(want, lambda width: shortened(words.copy().append_text(drawing.draw(drawing.want)), width))
 
 
-def _drawing(drawing: Bar | Strip | Histogram | None) -> Fitted:
+def _drawing(drawing: Bar | Strip | None) -> Fitted:
     if isinstance(drawing, Bar):
         style = STYLES[drawing.tone]
         if drawing.width == 1:
@@ -155,29 +148,18 @@ def _drawing(drawing: Bar | Strip | Histogram | None) -> Fitted:
         return Fitted(drawing.width, lambda width: Text("█" * round(drawing.share * width), style))
     if isinstance(drawing, Strip):
         return Fitted(len(drawing.marks), lambda width: _strip(drawing, width))
-    if isinstance(drawing, Histogram):
-        return Fitted(min(len(drawing.counts), _BINS), lambda width: _bins(drawing.counts, width))
     return Fitted(0, lambda width: Text())
 
 
 def _block(level: float) -> str:
-    """One block character for a value between 0 and 1."""
-    return _BARS[min(int(level * len(_BARS)), len(_BARS) - 1)]
+    """One block character for a value between 0 and 1; a space only for 0."""
+    return _BARS[min(int(level * len(_BARS)), len(_BARS) - 1)] if level else " "
 
 
 def _strip(strip: Strip, width: int) -> Text:
     signs = {Tone.BAD: "×", Tone.FAINT: "·"}
     marks = (mark for mark, _ in strip.fitted(width))
     return Text.assemble(*((signs.get(mark.tone) or _block(mark.level), STYLES[mark.tone]) for mark in marks))
-
-
-def _bins(counts: Sequence[int], width: int) -> Text:
-    """Counts as bars; where there is no room for all bins, neighbours are added up."""
-    share = -(-len(counts) // width)
-    bins = [sum(counts[i : i + share]) for i in range(0, len(counts), share)]
-    most = max(bins)
-    # An empty bin and one with a single element are told apart.
-    return Text("".join(_block(n / most) if n else " " for n in bins), LIVE)
 
 
 class _Lines:
@@ -198,11 +180,9 @@ class _Lines:
 class TextTable(_Lines):
     """Rows of cells below heads, with a cell per column; columns without any content are left out."""
 
-    def __init__(self, columns: Sequence[Column], rows: Iterable[Row | Sequence[Fitted]], *, indent: int = 0):
+    def __init__(self, columns: Sequence[Column], rows: Iterable[Row], *, indent: int = 0):
         self._columns, self._indent = columns, indent
-        self._rows = [
-            (list(map(drawn, row.cells)), styled(row.below)) if isinstance(row, Row) else (row, Text()) for row in rows
-        ]
+        self._rows = [(list(map(drawn, row.cells)), styled(row.below)) for row in rows]
 
     def _made(self, console: Console, width: int) -> Iterable[Text]:
         widths = self._widths(width - self._indent)

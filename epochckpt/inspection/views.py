@@ -155,11 +155,7 @@ def _epochs(found: rows.Overview) -> kinds.Table:
         (Column("by", 9), lambda row: Span(row.writer if mixed else "", Tone.FAINT)),
         below=remark,
     )
-    older = found.epochs[:-_RECENT]
-    best = "".join(f", with the best: {row.epoch}" for row in older if row.best)
-    count = _units.several(len(older), "older epoch", "older epochs")
-    words = f"{count}, {older[0].epoch} to {older[-1].epoch}{best}" if older else ""
-    return made._replace(recent=_RECENT, older=words)
+    return made._replace(recent=_RECENT)
 
 
 def strip_column(count: int) -> Column:
@@ -195,7 +191,8 @@ def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, in
         level = max(node.secs or 0.0, 0.0) / longest if timed else 0.5
         return Mark(level, Tone.WARN if name == slowest else Tone.PLAIN, level if timed else 0.0, tip)
 
-    return kinds.Strip(tuple(map(mark, names)))
+    # The bar of a node that has written nothing yet can be seen, too.
+    return kinds.Strip(tuple(each._replace(level=max(each.level, 0.01)) for each in map(mark, names)))
 
 
 def leftovers(found: Sequence[rows.LeftoverRow]) -> kinds.Table:
@@ -361,10 +358,7 @@ def item(found: rows.ItemRow, total_nbytes: int, *, open: bool = True) -> list[B
     if leaves:
         view.append(kinds.Tree(tree.Branch.grown(leaves), total))
     view += cuts(leaves)
-    broken = [(node, own.problem) for node, own in found.nodes.items() if own.problem]
-    view += [Problem((f"{node}: ", Span(problem, limit=600))) for node, problem in broken[:_NODES]]
-    if (more := len(broken) - _NODES) > 0:
-        view.append(Problem(f"… and {_units.several(more, 'more node', 'more nodes')}"))
+    view += kinds.problems({node: own.problem for node, own in found.nodes.items() if own.problem})
     if found.files:
         files = table(
             found.files[:_FILES],

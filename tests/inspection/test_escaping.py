@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epochckpt import _text, _units
+from epochckpt.inspection import html as html_views
 
 # Lone surrogates too: file names that are no UTF-8 come as these.
 texts = st.text(st.characters(exclude_categories=()))
@@ -81,7 +82,7 @@ class _Text(html.parser.HTMLParser):
 def test_html_reads_back_as_what_is_shown(text: str) -> None:
     """A browser finds no tag and no attribute in it, in text and in a quoted attribute."""
     parser = _Text()
-    parser.feed(f'<p title="{_text.html(text)}">{_text.html(text)}</p>')
+    parser.feed(f'<p title="{html_views.text(text)}">{html_views.text(text)}</p>')
     parser.close()
     shown = _text.shown(text)
     assert parser.tags == [("p", [("title", shown)])]

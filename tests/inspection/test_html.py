@@ -38,15 +38,11 @@ from epochckpt.inspection.rows import (
 TAGS = {
     *("div", "span", "i", "style", "details", "summary", "dl", "dt", "dd"),
     *("table", "thead", "tbody", "tr", "th", "td"),
-    *("svg", "path", "title"),
 }
 # Attributes that hold something else than a class or words for people, and what that may be.
 FIXED = {
     "style": r"width:[\d.e+-]+%|height:\d+%",
-    "d": r"[MHVhvz\d. e+-]*",
-    "viewbox": r"0 0 \d+ \d+",
-    **dict.fromkeys(["width", "height", "colspan"], r"\d+"),
-    "role": "img",
+    "colspan": r"\d+",
     "open": "",
 }
 WORDS = {"title"}
@@ -367,7 +363,7 @@ def test_five_hundred_epochs_of_64_nodes_are_bounded_and_mostly_folded() -> None
     first = r'eckpt-row"><td class="eckpt-right"><span class="eckpt-strong">(\d+)<'
     assert re.findall(first, newest) == [str(i) for i in range(499, 479, -1)]
     assert len(re.findall(first, older)) == 480
-    assert "480 older epochs, 0 to 479, with the best: 3" in older
+    assert "… 480 more" in older
 
 
 def test_ten_thousand_nodes_are_a_strip_of_64() -> None:
@@ -526,13 +522,18 @@ def test_statistics_show_what_is_not_finite_first_of_all() -> None:
     assert "bad" in titles(Page(leaf_views.stats(many)))
 
 
-def test_a_histogram_has_a_bar_for_each_bin_that_holds_something() -> None:
-    """As high as the bin is full, from left to right."""
-    page = Page(leaf_views.stats([stats_of("w")]))
-    ((_, at),) = [(tag, at) for tag, at in page.of_class("hist")]
-    bars = [(float(x), float(h)) for x, h in re.findall(r"M([\d.]+) \d+v-([\d.]+)", at["d"])]
-    assert [x for x, _ in bars] == [0, 120]
-    assert bars[0][1] * 2 == pytest.approx(bars[1][1])
+def test_a_histogram_has_a_bar_for_each_bin() -> None:
+    """As high as the bin is full, from left to right; a bin of one element is not empty."""
+    found = stats_of("w", edges=tuple(map(float, range(5))), histogram=(500, 0, 1000, 1))
+    page = Page(leaf_views.stats([found]))
+    bars = [(at["style"], at["title"]) for tag, at in page.starts if tag == "i"]
+    assert bars == [
+        ("height:50%", "500 from 0 to 1"),
+        ("height:0%", "0 from 1 to 2"),
+        ("height:100%", "1,000 from 2 to 3"),
+        ("height:10%", "1 from 3 to 4"),
+    ]
+    assert "0 to 4" in titles(page)
 
 
 def test_a_difference_shows_what_changed_most_first() -> None:

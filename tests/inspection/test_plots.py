@@ -114,7 +114,7 @@ def test_what_is_not_known_is_a_gap() -> None:
     ax = of(rows.Overview("/run", epochs)).metric("loss")
     values = ax.get_lines()[0].get_ydata()
     assert np.isnan(values).tolist() == [False, True, False, True, True, True, False] + [False] * 100
-    assert ax.get_lines()[0].get_markevery() == [0, 2]
+    assert ax.get_lines()[0].get_marker() == "."
     gaps = tuple(epoch(i, blocked_secs=None if i == 1 else 0.5) for i in range(3))
     assert np.isnan(of(rows.Overview("/run", gaps)).blocked_secs().get_lines()[0].get_ydata()).tolist() == [
         False,
@@ -162,12 +162,6 @@ def test_many_nodes_are_a_band_and_the_slowest_by_name() -> None:
     median, slow = ax.get_lines()
     assert median.get_ydata().tolist() == pytest.approx([1.0325] * 5)
     assert slow.get_ydata().tolist() == pytest.approx([4.007] * 5)
-
-
-def test_that_older_epochs_are_left_out_is_said() -> None:
-    """A plot of the newest epochs does not look like one of all."""
-    seen = rows.Overview("/run", run(5).epochs, hidden=10)
-    assert "(the newest 5)" in of(seen).nbytes().get_title()
 
 
 def test_matplotlib_is_imported_only_to_draw() -> None:

@@ -7,12 +7,13 @@ a row becomes markup.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Iterator, Sequence
 
 from epochckpt import _text, _units
 from epochckpt.inspection import blocks as kinds
 from epochckpt.inspection import leaf_views, tree
-from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Histogram, Strip, Tone, Words
+from epochckpt.inspection.blocks import Bar, Block, Cell, Column, Strip, Tone, Words
 from epochckpt.inspection.html.style import PREFIX, css
 
 _TREE_CHARS = 600_000  # of all trees of a page
@@ -22,7 +23,7 @@ _OPEN = 40  # rows of a tree that are seen at first
 _TREE_COLUMNS = leaf_views.TREE_COLUMNS[:-1]  # the last one is the tip of the one before
 _CHILDREN = 100  # shown of one group at most
 _STRIP = 64  # bars of one strip
-_STRIPS = 2500  # bars of all strips of a page
+_STRIPS = 4000  # bars of all strips of a page
 
 
 def page(view: Sequence[Block]) -> Html:
@@ -80,7 +81,8 @@ class _Renderer:
 
         if not block.recent or len(lines) <= block.recent:
             return joined([table(lines), rest])
-        return joined([table(lines[: block.recent]), _fold(block.older, table(lines[block.recent :]), rest)])
+        older = _fold(f"… {_units.count(len(block.rows) - block.recent)} more", table(lines[block.recent :]), rest)
+        return joined([table(lines[: block.recent]), older])
 
     def _cells(self, columns: Sequence[Column], cells: Sequence[Cell], tag: str) -> Iterator[Html]:
         for column, cell in zip(columns, cells, strict=True):
@@ -109,16 +111,14 @@ class _Renderer:
 
         return joined(map(drawn, block.root.listed(folding)))
 
-    def _drawing(self, drawing: Bar | Strip | Histogram | None) -> Html:
+    def _drawing(self, drawing: Bar | Strip | None) -> Html:
         """The drawing of a cell; empty if there is none, or no room."""
         if isinstance(drawing, Bar):
             return el("span", "bar", el("i", drawing.tone.value, style=f"width:{drawing.share * 100:.3g}%"))
-        if isinstance(drawing, Histogram):
-            return _histogram(drawing)
         return Html("") if drawing is None else self._strip(drawing)
 
     def _strip(self, strip: Strip) -> Html:
-        """Nodes as a row of bars; the tip of each says which nodes it stands for."""
+        """A row of bars; the tip of each says which marks it stands for."""
         fitted = strip.fitted(_STRIP)
         self._bars -= len(fitted)
         if self._bars < 0:
@@ -127,7 +127,8 @@ class _Renderer:
         for mark, group in fitted:
             ends = " … ".join(group[end].tip.partition(" · ")[0] for end in (0, -1))
             tip = mark.tip if len(group) == 1 else f"{ends}: {mark.tip}"
-            bars.append(el("i", mark.tone.value, title=tip, style=f"height:{max(round(100 * mark.level), 15)}%"))
+            height = max(round(100 * mark.level), 10) if mark.level else 0
+            bars.append(el("i", mark.tone.value, title=tip, style=f"height:{height}%"))
         return el("span", "strip", *bars)
 
 
@@ -144,25 +145,8 @@ def _fold(summary: str, *children: str, open: bool = False, classes: str = "") -
     return el("details", classes, el("summary", "", summary), *children, open="" if open else None)
 
 
-def _histogram(drawing: Histogram) -> Html:
-    """A bar for each bin that holds something, and the ends of the scale."""
-    width, height = 180, 34
-    most, step = max(drawing.counts), width / len(drawing.counts)
-    bars = "".join(
-        f"M{place * step:.4g} {height}v-{max(n / most * (height - 2), 1):.3g}h{step * 0.9:.3g}V{height}z"
-        for place, n in enumerate(drawing.counts)
-        if n > 0
-    )
-    elements = f"{_units.count(sum(drawing.counts))} elements, {drawing.words}"
-    said = f"histogram of {elements}; most in a bin: {_units.count(most)}"
-    paths = el("path", "hist", d=Html(bars)), el("path", "axis", d=f"M0 {height}H{width}")
-    size = {"viewBox": f"0 0 {width} {height + 1}", "width": width, "height": height + 1}
-    drawn = el("svg", "", el("title", "", said), *paths, role="img", **size)
-    return joined([drawn, el("div", "faint", drawing.words)])
-
-
 class Html(str):
-    """Markup: made by the functions here, or by the code from numbers alone (the path of a drawing)."""
+    """Markup, made by the functions here."""
 
 
 def el(tag: str, classes: str = "", *children: str, **attributes: str | float | None) -> Html:
@@ -171,11 +155,7 @@ def el(tag: str, classes: str = "", *children: str, **attributes: str | float | 
     The tag, the classes (without the prefix) and the names of attributes are constants of the code.
     """
     named = f' class="{" ".join(f"{PREFIX}-{name}" for name in classes.split())}"' if classes else ""
-    rest = "".join(
-        f' {name}="{value if isinstance(value, Html) else text(str(value), 400)}"'
-        for name, value in attributes.items()
-        if value is not None
-    )
+    rest = "".join(f' {name}="{text(str(value), 400)}"' for name, value in attributes.items() if value is not None)
     return Html(f"<{tag}{named}{rest}>{joined(children)}</{tag}>")
 
 
@@ -186,7 +166,7 @@ def joined(children: Iterable[str]) -> Html:
 
 def text(content: str, limit: int = _text.LIMIT) -> Html:
     """Any text, as markup that shows it."""
-    return Html(_text.html(content, limit))
+    return Html(html.escape(_text.shown(content, limit)))
 
 
 def worded(words: Words) -> Html:

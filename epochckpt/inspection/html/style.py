@@ -64,7 +64,7 @@ _RULES = """
 & .bar { display:block; height:4px; min-width:5em; margin-top:2px; border-radius:2px; overflow:hidden;
   background:$track }
 & .bar i { display:block; height:100%; background:$bar }
-& .strip { display:flex; align-items:flex-end; min-width:8em; height:18px; margin-top:1px }
+& .strip { display:flex; align-items:flex-end; min-width:8em; height:24px; margin-top:1px }
 & .strip i { flex:0 1 14px; min-width:1px; background:$bar; border-right:1px solid $bg }
 & .bar i.warn, & .strip i.warn { background:$fg }
 & .strip i.live { background:$live }
@@ -91,8 +91,6 @@ _RULES = """
 & .leaf:hover { background:$soft }
 & .heads { color:$faint; border-bottom:1px solid $line }
 & .within { margin-left:.45em; padding-left:.75em; border-left:1px solid $line }
-& svg .hist { fill:$bar }
-& svg .axis { stroke:$faint; stroke-width:1; fill:none }
 & dl { display:grid; grid-template-columns:fit-content(16em) minmax(0,1fr); gap:.1em 1em; margin:.2em 0 .6em;
   padding:0 }
 & dt, & dd { margin:0; padding:0; font-weight:400; float:none; width:auto; min-width:0 }
