@@ -109,8 +109,7 @@ class Inspection(Container):
     @property
     def latest(self) -> EpochInspection | None:
         """The newest epoch that is whole, as far as a look at its files tells; None if there is none."""
-        latest, _ = self._latest_and_best()
-        return None if latest is None else self._epoch(latest)
+        return self._epoch(self._latest_and_best()[0])
 
     @property
     def best(self) -> EpochInspection | None:
@@ -121,8 +120,7 @@ class Inspection(Container):
         """
         if self.metric is None:
             raise InvalidArgumentError("best by which metric? Pass it: inspect(directory, metric='loss', mode='min')")
-        _, best = self._latest_and_best()
-        return None if best is None else self._epoch(best)
+        return self._epoch(self._latest_and_best()[1])
 
     def _names(self) -> list[int]:
         return [row.epoch for row in self.epochs()]
@@ -140,7 +138,7 @@ class Inspection(Container):
             raise InvalidArgumentError(f"epochs go by their own numbers, found {epoch}; .latest is the newest one")
         number = epoch_number(epoch)
         if scan.find(self.commits, number) is not None:
-            return self._epoch(number)
+            return EpochInspection(self.commits, number, self._latest_and_best)
         rows = self.overview(None, check=False).epochs
         known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED)]
         error = EpochNotFoundError(number, self.directory, known)
@@ -159,9 +157,10 @@ class Inspection(Container):
         node: str | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> DiffView:
-        """What changed between two epochs: leaves added, removed, reshaped, retyped, changed, unchanged.
+        """What changed between two epochs, one row per leaf: added, removed, reshaped, retyped, changed, unchanged.
 
-        Reads every leaf that is meant, in pieces; files of handlers only where their checksums do not say it.
+        Every leaf that both epochs have is read, in pieces; a file of a handler only if its checksums do not tell. What
+        could not be compared is among the `diff.problems` of the result.
 
         Args:
             before: the first epoch.
@@ -171,9 +170,6 @@ class Inspection(Container):
             item: compare this item only.
             node: compare what this node saved of its own only.
             progress: called with the bytes of both epochs that have been read, and with those that are to be read.
-
-        Returns:
-            One row per leaf. What could not be compared is among its problems.
 
         Raises:
             EpochNotFoundError: there is no such epoch; names those that are near.
@@ -193,8 +189,8 @@ class Inspection(Container):
 
         return Plots(lambda: self.overview(None, check=False))
 
-    def _epoch(self, number: int) -> EpochInspection:
-        return EpochInspection(self.commits, number, self._latest_and_best)
+    def _epoch(self, number: int | None) -> EpochInspection | None:
+        return None if number is None else EpochInspection(self.commits, number, self._latest_and_best)
 
     def _latest_and_best(self) -> tuple[int | None, int | None]:
         """Of the epochs that are whole as far as a look at their files tells."""

@@ -127,9 +127,9 @@ class _Search:
             if row.kind == ATTEMPT:
                 return "" if leftovers.is_fenced_off(row.path.rpartition("/")[2], self._newest) else row.detail
             return "" if row.kind in KEPT else "not known on an object store"
-        if row.age_secs is None or row.age_secs < self._older_than_secs:
-            age = "at an unknown time" if row.age_secs is None else f"{_units.secs(row.age_secs)} ago"
-            return f"something was written to it {age}; it may go after {_units.secs(self._older_than_secs)}"
+        age, bound = row.age_secs or 0.0, self._older_than_secs
+        if age < bound:
+            return f"something was written to it {_units.secs(age)} ago; it may go after {_units.secs(bound)}"
         return ""
 
     def _is_rolling_back(self, folder: str) -> bool:

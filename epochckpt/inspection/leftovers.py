@@ -201,8 +201,6 @@ def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list
         if path.count("/") != 2:
             continue  # attached metrics: the next run removes them
         folder, node, attempt = path.split("/")
-        if paths.parse_incarnation(paths.incarnation_folder(attempt.partition("-")[0])) is None:
-            continue  # not named as attempts are
         row = _node(commits.store, path, node)
         if row is not None:
             nodes.setdefault((folder, attempt), []).append(row)
@@ -286,16 +284,12 @@ def _node(store: Store, path: str, name: str) -> NodeRow | None:
     size = extent(store, path)
     if size is None:
         return None
-    secs = None
-    if written:
-        at = paths.join(path, paths.NODE_RECORD)
-        try:
-            record = parsing.read_record(store, at, parsing.parse_node)
-            secs = None if record is None else record.timings.get("write_secs")
-            written = record is not None
-        except (EpochCheckpointError, OSError):  # being written just now
-            written = False
-    return NodeRow(paths.shown_name(name), size.nbytes, secs, "written" if written else "writing")
+    record = None
+    with contextlib.suppress(EpochCheckpointError, OSError):  # it is being written just now
+        record = parsing.read_record(store, paths.join(path, paths.NODE_RECORD), parsing.parse_node)
+    if record is None:
+        return NodeRow(paths.shown_name(name), size.nbytes, None, "writing")
+    return NodeRow(paths.shown_name(name), size.nbytes, record.timings.get("write_secs"), "written")
 
 
 def _links_up(store: Store, path: str, names: Collection[str]) -> bool:
@@ -317,6 +311,5 @@ def row_of(store: Store, path: str, kind: str, now_ns: int, epochs: tuple[int, .
     size = extent(store, path)
     if size is None:
         return None
-    if size.problem:
-        detail = f"{detail} ({size.problem})" if detail else size.problem
+    detail += f" ({size.problem})" if size.problem else ""
     return LeftoverRow(path, kind, size.nbytes, size.age_secs(now_ns), epochs, detail)

@@ -10,8 +10,8 @@ from epochckpt.inspection import leftovers
 from epochckpt.orbax import step_names, steps
 from epochckpt.storage import Store
 
-_SHOWN = 6
-_LOOKED_INTO = 50
+_LOOKED_INTO = 50  # folders, in search of checkpoint directories
+_STEPS = 6  # looked into in each of them
 _STEP_LIKE = re.compile(r"(?:\A|_)\d+\Z")
 
 
@@ -51,9 +51,9 @@ def folder(store: Store, found: Mapping[str, bool]) -> str:
     if otherwise := step_names.named_otherwise(store, list(found.items())):
         return otherwise
     below = [n for n, is_folder in found.items() if is_folder and not n.startswith(".")][:_LOOKED_INTO]
-    if inner := [name for name in below if _holds_epochs(store, name)]:
-        return f"holds checkpoint directories and is none itself: pass one of them ({_few([f'{n}/' for n in inner])})"
-    return f"holds no epochs but {_few([f'{n}/' if is_folder else n for n, is_folder in found.items()])}"
+    if inner := [f"{name}/" for name in below if _holds_epochs(store, name)]:
+        return f"holds checkpoint directories and is none itself: pass one of them ({step_names.few(inner)})"
+    return f"holds no epochs but {step_names.few([f'{n}/' if is_folder else n for n, is_folder in found.items()])}"
 
 
 def _holds_epochs(store: Store, name: str) -> bool:
@@ -62,12 +62,7 @@ def _holds_epochs(store: Store, name: str) -> bool:
         inner = [n for n, is_folder in leftovers.names(store, name) if is_folder]
         if any(paths.parse_incarnation(n) or paths.parse_node_staging(n) for n in inner):
             return True
-        below = [paths.join(name, n) for n in inner if _STEP_LIKE.search(n)][:_SHOWN]
+        below = [paths.join(name, n) for n in inner if _STEP_LIKE.search(n)][:_STEPS]
         return any(step_names.has_one(store, step, (*step_names.RECORDS, steps.TREE_RECORD)) for step in below)
     except OSError:  # it may not be looked into
         return False
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown}, … ({len(names)} in all)"

@@ -96,9 +96,14 @@ def named_otherwise(store: Store, found: list[tuple[str, bool]]) -> str:
     epochs = [name for name in below[:_LOOKED_INTO] if _ENDING.search(name) and has_one(store, name, RECORDS)]
     if not epochs:
         return ""
-    shown = ", ".join(f"{name}/" for name in epochs[:_SHOWN])
-    shown = shown if len(epochs) <= _SHOWN else f"{shown}, … ({len(epochs)} in all)"
+    shown = few([f"{name}/" for name in epochs])
     return f"holds epochs whose folders are named otherwise ({shown}): {_advice(epochs)}"
+
+
+def few(names: list[str]) -> str:
+    """The first names, and the number of all if there are more."""
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown}, … ({len(names)} in all)"
 
 
 def _advice(names: list[str]) -> str:
