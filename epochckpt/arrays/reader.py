@@ -293,13 +293,9 @@ class EpochReader:
         file = NodeFile(self, *found[0])
         if file.size > MAX_RECORD_BYTES:
             raise FormatError(file.path, f"is recorded with {file.size} bytes, more than {MAX_RECORD_BYTES}")
-        data = bytearray(file.size)
-
-        def put(start: int, block: memoryview) -> None:
-            data[start : start + len(block)] = block
-
-        file.stream(put, pool=Pool(1))  # in order: of several damaged blocks the first is named
-        return bytes(data)
+        blocks: list[bytes] = []
+        file.stream(lambda _, block: blocks.append(bytes(block)), pool=Pool(1))  # in order; the first damage is raised
+        return b"".join(blocks)
 
     def check_files(self, item: str, leaf: int, box: Box) -> None:
         """Checks the sizes of the files that hold a part of a leaf, before memory is allocated for it."""

@@ -136,9 +136,11 @@ def read_leaves(reader: ArraySource, name: str, patterns: str | Sequence[str]) -
 def read_values(reader: ArraySource, name: str, numbers: Sequence[int]) -> list[Any]:
     """The leaves with these numbers, as NumPy arrays and Python values; typed keys as their data."""
     assembly = _Assembly(reader, name)
-    leaves = [(number, assembly.item.leaves[number]) for number in numbers]
-    python = [leaf.dtype is None or leaf.kind in ("longstr", "longbytes") for _, leaf in leaves]
-    return assembly.run([LeafRequest(i, "python" if p else "numpy") for (i, _), p in zip(leaves, python, strict=True)])
+
+    def form(leaf: Leaf) -> str:
+        return "python" if leaf.dtype is None or leaf.kind in ("longstr", "longbytes") else "numpy"
+
+    return assembly.run([LeafRequest(number, form(assembly.item.leaves[number])) for number in numbers])
 
 
 class _Assembly:
@@ -162,15 +164,11 @@ class _Assembly:
             for buffer, devices in boxes if isinstance(boxes, list) else ():
                 hosts += [self._cast(self.item.leaves[request.leaf], buffer, request.dtype)] * len(devices)
                 places += devices
-        self._refuse()
         placed = iter(jax.device_put(hosts, places) if hosts else [])
         out = [self._finish(request, boxes, placed) for request, boxes in zip(requests, buffers, strict=True)]
-        self._refuse()
-        return out
-
-    def _refuse(self) -> None:
         if self.rows:
             raise MismatchError(self.name, self.reader.record.epoch, self.rows)
+        return out
 
     def _plan(self, request: LeafRequest) -> Any:
         """Buffers for one leaf: [(buffer, devices), …] for jax, one buffer otherwise, None for a leaf without bytes."""

@@ -43,42 +43,39 @@ class Shardings:
 
     def __init__(self, item: ArrayItem, fallback: Sharding | None = None):
         self._item, self._fallback = item, fallback
-        self._known: dict[int, Sharding | None] = {}
-        self._meshes: dict[int, Mesh] = {}
+        self._recorded = functools.cache(self._build)
+        self._mesh = functools.cache(self._build_mesh)
 
     def of(self, leaf: Leaf) -> Sharding | None:
         """The sharding that a leaf was saved with, else the fallback, else None."""
         if leaf.sharding < 0:
             return self._fallback
-        if leaf.sharding not in self._known:
-            try:
-                self._known[leaf.sharding] = self._build(self._item.shardings[leaf.sharding])
-            except Exception:  # jax raises many types, even bad_cast, for a row that it cannot express
-                self._known[leaf.sharding] = None
-        found = self._known[leaf.sharding]
-        shape = logical_shape(leaf)
+        found, shape = self._recorded(leaf.sharding), logical_shape(leaf)
         return found if found is not None and divides(found, shape) else self._fallback
 
     @functools.cached_property
     def _devices(self) -> dict[tuple[str, int], Any]:
         return {(d.platform, d.id): d for d in jax.devices()}
 
-    def _build(self, row: Mapping[str, Any]) -> Sharding | None:
-        if "device" in row:
+    def _build(self, number: int) -> Sharding | None:
+        try:
+            row = self._item.shardings[number]
+            if "device" not in row:
+                spec = PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in row["spec"]])
+                return NamedSharding(self._mesh(row["mesh"]), spec, memory_kind=row["memory"])
             if jax.process_count() > 1:
                 return None
             return SingleDeviceSharding(self._devices[row["platform"], row["device"]], memory_kind=row["memory"])
-        number = row["mesh"]
-        if number not in self._meshes:
-            mesh = self._item.meshes[number]
-            devices = [self._devices[mesh["platform"], d] for d in mesh["devices"]]
-            if len(set(devices)) != len(devices):
-                raise ValueError("a mesh with one device in two places")
-            types = tuple(AxisType[t] for t in mesh["axis_types"])
-            grid = np.array(devices).reshape(mesh["shape"])
-            self._meshes[number] = Mesh(grid, tuple(mesh["axes"]), axis_types=types)
-        spec = PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in row["spec"]])
-        return NamedSharding(self._meshes[number], spec, memory_kind=row["memory"])
+        except Exception:  # jax raises many types, even bad_cast, for a row that it cannot express
+            return None
+
+    def _build_mesh(self, number: int) -> Mesh:
+        mesh = self._item.meshes[number]
+        devices = [self._devices[mesh["platform"], d] for d in mesh["devices"]]
+        if len(set(devices)) != len(devices):
+            raise ValueError("a mesh with one device in two places")
+        types = tuple(AxisType[t] for t in mesh["axis_types"])
+        return Mesh(np.array(devices).reshape(mesh["shape"]), tuple(mesh["axes"]), axis_types=types)
 
 
 def as_saved(number: int, leaf: Leaf, shardings: Shardings) -> LeafRequest:

@@ -55,6 +55,7 @@ _CACHE_BYTES = 2**32  # bound on the decoded chunks of one array that are kept f
 _SLACK_BYTES = 2**24  # of that cache: entries take a little more than their chunks
 _INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database
 
+_Reading = Callable[[], contextlib.AbstractContextManager[None]]
 Part = tuple["StoredLeaf", Box, np.ndarray]
 """An array, the box of it that is read, and the buffer that the box is read into."""
 
@@ -127,12 +128,7 @@ class OrbaxItem:
                     out[base64.urlsafe_b64decode(key).decode()] = row
         return out
 
-    def record(
-        self,
-        handler: str = "",
-        target: Any = None,
-        reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> ItemRecord:
+    def record(self, handler: str, target: Any, reading: _Reading) -> ItemRecord:
         """The item as our records would have it.
 
         Leaves get the names that they have in `target`, where a key may be a number or text. `reading` surrounds each
@@ -141,13 +137,11 @@ class OrbaxItem:
         pairs = [] if target is None else tree_lib.flatten(target)[0]
         names = {_as_text(path): tree_lib.leaf_name(path) for path, _ in pairs}
         leaves = []
-        for row in self.leaves:
-            kind = row.leaf.kind if row.leaf.dtype is not None else row.leaf.kind.removeprefix("long")
-            leaves.append(
-                dataclasses.replace(row.leaf, kind=kind, name=names.get(_as_text(row.leaf.path), row.leaf.name))
-            )
-        arrays = ArrayItem("", tuple(leaves), ())
-        return ItemRecord("arrays", handler, arrays, _Values(self, reading), self.custom_metadata)
+        for leaf in (row.leaf for row in self.leaves):
+            kind = leaf.kind if leaf.dtype is not None else leaf.kind.removeprefix("long")
+            leaves.append(dataclasses.replace(leaf, kind=kind, name=names.get(_as_text(leaf.path), leaf.name)))
+        values = _Values(self, reading)
+        return ItemRecord("arrays", handler, ArrayItem("", tuple(leaves), ()), values, self.custom_metadata)
 
     def check(self, target: Any = None, *, types: bool = True) -> None:
         """Raises DamagedError if a leaf of `target` (None: any leaf) is damaged.
@@ -202,16 +196,10 @@ class OrbaxItem:
                 shape, dtype = (), None
             else:
                 kind = "prng" if impl is not None else "numpy" if written == "np.ndarray" else "jax"
-            rows.append(
-                StoredLeaf(
-                    Leaf(path, _name(path), kind, dtype, shape, sharding=len(rows), impl=impl),
-                    param,
-                    write_shape,
-                    value=written if kind == UNKNOWN else None,
-                    array=array,
-                    problem=array.problem if array is not None and written in _ARRAYS else "",
-                )
-            )
+            leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=len(rows), impl=impl)
+            problem = array.problem if array is not None and written in _ARRAYS else ""
+            value = written if kind == UNKNOWN else None
+            rows.append(StoredLeaf(leaf, param, write_shape, value, array=array, problem=problem))
         return rows
 
     def _zarr_arrays(self, params: Sequence[str]) -> dict[str, ZarrArray]:
@@ -224,18 +212,15 @@ class OrbaxItem:
             kv = ts.KvStore.open(self._kvstore(), context=self._context).result()
             reads = [kv.read(f"{param}/{file}") for param in params]
         for param, read in zip(params, reads, strict=True):
+            where = f"{param}/{file}"
             try:
                 with self._tensorstore(""):
                     got = read.result()
-                out[param] = (
-                    _zarr_array(json.loads(got.value))
-                    if got.state == "value"
-                    else ZarrArray(problem=f"is missing: {param}/{file} is not there")
-                )
-            except DamagedError as error:
-                out[param] = ZarrArray(problem=f"cannot be read: {param}/{file}: {str(error.__cause__)[:300]}")
-            except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-                out[param] = ZarrArray(problem=f"cannot be read: {param}/{file}: {str(error)[:300]}")
+                missing = ZarrArray(problem=f"is missing: {where} is not there")
+                out[param] = _zarr_array(json.loads(got.value)) if got.state == "value" else missing
+            except (DamagedError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+                cause = error.__cause__ if isinstance(error, DamagedError) else error
+                out[param] = ZarrArray(problem=f"cannot be read: {where}: {str(cause)[:300]}")
         return out
 
     def _aggregated(self) -> list[StoredLeaf]:
@@ -355,7 +340,9 @@ class OrbaxItem:
 
     def _text(self, row: StoredLeaf) -> str:
         path = paths.join(self._at, "_strings.json")
-        node: Any = self._strings
+        node, problem = self._strings
+        if node is None:
+            raise DamagedError(path, problem or "is missing; expected the strings of the item")
         for token in row.param.split("/"):  # a JSON pointer, as Orbax makes it of the name
             token = token.replace("~1", "/").replace("~0", "~")
             if not isinstance(node, dict) or token not in node:
@@ -364,12 +351,8 @@ class OrbaxItem:
         return str(node)
 
     @functools.cached_property
-    def _strings(self) -> Mapping[str, Any]:
-        path = paths.join(self._at, "_strings.json")
-        found, problem = steps.read_object(self._store, path)
-        if found is None:
-            raise DamagedError(path, problem or "is missing; expected the strings of the item")
-        return found
+    def _strings(self) -> tuple[Any, str]:
+        return steps.read_object(self._store, paths.join(self._at, "_strings.json"))
 
     def _kvstore(self, param: str = "") -> dict[str, Any]:
         files = {"driver": "file", "path": f"{self._folder}/"}
@@ -401,7 +384,7 @@ class OrbaxItem:
 class _Values(Mapping[int, Any]):
     """The JSON forms of an item's Python leaves by leaf number, each read when it is asked for."""
 
-    def __init__(self, item: OrbaxItem, reading: Callable[[], contextlib.AbstractContextManager[None]]):
+    def __init__(self, item: OrbaxItem, reading: _Reading):
         self._item, self._reading = item, reading
 
     def __getitem__(self, number: int) -> Any:
