@@ -17,7 +17,7 @@ from epochckpt.errors import FormatError, InvalidArgumentError, SaveError
 from epochckpt.format import paths
 from epochckpt.jobs import blobs, containers
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
-from epochckpt.jobs.job import Node, Task, TaskGroup, joining
+from epochckpt.jobs.job import Node, Task, TaskGroup
 from epochckpt.jobs.session import Session
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointReader
@@ -502,7 +502,7 @@ class MultiNodeCheckpointManager(Manager):
     def _group(
         self, name: str, task: Callable[[CheckpointManager], Task], nodes: Iterable[str] | None = None
     ) -> TaskGroup:
-        with joining(group := TaskGroup(f"checkpoint {name}")):
+        with TaskGroup(f"checkpoint {name}") as group:
             for manager in self._chosen(nodes).values():
                 task(manager)
         return group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -166,8 +165,8 @@ class TaskGroup(_Scope):
 
     >>> with ec.TaskGroup("evaluation") as group:  # the name is for messages
     ...     task = ec.Task(lambda ws: ws["x"] + 1, node="trainer_0")
-    >>> group.used_nodes(), len(group)
-    (['trainer_0'], 1)
+    >>> group.used_nodes()
+    ['trainer_0']
     """
 
     def __init__(self, name: str = "group"):
@@ -196,24 +195,8 @@ class TaskGroup(_Scope):
     def __iter__(self) -> Iterator[Task]:
         return iter(self.tasks())
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __bool__(self) -> bool:
-        return True  # an empty group is a group
-
     def __repr__(self) -> str:
         return f"group {self.name!r}"
-
-
-@contextlib.contextmanager
-def joining(group: TaskGroup | None) -> Iterator[None]:
-    """Inside it new tasks join `group`; None: they join no group, whatever surrounds this."""
-    token = TaskGroup.context_variable.set(group)
-    try:
-        yield
-    finally:
-        TaskGroup.context_variable.reset(token)
 
 
 class ComputedCondition(stop.Condition):
@@ -224,7 +207,7 @@ class ComputedCondition(stop.Condition):
     """
 
     def __init__(self, name: str, values: Callable[[Workspace], list[Any]], missing: str):
-        self._name, self.values, self.missing = name, values, missing
+        self._repr, self.values, self.missing = name, values, missing
 
     def __call__(self, ctx: stop.Context) -> bool:
         """Whether one is true after this epoch."""
@@ -234,9 +217,6 @@ class ComputedCondition(stop.Condition):
     def holds(self, ctx: stop.Context) -> bool:
         """False: not known before the tasks have run."""
         return False
-
-    def __repr__(self) -> str:
-        return self._name
 
 
 def _blob_condition(name: str, node: str | None) -> ComputedCondition:

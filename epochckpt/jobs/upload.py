@@ -36,7 +36,7 @@ from epochckpt.format import EpochRecord, NodeEntry, checksums, paths
 from epochckpt.jobs.caffe2_epochs import NodeCommits, NodeEpochs
 from epochckpt.jobs.caffe2_managers import Manager
 from epochckpt.jobs.exchange import Exchange
-from epochckpt.jobs.job import Task, TaskGroup, joining
+from epochckpt.jobs.job import Task, TaskGroup
 from epochckpt.jobs.runner import UploadTaskGroupBuilder
 from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
@@ -113,7 +113,7 @@ class CopyUpload(UploadTaskGroupBuilder):
         """
         epoch = epoch_number(epoch)
         upload = _node_upload if isinstance(checkpoint_manager, Manager) else _epoch_upload
-        with joining(group := TaskGroup("upload")):
+        with TaskGroup("upload") as group:
             Task(upload(epoch, checkpoint_manager, self), name="upload")
         return group
 

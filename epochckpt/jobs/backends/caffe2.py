@@ -14,7 +14,7 @@ from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs.backends.base import MUST, NEVER, CheckpointBackend, Names, Restored
 from epochckpt.jobs.caffe2_managers import CheckpointManager, Manager, MultiNodeCheckpointManager
 from epochckpt.jobs.exchange import Exchange
-from epochckpt.jobs.job import Task, TaskGroup, joining
+from epochckpt.jobs.job import Task, TaskGroup
 from epochckpt.jobs.session import Session
 from epochckpt.manager import HandlerNotifier, SaveResult
 
@@ -81,7 +81,7 @@ class Caffe2Backend(CheckpointBackend):
 
     def _run(self, verb: Callable[[], Task | TaskGroup]) -> None:
         """Runs what a manager's verb returns; it joins no group that surrounds the call of the runner."""
-        with joining(None):
+        with TaskGroup("checkpoint"):
             runnable = verb()
         self._session.run(runnable)
 
@@ -145,7 +145,7 @@ class Caffe2Backend(CheckpointBackend):
     def load_blobs(self, names: Sequence[str], epoch: int) -> bool:
         managers = self._manager.managers(self._nodes)
         if isinstance(self._manager, MultiNodeCheckpointManager):
-            with joining(None):
+            with TaskGroup("checkpoint"):
                 if not managers or not self._manager.load_blobs_locally(list(managers), names, epoch, self._session):
                     return False
         elif managers and all(manager.has_epoch(epoch) for manager in managers.values()):
