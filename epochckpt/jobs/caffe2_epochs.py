@@ -6,11 +6,11 @@
 | `<epoch>/<node>/epoch.json`, with the node's files beside it | committed, for this node alone |
 
 The commit is that of every other epoch (see `commit.rename`); only the names differ. There is no record of the epoch as
-a whole, and nothing here ever touches another node's folders. POSIX only.
+a whole, and nothing here ever touches another node's folders. The directory, on POSIX, is never created.
 
 Of two jobs for one node, the one that joined later takes over with its first save: it moves the staging folders that it
 found when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that only
-reads takes nothing over. The directory itself is never created, and nothing is looked at before the first use.
+reads takes nothing over.
 """
 
 import contextlib
@@ -70,10 +70,7 @@ class _NodeNames(StepNames):
 
 
 class NodeCommits(RenameCommits):
-    """The epochs of one node, each committed by itself, in a directory that need not exist yet.
-
-    With a `lead`, which is only for reading, the folders of epochs are named `<lead><epoch>`.
-    """
+    """The epochs of one node in a directory that need not exist yet. With a `lead`, for reading: in `<lead><epoch>`."""
 
     def __init__(self, store: Store, node: str, lead: str = ""):
         if not store.renames:
@@ -236,10 +233,7 @@ def _leave(store: Store, home: str, pid: int) -> None:
 
 
 class NodeEpochs:
-    """The epochs of one node in a directory that other jobs may share; UnsupportedError if the directory is a URL.
-
-    The directory must exist when it is used first. An Orbax view is never written. `lead`: see `NodeCommits`.
-    """
+    """Reads and saves the epochs of one node, without an Orbax view. The directory must exist when it is used first."""
 
     def __init__(
         self, prefix: str | os.PathLike[str], node: str, options: StorageOptions | None = None, *, lead: str = ""
@@ -264,17 +258,11 @@ class NodeEpochs:
         return Readers(self.commits, self._pool, self._options.verify, context).open(epoch)
 
     def save(self, epoch: int, args: Any, custom_metadata: Mapping[str, Any] | None = None) -> None:
-        """Saves an epoch of this node; durable and committed on return.
+        """Saves an epoch of this node, of arrays that this process can address; durable and committed on return.
 
         An epoch of this node that has the number already is replaced; at any moment one of the two is there (on a file
         system that cannot exchange two folders, such as NFS: is there again when the next job for the node has saved).
-        Arrays must be addressable by this process.
-
-        Raises:
-            NotACheckpointDirectoryError, AccessError: see `NodeCommits.claim`.
-            InvalidArgumentError: something in it cannot be saved, by name.
-            FencedError: a newer job for this node has taken over.
-            SaveError: it was not committed.
+        Raises what `NodeCommits.claim` raises, and SaveError (or FencedError) if the epoch was not committed.
         """
         commits, epoch = self.commits, epoch_number(epoch)
         wanted = items.to_save(args, self._handlers)

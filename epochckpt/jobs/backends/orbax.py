@@ -156,13 +156,11 @@ class OrbaxBackend(ItemBackend):
             detail = say(error)
         self._manager.reload()
         committed = epoch in self.epochs()
-        if (
-            not committed and not detail
-        ):  # no failure: with best_fn Orbax deletes an epoch at once if better ones fill max_to_keep
+        if committed or detail:
+            self._ended.append(SaveResult(epoch, committed, detail, held, time.monotonic() - began, {}))
+        else:  # no failure: with best_fn Orbax deletes an epoch at once if better ones fill max_to_keep
             logging.warning("stock Orbax saved epoch %d and deleted it, as its options say", epoch)
             self.discarded = epoch
-            return
-        self._ended.append(SaveResult(epoch, committed, detail, held, time.monotonic() - began, {}))
 
     def drain(self) -> None:
         """See CheckpointBackend. Includes saves that another backend of it began: Orbax lists them already."""
