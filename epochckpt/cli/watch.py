@@ -22,7 +22,7 @@ from epochckpt.storage import open_store
 
 _HISTORY = 5
 _TONES = {PRESENT: Tone.FAINT, SAVED: Tone.GOOD, SAVING: Tone.LIVE, FAILED: Tone.BAD, DELETED: Tone.FAINT}
-_WHOLE = 10_000  # columns: without a terminal, no part of a line is left out
+_WHOLE = 10_000  # columns: in pipes, files and dumb terminals, no part of a line is left out
 _STEP = 0.25  # without a terminal, a save has a line whenever so much more of it is written
 
 Show = Callable[[Event, bool], None]  # an event, and whether its epoch is the best so far
@@ -111,7 +111,7 @@ def _progress(event: Event) -> str:
 def _lines(output: Output) -> Show:
     """Prints one line per event, for pipes and files; of a save only now and then."""
     done: dict[str, float] = {}
-    output.out.width = _WHOLE
+    output.out.size = _WHOLE, 25
 
     def show(event: Event, best: bool) -> None:
         attempt, share = event.row.attempt, event.done or 0.0

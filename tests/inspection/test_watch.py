@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -20,6 +21,7 @@ from epochckpt.commit import Commits, commits_of, rename
 from epochckpt.errors import InvalidArgumentError, SaveError
 from epochckpt.inspection import leftovers, text
 from epochckpt.inspection import watch as watching
+from epochckpt.inspection.rows import COMMITTED, IN_PROGRESS, EpochRow, NodeRow
 from epochckpt.inspection.watch import DELETED, FAILED, PRESENT, SAVED, SAVING, Event, Watcher, watch
 from epochckpt.orbax import StepNames
 from epochckpt.storage import open_store
@@ -257,3 +259,20 @@ def test_a_look_costs_no_record_that_was_read_before(tmp_path: pathlib.Path, mon
         watcher.look()
         watcher.look()
     assert read == [3]
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120, 200])
+def test_a_narrow_terminal_leaves_out_whole_parts_of_a_line(width: int) -> None:
+    """Words of a detail may be shortened; numbers are shown whole or not at all."""
+    nodes = tuple(NodeRow(f"process_{i}", 10_000_000, 1.0 + i) for i in range(4))
+    row = EpochRow(2, COMMITTED, nodes=nodes, nbytes=536_000_000, started_ns=0, committed_ns=364_000_000)
+    row = dataclasses.replace(row, blocked_secs=0.223, metrics={"loss": 0.5}, attempt="a")
+    begun = EpochRow(3, IN_PROGRESS, nodes=nodes[:3], nbytes=305_200_000, attempt="b")
+    saved = text.to_text(cli_watch.line(Event(SAVED, 0, row), best=True), width)
+    parts = ["committed", "536.0 MB in 364 ms", "★ best", "loss 0.5", "blocked 223 ms", "slowest process_3"]
+    shown = [part in saved for part in parts]
+    assert shown == sorted(shown, reverse=True)
+    assert all(shown) == (width > 80)
+    failed = text.to_text(cli_watch.line(Event(FAILED, 0, begun, row, "it is gone and was not committed")), width)
+    assert ("57%  305.2 MB of 536.0 MB" in failed) == ("MB" in failed)
+    assert all(len(line) <= width for line in (saved + failed).splitlines())
