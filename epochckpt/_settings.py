@@ -35,12 +35,9 @@ Parse = Callable[[Any], Any]
 
 
 class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
-    """What a setting may be; reads and writes its values, also as absl's parser of its flag.
+    """What a setting may be; reads and writes its values, also as absl's parser of its flag."""
 
-    `parse` makes the value of a text or an object, and raises for what is none of this kind; `write` makes a text that
-    it reads as this value; `none` is the text that stands for None (None: there must be a value).
-    """
-
+    # `parse` raises for what is none of this kind; `none` is the text that stands for None (None: there is none)
     def __init__(self, expected: str, parse: Parse, write: Callable[[Any], str] = str, none: str | None = None):
         self.expected = self.syntactic_help = expected if none is None else f"{expected}, or {none or 'nothing'}"
         self._read, self._write, self._none = parse, write, none
@@ -60,9 +57,6 @@ class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
     def serialize(self, value: Any) -> str:
         """The text that `parse` reads as this value."""
         return str(self._none) if value is None else self._write(value)
-
-    def flag_type(self) -> str:
-        return self.expected
 
 
 def _number(of_text: Callable[[str], Any], of_object: Parse, least: float, most: float = MAX_INT) -> Parse:
@@ -406,8 +400,7 @@ RULES = (
 def checked(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of some settings, read and checked by themselves and together; absent ones are at their defaults.
 
-    InvalidArgumentError names an unknown name (with near ones), a wrong value, or a contradiction; `prefix` stands
-    before the names: `--ckpt_` for flags.
+    An error names an unknown name (with near ones), a wrong value, or a contradiction; `prefix` stands before names.
     """
     found = read(values, prefix)
     for rule in RULES:
@@ -430,10 +423,9 @@ def read(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def from_config(config: Any) -> Settings:
-    """Settings from a mapping: a part of a JSON or TOML file, or of an `ml_collections.ConfigDict`.
+    """Settings from values by name: a part of a JSON or TOML file, or of an `ml_collections.ConfigDict`.
 
-    Args:
-        config: values by name. None, as of an empty placeholder, means the default.
+    None, as of an empty placeholder, means the default.
 
     Raises:
         InvalidArgumentError: an unknown name (with near ones), or see `Settings`.

@@ -40,10 +40,7 @@ class Flags:
         return Settings(**checked(self._values(), f"--{self.prefix}_"))
 
     def set_defaults(self, **defaults: Any) -> None:
-        """Sets defaults that depend on other flags; also after parsing, when it changes only flags that were not given.
-
-        Args:
-            defaults: values by the names of settings.
+        """Sets defaults, by the names of settings; after parsing, only those of flags that were not given.
 
         Raises:
             InvalidArgumentError: no such setting, or a wrong value; after parsing also a contradiction.
@@ -141,20 +138,16 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
                 f"--{flag.name} is defined already, with the default {flag.default!r} and not {own[name]!r}; "
                 "set_defaults() changes it"
             )
-    if not there:
-        _define(found, own)
-    return found
-
-
-def _define(flags: Flags, defaults: Mapping[str, Any]) -> None:
+    if there:
+        return found
     for name, row in SETTINGS.items():
-        kind, default = row.kind, defaults.get(name, row.default)
-        is_bool = kind.expected.startswith("true or false")
-        flag = absl_flags.Flag(kind, kind, flags.name(name), default, row.help, boolean=is_bool)
-        absl_flags.DEFINE_flag(flag, flags.flag_values)
+        kind, is_bool = row.kind, row.kind.expected.startswith("true or false")
+        flag = absl_flags.Flag(kind, kind, found.name(name), own.get(name, row.default), row.help, boolean=is_bool)
+        absl_flags.DEFINE_flag(flag, flag_values)
     for rule in RULES:
-        names = [flags.name(rule.name), flags.name(rule.other)]
-        absl_flags.register_multi_flags_validator(names, _validator(flags, rule), flag_values=flags.flag_values)
+        names = [found.name(rule.name), found.name(rule.other)]
+        absl_flags.register_multi_flags_validator(names, _validator(found, rule), flag_values=flag_values)
+    return found
 
 
 def _validator(flags: Flags, rule: Rule) -> Callable[[Mapping[str, Any]], bool]:
