@@ -115,7 +115,7 @@ def parse_node(path: str, data: bytes) -> NodeRecord:
     return NodeRecord(
         fields.integer("epoch"),
         fields.text("attempt"),
-        paths.check_recorded_node(path, fields.data.get("node")),
+        paths.check_recorded_name(path, fields.data.get("node"), paths.is_node_name),
         fields.integer("process"),
         fields.integer("processes"),
         fields.text("plan"),
@@ -228,12 +228,10 @@ def _view(fields: _Fields) -> dict[str, tuple[int, str]] | None:
         return None
     found = {}
     for path, row in fields.mapping(name).items():
-        if not isinstance(row, list) or len(row) != 2 or not paths.is_file_path(path):
+        typed = isinstance(row, list) and [type(value) for value in row] == [int, str]
+        if not typed or not 0 <= row[0] < _MAX_BYTES or not paths.is_file_path(path):
             raise fields.fail(name, "[length, digest] by path")
-        size, digest = row
-        if type(size) is not int or not 0 <= size < _MAX_BYTES or not isinstance(digest, str):
-            raise fields.fail(name, "[length, digest] by path")
-        found[path] = size, digest
+        found[path] = row[0], row[1]
     return found
 
 
@@ -253,7 +251,7 @@ def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
     if not isinstance(entry, list) or len(entry) != 6 or not isinstance(entry[5], list):
         raise problem
     name, process, size, digest, secs, files = entry
-    paths.check_recorded_node(path, name)
+    paths.check_recorded_name(path, name, paths.is_node_name)
     if type(process) is not int or type(size) is not int or not 0 < size <= MAX_RECORD_BYTES:
         raise problem
     if not isinstance(digest, str) or type(secs) not in (int, float) or not 0 <= secs < 1e12:

@@ -7,7 +7,7 @@ folder for everything that is not committed. Paths are relative to the directory
 import itertools
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from epochckpt.errors import FormatError, InvalidArgumentError
 
@@ -183,15 +183,8 @@ def is_file_path(name: object) -> bool:
     return all(part not in ("", ".", "..") and len(part.encode()) <= _MAX_PART for part in name.split("/"))
 
 
-def check_recorded_node(path: str, name: object) -> str:
-    """Returns a node's name read from a record if it may be one, else raises FormatError naming `path`."""
-    if not is_node_name(name):
-        raise FormatError(path, f"holds the node name {str(name)[:80]!r}, which is not allowed in this format")
-    return str(name)
-
-
-def check_recorded_name(path: str, name: object) -> str:
+def check_recorded_name(path: str, name: object, usable: Callable[[object], bool] = is_name) -> str:
     """Returns a name read from a record if it is safe to use in a path, else raises FormatError naming `path`."""
-    if not is_name(name):
+    if not usable(name):
         raise FormatError(path, f"holds the name {str(name)[:80]!r}, which is not allowed in this format")
     return str(name)

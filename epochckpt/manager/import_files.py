@@ -92,12 +92,9 @@ def import_(
             f"import_ works in one process, and this job has {jax.process_count()}: import before the job starts"
         )
     given = options or ocp.CheckpointManagerOptions()
-    names = ocp.CheckpointManagerOptions(  # those that name and make folders: an import must not delete any
-        file_options=given.file_options,
-        step_name_format=given.step_name_format,
-        step_prefix=given.step_prefix,
-        step_format_fixed_length=given.step_format_fixed_length,
-    )
+    # only those that name and make folders: an import must not delete any
+    naming = ("file_options", "step_name_format", "step_prefix", "step_format_fixed_length")
+    names = ocp.CheckpointManagerOptions(**{name: getattr(given, name) for name in naming})
     store = open_store(directory)
     with contextlib.suppress(NotADirectoryError):  # opening it says so, once the source is known to be good
         if epoch in commits_of(store, StepNames.of(names)).list_epochs():

@@ -173,11 +173,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._take_nodes(nodes)
 
     def introduce_handler(self) -> None:
-        """Calls the metadata handler's `set_params` now; else it is called at the first commit.
-
-        Raises:
-            InvalidArgumentError: the handler cannot serve this directory.
-        """
+        """Calls the metadata handler's `set_params` now, not at the first commit; raises its InvalidArgumentError."""
         self._notifier.introduce()
 
     def _take_nodes(self, nodes: Nodes) -> None:
@@ -480,16 +476,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return value
 
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
-        """Like `restore(None)`, with a function of the caller's own that restores an epoch.
+        """Like `restore(None)`, with the caller's own function; returns the epoch, and what `restore(epoch)` returned.
 
-        Args:
-            restore: is given an epoch's number. It raises DamagedError or FormatError if the epoch is damaged, and
-                EpochNotFoundError if it is gone, as this manager's methods do; another error ends the search on every
-                process.
-            among: the epochs that may be taken, ascending; None: all.
-
-        Returns:
-            The epoch, and what `restore` returned for it.
+        `restore` raises DamagedError or FormatError if the epoch is damaged, and EpochNotFoundError if it is gone, as
+        this manager's methods do; another error ends the search on every process. `among` are the epochs that may be
+        taken, ascending; None: all.
 
         Raises:
             EpochNotFoundError: there is no epoch.
@@ -535,10 +526,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def restore_leaves(self, epoch: int, patterns: str | Sequence[str], item: str | None = None) -> dict[str, Any]:
         """Single leaves of an epoch by name, as NumPy arrays and Python values; reads only their blocks.
 
-        Args:
-            epoch: its number.
-            patterns: shell patterns of leaf names, for example `params/*/kernel`.
-            item: the item's name; may be left out if the epoch has one item.
+        `patterns` are shell patterns of leaf names, such as `params/*/kernel`. `item` may be left out if the epoch has
+        one item.
 
         Raises:
             UnknownNameError: one of the patterns matches no leaf; names the nearest ones.

@@ -80,10 +80,7 @@ class AbstractMetadataHandler(abc.ABC):
 
 
 class CheckedHandler(AbstractMetadataHandler):
-    """A handler that checks its arguments, and looks at the directory of the checkpoints itself.
-
-    A subclass implements `_begin`, `_last_epoch`, `_note` and `_note_times`.
-    """
+    """A handler that checks its arguments, and looks at the directory of the checkpoints itself."""
 
     _store: Store | None = None
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,28 +14,21 @@ _MALFORMED = ["/a", "a/", "a//b", ".", "a/./b", "..", "a/../b", "a\0b"]
 
 
 def in_parallel(calls: Sequence[Callable[[], object]]) -> list[object]:
-    """Runs all calls at the same time, each in a thread of its own.
-
-    Returns:
-        What each call returned, or the exception that it raised, in the order of `calls`.
-    """
-    results: list[object] = [None] * len(calls)
+    """Runs all calls at the same time, each in a thread of its own; returns their results or exceptions, in order."""
     start = threading.Barrier(len(calls))
 
-    def run(index: int) -> None:
+    def run(call: Callable[[], object]) -> object:
         start.wait(30)
         try:
-            results[index] = calls[index]()
+            return call()
         except Exception as error:
-            results[index] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return results
+    pool = ThreadPoolExecutor(len(calls))
+    try:
+        return list(pool.map(run, calls, timeout=60))
+    finally:
+        pool.shutdown(wait=False)
 
 
 def write_file(store: Store, path: str, data: bytes) -> None:
