@@ -66,12 +66,9 @@ class Session(abc.ABC):
         Raises:
             TaskError: a task raised; names the task and its node. What it raised is the cause.
         """
-        if isinstance(runnable, Task):
-            tasks, group = [runnable], runnable.group.name if runnable.group else "-"
-        elif isinstance(runnable, TaskGroup):
-            tasks, group = runnable.tasks(), runnable.name
-        else:
+        if not isinstance(runnable, Task | TaskGroup):
             raise InvalidArgumentError(f"a session runs tasks and task groups, got {type(runnable).__name__}")
+        tasks = [runnable] if isinstance(runnable, Task) else runnable.tasks()
         self._meet(list(dict.fromkeys(task.node for task in tasks if task.node is not None)))
         for unknown in (task for task in tasks if task.node not in (None, *self.nodes)):
             problem = f"{unknown} is for node {unknown.node!r}"
@@ -80,17 +77,8 @@ class Session(abc.ABC):
         for task in tasks:
             for node, workspace in self.workspaces().items():
                 if task.node in (None, node):
-                    returned.setdefault(node, []).append(self._run(task, group, workspace))
+                    returned.setdefault(node, []).append(_run(task, workspace))
         return returned
-
-    def _run(self, task: Task, group: str, workspace: Workspace) -> Any:
-        try:
-            return task.run(workspace)
-        except EpochCheckpointError as error:  # its message is clear, and callers know its type
-            error.add_note(f"in {task} of group {group!r} on node {workspace.node}, epoch {workspace.epoch}")
-            raise
-        except Exception as error:
-            raise TaskError(task.name, group, workspace.node, workspace.epoch, say(error)) from error
 
     @abc.abstractmethod
     def _meet(self, named: Sequence[str]) -> None:
@@ -150,8 +138,18 @@ class DistributedSession(Session):
     def _meet(self, named: Sequence[str]) -> None:
         if self._nodes or set(named) <= set(self.nodes):
             return
-        if len(named) != self.coordinator.processes:
+        if len(named) != (count := self.coordinator.processes):
             problem = f"these tasks name {', '.join(named)}, and the session does not know the job's nodes yet"
-            count = self.coordinator.processes
             raise InvalidArgumentError(f"{problem}. Name all {count}, in the order of the processes: session.open([…])")
         self.open(named)
+
+
+def _run(task: Task, workspace: Workspace) -> Any:
+    group, node, epoch = task.group.name if task.group else "-", workspace.node, workspace.epoch
+    try:
+        return task.run(workspace)
+    except EpochCheckpointError as error:  # its message is clear, and callers know its type
+        error.add_note(f"in {task} of group {group!r} on node {node}, epoch {epoch}")
+        raise
+    except Exception as error:
+        raise TaskError(task.name, group, node, epoch, say(error)) from error

@@ -68,7 +68,7 @@ def test_verbs_join_the_group_that_surrounds_them(tmp_path: pathlib.Path) -> Non
     with ec.TaskGroup() as around:
         inner = many.init(["a", "b"])
         many.save(0)
-    assert (len(around), len(inner)) == (0, 2)
+    assert (len(around.tasks()), len(inner.tasks())) == (0, 2)
 
 
 @pytest.mark.parametrize("make", [single, multi])
