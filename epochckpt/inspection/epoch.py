@@ -15,7 +15,7 @@ from epochckpt.format import paths
 from epochckpt.inspection import describe, plain, scan, stats
 from epochckpt.inspection.leaf_reader import open_reader
 from epochckpt.inspection.rows import DAMAGED, Diff, DiffRow, EpochDetail, EpochRow, ItemRow, LeafRow, LeafStats
-from epochckpt.inspection.select import leaves_of, narrowed, quoted
+from epochckpt.inspection.select import narrowed, quoted
 from epochckpt.manager import CheckpointReader, Verification
 from epochckpt.manager.reader import ignore
 
@@ -192,7 +192,8 @@ class EpochInspection(Container):
             DamagedError: an array cannot be read; names it.
         """
         (found,) = narrowed([self._described()], patterns, item, node)
-        arrays = [each for each in leaves_of(found.items) if each[2].kind in stats.ARRAYS]
+        owners = [(item.name, node, own) for item in found.items for node, own in {"": item, **item.nodes}.items()]
+        arrays = [(name, node, leaf) for name, node, own in owners for leaf in own.leaves if leaf.kind in stats.ARRAYS]
         broken = next((each for each in found.items if each.problem), None)
         if not arrays and broken is not None:
             raise DamagedError(f"epoch {self.epoch}, item {quoted(broken.name)}", broken.problem)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from epochckpt import _text
 from epochckpt.errors import UnknownNameError
-from epochckpt.inspection.rows import EpochDetail, ItemRow, LeafRow
+from epochckpt.inspection.rows import EpochDetail, ItemRow
 
 
 def narrowed(
@@ -42,13 +42,6 @@ def narrowed(
             raise UnknownNameError(f"{where}: {_text.no_match(pattern, names | dict.fromkeys(_names(items)))}")
     sides = [[less for each in side if (less := _matching(each, wanted))] for side in sides]
     return [replace(detail, items=tuple(side)) for detail, side in zip(details, sides, strict=True)]
-
-
-def leaves_of(items: Iterable[ItemRow]) -> Iterator[tuple[str, str, LeafRow]]:
-    """(item, node, leaf) of every leaf; the node is empty for leaves that are not one node's own."""
-    for item in items:
-        yield from ((item.name, "", leaf) for leaf in item.leaves)
-        yield from ((item.name, node, leaf) for node, own in item.nodes.items() for leaf in own.leaves)
 
 
 def quoted(name: object) -> str:

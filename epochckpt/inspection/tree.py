@@ -57,15 +57,12 @@ class Branch:
             own = Branch(path[-1], leaf, key=path[-1])
             above[-1].children.append(own)
             for branch in (*above, own):
-                branch._count(leaf)
+                branch.count += 1
+                branch.nbytes += leaf.nbytes
+                branch.elements += math.prod(leaf.shape) if leaf.dtype else 0
         for child in root.children:
             child._join()
         return root
-
-    def _count(self, leaf: LeafRow) -> None:
-        self.count += 1
-        self.nbytes += leaf.nbytes
-        self.elements += math.prod(leaf.shape) if leaf.dtype else 0
 
     def _group(self, key: str) -> Branch:
         if key not in self._groups:
