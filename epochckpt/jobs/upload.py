@@ -68,14 +68,9 @@ class CopyUpload(UploadTaskGroupBuilder):
     appears by itself, as `<epoch>/<node>`, and the destination is a `db_prefix` then. A step that stock Orbax wrote is
     refused with UnsupportedError.
 
-    >>> job = ec.Job()
-    >>> @job.init
-    ... def init(ws):
-    ...     ws["total"] = np.zeros(3)
-    >>> @job.epoch
-    ... def epoch(ws):
-    ...     ws["total"] = ws["total"] + 1
-    >>> _ = job.stop_when(ec.stop.max_epochs(2))
+    >>> job = ec.Job(stop_conditions=[ec.stop.max_epochs(2)])
+    >>> _ = job.init(lambda ws: ws.update(total=np.zeros(3)))
+    >>> _ = job.epoch(lambda ws: ws.update(total=ws["total"] + 1))
     >>> with ec.CheckpointManager("run") as manager:
     ...     runner = ec.JobRunner(job, manager, upload_task_group_builder=ec.CopyUpload("final"))
     ...     runner.train(ec.LocalSession())
