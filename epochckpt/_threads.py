@@ -106,7 +106,6 @@ class Once:
 
     @property
     def claimed(self) -> bool:
-        """Whether a caller has claimed it."""
         return self._lock.locked()
 
     def claim(self) -> bool:

@@ -54,7 +54,6 @@ class Coordinator:
 
     @property
     def processes(self) -> int:
-        """How many processes take part."""
         return len(self.ids)
 
     def named(self, processes: Iterable[int]) -> str:

@@ -238,8 +238,8 @@ def _decide(
         logging.error("%s. It is left alone: other epochs can be used, saving under its number is refused", text)
     if moving and not options.read_only:
         what = f"{'epoch' if len(moving) == 1 else 'epochs'} {', '.join(map(str, moving))}"
-        text = "%s: an earlier run was killed while it replaced %s, which will be back after the next write. claim() "
-        logging.warning(text + "does that now: call it before you choose what to restore", store.root, what)
+        remedy = "which the next write puts back. claim() does that now: call it before you choose what to restore"
+        logging.warning("%s: an earlier run was killed while it replaced %s, %s", store.root, what, remedy)
     return {"directory": store.root, "opening": paths.new_id(), "nodes": list(nodes), "survey": found.to_wire()}
 
 

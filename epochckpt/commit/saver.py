@@ -311,11 +311,9 @@ class Attempts:
         failure: errors.SaveError | None = None
         deleted: tuple[int, ...] = ()
         try:
-            if self._coordinator.primary:
-                commit = self._decide(attempt, error)
-                deleted = commit.deleted
-            else:
-                commit = self._await_verdict(attempt, error)
+            conclude = self._decide if self._coordinator.primary else self._await_verdict
+            commit = conclude(attempt, error)
+            deleted = commit.deleted if self._coordinator.primary else ()
             self._history.commit(commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)
@@ -323,10 +321,8 @@ class Attempts:
             failure = errors.kept(errors.as_save_error(attempt.epoch, caught))
             self._claim.note(failure)
         # Deleted epochs are out of sight before the attempt ends, and their bytes are removed after that.
-        removals = []
-        for epoch in deleted:
-            hide = functools.partial(self._commits.hide, epoch, self._policies.todelete_subdir)
-            removals.append(_threads.logged("an older epoch could not be deleted", hide))
+        hides = [functools.partial(self._commits.hide, epoch, self._policies.todelete_subdir) for epoch in deleted]
+        removals = [_threads.logged("an older epoch could not be deleted", hide) for hide in hides]
         self._end(attempt, failure)
         for remove in filter(None, removals):
             _threads.logged("a deleted epoch could not be removed", remove)
