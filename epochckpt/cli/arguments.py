@@ -1,4 +1,4 @@
-"""What can be typed after `epochckpt`: commands, options, help."""
+"""The parser of the command line: commands, options, help."""
 
 import argparse
 import textwrap

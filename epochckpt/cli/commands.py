@@ -166,7 +166,7 @@ def verify(args: argparse.Namespace, output: Output) -> int:
 
 
 def _repaired(run: Inspection, one: Verification, output: Output) -> Verification:
-    """Makes an epoch's Orbax view anew if it is damaged or gone; returns what is then known of the epoch."""
+    """Repairs an epoch's Orbax view if it is damaged or missing; returns the verification without that damage."""
     if not one.view_damage and one.note != status.NO_VIEW:
         return one
     try:

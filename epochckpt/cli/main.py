@@ -67,7 +67,7 @@ def _failed(args: argparse.Namespace, error: Exception) -> int:
 
 
 def _abandon_stdout() -> None:
-    """The reader of stdout is gone: what is still buffered must not fail again when the interpreter ends."""
+    """Redirects stdout, whose reader is gone: the rest of its buffer must not fail again when the interpreter ends."""
     with contextlib.suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())

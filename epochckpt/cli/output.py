@@ -26,7 +26,7 @@ class _Console(Console):
 
 
 class Output:
-    """What one command writes; its answer is JSON if `as_json` is set, else text."""
+    """The output of one command: an answer as text, or as JSON with `as_json`; remarks; progress."""
 
     def __init__(self, as_json: bool):
         self._as_json = as_json

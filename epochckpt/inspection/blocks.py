@@ -1,4 +1,4 @@
-"""What a view consists of: lines, facts, tables, trees and drawings as data, which `html` and `text` draw.
+"""The parts of a view: lines, facts, tables, trees and drawings as data, which `html` and `text` draw.
 
 Texts in blocks are as they were found, hostile ones included: a renderer escapes every `Span` in one place.
 """

@@ -1,4 +1,4 @@
-"""What people see of leaves: their lines in a tree, the cut of arrays over nodes, statistics, and differences."""
+"""The views of leaves: lines of a tree, the cut of arrays over nodes, statistics, and differences."""
 
 import collections
 import math
@@ -110,7 +110,7 @@ def _cut(alike: Sequence[tuple[rows.LeafRow, rows.ShardingRow]]) -> kinds.Sectio
 
 
 def stats(found: Sequence[rows.LeafStats]) -> list[Block]:
-    """Statistics of arrays with their histograms; of many arrays, those with NaN or Inf come first."""
+    """Statistics of arrays with their histograms. In a long list, arrays with NaN or Inf come first."""
     if not found:
         return [Summary(("no arrays",))]
     wrong = [each for each in found if each.nans or each.infs]
@@ -155,9 +155,9 @@ def _histogram(found: rows.LeafStats) -> Cell:
 
 
 def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = False, hint: str = "") -> list[Block]:
-    """What changed between two epochs: how much, then leaf by leaf, those that changed most before the others.
+    """The difference of two epochs: counts, then a line per leaf; the leaves that changed most come first.
 
-    At most `listed` leaves have a line each (None: all), those that did not change only if `unchanged` is set; `hint`
+    At most `listed` leaves have a line (None: all); leaves that did not change have one only with `unchanged`. `hint`
     says how to see the rest.
     """
     there: Words = (Span(found.other_directory, Tone.STRONG, 1000), " epoch ") if found.other_directory else ()

@@ -1,4 +1,4 @@
-"""What an inspection finds, as plain values: HTML, text, JSON and plots are made from these rows alone.
+"""The findings of an inspection as plain values: HTML, text, JSON and plots are made from these rows alone.
 
 Names, paths and messages are as they were found, hostile ones included: views escape them. A field that is None is not
 known, or does not apply; an empty text is one that does not apply. Times (`_ns`) are nanoseconds since 1970.
@@ -68,7 +68,7 @@ class EpochRow:
 ATTEMPT = "attempt"  # a save that failed, died, or is under way
 ROLLED_BACK = "rolled back"  # quarantined by `rollback_to`
 QUARANTINED = "quarantined"  # a damaged epoch that was replaced
-DELETED = "deleted"  # taken out of sight, its bytes not yet removed
+DELETED = "deleted"  # moved out of sight; its bytes are not yet removed
 ORBAX_ATTEMPT = "orbax attempt"  # staging of stock Orbax
 FOREIGN = "foreign"  # named like an epoch, but not one
 
@@ -188,7 +188,7 @@ CHANGED, UNCHANGED = "changed", "unchanged"
 
 @dataclasses.dataclass(frozen=True)
 class DiffRow:
-    """What became of one leaf, or of one file of a handler, between two epochs."""
+    """The change of one leaf, or of one file of a handler, between two epochs."""
 
     item: str
     node: str  # empty unless each node has an item of this name for itself

@@ -1,4 +1,4 @@
-"""What lies in an array, and how far apart two arrays are: both in pieces, so that memory does not grow with the array.
+"""Statistics of an array, and the distance of two arrays: both in pieces, so that memory does not grow with the array.
 
 Everything is added up in float64, so that norm and deviation are infinite for values beyond about 1e150. Means and
 deviations of chunks are merged as in Chan, Golub, LeVeque, "Algorithms for computing the sample variance" (1983).
@@ -115,7 +115,7 @@ class _Moments:
 
 
 class Change:
-    """What changed between two arrays of one shape and any two dtypes.
+    """The difference of two arrays of one shape and any two dtypes.
 
     NaN equals NaN, whatever its payload, and 0 equals -0. Norms are of the elements that are finite in both arrays;
     without `numbers`, elements are only compared and there are no norms.
@@ -145,7 +145,7 @@ class Change:
 
     @property
     def words(self) -> str:
-        """What became of elements that are not finite; empty if nothing did."""
+        """How many elements became finite or ceased to be; empty if none."""
         counts = [(self.lost, "became NaN or infinite"), (self.gained, "became finite")]
         return ", ".join(f"{count} {what}" for count, what in counts if count)
 

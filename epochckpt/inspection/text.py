@@ -30,7 +30,7 @@ _INDENT = 2
 
 
 def to_text(renderable: RenderableType, width: int | None = None, colour: bool = False) -> str:
-    """What a renderable of rich looks like in so many columns; None: those of the terminal, 80 without one."""
+    """The text of a renderable of rich. `width` is in columns; None: that of the terminal, 80 without a terminal."""
     system = "256" if colour else None
     console = Console(
         file=io.StringIO(), width=width, force_terminal=colour, color_system=system, force_jupyter=False, no_color=False

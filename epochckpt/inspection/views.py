@@ -1,4 +1,4 @@
-"""What people see of a directory, of an epoch and of an item: blocks made from rows.
+"""The views of a directory, of an epoch and of an item: blocks made from rows.
 
 Notebooks and terminals draw the same blocks. Every decision about a view is made here and in `leaf_views`: which facts
 and columns it has, in which order, how much of a long list, and in which words.
@@ -196,7 +196,7 @@ def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, in
 
 
 def leftovers(found: Sequence[rows.LeftoverRow]) -> kinds.Table:
-    """What lies in a directory and is no epoch."""
+    """A table of the leftovers of a directory."""
     return table(
         found,
         (Column("what"), lambda row: Span(row.kind, Tone.WARN, 30)),
@@ -262,7 +262,7 @@ def _first(facts: Iterable[Fact]) -> Iterator[Fact]:
 
 
 def _metadata(found: Any) -> Iterator[Fact]:
-    """What the caller attached to an epoch or an item."""
+    """The custom metadata of an epoch or an item."""
     texts = [figure(found)] if found else []
     if isinstance(found, Mapping):
         texts = [f"{name}: {figure(each)}" for name, each in rows.flat(found).items()]
@@ -296,7 +296,7 @@ def _plain(value: object) -> str:
 
 
 def _orbax(found: rows.EpochDetail) -> Iterator[Fact]:
-    """What stock Orbax can read of a committed epoch."""
+    """Which items of a committed epoch stock Orbax can read, and why not the rest."""
     title = "stock Orbax"
     if found.unsupported is None:
         if found.row.writer != "orbax":
