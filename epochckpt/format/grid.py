@@ -260,12 +260,14 @@ class ArrayItem:
         return [*ends, len(leaves)]
 
     def tensor(self, leaf: int, cell: int) -> tuple[str, np.dtype[Any], tuple[int, ...], int]:
-        """(name, dtype, shape, bytes) of the tensor that holds a cell."""
+        """(name, dtype, shape, bytes) of the tensor that holds a cell; of a shard the name has its slice, too."""
         info = self.leaves[leaf]
         assert info.dtype is not None
         shape = self.cell_shape(leaf)
-        bounds = None if shape == info.shape else self.cell_box(leaf, cell)
-        return safetensors.slice_name(info.name, bounds), info.dtype, shape, self.cell_bytes(leaf)
+        name = info.name
+        if shape != info.shape:
+            name += f"[{','.join(f'{start}:{stop}' for start, stop in self.cell_box(leaf, cell))}]"
+        return name, info.dtype, shape, self.cell_bytes(leaf)
 
 
 def _itemsize(leaf: Leaf) -> int:

@@ -63,7 +63,10 @@ class NodeRecord:
     def to_bytes(self) -> bytes:
         """The file's content."""
         files = [dataclasses.asdict(f) for f in self.files]
-        return _seal("node", {**vars(self), "files": files, "items": _items_json(self.items)})
+        return _seal(
+            "node",
+            {**vars(self), "files": files, "items": {name: _item_json(item) for name, item in self.items.items()}},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +157,7 @@ class EpochRecord:
         fields: dict[str, Any] = {
             **vars(self),
             "nodes": [n.row() for n in self.nodes],
-            "items": _items_json(self.items),
+            "items": {name: _item_json(item) for name, item in self.items.items()},
             "metrics": checksums.pack_json(self.metrics, "metrics"),
             "custom_metadata": checksums.pack_json(dict(self.custom_metadata), "custom_metadata"),
         }
@@ -196,10 +199,6 @@ def tree_digest(item: ItemRecord, files: Sequence[DataFile]) -> str:
         "files": [[f.part, f.size, f.data_start, f.block_bytes, f.xxh3] for f in files],
     }
     return checksums.digest(json.dumps(content, separators=(",", ":")).encode())
-
-
-def _items_json(items: Mapping[str, ItemRecord]) -> dict[str, Any]:
-    return {name: _item_json(item) for name, item in items.items()}
 
 
 def _item_json(item: ItemRecord) -> dict[str, Any]:

@@ -66,21 +66,6 @@ def has_type(dtype: np.dtype[Any]) -> bool:
     return dtype.name in _TYPES
 
 
-def tensor_type(dtype: np.dtype[Any], shape: Sequence[int]) -> tuple[str, list[int]]:
-    """The safetensors type and shape of an array; types that the format lacks are bytes with one more dimension."""
-    name = _TYPES.get(dtype.name)
-    if name is not None:
-        return name, list(shape)
-    return "U8", [*shape, dtype.itemsize] if dtype.itemsize > 1 else list(shape)
-
-
-def slice_name(leaf: str, bounds: Sequence[tuple[int, int]] | None) -> str:
-    """Name of a tensor: the leaf's name, and in brackets the slice of a shard."""
-    if bounds is None:
-        return leaf
-    return f"{leaf}[{','.join(f'{start}:{stop}' for start, stop in bounds)}]"
-
-
 def header(
     tensors: Sequence[tuple[str, np.dtype[Any], Sequence[int], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
@@ -88,7 +73,9 @@ def header(
     entries: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "epochckpt-1"})}
     offset = 0
     for name, dtype, shape, nbytes in tensors:
-        kind, dims = tensor_type(dtype, shape)
+        kind, dims = _TYPES.get(dtype.name), list(shape)
+        if kind is None:  # a type that the format lacks: bytes, with one more dimension
+            kind, dims = "U8", [*dims, dtype.itemsize] if dtype.itemsize > 1 else dims
         entries[name] = {"dtype": kind, "shape": dims, "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()

@@ -55,14 +55,6 @@ class CheckpointReader(abc.ABC):
     # -- implemented by each kind of epoch -----------------------------------------------------------------------
 
     @abc.abstractmethod
-    def item_kinds(self) -> dict[str, str]:
-        """What each item is, by name: `arrays`, `files` or `node`."""
-
-    @abc.abstractmethod
-    def item_handlers(self) -> dict[str, str]:
-        """The recorded handlers, by item."""
-
-    @abc.abstractmethod
     def restore_item(self, name: str, args: Any) -> Any:
         """One item as `args` asks; None: as it was saved."""
 
@@ -83,6 +75,14 @@ class CheckpointReader(abc.ABC):
         """Reads every byte; `progress` is called with the bytes of each piece, from any thread."""
 
     # -- common to both ------------------------------------------------------------------------------------------
+
+    def item_kinds(self) -> dict[str, str]:
+        """What each item is, by name: `arrays`, `files` or `node`."""
+        return {name: item.kind for name, item in self.record.items.items()}
+
+    def item_handlers(self) -> dict[str, str]:
+        """The recorded handlers, by item."""
+        return {name: item.handler for name, item in self.record.items.items() if item.handler}
 
     def restore(self, args: Any) -> Any:
         """The items that `args` names, or all as they were saved: a Composite, or the item if it is unnamed."""
@@ -208,12 +208,6 @@ class NativeReader(CheckpointReader):
         super().__init__(commits, folder, record, context)
         self.native = EpochReader(commits.store, folder, record, pool, verify)
         self.of = functools.cache(self._of)
-
-    def item_kinds(self) -> dict[str, str]:
-        return {name: item.kind for name, item in self.record.items.items()}
-
-    def item_handlers(self) -> dict[str, str]:
-        return {name: item.handler for name, item in self.record.items.items() if item.handler}
 
     def restore_item(self, name: str, args: Any) -> Any:
         return items.restore_item(self.native, name, args, self.context)
