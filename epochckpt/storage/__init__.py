@@ -12,7 +12,7 @@ import re
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage.object_store import KvStore
 from epochckpt.storage.posix import PosixStore
-from epochckpt.storage.store import Entry, Reader, Store, Writer, copy_file, patiently, writing
+from epochckpt.storage.store import Entry, Reader, Store, Writer, patiently, writing
 
 __all__ = [
     "Entry",
@@ -20,7 +20,6 @@ __all__ = [
     "Reader",
     "Store",
     "Writer",
-    "copy_file",
     "expanded",
     "open_store",
     "path_text",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
 from epochckpt.errors import StorageError
-from epochckpt.storage.store import Entry, Reader, Store, Writer, check_path, check_piece, copy_file, patiently
+from epochckpt.storage.store import Entry, Reader, Store, Writer, check_path, check_piece, patiently, writing
 
 WRITE_BACK_BYTES = 1 << 20  # a write of at least this size has the kernel start writing it to the disk
 _CALL_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call, macOS refuses more than that
@@ -231,7 +231,11 @@ class PosixStore(Store):
             elif entry.is_dir(follow_symlinks=False):
                 self.copy_tree(here, there)
             else:
-                copy_file(self, here, self, there)
+                with self.open_reader(here) as reader, writing(self, there, reader.size) as writer:
+                    start = 0
+                    for piece in reader.pieces():
+                        writer.write(start, piece)
+                        start += len(piece)
         self.sync_folder(dst)
 
     def exchange(self, one: str, other: str) -> None:

@@ -312,15 +312,6 @@ def writing(store: Store, path: str, size: int) -> Generator[Writer]:
         raise
 
 
-def copy_file(source: Store, path: str, target: Store, into: str) -> None:
-    """Copies a file in pieces, durably but for its name."""
-    with source.open_reader(path) as reader, writing(target, into, reader.size) as writer:
-        start = 0
-        for piece in reader.pieces():
-            writer.write(start, piece)
-            start += len(piece)
-
-
 def check_path(path: str, *, root_allowed: bool = True) -> str:
     """Returns a relative, `/`-separated path; ValueError if it is malformed, or the root where that is not allowed."""
     if not path:
