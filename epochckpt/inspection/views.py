@@ -276,6 +276,8 @@ def _notes(notes: Mapping[str, Any]) -> Iterator[Fact]:
         yield "run ended", Span(why, limit=400)
     if notes.get("partial"):
         yield "partial", "the run was left in the middle of this epoch, and goes on there"
+    if notes.get("beside"):
+        yield "beside", "saved by save_checkpoints() in the middle of a run, which does not go on from it"
     trained = notes.get("total_secs")
     if isinstance(trained, int | float) and not isinstance(trained, bool):
         yield "trained for", f"{_units.secs(trained)} in all"
@@ -283,7 +285,7 @@ def _notes(notes: Mapping[str, Any]) -> Iterator[Fact]:
         kept = notes.get(name)
         each = [f"{key}: {_plain(value)}" for key, value in kept.items()] if isinstance(kept, Mapping) else [str(kept)]
         yield from ((title, Span(words, limit=400)) for words in each if kept is not None)
-    known = {"finished", "partial", "total_secs", "stop", "blobs"}
+    known = {"finished", "partial", "beside", "total_secs", "stop", "blobs"}
     known |= {"version", "nodes", "metrics", "forms"}  # shown elsewhere, or of use to the runner alone
     yield from (("run", Span(f"{name}: {value}", limit=400)) for name, value in notes.items() if name not in known)
 

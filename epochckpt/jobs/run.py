@@ -19,7 +19,7 @@ from absl import logging
 from epochckpt.errors import CoordinationTimeoutError, InvalidArgumentError, SaveError, say
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers, stop
-from epochckpt.jobs.backends.base import CheckpointBackend, Names, Restored
+from epochckpt.jobs.backends.base import BESIDE, CheckpointBackend, Names, Restored
 from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.job import ComputedCondition, Job, Task, TaskGroup
 from epochckpt.jobs.preemption import Notice, Stopper
@@ -469,22 +469,25 @@ class TrainingRun:
             "total_secs": self._earlier_secs + time.monotonic() - self._began,
         }
 
-    def notes_for(self, epoch: int, session: Session) -> dict[str, Any]:
+    def notes_beside(self, epoch: int, session: Session) -> dict[str, Any]:
         """The notes for an epoch that `JobRunner.save_checkpoints` is about to save in this run, or after it.
 
-        Refuses what a resume would take for an epoch of the run. Waits for the run's own saves, and keeps their
-        results: those that come later are not the run's.
+        Waits for the run's own saves, and keeps their results: those that come later are not the run's.
         """
-        own, current = session is self.session, self._in_epoch
+        backend, own, current = self.backend, session is self.session, self._in_epoch
+        if backend is not None:
+            backend.drain()
+            self._ended += backend.outcomes()
+        notes = self._notes(current == epoch and self.job.resumable) if own else {}
         if current is not None and (epoch > current or not own):
-            raise InvalidArgumentError(
-                f"in the middle of a run, here in epoch {current}, save_checkpoints() saves the session of the run as "
-                "an epoch up to that: a resume would go on from anything else. Save it after the run"
-            )
-        if self.backend is not None:
-            self.backend.drain()
-            self._ended += self.backend.outcomes()
-        return self._notes(current == epoch and self.job.resumable) if own else {}
+            notes[BESIDE] = True
+        if current is not None and epoch > current:
+            resume = "a resumed run goes on from it only if it is named: resume_from_epoch=…"
+            if backend is not None and backend.per_node:
+                resume = "a metadata handler takes it for the newest epoch until the run saves its next one"
+            saved = "epoch %d is saved by save_checkpoints() while the run is in epoch %d; %s"
+            logging.warning(saved, epoch, current, resume)
+        return notes
 
     # -- after the last epoch ------------------------------------------------------------------------------------
 

@@ -233,9 +233,9 @@ class JobRunner:
         Saved are the blobs that this runner's run in this session checkpoints, if there is or was one; else all blobs
         (with Caffe2's managers those that `init` has found, as in Caffe2). An epoch of this number is replaced.
 
-        In the middle of a run it saves the session of the run, as an epoch up to the current one; anything else fails.
-        The run's own save of an epoch replaces what was saved here. If the run dies before that, what was saved here as
-        the current epoch counts as that epoch (of a resumable job: as a part of it).
+        In the middle of a run, the run goes on with its own numbers and replaces what was saved here under one of them.
+        If it dies before that, what was saved here as the current epoch counts as that epoch (of a resumable job: as a
+        part of it). A later number, or an epoch of another session, is resumed from only if it is named.
 
         Raises:
             InvalidArgumentError: there is no checkpoint manager.
@@ -251,7 +251,7 @@ class JobRunner:
             # A run that goes on in this session has its backend and its blobs; any other save has its own.
             epoch = epoch_number(epoch)
             if run is not None:
-                notes = run.notes_for(epoch, session)
+                notes = run.notes_beside(epoch, session)
             if run is not None and run.backend is not None and run.names and run.session is session:
                 backend, names = run.backend, run.names
             else:

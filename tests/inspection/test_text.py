@@ -446,11 +446,13 @@ def test_the_runners_notes_are_what_a_person_wants_to_know() -> None:
     notes = {
         "version": 1, "nodes": ["process_0"], "partial": True, "finished": ["max_epochs(6)"], "metrics": {"loss": 0.5},
         "stop": {"no_improvement('loss', 5)": {"best": 1 / 3, "count": 2}}, "total_secs": 7200.0, "blobs": {},
+        "beside": True,
     }  # fmt: skip
     detail = EpochDetail(dataclasses.replace(epoch_row(6), notes=notes), ())
     page = html.unescape(html_views.page(views.epoch(detail)))
     for view in (text_of(views.epoch(detail), 100), page):
         for said in ("max_epochs(6)", "in the middle", "2 h in all", "no_improvement('loss', 5): best 0.3333, count 2"):
             assert said in view, said
+        assert "saved by save_checkpoints()" in view
         for noise in ("version", "blobs", "total_secs", "{"):
             assert noise not in re.sub(r"(?s)<style>.*?</style>", "", view), noise

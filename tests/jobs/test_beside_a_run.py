@@ -75,26 +75,21 @@ def test_blobs_that_are_loaded_into_another_session_stay_there(manager: Any) -> 
     assert stored(runner, (7, 8, 9)) == {7: {"w": 77}, 8: {"w": 2}, 9: {"w": 77}}
 
 
-def test_what_a_resume_would_take_for_the_runs_is_not_saved_in_the_middle_of_it(
-    manager: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Another session, and a number beyond the current epoch, are refused; the run saves its own epochs."""
+def test_another_session_is_saved_in_the_middle_of_a_run(manager: Any) -> None:
+    """And is not what the run saves from then on, nor are its blobs."""
     other = ec.LocalSession()
     other.workspace().update(w=-1, x=-2)
 
     def save(ws: ec.Workspace) -> None:
         if ws.epoch == 4:
             runner.save_checkpoints(2, other)
-            runner.save_checkpoints(1000, session)
 
     runner = ec.JobRunner(job_of(6, save), manager)
-    runner.train(session := ec.LocalSession())
-    for epoch in (2, 1000):
-        assert f"epoch {epoch} could not be saved: in the middle of a run, here in epoch 4" in caplog.text
-    assert (runner.result.last_committed_epoch, runner.result.failed_saves) == (6, ())
-    assert stored(runner, [*range(9), 1000]) == {epoch: {"w": epoch} for epoch in range(7)}
-    runner.save_checkpoints(1000, session)
-    assert stored(runner, [1000]) == {1000: {"w": 6}}
+    runner.train(ec.LocalSession())
+    assert runner.result.failed_saves == ()
+    found = stored(runner, range(7))
+    assert found.pop(2)["w"] == -1
+    assert found == {epoch: {"w": epoch} for epoch in (0, 1, 3, 4, 5, 6)}
 
 
 def test_the_runs_own_save_of_an_epoch_replaces_what_was_saved_in_the_middle_of_it(manager: Any) -> None:
@@ -128,6 +123,45 @@ def test_the_runs_own_save_replaces_what_a_task_has_saved_with_the_manager_itsel
         runner.train(ec.LocalSession())
         assert runner.result.failed_saves == ()
         assert stored(runner, range(5)) == {epoch: {"w": epoch} for epoch in range(4)}
+
+
+def test_a_larger_number_stands_in_nobodys_way(manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The run saves its own epochs, says that it will not go on from that one, and does not."""
+    session, died = ec.LocalSession(), list[int]()
+
+    def save(ws: ec.Workspace) -> None:
+        if ws.epoch == 2:
+            runner.save_checkpoints(1000, session)
+        if ws.epoch == 5 and not died:
+            died.append(5)
+            raise ZeroDivisionError
+
+    runner = ec.JobRunner(job := job_of(6, save), manager)
+    with pytest.raises(ec.errors.TaskError):
+        runner.train(session)
+    assert "epoch 1000 is saved by save_checkpoints() while the run is in epoch 2" in caplog.text
+    named = 4 if hasattr(manager, "db_prefix") else None  # without a handler, Caffe2's start from scratch
+    runner = ec.JobRunner(job, manager, named)
+    runner.train(ec.LocalSession())
+    assert (runner.result.resumed_from, runner.result.last_committed_epoch) == (4, 6)
+    assert stored(runner, [*range(8), 1000]) == {**{epoch: {"w": epoch} for epoch in range(7)}, 1000: {"w": 1}}
+
+
+def test_what_was_saved_in_the_middle_of_a_run_alone_is_not_gone_on_from_unless_it_is_named(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Nor does a run start from scratch beside it: the user says which of them is meant."""
+    session = ec.LocalSession()
+    with ec.CheckpointManager(tmp_path) as manager:
+        runner = ec.JobRunner(job_of(1, lambda ws: runner.save_checkpoints(7, session)), manager)
+        runner.train(session)
+        for epoch in (0, 1):
+            manager.delete(epoch)
+        with pytest.raises(ec.errors.InvalidArgumentError, match=r"\[7\] in the middle of a run.*resume_from_epoch"):
+            ec.JobRunner(job_of(9, lambda ws: None), manager).train(ec.LocalSession())
+        runner = ec.JobRunner(job_of(9, lambda ws: None), manager, 7)
+        runner.train(session := ec.LocalSession())
+    assert (runner.result.resumed_from, runner.result.epoch, session.workspace()["w"]) == (7, 9, 2)
 
 
 def test_half_of_an_epoch_that_may_be_saved_as_it_is_is_entered_again(tmp_path: pathlib.Path) -> None:
@@ -168,10 +202,10 @@ def test_outcomes_of_a_run_are_not_taken_by_what_is_saved_beside_it(tmp_path: pa
             (tmp_path / "1").mkdir()
             (tmp_path / "1" / "theirs").touch()
         if ws.epoch == 2:
-            runner.save_checkpoints(2, session)
+            runner.save_checkpoints(90, session)
 
     with ec.CheckpointManager(tmp_path) as manager:
         runner = ec.JobRunner(job_of(3, save), manager)
         runner.train(session)
-        assert list(manager.all_steps()) == [0, 2, 3]
+        assert list(manager.all_steps()) == [0, 2, 3, 90]
     assert [epoch for epoch, _ in runner.result.failed_saves] == [1]

@@ -149,12 +149,12 @@ def test_save_checkpoints_saves_what_the_run_checkpoints(tmp_path: pathlib.Path,
     session, single = ec.LocalSession(), ec.caffe2.CheckpointManager(tmp_path, "a", "epochckpt")
     with contextlib.ExitStack() as stack:
         manager = single if caffe2 else stack.enter_context(ec.CheckpointManager(tmp_path))
-        runner = ec.JobRunner(counting(lambda ws: runner.save_checkpoints(ws.epoch, session)), manager)
+        runner = ec.JobRunner(counting(lambda ws: runner.save_checkpoints(10 + ws.epoch, session)), manager)
         runner.train(session)
         assert runner.result.failed_saves == ()
         session.workspace()["total"] = 77
         runner.save_checkpoints(20, session)
-        for epoch, total in ((2, 2), (20, 77)):
+        for epoch, total in ((2, 2), (12, 2), (20, 77)):
             fresh = ec.LocalSession()
             assert runner.load_blobs_from_checkpoints(["total", "temporary"], epoch, fresh)
             assert dict(fresh.workspace()) == {"total": total}

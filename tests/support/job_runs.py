@@ -324,7 +324,7 @@ def stop_on_the_word_of_one_node(directory: str) -> list[dict[str, Any]]:
 
 
 def save_beside(directory: str) -> list[Any]:
-    """A run in which another session is loaded, the run's own is saved, and the other's save is refused."""
+    """A run in which another session is loaded and saved, as an epoch of the run's and as a later one."""
     session, other = ec.DistributedSession(), ec.DistributedSession()
 
     def during(ws: ec.Workspace) -> None:
@@ -342,8 +342,7 @@ def save_beside(directory: str) -> list[Any]:
         runner = ec.JobRunner(job, manager)
         runner.train(session)
         found = []
-        assert not runner.load_blobs_from_checkpoints(["w"], 50, other)
-        for epoch in range(6):
+        for epoch in (0, 1, 2, 3, 4, 5, 50):
             assert runner.load_blobs_from_checkpoints(["w"], epoch, other)
             found.append(other.workspace()["w"])
         return [found, runner.result.last_committed_epoch, list(runner.result.failed_saves)]

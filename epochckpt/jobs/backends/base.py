@@ -9,7 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
+from epochckpt.errors import DamagedError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
 from epochckpt.jobs.exchange import Exchange
@@ -18,6 +18,7 @@ from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import HandlerNotifier, SaveResult
 
 NOTES = "job_runner"  # under this name the runner's notes are in an epoch's custom metadata
+BESIDE = "beside"  # in the notes: `save_checkpoints` saved it in a run, as an epoch that the run had not come to
 
 AUTO, NEVER, MUST = "auto", "never", "must"  # whether a run goes on from what is on storage
 
@@ -197,7 +198,25 @@ class ItemBackend(CheckpointBackend):
         if known is not None and known not in epochs:
             shown = ", ".join(map(str, epochs[-20:]))
             logging.warning("the metadata handler says that epoch %d was saved last; on storage: %s", known, shown)
+
+        # What `save_checkpoints` saved beside a run is resumed from only if it is named.
+        beside = list[int]()
+        while epochs and self._is_beside(epochs[-1]):
+            beside.append(epochs.pop())
+        if beside:
+            left = f"which goes on from epoch {epochs[-1]}" if epochs else "of which no epoch is left to go on from"
+            said = f"{directory}: save_checkpoints() saved {beside} in the middle of a run, {left}"
+            said += "; name one with resume_from_epoch=… to go on from that"
+            if not epochs:
+                raise InvalidArgumentError(f"{said}, or delete them to start from scratch")
+            logging.warning("%s", said)
         return epochs
+
+    def _is_beside(self, epoch: int) -> bool:
+        try:
+            return bool(self.notes(epoch).get(BESIDE))
+        except (DamagedError, FormatError, EpochNotFoundError):  # the restore raises it
+            return False
 
     def _check_free(self) -> None:
         """Refuses a directory without epochs in which no run may start over."""
