@@ -48,6 +48,7 @@ class CheckpointBackend(abc.ABC):
     asks_jax = False  # the manager itself asks JAX for its preemption notice, with its steps
     per_node = False  # an epoch exists per node; a node that is not checkpointed has no part in it
     handler: Any = None  # the manager's own metadata handler
+    handler_nodes: Sequence[str]  # those that a metadata handler hears of: they are checkpointed
     handler_calls: Collection[str] = ()  # its methods that the manager calls itself, and the actions that it reports
     accessible: Callable[[int], bool] | None = None  # asks the manager, on the primary, whether storage can be reached
     discarded: int | None = None  # the epoch that was saved and deleted at once, because the manager's options say so
@@ -66,11 +67,7 @@ class CheckpointBackend(abc.ABC):
         With `beside`, a run uses the manager in another session, or has used it: the manager keeps that run's nodes.
         """
         del beside
-        self._session, self._exchange = session, exchange
-
-    def handler_nodes(self) -> list[str]:
-        """The nodes that a metadata handler hears of: those that are checkpointed."""
-        return list(self._session.nodes)
+        self._session, self._exchange, self.handler_nodes = session, exchange, session.nodes
 
     def epochs(self) -> list[int]:
         """The committed epochs, ascending; empty where each node has its own."""

@@ -50,10 +50,7 @@ class Caffe2Backend(CheckpointBackend):
         self._ready = beside
         if not beside or not self._manager.introduced:
             self._manager.set_params(self._nodes)
-
-    def handler_nodes(self) -> list[str]:
-        """See CheckpointBackend. A manager of one node has a name for it."""
-        return self._manager.take_nodes(self._nodes)
+        self.handler_nodes = [manager.node_name for manager in self._manager.managers(self._nodes).values()]
 
     def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
         if resume == NEVER:

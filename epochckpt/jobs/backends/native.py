@@ -41,11 +41,8 @@ class NativeBackend(ItemBackend):
                 "save together; JobRunner needs all of the job's, with process 0 as the primary"
             )
         super().open(session, exchange, beside)
-        self.taken_names = self._manager.node_names
+        self.handler_nodes = self.taken_names = self._manager.node_names
         self._manager.introduce_handler()
-
-    def handler_nodes(self) -> list[str]:
-        return list(self._manager.node_names)
 
     def _spaces(self) -> dict[str, Workspace]:
         return {n: ws for n, ws in self._session.workspaces().items() if n in self._manager.node_names}
