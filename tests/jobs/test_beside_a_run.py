@@ -193,8 +193,9 @@ def test_half_of_an_epoch_that_may_be_saved_as_it_is_is_entered_again(tmp_path: 
     assert (runner.result.epoch, runner.result.partial, runner.result.failed_saves) == (3, False, ())
 
 
-def test_outcomes_of_a_run_are_not_taken_by_what_is_saved_beside_it(tmp_path: pathlib.Path) -> None:
-    """A save of the run that had failed by then shows in its result."""
+@pytest.mark.parametrize("number", [90, -1])
+def test_outcomes_of_a_run_are_not_taken_by_what_is_saved_beside_it(tmp_path: pathlib.Path, number: int) -> None:
+    """A save of the run that had failed by then shows in its result; also if the other one is no epoch."""
     session = ec.LocalSession()
 
     def save(ws: ec.Workspace) -> None:
@@ -202,10 +203,12 @@ def test_outcomes_of_a_run_are_not_taken_by_what_is_saved_beside_it(tmp_path: pa
             (tmp_path / "1").mkdir()
             (tmp_path / "1" / "theirs").touch()
         if ws.epoch == 2:
-            runner.save_checkpoints(90, session)
+            with pytest.raises(ec.errors.SaveError):
+                manager.wait_until_finished()
+            runner.save_checkpoints(number, session)
 
     with ec.CheckpointManager(tmp_path) as manager:
         runner = ec.JobRunner(job_of(3, save), manager)
         runner.train(session)
-        assert list(manager.all_steps()) == [0, 2, 3, 90]
+        assert list(manager.all_steps()) == [0, 2, 3, *([90] if number == 90 else [])]
     assert [epoch for epoch, _ in runner.result.failed_saves] == [1]
