@@ -375,10 +375,8 @@ def kept(error: _E) -> _E:
 
 
 def _lines(trace: TracebackType | None) -> list[str]:
-    """A traceback as text, by line numbers alone.
-
-    To mark columns, `traceback` parses each line (Python 3.11); that is a SystemError if another thread parses then.
-    """
+    """A traceback as text, by line numbers alone."""
+    # to mark columns, `traceback` parses each line (Python 3.11); that is a SystemError if another thread parses then
     frames = [(f.f_code.co_filename, number, f.f_code.co_name, None) for f, number in traceback.walk_tb(trace)]
     return traceback.format_list(frames)
 

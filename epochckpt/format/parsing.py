@@ -73,9 +73,7 @@ def read_record(
 ) -> T | None:
     """Reads a small file and returns what `parse` makes of path and content; None if there is no such file.
 
-    Raises:
-        DamagedError, FormatError: the file cannot be used, or is larger than the limit.
-        AccessError, StorageError: storage does not give it, which says nothing about its content.
+    DamagedError or FormatError: the file cannot be used. AccessError or StorageError: storage does not give it.
     """
     try:
         data = store.read(path, limit_bytes=limit_bytes)

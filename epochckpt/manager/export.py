@@ -137,17 +137,14 @@ def export(
             reader.check_present("it was being exported")
         return Exported(number, place, nbytes, unsupported)
 
-    try:
-        if epoch is not None:
-            done = run(epoch_number(epoch))
-        else:
-            _, done, _ = restore_vote.newest_readable(
-                commits.list_epochs(), run, lambda _: (commits.list_epochs(), {}), Coordinator(), "", 0.0, store.root
-            )
-    except NotADirectoryError as error:
-        if store.renames and not os.path.isdir(store.root) and os.path.lexists(store.root):
-            raise NotACheckpointDirectoryError(f"{store.root} is a file; expected a directory of epochs") from error
-        raise
+    if store.renames and os.path.exists(store.root) and not os.path.isdir(store.root):
+        raise NotACheckpointDirectoryError(f"{store.root} is a file; expected a directory of epochs")
+    if epoch is not None:
+        done = run(epoch_number(epoch))
+    else:
+        _, done, _ = restore_vote.newest_readable(
+            commits.list_epochs(), run, lambda _: (commits.list_epochs(), {}), Coordinator(), "", 0.0, store.root
+        )
     for left, leaves in done.unsupported.items():
         few = view.few(leaves)
         logging.warning("%s: item %s: left out %s: %s", place, left, _units.several(len(leaves), "leaf", "leaves"), few)

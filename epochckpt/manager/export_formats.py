@@ -1,7 +1,6 @@
 """The two forms of an export.
 
-- A plain checkpoint of stock Orbax is the Orbax view with the data files in place of its links. The index of an item
-  names files below the item's folder, `<node>/<item>.safetensors`; in an epoch a symlink per node leads to them.
+- A plain checkpoint of stock Orbax is the Orbax view with the data files in place of its links to nodes' folders.
 - Safetensors in the form of Hugging Face: whole tensors, in one file or in parts with an index. Leaves are read in
   boxes that are contiguous in the file, so memory is bounded by the box.
 """

@@ -1,8 +1,7 @@
 """Reads a step that stock Orbax wrote.
 
-Arrays are read by `orbax.leaves`, straight from the zarr files, and restored by the code that restores ours: it refuses
-the same targets, and no value changes its kind of number unless it survives exactly (Orbax itself casts without a
-word). Everything else is read by Orbax's own handlers. No process waits for another one.
+Arrays are read by `orbax.leaves`, from the zarr files, and restored by the code that restores ours, which refuses the
+same targets and casts (Orbax itself casts without a word). Everything else is read by Orbax's own handlers.
 """
 
 import contextlib
