@@ -302,12 +302,9 @@ class Settings:
         return CheckpointManager(**arguments)
 
     def runner(self, job: Job, manager: Any = None, **overrides: Any) -> JobRunner:
-        """A runner of a job.
+        """A runner of a job, on the given manager or on `self.manager()`, which is closed when the program ends.
 
-        Args:
-            job: what to run.
-            manager: the checkpoint manager, if it is not to be `self.manager()`, which is closed when the program ends.
-            overrides: arguments of `JobRunner`; they take precedence over the settings.
+        `overrides` are arguments of `JobRunner`, and take precedence over the settings.
 
         Raises:
             InvalidArgumentError: see `manager` and `JobRunner`; or everything is to be only read.

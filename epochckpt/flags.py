@@ -106,8 +106,8 @@ class Flags:
 def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags.FLAGS, **defaults: Any) -> Flags:
     """Defines the flags `--<prefix>_<setting>`, one for each field of `Settings`.
 
-    A second call with the same prefix and defaults, as of a notebook's cell that runs again, defines nothing and
-    returns an equal object.
+    `defaults` are the program's own, by the names of settings. A second call with the same prefix and defaults, as of a
+    notebook's cell that runs again, defines nothing and returns an equal object. Prefixes may stand side by side.
 
     >>> from absl import flags
     >>> program = flags.FlagValues()  # a program leaves this out, and has absl.flags.FLAGS
@@ -115,11 +115,6 @@ def define(prefix: str = "ckpt", flag_values: absl_flags.FlagValues = absl_flags
     >>> _ = program(["train.py", "--ckpt_directory=/runs/1", "--ckpt_save_timeout_secs=15min"])
     >>> checkpoints.options().max_to_keep, checkpoints.storage().save_timeout_secs
     (3, 900.0)
-
-    Args:
-        prefix: of the flags' names; several side by side are fine.
-        flag_values: where to define them.
-        defaults: the program's own, by the names of settings.
 
     Raises:
         InvalidArgumentError: an unusable prefix, wrong defaults, or flags of these names that are defined already

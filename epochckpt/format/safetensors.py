@@ -168,11 +168,6 @@ class Notes:
         if split_name(name, self.separator) != path or kind not in ("jax", "numpy"):
             self.tensors[name] = path, kind, impl
 
-    def only(self, names: Mapping[str, Any], *, values: bool) -> Notes:
-        """The notes for one of several files, with or without the values."""
-        tensors = {name: note for name, note in self.tensors.items() if name in names}
-        return Notes(self.separator, tensors, self.values if values else [])
-
     def to_text(self) -> str:
         """As JSON."""
         rows = {n: [tree_lib.path_to_json(p), k, *([i] if i else [])] for n, (p, k, i) in self.tensors.items()}
@@ -212,13 +207,6 @@ def parse_notes(path: str, text: str) -> Notes:
             raise problem
         notes.values.append((tree_lib.path_from_json(path, row[0]), row[1], row[2]))
     return notes
-
-
-def value_of(path: str, kind: str, data: Any) -> Any:
-    """A leaf that is no tensor, from its note."""
-    if kind == "node":
-        return {}
-    return tree_lib.empty_value(kind) if kind in tree_lib.EMPTY_KINDS else tree_lib.value_from_json(path, kind, data)
 
 
 def array_of(path: str, array: np.ndarray, kind: str, impl: str | None) -> Any:

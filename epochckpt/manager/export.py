@@ -16,13 +16,11 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from epochckpt import _threads, _units
-from epochckpt._threads import Pool
 from epochckpt.arrays import items
 from epochckpt.commit import Coordinator, commits_of, restore_vote
 from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.manager import export_formats
-from epochckpt.manager.export_formats import TensorOptions
 from epochckpt.manager.reader import epoch_number
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
@@ -109,8 +107,8 @@ def export(
     store = open_store(directory)
     commits = commits_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
     place = _destination(destination, store)
-    tensor_options = TensorOptions(separator, max_file_bytes, max_buffer_bytes, skip_unsupported)
-    readers = Readers(commits, Pool(StorageOptions().io_threads))
+    tensor_options = export_formats.TensorOptions(separator, max_file_bytes, max_buffer_bytes, skip_unsupported)
+    readers = Readers(commits, _threads.Pool(StorageOptions().io_threads))
 
     def run(number: int) -> Exported:
         reader = readers.open(number).native

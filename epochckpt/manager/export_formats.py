@@ -108,7 +108,8 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, options: Te
     weights: dict[str, str] = {}
     for number, leaves in enumerate(files):
         name = FILE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        text = notes.only(leaves, values=number == 0).to_text()
+        noted = {tensor: note for tensor, note in notes.tensors.items() if tensor in leaves}
+        text = Notes(options.separator, noted, notes.values if number == 0 else []).to_text()
         _write_file(reader, arrays, leaves, text, target, name, options.max_buffer_bytes)
         weights.update(dict.fromkeys(leaves, name))
     if len(files) > 1:

@@ -219,5 +219,7 @@ def _tensors(path: str, separator: str | None, listed: set[str] | None) -> list[
             raise FormatError(path, f"tensor {name[:200]!r} is nested deeper than {tree_lib.MAX_DEPTH}")
         pairs.append((key, safetensors.array_of(path, array, kind, impl)))
     for key, kind, value in notes.values:
-        pairs.append((key, safetensors.value_of(path, kind, value)))
+        empty = {} if kind == "node" else tree_lib.empty_value(kind)
+        is_value = kind in tree_lib.VALUE_KINDS
+        pairs.append((key, tree_lib.value_from_json(path, kind, value) if is_value else empty))
     return pairs

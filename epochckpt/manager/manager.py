@@ -16,7 +16,6 @@ from epochckpt import _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
-from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.snapshot import checked_json, root_metadata
 from epochckpt.commit import Attempt, Attempts, Calls, Claim, Commits, History, coordination, opening, retention
 from epochckpt.commit.protocol import ReplaceCondition
@@ -179,7 +178,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _take_nodes(self, nodes: Nodes) -> None:
         self._nodes = self._attempts.nodes = nodes
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
-        context, pool = RestoreContext(self._handlers, nodes), _threads.Pool(self._storage.io_threads)
+        context, pool = items_lib.RestoreContext(self._handlers, nodes), _threads.Pool(self._storage.io_threads)
         self._readers = Readers(self._commits, pool, self._storage.verify, context)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = Planner(nodes, self._storage, part_bytes)

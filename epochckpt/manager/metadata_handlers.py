@@ -201,9 +201,7 @@ class JsonMetadataHandler(CheckedHandler):
     nodes goes on from the file of a job that had one of them. A file of another program or job is left alone, and
     raises FormatError.
 
-    Args:
-        path: the file, a local path or a URL; None for `last_epoch-<the first node>.json` in the directory of the
-            checkpoints.
+    `path` is the file, a local path or a URL; None: `last_epoch-<the first node>.json` in the directory of the epochs.
 
     Example:
         >>> import json, pathlib

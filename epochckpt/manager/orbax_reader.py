@@ -18,7 +18,6 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from epochckpt import args as own
 from epochckpt import errors
 from epochckpt.arrays import Request, Shardings, items
-from epochckpt.arrays.items import RestoreContext
 from epochckpt.arrays.restore import ArraySource, restore_tree
 from epochckpt.arrays.targets import divides, logical_shape, of_keys
 from epochckpt.commit import Commits
@@ -40,7 +39,7 @@ class OrbaxReader(CheckpointReader):
 
     record: OrbaxRecord
 
-    def __init__(self, commits: Commits, folder: str, record: OrbaxRecord, context: RestoreContext):
+    def __init__(self, commits: Commits, folder: str, record: OrbaxRecord, context: items.RestoreContext):
         super().__init__(commits, folder, record, context)
         self.item = functools.cache(self._item)
 

@@ -18,11 +18,7 @@ def repair_view(
 
     `CheckpointManager.verify(epoch).view_damage` lists the damage. Nothing else of the epoch is touched, nothing is
     claimed, and a run that saves there goes on. Each file, and the folder of each item, is exchanged as a whole.
-
-    Args:
-        directory: where the epochs live.
-        epoch: its number.
-        options: the step name format, if it is not the default.
+    `options` have the step name format, if it is not the default.
 
     Returns:
         The paths in the epoch's folder that were rebuilt; none if the view is as it was written.
