@@ -9,7 +9,6 @@ import os
 import pathlib
 import stat
 import time
-import urllib.parse
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 import orbax.checkpoint as ocp
@@ -158,10 +157,8 @@ def _destination(destination: str | os.PathLike[str], store: Store) -> str:
     if "://" in path:
         raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
     path = os.path.realpath(expanded(path))
-    local = store.renames or store.root.startswith("file://")
-    root = store.root if store.renames else urllib.parse.unquote(store.root.removeprefix("file://"))
-    root = os.path.realpath(root) if local else root
-    if local and os.path.commonpath([root, path]) == root:
+    root = os.path.realpath(store.root) if store.renames else store.root
+    if store.renames and os.path.commonpath([root, path]) == root:
         raise InvalidArgumentError(
             f"destination {path} lies in the checkpoint directory {root}, where only epochs belong; "
             "choose a folder outside"

@@ -25,8 +25,7 @@ from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.orbax import OrbaxRecord, handlers, steps
-from epochckpt.orbax.leaves import OrbaxItem, in_bands
-from epochckpt.storage.object_store import errno_in
+from epochckpt.orbax.leaves import OrbaxItem, errno_in, in_bands
 
 NOTE = (
     "written by stock Orbax, which keeps no checksums: checked was only whether it is whole and can be read, "

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,7 +37,6 @@ from epochckpt.format import ArrayItem, Box, ItemRecord, KeyPath, Leaf, flax_msg
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import steps
 from epochckpt.storage import Store
-from epochckpt.storage.object_store import errno_in
 
 UNKNOWN = "unknown"
 """Kind of a leaf that cannot be looked into: it is damaged, or a user's type handler wrote it."""
@@ -491,3 +491,12 @@ def _dtype(name: Any) -> np.dtype[Any]:
     if found.newbyteorder("=").name not in tree_lib.DTYPES:
         raise ValueError(f"dtype {str(name)[:40]!r}")
     return found.newbyteorder("=")
+
+
+_ERRNO = re.compile(r"os_error_code='(\d+)'")
+
+
+def errno_in(error: BaseException) -> int | None:
+    """The operating system's errno in an error of TensorStore's; None without one."""
+    code = _ERRNO.search(str(error))
+    return int(code[1]) if code else None

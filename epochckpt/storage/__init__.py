@@ -8,9 +8,10 @@ tests that every store must pass.
 import os
 import pathlib
 import re
+import urllib.parse
 
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.storage.object_store import KvStore
+from epochckpt.storage.object_store import ObjectStore
 from epochckpt.storage.posix import PosixStore
 from epochckpt.storage.store import Entry, Reader, Store, Writer, patiently, writing
 
@@ -51,11 +52,14 @@ def path_text(path: str | os.PathLike[str], name: str = "the path") -> str:
 def open_store(directory: str | os.PathLike[str], *, folder_mode: int | None = None) -> Store:
     """Opens the store for a directory; reads and writes nothing.
 
-    The directory is a URL of one of TensorStore's key-value stores (`gs://`, `s3://`, `memory://`, `file://`), or a
-    POSIX path, made absolute now, with `~` expanded. `folder_mode` are the permission bits of new POSIX folders; None
-    leaves them to the umask. InvalidArgumentError: no such scheme, or a URL that `pathlib.Path` has damaged.
+    The directory is the URL of an object store (`gs://`, `s3://`, `memory://`), or a POSIX path, made absolute now,
+    with `~` expanded; `file://` before an absolute path changes nothing. `folder_mode` are the permission bits of new
+    POSIX folders; None leaves them to the umask. InvalidArgumentError: no such scheme, or a URL that `pathlib.Path`
+    has damaged.
     """
     name = path_text(directory, "the directory")
-    if _URL.match(name):
-        return KvStore(name)
+    if name.startswith("file:///"):
+        name = urllib.parse.unquote(name.removeprefix("file://"))
+    elif _URL.match(name):
+        return ObjectStore(name)
     return PosixStore(expanded(name), folder_mode=folder_mode)

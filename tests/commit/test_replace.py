@@ -31,7 +31,7 @@ from epochckpt.errors import (
     UncertainError,
 )
 from epochckpt.storage import PosixStore
-from epochckpt.storage.object_store import KvStore
+from epochckpt.storage.object_store import ObjectStore
 from tests.support.processes import run_worker, start_processes
 from tests.support.replace_jobs import args, no_exchange
 
@@ -147,7 +147,7 @@ def test_a_save_that_fails_leaves_the_old_one(directory: str, monkeypatch: pytes
             manager.save(1, args=args(10), force=True)
         manager.allow_overwrite(1)
         with monkeypatch.context() as patch:
-            for store in (PosixStore, KvStore):
+            for store in (PosixStore, ObjectStore):
                 patch.setattr(store, "open_writer", lambda self, path, size: (_ for _ in ()).throw(OSError(28, path)))
             manager.save(1, args=args(10))
             with pytest.raises(SaveError):
@@ -339,7 +339,7 @@ def test_what_a_call_that_reports_an_error_has_done_is_looked_up(
 ) -> None:
     """It is committed if it is there, failed if it cannot come any more, and uncertain if nothing can be read."""
     failing = threading.Event()
-    kind: Any = KvStore if call == "put" else PosixStore
+    kind: Any = ObjectStore if call == "put" else PosixStore
     real, read = {name: getattr(kind, name) for name in ("exchange", "rename", "replace")}, kind.read
 
     def broken(name: str, concerned: Callable[[str, str], bool]) -> Callable[..., None]:
@@ -419,9 +419,9 @@ def test_an_older_run_cannot_replace(directory: str, late: bool, monkeypatch: py
             newer[0].claim()
 
     if late:
-        exchange, swap = PosixStore.exchange, KvStore.replace
+        exchange, swap = PosixStore.exchange, ObjectStore.replace
         monkeypatch.setattr(PosixStore, "exchange", lambda *a: (take_over(), exchange(*a))[1])
-        monkeypatch.setattr(KvStore, "replace", lambda *a: (take_over(), swept.wait(30), swap(*a))[2])
+        monkeypatch.setattr(ObjectStore, "replace", lambda *a: (take_over(), swept.wait(30), swap(*a))[2])
         swept, sweep = threading.Event(), conditional_put.PutCommits.sweep
         monkeypatch.setattr(conditional_put.PutCommits, "sweep", lambda *a: (sweep(*a), swept.set())[0])
     else:
@@ -442,7 +442,7 @@ def test_a_record_that_a_newer_run_swept_away_gives_way_to_the_old_one(monkeypat
     """An object store: the older run overwrites the record just before the newer one sweeps what it names."""
     url = f"memory://{uuid.uuid4().hex}/"
     swapped, swept = threading.Event(), threading.Event()
-    swap, sweep = KvStore.replace, conditional_put.PutCommits.sweep
+    swap, sweep = ObjectStore.replace, conditional_put.PutCommits.sweep
     newer: list[ec.CheckpointManager] = []
 
     def late_sweep(*given: Any) -> None:
@@ -466,7 +466,7 @@ def test_a_record_that_a_newer_run_swept_away_gives_way_to_the_old_one(monkeypat
     save(older, 1, 1)
     older.allow_overwrite(1)
     monkeypatch.setattr(conditional_put.PutCommits, "sweep", late_sweep)
-    monkeypatch.setattr(KvStore, "replace", overtaken)
+    monkeypatch.setattr(ObjectStore, "replace", overtaken)
     older.save(1, args=args(10))
     with pytest.raises(FencedError):
         older.wait_until_finished()
@@ -503,10 +503,9 @@ def test_posix_exchanges_folders_and_replaces_no_content(tmp_path: pathlib.Path)
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-@pytest.mark.parametrize("scheme", ["memory", "file"])
-def test_an_object_store_replaces_what_is_as_expected(tmp_path: pathlib.Path, scheme: str) -> None:
+def test_an_object_store_replaces_what_is_as_expected() -> None:
     """Conditionally on the content that was read; nothing is exchanged."""
-    store = KvStore(f"memory://{uuid.uuid4().hex}/" if scheme == "memory" else f"file://{tmp_path}/")
+    store = ObjectStore(f"memory://{uuid.uuid4().hex}/")
     store.create("a/x", b"old")
     store.replace("a/x", b"old", b"newer")
     assert store.read("a/x", limit_bytes=9) == b"newer"
@@ -521,7 +520,7 @@ def test_an_object_store_replaces_what_is_as_expected(tmp_path: pathlib.Path, sc
 
 def test_of_many_that_replace_one_content_one_wins() -> None:
     """The condition holds for the write, not only for the read before it."""
-    store = KvStore(f"memory://{uuid.uuid4().hex}/")
+    store = ObjectStore(f"memory://{uuid.uuid4().hex}/")
     store.create("x", b"old")
     start, won = threading.Barrier(8), []
 

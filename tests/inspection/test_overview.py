@@ -33,7 +33,7 @@ from epochckpt.inspection import leftovers, rows, scan
 from epochckpt.jobs.backends.base import NOTES
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
 from epochckpt.storage import Store, open_store
-from epochckpt.storage.object_store import KvStore
+from epochckpt.storage.object_store import ObjectStore
 
 Save = ocp.args.StandardSave
 NOBODY = 65534
@@ -611,7 +611,7 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert (found.hidden, found.epochs[0].best, found.epochs[2].latest) == (1, True, True)
     manager = ec.CheckpointManager(directory, node=["a", "b"])
-    create = KvStore.create
+    create = ObjectStore.create
 
     def fail(self: Store, path: str, data: bytes) -> None:
         if path.endswith("epoch.json"):
@@ -619,7 +619,7 @@ def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         create(self, path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(KvStore, "create", fail)
+        patch.setattr(ObjectStore, "create", fail)
         patch.setattr("epochckpt.commit.conditional_put.PutCommits.discard", lambda *_: None)
         manager.save(9, args=Save({"w": np.zeros(3)}))
         with pytest.raises(SaveError):

@@ -327,9 +327,9 @@ def test_arguments_are_checked(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.fixture
-def bucket(tmp_path: pathlib.Path) -> str:
-    """A store without rename that another process, and a second manager, may open."""
-    return f"file://{tmp_path}/bucket/"
+def bucket() -> str:
+    """A store without rename."""
+    return f"memory://{uuid.uuid4().hex}/"
 
 
 def test_an_upload_that_another_has_overtaken_removes_nothing_of_it(

@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ from epochckpt.errors import (
 )
 from epochckpt.manager import HandlerNotifier, metadata_handlers, notifier
 from epochckpt.manager.run_database import APPLICATION_ID, VERSION
-from epochckpt.storage.object_store import KvStore
+from epochckpt.storage.object_store import ObjectStore
 from tests.support import processes
 
 NODES = ["trainer_0", "trainer_1"]
@@ -313,24 +314,22 @@ def test_a_write_that_is_killed_leaves_a_whole_file(tmp_path: pathlib.Path) -> N
         assert metadata.JsonMetadataHandler(path).last_epoch() >= 5  # type: ignore[operator]
 
 
-def test_a_directory_in_an_object_store(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_in_an_object_store(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The store is asked whether it answers, for an empty prefix is no failure there."""
-    url = f"file://{tmp_path}/run"
+    url = f"memory://{uuid.uuid4().hex}/run"
     handler = begun(metadata.JsonMetadataHandler(), f"{url}/")
     assert handler.cp_accessible()
     assert handler.last_epoch() is None
     handler.write(3)
     handler.write(2)
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["last_epoch-trainer_0.json"]
+    assert [entry.name for entry in ObjectStore(url).list("")] == ["last_epoch-trainer_0.json"]
     assert begun(metadata.JsonMetadataHandler(), url, [*NODES[1:], *NODES[:1]]).last_epoch() == 2
     assert metadata.JsonMetadataHandler(f"{url}/last_epoch-trainer_0.json").last_epoch() == 2
 
-    def refuse(store: KvStore, path: str) -> bool:
+    def refuse(store: ObjectStore, path: str) -> bool:
         raise OSError("the store is away")
 
-    monkeypatch.setattr(KvStore, "exists", refuse)
+    monkeypatch.setattr(ObjectStore, "exists", refuse)
     assert handler.cp_accessible() is False
     assert "cannot be reached: the store is away" in caplog.text
 

@@ -1,4 +1,4 @@
-"""The store contract on POSIX, `memory://` and `file://`, and what only POSIX promises."""
+"""The store contract on POSIX and `memory://`, and what only POSIX promises."""
 
 import contextlib
 import ctypes
@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import pathlib
-import re
 import resource
 import shutil
 import signal
@@ -24,7 +23,6 @@ import pytest
 import epochckpt as ec
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage import Entry, Store, open_store
-from epochckpt.storage.object_store import KvReader, KvStore
 from epochckpt.storage.posix import Handle, PosixWriter
 from epochckpt.testing import StoreContract, in_parallel, write_file
 
@@ -111,16 +109,6 @@ class TestMemory(StoreContract):
         return open_store(url)
 
 
-class TestFile(StoreContract):
-    @pytest.fixture
-    def store(self, tmp_path: pathlib.Path) -> Store:
-        return open_store(f"file://{tmp_path}/")
-
-    @pytest.fixture
-    def reopened(self, tmp_path: pathlib.Path) -> Store:
-        return open_store(f"file://{tmp_path}/")
-
-
 @pytest.fixture
 def posix(tmp_path: pathlib.Path) -> Store:
     root = tmp_path / "root"
@@ -129,12 +117,13 @@ def posix(tmp_path: pathlib.Path) -> Store:
 
 
 def test_a_directory_is_opened_by_its_form(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """URLs go to TensorStore, anything else becomes an absolute POSIX path; nothing is created."""
+    """URLs are object stores, anything else becomes an absolute POSIX path; nothing is created."""
     monkeypatch.chdir(tmp_path)
     here = open_store("runs/one")
     assert (here.root, here.renames, here.preferred_part_bytes) == (str(tmp_path / "runs/one"), True, None)
     monkeypatch.chdir("/")
     assert not here.exists("")
+    assert open_store(f"file://{tmp_path}/a%20b/").root == str(tmp_path / "a b")
     there = open_store("memory://name")
     assert (there.root, there.renames, there.preferred_part_bytes) == ("memory://name", False, 256 << 20)
     assert not (tmp_path / "runs").exists()
@@ -146,19 +135,6 @@ def test_a_url_that_cannot_be_opened_is_refused() -> None:
         open_store("bogus://bucket/run")
     with pytest.raises(InvalidArgumentError, match="removed a slash"):
         open_store(pathlib.Path("s3://bucket/run"))
-
-
-def test_the_size_of_a_value_is_found_without_the_error_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store whose errors name no size, or a wrong one, is measured by bisection."""
-    store = KvStore(f"memory://{uuid.uuid4().hex}/")
-    for text in ("nothing", "size (3)$", "(7)"):
-        monkeypatch.setattr("epochckpt.storage.object_store._NAMED_SIZE", re.compile(text))
-        for size in (0, 1, 2, 3, 4, 5, 1000, 65_536):
-            store.remove("data")
-            store.create("data", bytes(size))
-            reader = store.open_reader("data")
-            assert isinstance(reader, KvReader)
-            assert reader.size == size
 
 
 def test_a_file_in_memory_is_invisible_until_finished() -> None:

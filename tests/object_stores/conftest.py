@@ -1,0 +1,21 @@
+"""The servers of this folder's tests: one of each kind for a session."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.object_servers import Bucket, bucket
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def server(request: pytest.FixtureRequest) -> Iterator[Bucket]:
+    with bucket(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def cloud(server: Bucket) -> Iterator[Bucket]:
+    """The bucket, without faults at the beginning and the end."""
+    server.proxy.requests.clear()
+    yield server
+    server.proxy.decide, server.proxy.delay_secs = (lambda request: None), 0.0

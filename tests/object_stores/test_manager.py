@@ -1,0 +1,190 @@
+"""Managers, jobs and commands on real servers of object stores."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.cli import main
+from epochckpt.errors import AccessError, EpochCheckpointError, StorageError
+from epochckpt.storage import object_client
+from tests.support.bucket_jobs import VALUES
+from tests.support.job_runs import reading_job
+from tests.support.object_servers import BUCKET, Bucket, Fault
+from tests.support.processes import run_worker
+
+Save, Restore, Options = ocp.args.StandardSave, ocp.args.StandardRestore, ocp.CheckpointManagerOptions
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that a test need not wait for."""
+    monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 8)
+
+
+def state(epoch: int) -> dict[str, Any]:
+    params = {"w": jnp.arange(1000.0) + epoch, "b": jnp.ones(3)}
+    return {"params": params, "opt": optax.adam(1e-3).init(params), "epoch": epoch}
+
+
+def test_a_run_is_kept_and_continued(cloud: Bucket) -> None:
+    """Retention by a metric, a second session, delete, rollback, and a reader beside it."""
+    url = cloud.new_url()
+    best = Options(max_to_keep=2, best_fn=lambda metrics: -metrics["loss"])
+    with ec.CheckpointManager(url, options=best) as manager:
+        for epoch in range(4):
+            manager.save(epoch, args=Save(state(epoch)), metrics={"loss": abs(epoch - 1.0)})
+        manager.wait_until_finished()
+        assert manager.best_step() == 1
+        reader = ec.CheckpointManager(url, options=Options(read_only=True))
+        assert set(reader.all_steps()) == set(manager.all_steps())
+        assert reader.metrics(1) == {"loss": 0.0}
+        reader.close()
+    with ec.CheckpointManager(url) as manager:
+        for epoch in (4, 5, 6):
+            manager.save(epoch, args=Save(state(epoch)))
+        manager.wait_until_finished()
+        manager.delete(5)
+        back = manager.restore(6, args=Restore(jax.tree.map(jnp.zeros_like, state(0))))
+        jax.tree.map(np.testing.assert_array_equal, back, state(6))
+        manager.rollback_to(4)
+        assert manager.latest_step() == 4
+    with ec.CheckpointManager(url) as manager:
+        assert manager.latest_step() == 4
+        assert manager.restore(None)["epoch"] == 4
+
+
+def test_several_processes_save_and_others_restore(cloud: Bucket) -> None:
+    """Two save, sharded; two, and then one, restore another cut."""
+    url = cloud.new_url()
+    kept = run_worker(
+        "tests.support.bucket_jobs:save_sharded", {"directory": url, "epochs": [1, 2, 3]}, 2, 2, env=cloud.environment
+    )
+    assert kept == [[2, 3]] * 2
+    for processes in (2, 1):
+        found = run_worker(
+            "tests.support.bucket_jobs:restore_sharded",
+            {"directory": url, "axis": 1},
+            processes,
+            2,
+            env=cloud.environment,
+        )
+        assert found == [[3, 3, VALUES.size // processes]] * processes
+
+
+def test_a_job_resumes_from_a_bucket(cloud: Bucket) -> None:
+    url = cloud.new_url()
+    totals: list[Any] = []
+    with ec.CheckpointManager(url) as manager:
+        session = ec.LocalSession()
+        assert ec.JobRunner(reading_job(3, totals), manager)(session) == 3
+    with ec.CheckpointManager(url) as manager:
+        session = ec.LocalSession()
+        assert ec.JobRunner(reading_job(5, totals), manager, resume_from_epoch=3)(session) == 5
+        assert manager.all_steps() == [0, 1, 2, 3, 4, 5]
+
+
+def test_commands_look_at_a_bucket(cloud: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save(state(epoch)))
+    calls = [["ls"], ["show"], ["verify"], ["diff", 1, 2], ["stat", 2], ["tree", 2], ["gc"]]
+    for call in [[call[0], url, *call[1:]] for call in calls]:
+        code = main.main([str(word) for word in call])
+        said = capsys.readouterr()
+        assert code == (1 if call[0] == "diff" else 0), (call, said)
+        assert said.out, call
+
+
+@pytest.mark.parametrize("problem", ["no bucket", "forbidden"])
+def test_what_cannot_be_reached_is_no_empty_directory(
+    problem: str, cloud: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same clear error for a manager, a reader, a job and a command; nothing starts from scratch."""
+    url = cloud.new_url()
+    if problem == "no bucket":
+        url = url.replace(BUCKET, f"no-{BUCKET}")
+    else:
+        with ec.CheckpointManager(url) as manager:
+            manager.save(1, args=Save({"w": jnp.ones(3)}))
+        cloud.proxy.decide = lambda request: Fault(status=403)
+    said = "there is no such bucket" if problem == "no bucket" else "not permitted"
+    for options in (Options(), Options(read_only=True)):
+        with pytest.raises(AccessError, match=said) as caught:
+            ec.CheckpointManager(url, options=options)
+        assert url in str(caught.value)
+    assert main.main(["ls", url]) != 0
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_store_that_goes_away_fails_a_save_and_no_more(cloud: Bucket, quick: None) -> None:
+    """The epoch that was there stays, and the next save goes on."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        manager.save(1, args=Save({"w": jnp.ones(3)}))
+        manager.wait_until_finished()
+        cloud.proxy.decide = lambda request: Fault(status=503)
+        manager.save(2, args=Save({"w": jnp.ones(3)}))
+        with pytest.raises(EpochCheckpointError, match="503"):
+            manager.wait_until_finished()
+        with pytest.raises(StorageError, match="503"):
+            manager.restore(1)
+        cloud.proxy.decide = lambda request: None
+        manager.save(3, args=Save({"w": jnp.zeros(3)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3]
+        np.testing.assert_array_equal(manager.restore(1)["w"], np.ones(3))
+
+
+def test_lost_answers_cost_no_save(cloud: Bucket, quick: None) -> None:
+    """Every third answer is lost, of whatever request: each save is committed, none twice, nothing is damaged."""
+    url, count = cloud.new_url(), [0]
+
+    def decide(request: Any) -> Fault | None:
+        count[0] += 1
+        return Fault(lost=True) if count[0] % 3 == 0 else None
+
+    cloud.proxy.decide = decide
+    with ec.CheckpointManager(url, options=Options(max_to_keep=3)) as manager:
+        for epoch in range(6):
+            manager.save(epoch, args=Save(state(epoch)))
+        manager.wait_until_finished()
+        manager.delete(4)
+        manager.rollback_to(3)
+    with ec.CheckpointManager(url) as manager:
+        assert manager.all_steps() == [3]
+        jax.tree.map(np.testing.assert_array_equal, manager.restore(3, args=Restore(state(0))), state(3))
+    assert count[0] > 100
+
+
+@pytest.mark.slow
+def test_memory_of_a_save_is_bounded(cloud: Bucket) -> None:
+    """A gigabyte goes to a bucket through less than a quarter of it."""
+    url = cloud.new_url()
+    (grown,) = run_worker(
+        "tests.object_stores.test_manager:save_large", {"directory": url}, 1, 1, timeout=300, env=cloud.environment
+    )
+    assert grown < 256 << 10, f"{grown} KiB"
+
+
+def save_large(directory: str) -> int:
+    """How many KiB this process grew by when it saved a gigabyte, of which it needs no copy."""
+    whole = np.random.default_rng(0).integers(0, 255, 256 << 20, np.uint8)
+    arrays = {f"a{i}": jax.device_put(whole + np.uint8(i)) for i in range(4)}
+    del whole
+    with ec.CheckpointManager(directory) as manager:
+        manager.save(0, args=Save({"w": np.ones(1000)}))
+        manager.wait_until_finished()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        manager.save(1, args=Save(arrays))
+        manager.wait_until_finished()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

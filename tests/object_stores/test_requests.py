@@ -1,0 +1,298 @@
+"""What one request to a bucket promises: it ends, it says what it met, and a lost answer loses nothing."""
+
+import logging
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Callable
+
+import pytest
+
+from epochckpt.errors import AccessError, InvalidArgumentError, StorageError, UnsupportedError
+from epochckpt.storage import Entry, Store, object_client, open_store
+from epochckpt.storage.object_client import CHUNK_BYTES
+from epochckpt.testing import in_parallel, write_file
+from tests.support.object_servers import BUCKET, Bucket, Fault, Request
+
+LARGE = 3 * CHUNK_BYTES + 12345
+
+
+@pytest.fixture
+def store(cloud: Bucket) -> Store:
+    return open_store(cloud.new_url())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that a test need not wait for."""
+    monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 8)
+
+
+def first(count: int, fault: Fault, kind: str = "") -> Callable[[Request], Fault | None]:
+    """The fault for the first requests of one kind, or of any."""
+    left, lock = [count], threading.Lock()
+
+    def decide(request: Request) -> Fault | None:
+        with lock:
+            if kind not in ("", request.kind) or not left[0]:
+                return None
+            left[0] -= 1
+            return fault
+
+    return decide
+
+
+FAULTS = {
+    "a lost answer": Fault(lost=True),
+    "two lost answers": Fault(lost=True),
+    "a reset": Fault(reset=True),
+    "429": Fault(status=429),
+    "500": Fault(status=500),
+    "503": Fault(status=503),
+    "a cut body": Fault(cut=3),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_call_survives_a_fault_that_passes(name: str, cloud: Bucket, store: Store, quick: None) -> None:
+    """A lost answer is no conflict, even where a condition is met by the object of the request itself."""
+    store.create("old", b"before")
+    store.create("a/kept", b"0123456789")
+    calls: dict[str, Callable[[], object]] = {
+        "create": lambda: store.create("new", b"content"),
+        "replace": lambda: store.replace("old", b"before", b"after"),
+        "write": lambda: write_file(store, "small", b"x" * 1000),
+        "read": lambda: store.read("a/kept", limit_bytes=100),
+        "range": lambda: store.open_reader("a/kept").read_into(2, memoryview(bytearray(5))),
+        "list": lambda: store.list(""),
+        "exists": lambda: store.exists("a"),
+        "remove": lambda: store.remove("old"),
+        "remove_tree": lambda: store.remove_tree("a"),
+    }
+    for call in calls.values():
+        cloud.proxy.decide = first(2 if name.startswith("two") else 1, FAULTS[name])
+        call()
+    cloud.proxy.decide = lambda request: None
+    assert [entry.name for entry in store.list("")] == ["new", "small"]
+    assert store.read("new", limit_bytes=100) == b"content"
+
+
+def test_a_lost_answer_does_not_hide_a_conflict(cloud: Bucket, store: Store, quick: None) -> None:
+    """The first request never arrives, and another writer is faster than the second."""
+    other = open_store(store.root)
+    store.create("swapped", b"old")
+
+    def overtaken(call: Callable[[], None]) -> Callable[[Request], Fault | None]:
+        def decide(request: Request) -> Fault | None:
+            if request.kind != "PUT":
+                return None
+            cloud.proxy.decide = lambda request: None
+            call()
+            return Fault(reset=True)
+
+        return decide
+
+    cloud.proxy.decide = overtaken(lambda: other.create("claim", b"theirs"))
+    with pytest.raises(FileExistsError, match="claim"):
+        store.create("claim", b"mine")
+    cloud.proxy.decide = overtaken(lambda: other.replace("swapped", b"old", b"theirs"))
+    with pytest.raises(FileExistsError, match="swapped"):
+        store.replace("swapped", b"old", b"mine")
+    assert store.read("claim", limit_bytes=10) == store.read("swapped", limit_bytes=10) == b"theirs"
+
+
+def test_one_of_many_writers_wins_though_answers_are_lost(cloud: Bucket, store: Store, quick: None) -> None:
+    for round_ in range(5):
+        cloud.proxy.decide = first(4, Fault(lost=True), "PUT")
+        name = f"claim{round_}"
+        results = in_parallel([lambda i=i, n=name: store.create(n, b"%d" % i) for i in range(8)])
+        winners = [i for i, result in enumerate(results) if result is None]
+        assert len(winners) == 1, results
+        assert store.read(name, limit_bytes=10) == b"%d" % winners[0]
+
+
+@pytest.mark.parametrize("status", [400, 501])
+def test_a_refusal_that_is_no_answer_says_nothing_about_the_data(status: int, cloud: Bucket, store: Store) -> None:
+    """An expired token (400) is no damage: the error is StorageError, at once."""
+    store.create("a", b"x")
+    for call in (lambda: store.read("a", limit_bytes=1), lambda: store.list(""), lambda: store.create("b", b"")):
+        cloud.proxy.decide = lambda request: Fault(status=status)
+        with cloud.proxy.counted() as counts, pytest.raises(StorageError, match=f"{store.root}.*{status}"):
+            call()
+        assert sum(counts.values()) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_what_is_forbidden_is_no_empty_folder(status: int, cloud: Bucket, store: Store) -> None:
+    store.create("a", b"x")
+    cloud.proxy.decide = lambda request: Fault(status=status)
+    calls = {
+        "read": lambda: store.read("a", limit_bytes=1),
+        "list": lambda: store.list(""),
+        "find": lambda: store.find("a"),
+        "exists": lambda: store.exists("b"),
+        "create": lambda: store.create("b", b""),
+        "remove": lambda: store.remove("a"),
+    }
+    for call in calls.values():
+        with pytest.raises(PermissionError, match="not permitted"):
+            call()
+
+
+def test_a_bucket_that_does_not_exist_is_no_empty_folder(cloud: Bucket) -> None:
+    store = open_store(f"{cloud.scheme}://no-{BUCKET}/run")
+    for call in (
+        lambda: store.list(""),
+        lambda: store.exists(""),
+        lambda: store.create("a", b"x"),
+        lambda: store.read("a", limit_bytes=1),
+        lambda: store.find("a"),
+    ):
+        with pytest.raises(AccessError, match=f"no-{BUCKET}/run: there is no such bucket"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["./x", "../x", "a//x", "1/../x"])
+def test_a_name_that_is_no_path_is_said(name: str, cloud: Bucket, store: Store) -> None:
+    """Another client has put it there."""
+    store.create("2/x", b"1")
+    key = urllib.parse.quote(f"{store.root.partition(f'{BUCKET}/')[2]}/{name}", safe="")
+    put = urllib.request.Request(f"{cloud.proxy.url}/{BUCKET}/{key}", data=b"1", method="PUT")
+    with urllib.request.urlopen(put) as answer:
+        assert answer.status == 200
+    folder = name.partition("/")[0] if name[0] != "." else ""
+    with pytest.raises(UnsupportedError, match="name is no path; rename or remove it"):
+        store.remove_tree(folder) if folder else store.list("")
+    assert store.list("2") == [Entry("x", False)]
+
+
+def test_a_store_that_is_away_is_said_and_given_up(
+    cloud: Bucket, store: Store, quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, then an error, each with the URL, the request and its answer."""
+    monkeypatch.setattr(object_client, "_QUIET_SECS", 0.0)
+    cloud.proxy.decide = lambda request: Fault(status=503)
+    error = pytest.raises(StorageError, match=rf"{store.root}/record.*reading failed.*503")
+    with caplog.at_level(logging.WARNING), cloud.proxy.counted() as counts, error as caught:
+        store.read("record", limit_bytes=10)
+    assert len(str(caught.value)) < 1000
+    assert counts == {"GET": 9}
+    said = [record.getMessage() for record in caplog.records if "trying on" in record.getMessage()]
+    assert [(store.root in text, "503" in text) for text in said] == [(True, True)], said
+
+
+def test_a_server_that_falls_silent_is_asked_again(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request without an answer ends."""
+    monkeypatch.setattr(object_client, "_SILENT_SECS", 0.5)
+    store, held = open_store(cloud.new_url()), threading.Event()
+    try:
+        for call in (lambda: store.create("a", b"1"), lambda: store.read("a", limit_bytes=1), lambda: store.list("")):
+            cloud.proxy.decide = first(1, Fault(held=held))
+            with cloud.proxy.counted() as counts:
+                call()
+            assert sum(counts.values()) >= 2
+    finally:
+        held.set()
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        with pytest.raises(StorageError, match=r"gs://bucket/run: storage did not answer.*listing failed"):
+            open_store("gs://bucket/run").list("")
+
+
+@pytest.mark.parametrize("url", ["az://bucket/run", "gs://", "s3:///run", "gs://bucket/run?x=1", "s3://bucket/a#b"])
+def test_a_url_that_names_no_store_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="expected gs://bucket/run"):
+        open_store(url)
+
+
+def pieces(writer_order: str) -> list[tuple[int, int]]:
+    step = 4 << 20
+    found = [(start, min(start + step, LARGE)) for start in range(0, LARGE, step)]
+    return found[::-1] if writer_order == "backwards" else found
+
+
+@pytest.mark.parametrize("order", ["in order", "backwards", "in parallel"])
+def test_a_large_file_is_streamed_in_parts(order: str, cloud: Bucket, store: Store) -> None:
+    """It appears only when it is finished, whatever the order of its pieces."""
+    data = os.urandom(LARGE)
+    writer = store.open_writer("large", LARGE)
+    view = memoryview(data)
+    calls = [lambda a=a, b=b: writer.write(a, view[a:b]) for a, b in pieces(order)]
+    with cloud.proxy.counted() as counts:
+        if order == "in parallel":
+            assert in_parallel(calls) == [None] * len(calls)
+        else:
+            for call in calls:
+                call()
+        assert not store.exists("large")
+        writer.finish()
+    assert counts["PUT"] >= 4
+    assert store.read("large", limit_bytes=LARGE) == data
+
+
+@pytest.mark.parametrize("fault", ["lost", "status", "reset"])
+def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket, store: Store) -> None:
+    """Each request of an upload fails once: its beginning, its parts, its end."""
+    data, failed = os.urandom(LARGE), set()
+
+    def once(request: Request) -> Fault | None:
+        key = (request.method, request.target.partition("?")[2].partition("&uploadId")[0][:20])
+        if request.kind in ("HEAD", "LIST") or key in failed:
+            return None
+        failed.add(key)
+        return {"lost": Fault(lost=True), "status": Fault(status=503), "reset": Fault(reset=True)}[fault]
+
+    cloud.proxy.decide = once
+    write_file(store, "large", data)
+    assert len(failed) >= 3
+    assert store.read("large", limit_bytes=LARGE) == data
+
+
+def test_a_large_file_that_is_given_up_leaves_nothing(cloud: Bucket, store: Store) -> None:
+    writer = store.open_writer("large", LARGE)
+    data = os.urandom(LARGE)
+    for a, b in pieces("")[:-1]:
+        writer.write(a, data[a:b])
+    with cloud.proxy.counted() as counts:
+        writer.abort()
+        upload = writer._upload  # type: ignore[attr-defined]
+        assert upload.wait(30)
+    assert counts.get("DELETE", 0) == 1, "the parts of the upload are removed"
+    assert not store.exists("large")
+
+
+def test_an_upload_that_fails_is_an_error(cloud: Bucket, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    cloud.proxy.decide = lambda request: Fault(status=400) if request.kind in ("PUT", "POST") else None
+    with pytest.raises(StorageError, match=f"{store.root}/large.*400"):
+        write_file(store, "large", os.urandom(LARGE))
+    cloud.proxy.decide = lambda request: None
+    assert not store.exists("large")
+
+
+def test_requests_are_few(cloud: Bucket, store: Store) -> None:
+    """One for each thing that is asked."""
+    with cloud.proxy.counted() as counts:
+        store.create("a/x", b"1")
+        store.read("a/x", limit_bytes=1)
+        store.list("a")
+        store.remove("a/x")
+    assert counts == {"PUT": 1, "GET": 1, "LIST": 1, "DELETE" if cloud.scheme == "gs" else "POST": 1}
+    with cloud.proxy.counted() as counts:
+        write_file(store, "small", b"x" * 100)
+        with store.open_reader("small") as reader:
+            reader.read_into(10, memoryview(bytearray(50)))
+    assert counts == {"HEAD": 2, "PUT": 1, "GET": 1}
+
+
+def test_memory_is_shared_by_the_stores_of_a_process() -> None:
+    name = uuid.uuid4().hex
+    open_store(f"memory://{name}/a").create("x", b"1")
+    assert open_store(f"memory://{name}").read("a/x", limit_bytes=1) == b"1"
+    assert not open_store(f"memory://{name}2").exists("")

@@ -1,0 +1,212 @@
+"""Real servers of object stores for tests, behind a proxy that counts requests and breaks them on purpose."""
+
+import dataclasses
+import http.client
+import logging
+import socket
+import struct
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+from tests.support.gcs_server import Server, gcs_server
+
+BUCKET = "bucket"
+_PIECE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What happens to one request in place of, or after, what the server would do.
+
+    Attributes:
+        delay_secs: the request waits first.
+        status: it is refused with this status; the server never sees it.
+        reset: the connection breaks before the server sees the request.
+        lost: the server does what was asked, and the connection breaks in place of the answer.
+        cut: so many bytes of the answer's body arrive, then the connection breaks.
+        held: the request waits until this is set.
+    """
+
+    delay_secs: float = 0.0
+    status: int = 0
+    reset: bool = False
+    lost: bool = False
+    cut: int | None = None
+    held: threading.Event | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One request that reached the proxy."""
+
+    method: str
+    target: str  # path and query
+
+    @property
+    def kind(self) -> str:
+        """GET, HEAD, PUT, POST, DELETE or LIST."""
+        path, _, query = self.target.partition("?")
+        listed = self.method == "GET" and any(word in query for word in ("list-type", "prefix=", "delimiter="))
+        return "LIST" if listed or (self.method == "GET" and path.endswith("/o")) else self.method
+
+
+class Proxy:
+    """An HTTP proxy in front of one server. `decide` chooses the fault of each request; None lets it through."""
+
+    def __init__(self, upstream: int):
+        self.upstream = upstream
+        self.requests: list[Request] = []
+        self.decide: Callable[[Request], Fault | None] = lambda request: None
+        self.delay_secs = 0.0
+        self._server = Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
+        self.port: int = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def counted(self) -> Iterator[dict[str, int]]:
+        """The requests during the block, by kind."""
+        start = len(self.requests)
+        counts: dict[str, int] = {}
+        yield counts
+        for request in self.requests[start:]:
+            counts[request.kind] = counts.get(request.kind, 0) + 1
+
+    def close(self) -> None:
+        """Ends the server; connections that are open break."""
+        self._server.stop()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    proxy: Proxy
+    _forward: http.client.HTTPConnection | None = None
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+    def do(self) -> None:
+        """Forwards one request, with the fault that was decided."""
+        request = Request(self.command, self.path)
+        self.proxy.requests.append(request)
+        fault = self.proxy.decide(request) or Fault()
+        body = self.read_body()
+        if fault.held is not None:
+            fault.held.wait(60)
+        if wait := fault.delay_secs + self.proxy.delay_secs:
+            threading.Event().wait(wait)
+        if fault.reset:
+            return self.break_off()
+        if fault.status:
+            self.send_response(fault.status)
+            text = b"" if self.command == "HEAD" else b"<Error><Code>Injected</Code></Error>"
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+            return None
+        if self._forward is None:
+            self._forward = http.client.HTTPConnection("127.0.0.1", self.proxy.upstream, timeout=60)
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
+        self._forward.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
+        answer = self._forward.getresponse()
+        content = answer.read()
+        if fault.lost:
+            return self.break_off()
+        self.send_response_only(answer.status, answer.reason)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                self.send_header(name, value)
+        length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
+        if length is not None and answer.status not in (204, 304):
+            self.send_header("Content-Length", length)
+        self.end_headers()
+        self.wfile.write(content if fault.cut is None else content[: fault.cut])
+        return self.break_off() if fault.cut is not None and fault.cut < len(content) else None
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do
+
+    def read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        pieces = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            pieces.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(pieces)
+
+    def break_off(self) -> None:
+        """Resets the connection."""
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.close()
+
+    def finish(self) -> None:
+        """The end of a connection."""
+        if self._forward is not None:
+            self._forward.close()
+        try:
+            super().finish()
+        except (OSError, ValueError):  # broken off
+            return
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A bucket on a server, and the proxy in front of it."""
+
+    scheme: str
+    proxy: Proxy
+    environment: dict[str, str]
+
+    def new_url(self) -> str:
+        """A directory that nothing has used."""
+        return f"{self.scheme}://{BUCKET}/{uuid.uuid4().hex}"
+
+
+@contextmanager
+def s3_server(*names: str) -> Iterator[int]:
+    """moto's S3 with these buckets, on a free port of this host until the block ends."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    port = server.get_host_and_port()[1]
+    try:
+        keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+        client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", **keys)
+        for name in names:
+            client.create_bucket(Bucket=name)
+        yield port
+    finally:
+        server.stop()
+
+
+@contextmanager
+def bucket(scheme: str) -> Iterator[Bucket]:
+    """A bucket of this kind (`gs` or `s3`), and the environment in which clients find it."""
+    with s3_server(BUCKET) if scheme == "s3" else gcs_server(BUCKET) as upstream:
+        proxy = Proxy(upstream if isinstance(upstream, int) else upstream[0])
+        settings = {"STORAGE_EMULATOR_HOST": proxy.url}
+        if scheme == "s3":
+            keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+            settings = {"AWS_ENDPOINT_URL": proxy.url, **keys}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in settings.items():
+                patch.setenv(name, value)
+            try:
+                yield Bucket(scheme, proxy, settings)
+            finally:
+                proxy.close()
