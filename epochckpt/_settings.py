@@ -37,7 +37,7 @@ Parse = Callable[[Any], Any]
 class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
     """What a setting may be; reads and writes its values, also as absl's parser of its flag."""
 
-    # `parse` raises for what is none of this kind; `none` is the text that stands for None (None: there is none)
+    # `parse` raises for what is not of this kind; `none` is the text that stands for None (None: there must be a value)
     def __init__(self, expected: str, parse: Parse, write: Callable[[Any], str] = str, none: str | None = None):
         self.expected = self.syntactic_help = expected if none is None else f"{expected}, or {none or 'nothing'}"
         self._read, self._write, self._none = parse, write, none

@@ -163,11 +163,6 @@ class Notes:
     tensors: dict[str, tuple[KeyPath, str, str | None]] = dataclasses.field(default_factory=dict)
     values: list[tuple[KeyPath, str, Any]] = dataclasses.field(default_factory=list)  # (path, kind, JSON) of the rest
 
-    def add(self, name: str, path: KeyPath, kind: str, impl: str | None) -> None:
-        """Notes a tensor, if its name and bytes do not say it all."""
-        if split_name(name, self.separator) != path or kind not in ("jax", "numpy"):
-            self.tensors[name] = path, kind, impl
-
     def to_text(self) -> str:
         """As JSON."""
         rows = {n: [tree_lib.path_to_json(p), k, *([i] if i else [])] for n, (p, k, i) in self.tensors.items()}

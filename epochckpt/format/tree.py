@@ -29,6 +29,7 @@ EMPTY_KINDS = frozenset({"none", "dict", "list", "tuple", "node"})
 
 INLINE_BYTES = 4096  # longer strings and bytes go to the data file
 _SAFE = "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in '%/[]"\\')
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # JSON joins two adjacent ones to one character
 _INT_LIKE = re.compile(r"-?\d+\Z")
 MAX_DEPTH = 256
 TIME_UNIT = r"(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?\Z"
@@ -164,7 +165,7 @@ def path_to_json(path: KeyPath) -> list[Any]:
     out: list[Any] = []
     for kind, key in path:
         if kind == "k" and isinstance(key, str):
-            out.append(key if _plain(key) else ["u", _surrogates_to_hex(key)])
+            out.append(["u", _surrogates_to_hex(key)] if _SURROGATE.search(key) else key)
         elif isinstance(key, float):
             out.append(["x", key.hex()])
         else:
@@ -274,16 +275,7 @@ def value_to_json(value: Any) -> Any:
         return struct.pack("<dd", value.real, value.imag).hex()
     if isinstance(value, bytes):
         return value.hex()
-    return str(value) if _plain(value) else [_surrogates_to_hex(value)]
-
-
-def _plain(text: str) -> bool:
-    """Whether JSON keeps this text; it joins two adjacent surrogates to one character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return [_surrogates_to_hex(value)] if _SURROGATE.search(value) else str(value)
 
 
 def _surrogates_to_hex(text: str) -> str:

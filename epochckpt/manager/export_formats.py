@@ -99,7 +99,9 @@ def write_safetensors(reader: EpochReader, item: str, target: Store, options: Te
     tensors = _named(arrays, unsupported, options.separator)
     notes = Notes(options.separator)
     for name, i in tensors.items():
-        notes.add(name, arrays.leaves[i].path, arrays.leaves[i].kind, arrays.leaves[i].impl)
+        leaf = arrays.leaves[i]
+        if safetensors.split_name(name, options.separator) != leaf.path or leaf.kind not in ("jax", "numpy"):
+            notes.tensors[name] = leaf.path, leaf.kind, leaf.impl
     values = record.items[item].values
     notes.values += [
         (leaf.path, leaf.kind, values.get(i)) for i, leaf in enumerate(arrays.leaves) if leaf.dtype is None

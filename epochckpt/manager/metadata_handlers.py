@@ -240,10 +240,9 @@ class JsonMetadataHandler(CheckedHandler):
 
     def _note(self, outcome: str, epoch: int, reason: str | None = None) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        if outcome == "written":
-            self._update(lambda old: {"epoch": epoch, "written": now, "ended": None})
-        else:
-            self._update(lambda old: {outcome: {"epoch": epoch, "reason": reason, "at": now}})
+        written = {"epoch": epoch, "written": now, "ended": None}
+        other = {outcome: {"epoch": epoch, "reason": reason, "at": now}}
+        self._update(lambda old: written if outcome == "written" else other)
 
     def _note_times(self, action: str, times: Mapping[str, float]) -> None:
         self._update(lambda old: {"stats": {**(old.get("stats") or {}), action: times}})
