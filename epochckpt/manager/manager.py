@@ -29,7 +29,7 @@ from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import epoch_number, shown_path
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
-from epochckpt.orbax import StepNames, legacy, step_log
+from epochckpt.orbax import Handlers, StepNames, step_log
 from epochckpt.orbax.options import check_args, check_options, storage_options
 
 T = TypeVar("T")
@@ -104,8 +104,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self.metadata_handler = None if metadata_handler is None else check_handler(metadata_handler)
         self._options = check_options(options or ocp.CheckpointManagerOptions())
         self._storage = storage_options(self._options, storage)
-        self._handlers = legacy.handlers(checkpointers, item_names, item_handlers, handler_registry)
-        self._async = self._options.enable_async_checkpointing and legacy.is_asynchronous(checkpointers)
+        self._handlers = Handlers(item_handlers, handler_registry, checkpointers, item_names)
+        self._async = self._options.enable_async_checkpointing and self._handlers.asynchronous
         self._item_names = tuple(item_names or self._handlers.names)
         self._multi: bool | None = True if self._item_names else (False if self._handlers.single else None)
         group = self._options.multiprocessing_options
@@ -308,7 +308,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             raise InvalidArgumentError(f"this manager of {self._directory} is closed")
         if not self._options.read_only:
             self._check_may_write("save")
-        args = legacy.arguments(self._handlers, items, save_kwargs, args, "save")
+        args = self._handlers.arguments(items, save_kwargs, args, "save")
         multi = check_args(args, self._multi)
         if self._options.read_only or not (force or self.should_save(step)):
             return False
@@ -452,7 +452,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             StorageError: storage does not answer, also when asked again. No older epoch is taken instead.
         """
         began = time.monotonic()
-        args = legacy.arguments(self._handlers, items, restore_kwargs, args, "restore")
+        args = self._handlers.arguments(items, restore_kwargs, args, "restore")
         multi = check_args(args, self._multi, restoring=True)
         readers = self._readers if directory is None else self._readers.elsewhere(directory)
         self._attempts.drain(step)

@@ -4,6 +4,9 @@ As in Orbax, the class of an argument says which handler takes the item: through
 `item_handlers`, else through the global registration. Unmodified handlers of Orbax only choose what *our* engine does
 (`OURS`); other handlers are run in a folder of their own on local disk. A save copies it to the node's folder in the
 background; for a restore it has the verified files of all nodes.
+
+Orbax's older forms are turned into the modern ones: a Checkpointer is its handler, and an item with its keyword
+arguments, as in `save(step, items, save_kwargs)`, is an instance of the handler's argument class.
 """
 
 import asyncio
@@ -121,10 +124,29 @@ def _finished(call: Coroutine[Any, Any, Any]) -> Any:
 class Handlers:
     """The handlers of one manager: `given` by item name, those of a registry, and those registered globally.
 
-    `names` are the item names that are given; `single`: a handler was given for the one unnamed item.
+    `names` are the item names that are given; `single`: a handler was given for the one unnamed item. `asynchronous`:
+    saves go on in the background; not if only checkpointers were given that wait.
     """
 
-    def __init__(self, item_handlers: Any = None, handler_registry: Any = None):
+    def __init__(
+        self, item_handlers: Any = None, handler_registry: Any = None, checkpointers: Any = None, item_names: Any = None
+    ):
+        forms = {
+            "checkpointers": checkpointers,
+            "item_handlers": item_handlers,
+            "handler_registry": handler_registry,
+            "item_names": item_names,
+        }
+        passed = [name for name, value in forms.items() if value]
+        by_name = item_handlers is None or isinstance(item_handlers, Mapping)
+        if len(passed) > 1 and not (passed == ["item_handlers", "item_names"] and by_name):
+            raise InvalidArgumentError(f"{' and '.join(passed)} exclude each other; pass one of them")
+        if isinstance(checkpointers, Mapping):
+            item_handlers = {name: _handler_of(checkpointer) for name, checkpointer in checkpointers.items()}
+        elif checkpointers is not None:
+            item_handlers = _handler_of(checkpointers)
+        waiting = list(checkpointers.values()) if isinstance(checkpointers, Mapping) else [checkpointers]
+        self.asynchronous = checkpointers is None or any(isinstance(c, ocp.AsyncCheckpointer) for c in waiting)
         self._registry: Any = handler_registry
         if handler_registry is not None and not hasattr(handler_registry, "get_all_entries"):
             raise InvalidArgumentError(
@@ -151,6 +173,44 @@ class Handlers:
                 "items %s: Orbax's array handlers choose epochckpt's engine; their own options change nothing here",
                 ", ".join(chosen),
             )
+
+    def arguments(self, items: Any, kwargs: Any, args: Any, verb: str) -> Any:
+        """The argument of a `save` or `restore` (the verb) in whatever form; None if a restore has none."""
+        if isinstance(items, ocp.args.CheckpointArgs):
+            raise InvalidArgumentError(f"pass it by name: {verb}(step, args={type(items).__name__}(…))")
+        if items is None and kwargs is None:
+            return args
+        if args is not None:
+            form = f"{verb}(step, items, …_kwargs) is the older form of {verb}(step, args=…)"
+            raise InvalidArgumentError(f"{form}; not both")
+        if not self.given:
+            raise UnsupportedError(
+                f"{verb}(step, items, …_kwargs) is Orbax's legacy form; use {verb}(step, "
+                f"args=orbax.checkpoint.args.Standard{verb.title()}(…)), or args.Composite(name=…) for several items"
+            )
+        if self.single:
+            return self._argument(paths.DEFAULT_ITEM, items, kwargs, verb)
+        for value in (items, kwargs):
+            if value is not None and not isinstance(value, Mapping):
+                raise InvalidArgumentError(f"{verb}(): expected a dict by item name, got a {type(value).__name__}")
+        names = list(items if items is not None else kwargs)
+        found = {n: self._argument(n, (items or {}).get(n), (kwargs or {}).get(n), verb) for n in names}
+        return ocp.args.Composite(**found)
+
+    def _argument(self, name: str, item: Any, kwargs: Any, verb: str) -> Any:
+        if name not in self.given:
+            have = ", ".join(self.given)
+            raise InvalidArgumentError(f"{verb}(): there is no handler for item {name!r}; there are some for: {have}")
+        if verb == "restore" and item is None and not kwargs:
+            return None
+        kind = ocp.args.get_registered_args_cls(self.given[name])[verb == "restore"]
+        try:
+            return kind(item=item, **(kwargs or {}))  # type: ignore[call-arg]
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"{verb}(): item {name!r} cannot be passed in Orbax's legacy form ({error}); use "
+                f"args={kind.__name__}(…)"
+            ) from None
 
     def find(self, item: str, args: Any, *, saving: bool) -> Any:
         """The handler for an item with an argument: an instance, or one of the classes in `OURS`."""
@@ -232,6 +292,18 @@ class Handlers:
             close = getattr(handler, "close", None)
             if close is not None:
                 _threads.logged(f"{type(handler).__name__} could not be closed", close)
+
+
+def _handler_of(checkpointer: Any) -> Any:
+    if not isinstance(checkpointer, ocp.Checkpointer):
+        raise InvalidArgumentError(
+            f"checkpointers= expects an orbax.checkpoint.Checkpointer or a dict of them, got a "
+            f"{type(checkpointer).__name__}; better leave this legacy form, and pass args= to save() and restore()"
+        )
+    handler = checkpointer.handler
+    # Orbax wraps a handler without argument classes.
+    is_wrapper = type(handler).__name__.endswith("LegacyCheckpointHandlerWrapper")
+    return getattr(handler, "_handler", handler) if is_wrapper else handler
 
 
 def kind_of(handler: Any) -> str:

@@ -1,4 +1,4 @@
-"""Checks of Orbax's options and legacy arguments: honoured, accepted as a hint, or refused by name."""
+"""Checks of Orbax's options and arguments: honoured, accepted as a hint, or refused by name."""
 
 import dataclasses
 from typing import Any
