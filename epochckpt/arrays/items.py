@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
@@ -24,11 +25,12 @@ from google.protobuf import message, text_format
 from epochckpt import args as own
 from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
-from epochckpt.arrays import casting, renaming
+from epochckpt.arrays import renaming
 from epochckpt.arrays.reader import EpochReader, NodeFile
-from epochckpt.arrays.restore import TreeRequest, restore_tree
+from epochckpt.arrays.restore import TreeRequest, keeps_kind, restore_tree
 from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.format import DataFile, Nodes, checksums, paths
+from epochckpt.format import tree as tree_lib
 from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import Handlers, HandlerSave, handlers, options
 from epochckpt.orbax.tree_metadata import plain_target
@@ -196,10 +198,67 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
         raise InvalidArgumentError(f"item {name!r}: expected numpy.random.get_state(), got {type(args.item).__name__}")
     if getattr(args, "ocdbt_target_data_file_size", None) is not None:
         logging.log_first_n(logging.INFO, "ocdbt_target_data_file_size has no effect: it is about Orbax's files", 1)
-    tree = casting.apply(name, args.item, getattr(args, "save_args", None))
+    tree = cast(name, args.item, getattr(args, "save_args", None))
     attached = getattr(args, "custom_metadata", None)
     attached = checksums.pack_json(attached, f"item {name!r}: custom_metadata")
     return SaveItem(name, "arrays", handler_name, tree, custom_metadata=attached)
+
+
+def cast(item: str, tree: Any, save_args: Any) -> Any:
+    """The tree with its arrays cast as `save_args`, a pytree of `ocp.SaveArgs` of the same structure, asks.
+
+    A cast changes the precision of floating and complex arrays, or the width of integers. Python numbers, and arrays
+    whose kind would change (integers to floats), are saved as they are, with a warning.
+    """
+    if save_args is None:
+        return tree
+    wanted: dict[str, Any] = {}
+    for path, args in jax.tree_util.tree_leaves_with_path(save_args):
+        where = tree_lib.leaf_name(tree_lib.key_path(path))
+        if not isinstance(args, ocp.SaveArgs):
+            raise InvalidArgumentError(
+                f"item {item!r}: save_args has a {type(args).__name__} at {where!r}, no SaveArgs"
+            )
+        if args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()):
+            logging.log_first_n(logging.INFO, "SaveArgs: fields about Orbax's own files (chunks, …) have no effect", 1)
+        wanted[where] = args.dtype
+    if all(dtype is None for dtype in wanted.values()):
+        return tree
+    pairs, treedef = tree_lib.flatten(tree)
+    names = [tree_lib.leaf_name(path) for path, _ in pairs]
+    unknown = sorted(wanted.keys() - set(names))
+    if unknown:
+        raise InvalidArgumentError(f"item {item!r}: save_args has {unknown[0]!r}, which the item lacks")
+    leaves = [_cast(name, leaf, wanted.get(name)) for name, (_, leaf) in zip(names, pairs, strict=True)]
+    return tree_lib.unflatten(treedef, leaves)
+
+
+def _cast(name: str, leaf: Any, dtype: Any) -> Any:
+    if dtype is None or getattr(leaf, "dtype", dtype) == dtype:
+        return leaf
+    kinds = np.floating, np.complexfloating, np.integer
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic) and keeps_kind(leaf.dtype, np.dtype(dtype), kinds):
+        out = leaf.astype(dtype)
+        if tree_lib.issubdtype(leaf.dtype, np.integer) and not _fits(leaf, out):
+            raise InvalidArgumentError(
+                f"leaf {name!r}: not every value of its {leaf.dtype} fits into {np.dtype(dtype)}"
+            )
+        return out
+    kind = getattr(leaf, "dtype", type(leaf).__name__)
+    logging.log_first_n(
+        logging.WARNING, "leaf %s is saved as %s, not as %s: the cast would not keep its values", 3, name, kind, dtype
+    )
+    return leaf
+
+
+def _fits(before: Any, after: Any) -> bool:
+    """Whether a cast of integers kept the values that this process holds."""
+    if np.can_cast(before.dtype, after.dtype, "safe"):
+        return True
+    if isinstance(before, jax.Array):
+        shards = zip(before.addressable_shards, after.addressable_shards, strict=True)
+        return all(_fits(np.asarray(a.data), np.asarray(b.data)) for a, b in shards)
+    return bool(np.array_equal(before, after.astype(before.dtype)) and np.array_equal(before < 0, after < 0))
 
 
 def _file_name(handler: Any, kind: str) -> str:

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from epochckpt import _text, _units
 from epochckpt._text import readable, shown
-from epochckpt.arrays import casting
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import Request
 from epochckpt.arrays.renaming import Sources
@@ -43,20 +42,16 @@ class TreeRequest:
 
 
 class ArraySource(Protocol):
-    """What a restore reads from; an `EpochReader` for epochs of ours."""
+    """What a restore reads from: an `EpochReader`, which says what the methods do, or a step of stock Orbax."""
 
     folder: str
 
     @property
-    def record(self) -> EpochRecord:
-        """The epoch's record, which describes at least the item that is restored."""
-        ...
+    def record(self) -> EpochRecord: ...  # it describes at least the item that is restored
 
-    def read(self, requests: Sequence[Request]) -> None:
-        """See `EpochReader.read`."""
+    def read(self, requests: Sequence[Request]) -> None: ...
 
-    def check_files(self, item: str, leaf: int, box: Box) -> None:
-        """See `EpochReader.check_files`."""
+    def check_files(self, item: str, leaf: int, box: Box) -> None: ...
 
 
 def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None) -> Any:
@@ -79,10 +74,9 @@ def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings
         raise MismatchError(name, epoch, matcher.rows)
     if matcher.absent and sources is None:
         _log_absent(f"epoch {epoch}, item {name}", matcher.absent, item.public_names)
-    for leaf, shape in matcher.resized.items():
-        saved = describe_leaf(item.leaves[leaf])
+    for leaf, shape in ((item.leaves[r.leaf], r.shape) for r in requests if r.shape is not None):
         message = "epoch %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
-        logging.warning(message, epoch, name, item.leaves[leaf].name, saved, list(shape))
+        logging.warning(message, epoch, name, leaf.name, describe_leaf(leaf), list(shape))
 
     tree = tree_lib.unflatten(treedef, assembly.run(requests))
     return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
@@ -263,12 +257,33 @@ class _Assembly:
         if dtype is None or data.dtype == dtype:
             return data
         with np.errstate(all="ignore"):
-            out = casting.cast(data, dtype)
-            precision_only = casting.keeps_kind(data.dtype, dtype, (np.complexfloating, np.floating))
-            if not precision_only and not casting.survives(data, out):
+            out = _converted(data, dtype)
+            precision_only = keeps_kind(data.dtype, dtype, (np.complexfloating, np.floating))
+            if not precision_only and not _survives(data, out):
                 expected = f"{np.dtype(dtype)}: not every value survives the cast"
                 self.rows.append(Mismatch(leaf.name, "dtype", str(data.dtype), expected))
         return out
+
+
+def keeps_kind(before: Any, after: Any, kinds: Sequence[type]) -> bool:
+    """Whether two dtypes are of the same one of these kinds of numbers."""
+    return any(tree_lib.issubdtype(before, kind) and tree_lib.issubdtype(after, kind) for kind in kinds)
+
+
+def _converted(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """A cast; complex to real keeps the real part without NumPy's warning, because `_survives` compares the rest."""
+    if tree_lib.issubdtype(array.dtype, np.complexfloating) and not tree_lib.issubdtype(dtype, np.complexfloating):
+        array = np.real(array)
+    return array.astype(dtype)
+
+
+def _survives(before: np.ndarray, after: np.ndarray) -> bool:
+    """Whether a cast kept every value exactly."""
+    back = _converted(after, before.dtype)
+    same = (back == before) | ((back != back) & (before != before))
+    wide = [a.astype(np.float64) if a.dtype.itemsize < 4 else a for a in (before, after)]
+    equal = (wide[0] == wide[1]) | ((wide[0] != wide[0]) & (wide[1] != wide[1]))
+    return bool(np.all(same & equal))
 
 
 def _join(leaf: Leaf, request: LeafRequest, arrays: list[jax.Array]) -> jax.Array:

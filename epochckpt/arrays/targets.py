@@ -99,7 +99,6 @@ class Matcher:
     def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool = False):
         self.item, self.shardings, self.resize = item, shardings, resize
         self.rows: list[Mismatch] = []  # the differences
-        self.resized: dict[int, tuple[int, ...]] = {}  # shapes to cut or pad to, by leaf number
         self.absent: list[str] = []  # names of the target's leaves that the epoch lacks, where that is allowed
 
     def match(
@@ -199,7 +198,7 @@ class Matcher:
         if shape != leaf.shape:
             if not resize or len(shape) != len(leaf.shape):
                 return self._differs("shape", leaf, target)
-            self.resized[number] = resized = shape
+            resized = shape
         if isinstance(target, np.ndarray | np.generic):
             form = "numpy" if isinstance(target, np.ndarray) else "scalar"
             return LeafRequest(number, form, np.dtype(dtype), shape=resized)

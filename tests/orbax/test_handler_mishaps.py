@@ -24,7 +24,7 @@ from etils import epath
 from google.protobuf import empty_pb2, struct_pb2
 
 import epochckpt as ec
-from epochckpt.arrays import casting, items, writer
+from epochckpt.arrays import items, writer
 from epochckpt.commit.attempt import NodeReport, ProcessReport
 from epochckpt.commit.coordination import Preemption
 from epochckpt.format import DataFile, NodeEntry, Nodes, paths
@@ -309,12 +309,12 @@ def test_integers_are_saved_in_another_type_only_if_they_fit(array: Any, dtype: 
     """Signs included."""
     tree, save_args = {"a": array}, {"a": ocp.SaveArgs(dtype=np.dtype(dtype))}
     if fits:
-        got = casting.apply("x", tree, save_args)["a"]
+        got = items.cast("x", tree, save_args)["a"]
         assert got.dtype == dtype
         np.testing.assert_array_equal(got, np.asarray(array))
     else:
         with pytest.raises(ec.errors.InvalidArgumentError, match="leaf 'a': not every value"):
-            casting.apply("x", tree, save_args)
+            items.cast("x", tree, save_args)
 
 
 def test_save_args_that_are_none_are_refused(tmp_path: pathlib.Path) -> None:
