@@ -25,9 +25,9 @@ from google.protobuf import message, text_format
 from epochckpt import args as own
 from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
-from epochckpt.arrays import renaming
 from epochckpt.arrays.reader import EpochReader, NodeFile
 from epochckpt.arrays.restore import TreeRequest, keeps_kind, restore_tree
+from epochckpt.arrays.targets import by_patterns, by_transforms
 from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.format import DataFile, Nodes, checksums, paths
 from epochckpt.format import tree as tree_lib
@@ -59,8 +59,7 @@ def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, cont
     nodes = context.nodes
     asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
     given = {} if asked.by_node and asked.item is None else asked.item
-    advice = "NodeRestore(by_node=True), with targets by node name"
-    targets = of_hosted(name, given, asked.by_node, nodes, advice)
+    targets = of_hosted(name, given, asked.by_node, nodes, "NodeRestore(by_node=True), with targets by node name")
     states = _states(reader, name, asked, context, targets)
     if asked.by_node:
         return {nodes.names[number]: state for number, state in states.items()}
@@ -105,10 +104,8 @@ def _states(
         places = context.successions([n.name for n in record.nodes])
         sources = {number: places[number] for number in nodes.hosted}
     elif args.reshard is not None:
-        old = [
-            restore_tree(reader.of_node(n, name), name, TreeRequest()) if reader.has(n, name) else None
-            for n in range(count)
-        ]
+        of_nodes = [reader.of_node(n, name) if reader.has(n, name) else None for n in range(count)]
+        old = [None if node is None else restore_tree(node, name, TreeRequest()) for node in of_nodes]
         new = list(args.reshard(old, count, now))
         if len(new) != now:
             raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {now} nodes")
@@ -217,7 +214,7 @@ def cast(item: str, tree: Any, save_args: Any) -> Any:
         where = tree_lib.leaf_name(tree_lib.key_path(path))
         if not isinstance(args, ocp.SaveArgs):
             raise InvalidArgumentError(
-                f"item {item!r}: save_args has a {type(args).__name__} at {where!r}, no SaveArgs"
+                f"item {item!r}: save_args has a {type(args).__name__}, no SaveArgs, at {where!r}"
             )
         if args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()):
             logging.log_first_n(logging.INFO, "SaveArgs: fields about Orbax's own files (chunks, …) have no effect", 1)
@@ -240,9 +237,7 @@ def _cast(name: str, leaf: Any, dtype: Any) -> Any:
     if isinstance(leaf, jax.Array | np.ndarray | np.generic) and keeps_kind(leaf.dtype, np.dtype(dtype), kinds):
         out = leaf.astype(dtype)
         if tree_lib.issubdtype(leaf.dtype, np.integer) and not _fits(leaf, out):
-            raise InvalidArgumentError(
-                f"leaf {name!r}: not every value of its {leaf.dtype} fits into {np.dtype(dtype)}"
-            )
+            raise InvalidArgumentError(f"leaf {name!r}: not every value of its {leaf.dtype} fits in {np.dtype(dtype)}")
         return out
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     logging.log_first_n(
@@ -262,7 +257,6 @@ def _fits(before: Any, after: Any) -> bool:
 
 
 def _file_name(handler: Any, kind: str) -> str:
-    """The name of the handler's one file."""
     return _FILES[kind] if isinstance(handler, type) else getattr(handler, "_filename", _FILES[kind])
 
 
@@ -353,7 +347,7 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
     if isinstance(args, own.RenamedRestore):
         if args.item is None:
             raise InvalidArgumentError(f"item {name!r}: RenamedRestore needs a target; without one, rename the result")
-        sources = renaming.by_patterns(name, args.rename)
+        sources = by_patterns(name, args.rename)
         return TreeRequest(plain_target(args.item), partial=args.partial, sources=sources)
     kind = handlers.kind_of(known.find(name, args, saving=False))
     saved = next((k for c, k in handlers.OURS.items() if handlers.same(handlers.type_name(c), recorded)), "arrays")
@@ -383,7 +377,7 @@ def tree_request(name: str, args: Any, recorded: str, known: Handlers) -> TreeRe
         return TreeRequest(target, args.restore_args, args.partial_restore)
     if target is None:
         raise InvalidArgumentError(f"item {name!r}: PyTreeRestore(transforms=…) needs item=, the target")
-    sources = renaming.by_transforms(name, args.transforms, args.transforms_default_to_original)
+    sources = by_transforms(name, args.transforms, args.transforms_default_to_original)
     return TreeRequest(target, args.restore_args, True, sources=sources)
 
 

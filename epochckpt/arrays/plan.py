@@ -95,8 +95,8 @@ def plan_item(
 ) -> ItemPlan:
     """Plans one item from its (key path, leaf) pairs in flattening order; refuses a leaf that cannot be saved, by name.
 
-    Replicated arrays of more than `replica_split_bytes` are split between several of their holders. `part_bytes` bounds
-    the size of one data file. With `per_node`, no other process may hold a part of the item.
+    A larger replicated array than `replica_split_bytes` is split between its holders; `part_bytes` bounds a data file.
+    With `per_node`, no other process may hold a part of the item.
     """
     builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
     for path, value in pairs:
@@ -273,12 +273,9 @@ def device_cells(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...]
         cell = np.zeros(devices.shape, dtype=np.int64)
         for entry in spec:
             axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            count = math.prod(sizes[a] for a in axes)
-            position = np.zeros(devices.shape, dtype=np.int64)
             for axis in axes:
-                position = position * sizes[axis] + where[axis]
-            cell = cell * count + position
-            counts.append(count)
+                cell = cell * sizes[axis] + where[axis]
+            counts.append(math.prod(sizes[axis] for axis in axes))
         return tuple(counts), dict(zip(devices.flat, cell.ravel().tolist(), strict=True))
     piece = sharding.shard_shape(shape)
     counts = tuple(d // p if p else 1 for d, p in zip(shape, piece, strict=True))

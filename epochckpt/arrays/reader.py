@@ -85,7 +85,6 @@ class NodeFile:
             raise
 
     def close(self) -> None:
-        """Closes the file, if it is open."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -248,7 +247,6 @@ class ArrayFile(NodeFile):
         return raw.view(dtype).reshape(shape)
 
     def _leaf_at(self, offset: int) -> str | None:
-        """The leaf whose bytes lie at an offset; None in the header."""
         if offset < self.data_start or not len(self.part.leaves):
             return None
         cell = min(int(np.searchsorted(self.offsets, offset, side="right")) - 1, len(self.part.leaves) - 1)

@@ -16,8 +16,7 @@ from epochckpt import _text, _units
 from epochckpt._text import readable, shown
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import Request
-from epochckpt.arrays.renaming import Sources
-from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, as_saved, describe_leaf, key_dims
+from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, Sources, as_saved, describe_leaf, key_dims
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
 from epochckpt.format import Box, EpochRecord, Leaf
 from epochckpt.format import tree as tree_lib

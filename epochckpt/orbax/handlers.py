@@ -131,13 +131,9 @@ class Handlers:
     def __init__(
         self, item_handlers: Any = None, handler_registry: Any = None, checkpointers: Any = None, item_names: Any = None
     ):
-        forms = {
-            "checkpointers": checkpointers,
-            "item_handlers": item_handlers,
-            "handler_registry": handler_registry,
-            "item_names": item_names,
-        }
-        passed = [name for name, value in forms.items() if value]
+        names = ("checkpointers", "item_handlers", "handler_registry", "item_names")
+        values = (checkpointers, item_handlers, handler_registry, item_names)
+        passed = [name for name, value in zip(names, values, strict=True) if value]
         by_name = item_handlers is None or isinstance(item_handlers, Mapping)
         if len(passed) > 1 and not (passed == ["item_handlers", "item_names"] and by_name):
             raise InvalidArgumentError(f"{' and '.join(passed)} exclude each other; pass one of them")
@@ -286,7 +282,6 @@ class Handlers:
         return self._made[item, kind]
 
     def close(self) -> None:
-        """Closes the handlers."""
         every = [*self.given.values(), *self._entries().values(), *self._made.values()]
         for handler in {id(h): h for h in every}.values():
             close = getattr(handler, "close", None)

@@ -424,9 +424,8 @@ def _decoded_bytes(row: StoredLeaf, box: Box) -> int:
     """Bytes of the chunks that a box touches."""
     if row.array is None or row.leaf.dtype is None:
         return 0
-    sides = [
-        (-(-stop // side) - start // side) * side for (start, stop), side in zip(box, row.array.chunks, strict=True)
-    ]
+    pairs = zip(box, row.array.chunks, strict=True)
+    sides = [(-(-stop // side) - start // side) * side for (start, stop), side in pairs]
     return math.prod(sides) * row.leaf.dtype.itemsize
 
 
@@ -451,9 +450,8 @@ def _name(path: KeyPath) -> str:
 
 def _entry(row: Mapping[str, Any]) -> tuple[KeyPath, str, tuple[int, ...] | None]:
     """(key path, type, write shape) of one leaf; keys of dicts are text."""
-    path = tuple(
-        ("s", int(key["key"])) if key["key_type"] == 1 else ("k", str(key["key"])) for key in row["key_metadata"]
-    )
+    keys = row["key_metadata"]
+    path = tuple(("s", int(key["key"])) if key["key_type"] == 1 else ("k", str(key["key"])) for key in keys)
     value = row["value_metadata"]
     shape = value.get("write_shape")
     return path, str(value["value_type"]), None if shape is None else _shape(shape)

@@ -1,8 +1,7 @@
 """The index of an OCDBT database whose values lie in other files (https://google.github.io/tensorstore/kvstore/ocdbt).
 
-One manifest, one B-tree leaf node, no compression. A value is either bytes in the node itself or a piece
-(file, offset, length) of any file below the database's folder, so that files which exist already become readable as a
-key-value store without being copied.
+One manifest, one B-tree leaf node, no compression. A value is either bytes in the node or a piece of any file below the
+database's folder, so that existing files become readable as a key-value store without being copied.
 """
 
 import itertools
@@ -13,15 +12,12 @@ import google_crc32c
 
 MANIFEST = "manifest.ocdbt"
 NODE = "index.0"
-MAX_INLINE_BYTES = 1024  # what the manifest announces; the format allows a mebibyte
 
 Piece = tuple[str, int, int]
 """(file relative to the database's folder, offset, length in bytes)."""
 
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
-_MAX_NODE_BYTES = 2**30
-_ARITY_LOG2 = 4
 
 
 class Index:
@@ -71,8 +67,8 @@ def _manifest(node_bytes: int, keys: int, indirect_bytes: int, token: bytes, wri
     config = [
         token,
         b"\0",  # a single manifest file
-        _varints((MAX_INLINE_BYTES, _MAX_NODE_BYTES)),
-        bytes([_ARITY_LOG2]),
+        _varints((2**10, 2**30)),  # the most bytes of a value in the node, and of a node
+        b"\4",  # arity of the tree, as a power of 2
         _varint(0),  # no compression
     ]
     version = [

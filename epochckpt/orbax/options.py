@@ -60,9 +60,7 @@ def check_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManage
         if name in REFUSED:
             raise UnsupportedError(f"{name} is not supported: {REFUSED[name]}")
         if name not in HONOURED and name not in HINTS:
-            raise UnsupportedError(
-                f"{name} is an option of a newer Orbax that this epochckpt does not know; leave it out"
-            )
+            raise UnsupportedError(f"{name} is an option of a newer Orbax, which this epochckpt does not know; omit it")
     excluded = [n for n in ("keep_time_interval", "max_to_keep", "keep_period") if getattr(options, n)]
     if options.preservation_policy is not None and excluded:
         raise InvalidArgumentError(f"preservation_policy and {excluded[0]} exclude each other; pass one of them")

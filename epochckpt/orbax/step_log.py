@@ -23,10 +23,9 @@ class StepLog:
     def begun(
         self, step: int, directory: str, *, began: float, ready: float, room: float, preempted: bool, waits: bool
     ) -> dict[str, Any]:
-        """The entry of a save that is handed to the background now, as far as it is known.
+        """The entry of a save that is handed to the background now; moments are on the monotonic clock.
 
-        Moments are on the monotonic clock: `save` began, was ready to wait for older saves, and had room. `waits`:
-        `save` goes on to wait for the commit.
+        `save` began, was ready to wait for older saves, and had room. `waits`: it goes on to wait for the commit.
         """
         now = time.monotonic()
         between, self._last = None if self._last is None else ready - self._last, ready

@@ -113,10 +113,9 @@ def _advice(names: list[str]) -> str:
     if len(parsed) < len(names) or len(prefixes) != 1:
         return "no step_prefix and no step_format_fixed_length means all of them; pass a step_name_format"
     (prefix,) = prefixes
-    lengths = {len(match["number"]) for match in parsed}
-    padded = any(match["number"] != str(int(match["number"])) for match in parsed)
     options = [("step_prefix", prefix)] if prefix else []
-    options += [("step_format_fixed_length", max(lengths))] if padded else []
+    if any(match["number"] != str(int(match["number"])) for match in parsed):  # padded
+        options.append(("step_format_fixed_length", max(len(match["number"]) for match in parsed)))
     if not options:
         return "pass no step_prefix and no step_format_fixed_length"
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options)

@@ -149,9 +149,8 @@ def look(store: Store, at: str) -> dict[str, str]:
 def check_files(store: Store, at: str) -> None:
     """Raises DamagedError for the first thing below a folder that Orbax and TensorStore would read and must not.
 
-    A symlink that leads out of the directory, which could be any file of this user's; a pipe, for which TensorStore
-    would wait for ever; a file of metadata that is larger than any, which TensorStore takes into memory as a whole: a
-    sparse one of a terabyte ends the process. Links inside the directory are followed.
+    That is a symlink that leads out of the directory, which could be any file of this user's; a pipe, for which
+    TensorStore would wait for ever; metadata so large that TensorStore, which reads it whole, would end the process.
     """
     root = os.path.realpath(store.root)
     waiting, seen = [(at, os.path.realpath(_full(store, at)))], set[str]()

@@ -20,12 +20,8 @@ class _Aside:
 class TreeMetadata:
     """A pytree with properties, like Orbax's class of this name (`ocp.StandardCheckpointer().metadata(path)`).
 
-    It may be mapped over, indexed, and passed as a restore target; `tree` is the plain tree.
-
-    Attributes:
-        tree: dicts and lists of `ocp.metadata.ArrayMetadata` and its kin.
-        custom_metadata: the JSON that was saved with the item, or None.
-        use_zarr3: always False.
+    It may be mapped over, indexed, and passed as a restore target. `tree` is the plain tree: dicts and lists of
+    `ocp.metadata.ArrayMetadata` and its kin. `custom_metadata` is the JSON that was saved with the item, or None.
     """
 
     use_zarr3 = False
@@ -41,7 +37,6 @@ class TreeMetadata:
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Iterable[Any]) -> TreeMetadata:
-        """The inverse."""
         return cls(aux[0].unflatten(children), aux[1].value)
 
     def __getitem__(self, key: Any) -> Any:
