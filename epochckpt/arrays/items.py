@@ -81,9 +81,8 @@ def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) 
             raise InvalidArgumentError(f"item {name!r}: this process hosts {count} nodes ({hosted}); pass {advice}")
         return {nodes.hosted[0]: values}
     if not isinstance(values, Mapping):
-        raise InvalidArgumentError(
-            f"item {name!r}: by_node=True expects a dict of pytrees by node name, got a {type(values).__name__}"
-        )
+        problem = f"by_node=True expects a dict of pytrees by node name, got a {type(values).__name__}"
+        raise InvalidArgumentError(f"item {name!r}: {problem}")
     hosted = set(nodes.hosted_names)
     unknown = [node for node in values if node not in hosted]
     if unknown:
@@ -326,9 +325,8 @@ def files_metadata(reader: EpochReader, name: str, recorded: str, known: Handler
 
 def contradiction(name: str, recorded: str, args: Any) -> InvalidArgumentError:
     """The error for an argument that restores another kind of item."""
-    return InvalidArgumentError(
-        f"item {name!r} was saved by {recorded.rpartition('.')[2]}; {type(args).__name__} does not restore that"
-    )
+    saved = recorded.rpartition(".")[2]
+    return InvalidArgumentError(f"item {name!r} was saved by {saved}; {type(args).__name__} does not restore that")
 
 
 def _only_file(reader: EpochReader, name: str, file: str) -> tuple[str, bytes]:

@@ -33,7 +33,7 @@ class TreeRequest:
 
     target: Any = None  # pytree of expected leaves; None for the tree as it was saved
     restore_args: Any = None  # pytree of `ocp.RestoreArgs` like the target, or in its place
-    partial: bool = False  # see `Matcher.match`
+    partial: bool = False  # see `Matcher`
     fallback_sharding: Any = None  # for arrays whose saved sharding does not exist here
     layouts: bool = False  # arrays get the device-local layout of the target's leaves
     resize: bool = False  # arrays of another shape are cut, or padded with zeros, to the target's shape
@@ -67,8 +67,8 @@ def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
     given = {} if request.target is None else _restore_args(name, request.restore_args)
     sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
-    matcher = Matcher(item, shardings, request.resize)
-    requests = matcher.match(pairs, request.partial, given, sources)
+    matcher = Matcher(item, shardings, request.resize, request.partial)
+    requests = matcher.match(pairs, given, sources)
     if matcher.rows:
         raise MismatchError(name, epoch, matcher.rows)
     if matcher.absent and sources is None:

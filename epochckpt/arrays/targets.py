@@ -18,7 +18,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from orbax.checkpoint import transform_utils
 
 from epochckpt._text import near, readable
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, UnsupportedError
@@ -101,25 +100,24 @@ def _canonical(dtype: Any) -> bool:
 
 
 class Matcher:
-    """Matches target leaves with recorded leaves, and collects the differences; with `resize`, shapes may differ."""
+    """Matches target leaves with recorded leaves, and collects the differences; with `resize`, shapes may differ.
 
-    def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool = False):
-        self.item, self.shardings, self.resize = item, shardings, resize
+    With `partial`, leaves of the epoch that the target lacks, or has as None or an empty container, are left out, and
+    leaves that the epoch lacks stay as the target has them.
+    """
+
+    def __init__(self, item: ArrayItem, shardings: Shardings, resize: bool, partial: bool):
+        self.item, self.shardings, self.resize, self.partial = item, shardings, resize, partial
         self.rows: list[Mismatch] = []  # the differences
         self.absent: list[str] = []  # names of the target's leaves that the epoch lacks, where that is allowed
 
     def match(
-        self,
-        pairs: Sequence[tuple[KeyPath, Any]],
-        partial: bool,
-        given: Mapping[str, Any],
-        sources: Mapping[str, int] | None,
+        self, pairs: Sequence[tuple[KeyPath, Any]], given: Mapping[str, Any], sources: Mapping[str, int] | None
     ) -> list[LeafRequest]:
         """One request per (key path, target leaf).
 
-        With `partial`, leaves of the epoch that the target lacks, or has as None or an empty container, are left out,
-        and leaves that the epoch lacks stay as the target has them. `given` has `ocp.RestoreArgs` by leaf name, and
-        `sources` the numbers of recorded leaves by name of the target's leaf; without it names must be the same.
+        `given` has `ocp.RestoreArgs` by leaf name, and `sources` the numbers of recorded leaves by name of the target's
+        leaf; without it names must be the same.
         """
         numbers = self.item.by_name if sources is None else sources
         requests = []
@@ -135,8 +133,8 @@ class Matcher:
             if number is not None:
                 seen.add(number)
             wanted = target is not ... and not _is_empty(target)
-            if number is None or target is ... or (partial and not wanted):
-                if number is None and wanted and partial:
+            if number is None or target is ... or (self.partial and not wanted):
+                if number is None and wanted and self.partial:
                     self.absent.append(name)
                 elif number is None and wanted:
                     self._row(name, "missing", "-", describe(target))
@@ -149,7 +147,7 @@ class Matcher:
                 requests.append(self.with_restore_args(number, leaf, given[name], target))
             else:
                 requests.append(self._leaf(number, leaf, target))
-        if not partial:
+        if not self.partial:
             for number, leaf in enumerate(self.item.leaves):
                 if number not in seen and leaf.kind not in EMPTY_KINDS:
                     self._row(leaf.name, "unexpected", describe_leaf(leaf), "-")
@@ -377,7 +375,7 @@ def by_transforms(item: str, transforms: Any, default_to_original: bool) -> Sour
         if tree_lib.leaf_kind(transform) in tree_lib.EMPTY_KINDS:
             continue
         where = _plain(path)
-        if not isinstance(transform, transform_utils.Transform):
+        if not isinstance(transform, ocp.transform_utils.Transform):
             problem = f"a {type(transform).__name__} at {where!r}; expected ocp.transform_utils.Transform"
             raise InvalidArgumentError(f"item {item!r}: transforms has {problem}")
         for name in ("value_fn", "multi_value_fn"):

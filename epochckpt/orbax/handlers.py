@@ -49,8 +49,7 @@ class HandlerSave:
 
     def __init__(self, handler: Any, item: str, args: Any):
         self.item, self._handler = item, handler
-        self._late: _threads.Future[Any] | None = None
-        self._futures: list[Any] = []
+        self._futures: list[Any] = []  # the handler may write as long as one of them is not done
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="epochckpt-"))
         try:
             where = epath.Path(self._folder)
@@ -81,7 +80,7 @@ class HandlerSave:
     def _bounded(self, call: Callable[[], Any], deadline: Deadline) -> None:
         running = _threads.start(call)
         if not running.wait(max(deadline.left(), 0.001)):
-            self._late = running
+            self._futures.append(running)
             raise TimeoutError(f"it did not end within {deadline.secs:g} s")
         running.result()
 
@@ -98,14 +97,12 @@ class HandlerSave:
 
     def discard(self) -> None:
         """Removes the folder; if the handler still writes to it, when that has ended."""
-        if self._late is None and not self._futures:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._futures:
+            _threads.start(self._remove)
         else:
-            _threads.start(self._discard_late)
+            self._remove()
 
-    def _discard_late(self) -> None:
-        if self._late is not None:
-            self._late.wait()
+    def _remove(self) -> None:
         for future in self._futures:
             with contextlib.suppress(BaseException):  # its save has ended already
                 future.result()
@@ -145,9 +142,8 @@ class Handlers:
         self.asynchronous = checkpointers is None or any(isinstance(c, ocp.AsyncCheckpointer) for c in waiting)
         self._registry: Any = handler_registry
         if handler_registry is not None and not hasattr(handler_registry, "get_all_entries"):
-            raise InvalidArgumentError(
-                f"handler_registry expects a CheckpointHandlerRegistry, got a {type(handler_registry).__name__}"
-            )
+            got = type(handler_registry).__name__
+            raise InvalidArgumentError(f"handler_registry expects a CheckpointHandlerRegistry, got a {got}")
         several = isinstance(item_handlers, Mapping)
         given = item_handlers if several else {} if item_handlers is None else {paths.DEFAULT_ITEM: item_handlers}
         self.names: tuple[str, ...] = tuple(given) if several else ()

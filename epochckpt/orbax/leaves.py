@@ -162,8 +162,6 @@ class OrbaxItem:
                 "which Orbax does not name, can read it"
             )
 
-    # -- metadata ------------------------------------------------------------------------------------------------
-
     def _recorded(self, tree: Mapping[str, Any]) -> list[StoredLeaf]:
         """The leaves that `_METADATA` names, in its order."""
         self.custom_metadata = tree.get("custom_metadata")
@@ -245,8 +243,6 @@ class OrbaxItem:
                 leaf = Leaf(path, _name(path), kind, dtype, shape, sharding=number)
                 rows.append(StoredLeaf(leaf, "", value=value, here=True))
         return rows
-
-    # -- values --------------------------------------------------------------------------------------------------
 
     def value(self, row: StoredLeaf) -> Any:
         """A leaf that is no array, as a Python value."""

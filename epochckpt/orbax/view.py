@@ -431,9 +431,8 @@ def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) 
                 "another file system; orbax_view=False saves this line",
                 store.root,
             )
-        return dataclasses.replace(
-            record, orbax_unsupported={"*": {"*": "the file system has no symlinks"}}, orbax_view=None
-        )
+        lost = {"*": {"*": "the file system has no symlinks"}}
+        return dataclasses.replace(record, orbax_unsupported=lost, orbax_view=None)
     files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
     return dataclasses.replace(record, orbax_unsupported=view.unsupported, orbax_view=files)
 
@@ -526,9 +525,8 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
     where = f"{store.root}/{folder}"
     if record.orbax_view is None:
         why = "; ".join((record.orbax_unsupported or {}).get("*", {}).values()) or "none was asked for"
-        raise UnsupportedError(
-            f"{where}: the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
-        )
+        problem = f"the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
+        raise UnsupportedError(f"{where}: {problem}")
     checked, view = check(store, folder, record), Views().build(record)
     links = view.links | view.node_links
     wrong = {*record.orbax_view, *links} if checked.absent else checked.damage.keys()
