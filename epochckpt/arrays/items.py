@@ -212,9 +212,8 @@ def cast(item: str, tree: Any, save_args: Any) -> Any:
     for path, args in jax.tree_util.tree_leaves_with_path(save_args):
         where = tree_lib.leaf_name(tree_lib.key_path(path))
         if not isinstance(args, ocp.SaveArgs):
-            raise InvalidArgumentError(
-                f"item {item!r}: save_args has a {type(args).__name__}, no SaveArgs, at {where!r}"
-            )
+            problem = f"save_args has a {type(args).__name__} at {where!r}, no SaveArgs"
+            raise InvalidArgumentError(f"item {item!r}: {problem}")
         if args.aggregate or args.chunk_byte_size or getattr(args, "shard_axes", ()):
             logging.log_first_n(logging.INFO, "SaveArgs: fields about Orbax's own files (chunks, …) have no effect", 1)
         wanted[where] = args.dtype
