@@ -244,10 +244,10 @@ class NativeReader(CheckpointReader):
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         damage = tuple(self.native.verify_all(progress))
         found = view.check(self.store, self.folder, self.record)
-        if found.absent or found.damage:
+        if found is None or found:
             self.native.check_present("it was being verified")
-        note = NO_VIEW if found.absent else ""
-        return Verification(self.record.epoch, self.record.nbytes, damage, note, tuple(found.damage.values()))
+        note = NO_VIEW if found is None else ""
+        return Verification(self.record.epoch, self.record.nbytes, damage, note, tuple((found or {}).values()))
 
     def _files_metadata(self, name: str) -> Any:
         return items.files_metadata(self.native, name, self.record.items[name].handler, self.context.handlers)

@@ -161,10 +161,8 @@ class Handlers:
         known = {name or "any": h for (name, _), h in self._entries().items()} | self.given
         chosen = sorted(name for name, h in known.items() if kind_of(h) == "arrays")
         if chosen:
-            logging.info(
-                "items %s: Orbax's array handlers choose epochckpt's engine; their own options change nothing here",
-                ", ".join(chosen),
-            )
+            text = "items %s: Orbax's array handlers choose epochckpt's engine; their own options change nothing here"
+            logging.info(text, ", ".join(chosen))
 
     def arguments(self, items: Any, kwargs: Any, args: Any, verb: str) -> Any:
         """The argument of a `save` or `restore` (the verb) in whatever form; None if a restore has none."""
@@ -314,6 +312,9 @@ def same(name: str, other: str) -> bool:
     return name == other or (orbax and name.rpartition(".")[2] == other.rpartition(".")[2])
 
 
+_usual = functools.cache(lambda kind: kind())  # a handler of a class, as it is made without arguments
+
+
 def _check(item: str, kind: type, handler: Any = None) -> None:
     """Refuses handlers whose work our engine would do otherwise than they do."""
     if kind in OURS:
@@ -329,12 +330,6 @@ def _check(item: str, kind: type, handler: Any = None) -> None:
             f"item {item!r}: {kind.__module__}.{kind.__qualname__} overrides Orbax's own engine, which epochckpt does "
             "not use; pass an unmodified handler of Orbax's, or none"
         )
-
-
-@functools.cache
-def _usual(kind: type) -> Any:
-    """A handler of a class, as it is made without arguments."""
-    return kind()
 
 
 def _suits(handler: Any, args: type) -> bool:

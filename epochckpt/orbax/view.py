@@ -437,27 +437,19 @@ def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) 
     return dataclasses.replace(record, orbax_unsupported=view.unsupported, orbax_view=files)
 
 
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """How an epoch's view is."""
-
-    absent: bool = False  # nothing of it is there, as in a copy that left it out
-    # An error per file or link that is not as it was written, by path in the epoch's folder.
-    damage: Mapping[str, DamagedError] = dataclasses.field(default_factory=dict)
-
-
-def check(store: Store, folder: str, record: EpochRecord) -> Checked:
+def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedError] | None:
     """Compares the view of a committed epoch with its record; one that was never made has no damage.
 
-    A copy in which a link became what it led to is as good as the original.
+    Returns an error per file or link that is not as it was written, by path in the epoch's folder; None if nothing of
+    the view is there. A copy in which a link became what it led to is as good as the original.
     """
     if record.orbax_view is None:
-        return Checked()
+        return {}
     view = Views().build(record)
     links = view.links | view.node_links
     places = [os.path.join(store.root, folder, path) for path in (*record.orbax_view, *view.links)]
     if not any(map(os.path.lexists, places)):
-        return Checked(absent=True)
+        return None
     damage = {}
     for path in sorted({*record.orbax_view, *links}):
         at = layout.join(folder, path)
@@ -475,7 +467,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> Checked:
             problem = found.problem
         if problem:
             damage[path] = DamagedError(at, problem)
-    return Checked(damage=damage)
+    return damage
 
 
 def _compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: bytes | None) -> str:
@@ -527,9 +519,9 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
         why = "; ".join((record.orbax_unsupported or {}).get("*", {}).values()) or "none was asked for"
         problem = f"the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
         raise UnsupportedError(f"{where}: {problem}")
-    checked, view = check(store, folder, record), Views().build(record)
+    damage, view = check(store, folder, record), Views().build(record)
     links = view.links | view.node_links
-    wrong = {*record.orbax_view, *links} if checked.absent else checked.damage.keys()
+    wrong = {*record.orbax_view, *links} if damage is None else damage.keys()
     by_node = view.node_links.keys()  # in a node's folder, of which nothing else is exchanged
     parts = sorted(wrong & by_node | {path.split("/")[0] for path in wrong - by_node})
     if not parts:
