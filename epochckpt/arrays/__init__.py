@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from epochckpt.arrays.reader import EpochReader, NodeFile, Request
 from epochckpt.arrays.snapshot import Planner
-from epochckpt.arrays.targets import Shardings
+from epochckpt.arrays.targets import Shardings, TreeMetadata
 
-__all__ = ["EpochReader", "NodeFile", "Planner", "Request", "Shardings"]
+__all__ = ["EpochReader", "NodeFile", "Planner", "Request", "Shardings", "TreeMetadata"]

@@ -27,13 +27,12 @@ from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
 from epochckpt.arrays.reader import EpochReader, NodeFile
 from epochckpt.arrays.restore import TreeRequest, keeps_kind, restore_tree
-from epochckpt.arrays.targets import by_patterns, by_transforms
+from epochckpt.arrays.targets import by_patterns, by_transforms, plain_target
 from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
 from epochckpt.format import DataFile, Nodes, checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.orbax import Handlers, HandlerSave, handlers, options
-from epochckpt.orbax.tree_metadata import plain_target
 
 
 class Nothing:

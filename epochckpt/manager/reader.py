@@ -16,7 +16,7 @@ from etils import epath
 from jax.core import Tracer
 
 from epochckpt._threads import Pool
-from epochckpt.arrays import EpochReader, Request, Shardings, items
+from epochckpt.arrays import EpochReader, Request, Shardings, TreeMetadata, items
 from epochckpt.arrays.items import Nothing, RestoreContext
 from epochckpt.arrays.restore import ArraySource, read_leaves, read_values
 from epochckpt.commit import Commits, attached_metrics
@@ -24,7 +24,7 @@ from epochckpt.errors import InvalidArgumentError, UnknownNameError
 from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
-from epochckpt.orbax import TreeMetadata, view
+from epochckpt.orbax import view
 
 PIECE_ELEMENTS = 2**22  # the most that a piece of an array has, unless the caller asks for another number
 _SCALARS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}

@@ -7,7 +7,6 @@ name; the view that is written beside an epoch lets stock Orbax read the epoch w
 from epochckpt.orbax.handlers import Handlers, HandlerSave
 from epochckpt.orbax.step_names import StepNames
 from epochckpt.orbax.steps import OrbaxRecord
-from epochckpt.orbax.tree_metadata import TreeMetadata
 from epochckpt.orbax.view import Views
 
-__all__ = ["HandlerSave", "Handlers", "OrbaxRecord", "StepNames", "TreeMetadata", "Views"]
+__all__ = ["HandlerSave", "Handlers", "OrbaxRecord", "StepNames", "Views"]
