@@ -53,25 +53,6 @@ class RestoreContext:
         return [old[name] if name in old else next(left) for name in self.nodes.names]
 
 
-def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, context: RestoreContext) -> Any:
-    """Restores an item of kind `node`, by node name if this process hosts several; `Nothing` if none saved it."""
-    nodes = context.nodes
-    asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
-    given = {} if asked.by_node and asked.item is None else asked.item
-    targets = of_hosted(name, given, asked.by_node, nodes, "NodeRestore(by_node=True), with targets by node name")
-    states = _states(reader, name, asked, context, targets)
-    if asked.by_node:
-        return {nodes.names[number]: state for number, state in states.items()}
-    if states:
-        return states[nodes.hosted[0]]
-    if args is None:
-        return Nothing()
-    raise InvalidArgumentError(
-        f"item {name!r} of epoch {reader.record.epoch}: the node whose place {nodes.hosted_names[0]} takes saved "
-        "none; leave the item out, or pass NodeRestore(by_node=True), which leaves out the node"
-    )
-
-
 def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) -> dict[int, Any]:
     """Values by node number, in that order: the value of the only node of this process, or a dict by node name."""
     if not by_node:
@@ -92,22 +73,26 @@ def of_hosted(name: str, values: Any, by_node: bool, nodes: Nodes, advice: str) 
     return {number: values[nodes.names[number]] for number in nodes.hosted if nodes.names[number] in values}
 
 
-def _states(
-    reader: EpochReader, name: str, args: NodeRestore, context: RestoreContext, targets: Mapping[int, Any]
-) -> dict[int, Any]:
-    """The value for each node of this process, by node number; nodes without a value are left out."""
+def _restore_node(reader: EpochReader, name: str, args: NodeRestore | None, context: RestoreContext) -> Any:
+    """Restores an item of kind `node`, by node name if this process hosts several; `Nothing` if none saved it."""
     record, nodes = reader.record, context.nodes
+    asked = NodeRestore(by_node=len(nodes.hosted) > 1) if args is None else args
+    given = {} if asked.by_node and asked.item is None else asked.item
+    targets = of_hosted(name, given, asked.by_node, nodes, "NodeRestore(by_node=True), with targets by node name")
+    # Which old node's value each node of this process gets, by number; or new values, made of all the old ones.
     count, now = len(record.nodes), len(nodes)
+    sources: dict[int, int] = {}
+    states: dict[int, Any] = {}
     if count == now:
         places = context.successions([n.name for n in record.nodes])
         sources = {number: places[number] for number in nodes.hosted}
-    elif args.reshard is not None:
+    elif asked.reshard is not None:
         of_nodes = [reader.of_node(n, name) if reader.has(n, name) else None for n in range(count)]
         old = [None if node is None else restore_tree(node, name, TreeRequest()) for node in of_nodes]
-        new = list(args.reshard(old, count, now))
+        new = list(asked.reshard(old, count, now))
         if len(new) != now:
             raise InvalidArgumentError(f"item {name!r}: reshard returned {len(new)} states for {now} nodes")
-        return {number: new[number] for number in nodes.hosted}
+        states = {number: new[number] for number in nodes.hosted}
     elif record.items[name].same:
         sources = {number: number % count for number in nodes.hosted}
     else:
@@ -115,11 +100,21 @@ def _states(
             f"item {name!r} of epoch {record.epoch} differs per node and was saved by {count} nodes; this job "
             f"has {now}: pass NodeRestore(reshard=…), which makes new states of the old ones"
         )
-    return {
-        number: restore_tree(reader.of_node(old, name), name, TreeRequest(plain_target(targets.get(number))))
-        for number, old in sources.items()
-        if reader.has(old, name)
-    }
+    # Nodes whose old node saved no value are left out.
+    for number, source in sources.items():
+        if reader.has(source, name):
+            request = TreeRequest(plain_target(targets.get(number)))
+            states[number] = restore_tree(reader.of_node(source, name), name, request)
+    if asked.by_node:
+        return {nodes.names[number]: state for number, state in states.items()}
+    if states:
+        return states[nodes.hosted[0]]
+    if args is None:
+        return Nothing()
+    raise InvalidArgumentError(
+        f"item {name!r} of epoch {record.epoch}: the node whose place {nodes.hosted_names[0]} takes saved none; leave "
+        "the item out, or pass NodeRestore(by_node=True), which leaves out the node"
+    )
 
 
 _FILES = {"json": paths.JSON_FILE, "proto": "proto.pbtxt"}  # the names that Orbax's handlers use
@@ -194,8 +189,7 @@ def _save_item(name: str, args: Any, known: Handlers) -> SaveItem:
     if getattr(args, "ocdbt_target_data_file_size", None) is not None:
         logging.log_first_n(logging.INFO, "ocdbt_target_data_file_size has no effect: it is about Orbax's files", 1)
     tree = cast(name, args.item, getattr(args, "save_args", None))
-    attached = getattr(args, "custom_metadata", None)
-    attached = checksums.pack_json(attached, f"item {name!r}: custom_metadata")
+    attached = checksums.pack_json(getattr(args, "custom_metadata", None), f"item {name!r}: custom_metadata")
     return SaveItem(name, "arrays", handler_name, tree, custom_metadata=attached)
 
 

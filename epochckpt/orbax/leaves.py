@@ -23,16 +23,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from epochckpt.errors import (
-    AccessError,
-    DamagedError,
-    EpochCheckpointError,
-    FormatError,
-    StorageError,
-    UnsupportedError,
-    is_passing,
-    unreadable,
-)
+from epochckpt.errors import DamagedError, EpochCheckpointError, StorageError, UnsupportedError, is_passing, unreadable
 from epochckpt.format import ArrayItem, Box, ItemRecord, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import steps
@@ -58,6 +49,8 @@ _INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database
 _Reading = Callable[[], contextlib.AbstractContextManager[None]]
 Part = tuple["StoredLeaf", Box, np.ndarray]
 """An array, the box of it that is read, and the buffer that the box is read into."""
+
+_Done = tuple[Part, EpochCheckpointError | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +78,7 @@ class StoredLeaf:
 
 
 class OrbaxItem:
-    """One array item of a step; its metadata is read now, arrays later.
-
-    `bare`: the caller knows that the item is a single array, as `ArrayCheckpointHandler` writes it.
-    """
+    """One array item of a step; its metadata is read now, arrays later. `bare`: it is known to be a single array."""
 
     def __init__(self, store: Store, at: str, epoch: int, handler: str = "", bare: bool = False):
         self._store, self._at, self._epoch = store, at, epoch
@@ -129,10 +119,9 @@ class OrbaxItem:
         return out
 
     def record(self, handler: str, target: Any, reading: _Reading) -> ItemRecord:
-        """The item as our records would have it.
+        """The item as our records would have it; `reading` surrounds each read of a value that is no array.
 
-        Leaves get the names that they have in `target`, where a key may be a number or text. `reading` surrounds each
-        read of a value that is no array.
+        Leaves get the names that they have in `target`, where a key may be a number or text.
         """
         pairs = [] if target is None else tree_lib.flatten(target)[0]
         names = {_as_text(path): tree_lib.leaf_name(path) for path, _ in pairs}
@@ -171,8 +160,7 @@ class OrbaxItem:
         try:
             entries = [_entry(row) for row in tree["tree_metadata"].values()]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            where = paths.join(self._at, steps.TREE_RECORD)
-            raise FormatError(where, f"is not what Orbax writes there: {error!r}") from None
+            raise steps.unexpected(paths.join(self._at, steps.TREE_RECORD), error) from None
         inner = {path[:depth] for path, *_ in entries for depth in range(len(path))}
         entries = [entry for entry in entries if entry[0] not in inner]  # what is left over from partial saves goes
         params = [".".join(str(key) for _, key in path) for path, *_ in entries]
@@ -263,9 +251,7 @@ class OrbaxItem:
         with self._tensorstore(row.leaf.name):
             return self._numbers[row.leaf.sharding].result().item()
 
-    def read(
-        self, parts: Iterable[Part], one_by_one: bool = False
-    ) -> Iterator[tuple[Part, EpochCheckpointError | None]]:
+    def read(self, parts: Iterable[Part], one_by_one: bool = False) -> Iterator[_Done]:
         """Reads parts of arrays, many at the same time; gives each, with its error, in order.
 
         If parts of one array share chunks and come one after another, as from `in_bands`, each chunk is decoded once.
@@ -367,7 +353,7 @@ class OrbaxItem:
             raise UnsupportedError(f"{self._at}: {str(error)[:500]}") from error
         except _TOLERATED as error:
             if "PERMISSION_DENIED" in str(error):
-                raise AccessError(f"{self._at}: {str(error)[:500]}") from error
+                raise unreadable(self._at, PermissionError(str(error)[:500])) from error
             code = error.errno if isinstance(error, OSError) else errno_in(error)
             if code and is_passing(found := OSError(code, str(error)[:500])):
                 raise StorageError(self._at, found) from error

@@ -34,10 +34,8 @@ class StepNames:
         self._readable = tuple(getattr(name_format, "read_name_formats", ())) or (name_format,)
         for known in (name_format, *self._readable):
             if not _ENDING.search(known.build_name(7)):
-                raise UnsupportedError(
-                    f"step_name_format {known} builds names that do not end in the step's number; "
-                    "use a standard_name_format"
-                )
+                problem = "builds names that do not end in the step's number; use a standard_name_format"
+                raise UnsupportedError(f"step_name_format {known} {problem}")
 
     @classmethod
     def of(cls, options: ocp.CheckpointManagerOptions) -> StepNames:

@@ -138,10 +138,7 @@ def look(store: Store, at: str) -> dict[str, str]:
 
     def read() -> list[tuple[str, str]]:
         with os.scandir(place) as entries:
-            return [
-                (e.name, _kind(e.is_symlink(), e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)))
-                for e in entries
-            ]
+            return [(entry.name, _kind(entry)) for entry in entries]
 
     return dict(sorted(patiently(place, read)))
 
@@ -184,8 +181,10 @@ def check_files(store: Store, at: str) -> None:
                     raise DamagedError(path, problem)
 
 
-def _kind(link: bool, folder: bool, file: bool) -> str:
-    return "link" if link else "folder" if folder else "file" if file else "other"
+def _kind(entry: os.DirEntry[str]) -> str:
+    if entry.is_symlink():
+        return "link"
+    return "folder" if entry.is_dir() else "file" if entry.is_file() else "other"
 
 
 def _kind_of(path: str, target: str) -> str:
@@ -196,7 +195,7 @@ def _kind_of(path: str, target: str) -> str:
         raise
     except OSError:  # missing, or a link to itself
         return "nothing"
-    return _kind(False, stat.S_ISDIR(mode), stat.S_ISREG(mode))
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
 
 def _is_ours(store: Store, folder: str, entries: Mapping[str, str], record: Mapping[str, Any] | None) -> bool:
@@ -420,6 +419,11 @@ def half_written(epoch: int, path: str, problem: str, leaf: str | None = None) -
     )
 
 
+def unexpected(path: str, error: Exception) -> FormatError:
+    """The error for a file that was understood as JSON, but not as what Orbax writes there."""
+    return FormatError(path, f"is not what Orbax writes there: {error!r}")
+
+
 def nbytes(store: Store, folder: str) -> int:
     """Bytes of all files of a step; folders behind symlinks, and what is no file, are none of it."""
     total, waiting = 0, [folder]
@@ -448,7 +452,7 @@ def prng_impls(store: Store, at: str) -> dict[str, str]:
                 if impl is not None:
                     found[str(one["param_name"])] = str(impl)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise FormatError(path, f"is not what Orbax writes there: {error!r}") from None
+            raise unexpected(path, error) from None
     return found
 
 

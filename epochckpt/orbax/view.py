@@ -209,10 +209,7 @@ def _key_metadata(arrays: ArrayItem, handler: str) -> dict[str, bool]:
 
 
 class _ItemView:
-    """An item's leaves as Orbax's parameters: what stays the same from epoch to epoch while `key` does.
-
-    `key` is what that depends on: the item's arrays, where they lie, the types of its Python values.
-    """
+    """An item's leaves as Orbax's parameters: what stays the same while `key`, all that it depends on, does."""
 
     def __init__(
         self, key: Any, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem, scalars: _Scalars
