@@ -4,8 +4,6 @@ Promises: every node computes the same plan without talking; no byte reaches the
 Nothing here decides whether an epoch exists: see `epochckpt.commit`.
 """
 
-from __future__ import annotations
-
 from epochckpt.arrays.reader import EpochReader, NodeFile, Request
 from epochckpt.arrays.snapshot import Planner
 from epochckpt.arrays.targets import Shardings, TreeMetadata

@@ -5,8 +5,6 @@ place of one of them. In a job of another number `NodeRestore(reshard=…)` make
 a value that was the same on every node goes to every node, and any other is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -3,8 +3,6 @@
 A plan is computed once per tree structure, shapes and shardings, and kept; the training thread compares its `key`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

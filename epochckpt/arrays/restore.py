@@ -1,7 +1,5 @@
 """Restores an item: matches the target (`targets`), reads the bytes (`reader`), and places arrays on devices."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -147,7 +145,6 @@ class _Assembly:
         self.rows: list[Mismatch] = []
 
     def run(self, requests: Sequence[LeafRequest]) -> list[Any]:
-        """The value of each request."""
         buffers = [self._plan(request) for request in requests]
         self.reader.read(self.reads)
         # One device_put for all leaves: a call per leaf would cost more than the copies of small ones.

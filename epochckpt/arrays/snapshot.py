@@ -1,7 +1,7 @@
 """From the arguments of `save()` to a snapshot: the plan, and the copies that training can no longer change.
 
-On the training thread `Planner.plan` finds or makes a `SavePlan`, and `SavePlan.snapshot` makes a `Snapshot` of it.
-After that training may change, or donate, everything:
+`Planner.plan` finds or makes a `SavePlan`, and `SavePlan.snapshot` a `Snapshot`, on the training thread. After that
+training may change, or donate, everything:
 
 - jax arrays on CPU: zero-copy views of the owned shards (a view keeps a donated buffer alive). Small ones are copied.
   Large ones leave a sample of their bytes, because jax may alias NumPy memory that the caller can still change.
@@ -9,8 +9,6 @@ After that training may change, or donate, everything:
   memory where the backend has it. They are awaited, because a copy that has only begun is not safe from donation.
 - NumPy leaves: copied. Only the files of an import (`mmap.Mapped`) are streamed from the page cache, with a sample.
 """
-
-from __future__ import annotations
 
 import collections
 import dataclasses
@@ -48,54 +46,6 @@ class SavedTree(NamedTuple):
     data: list[Any]  # its leaves in flattening order; in a snapshot one Buffer per cell, in file order
 
 
-@dataclasses.dataclass(frozen=True)
-class SavePlan:
-    """What this process does for one save. Nothing has been copied or run yet."""
-
-    items: Sequence[SaveItem]
-    trees: Sequence[SavedTree]  # every pytree of the items that this process writes
-    digest: Callable[[], str]  # gives the digest that all processes compare; computed with the first call
-    primary: bool  # whether this process writes what only one process writes
-
-    @property
-    def copied_bytes(self) -> int:
-        """Host memory that the snapshot will hold."""
-        return sum(tree.plan.copied_bytes for tree in self.trees)
-
-    @property
-    def runs_handlers(self) -> bool:
-        """Whether handlers that are not ours take part."""
-        return any(item.run is not None for item in self.items)
-
-    def snapshot(self) -> Snapshot:
-        """Takes the snapshot. Handlers that are not ours run their blocking part here."""
-        # The records of the items. A node's own tree is recorded by that node, not by the epoch.
-        items = {item.name: ItemRecord(item.kind, item.handler) for item in self.items}
-        wanted = {item.name: item for item in self.items}
-        own: dict[int, dict[str, ItemRecord]] = {}
-        for plan, node, leaves in self.trees:
-            item = wanted[plan.item.name]
-            python = (i for i, leaf in enumerate(plan.item.leaves) if leaf.kind in tree_lib.VALUE_KINDS)
-            values = {i: tree_lib.value_to_json(leaves[i]) for i in python}
-            tree = ItemRecord("arrays", "", plan.item, values, item.custom_metadata)
-            if item.kind == "node":
-                own.setdefault(node, {})[item.name] = tree
-            else:
-                items[item.name] = dataclasses.replace(tree, handler=item.handler)
-        # Handlers run one by one: those that have begun are ended when a later one, or a copy, fails.
-        running: list[HandlerSave] = []
-        try:
-            for run in (item.run for item in self.items if item.run is not None):
-                running.append(run())
-            trees = [SavedTree(plan, node, take(plan, leaves)) for plan, node, leaves in self.trees]
-        except BaseException:
-            for save in running:
-                save.discard()
-            raise
-        files = {(item.name, item.file[0]): item.file[1] for item in self.items if item.file and self.primary}
-        return Snapshot(trees, items, own, files, running, self.digest, self.copied_bytes)
-
-
 @dataclasses.dataclass
 class Snapshot:
     """What a save holds once the training thread goes on."""
@@ -131,6 +81,53 @@ class Snapshot:
         for save in self.running:
             save.discard()
         self.running = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SavePlan:
+    """What this process does for one save. Nothing has been copied or run yet."""
+
+    items: Sequence[SaveItem]
+    trees: Sequence[SavedTree]  # every pytree of the items that this process writes
+    digest: Callable[[], str]  # gives the digest that all processes compare; computed with the first call
+    primary: bool  # whether this process writes what only one process writes
+
+    @property
+    def copied_bytes(self) -> int:
+        return sum(tree.plan.copied_bytes for tree in self.trees)
+
+    @property
+    def runs_handlers(self) -> bool:
+        """Whether handlers that are not ours take part."""
+        return any(item.run is not None for item in self.items)
+
+    def snapshot(self) -> Snapshot:
+        """Takes the snapshot. Handlers that are not ours run their blocking part here."""
+        # The records of the items. A node's own tree is recorded by that node, not by the epoch.
+        items = {item.name: ItemRecord(item.kind, item.handler) for item in self.items}
+        wanted = {item.name: item for item in self.items}
+        own: dict[int, dict[str, ItemRecord]] = {}
+        for plan, node, leaves in self.trees:
+            item = wanted[plan.item.name]
+            python = (i for i, leaf in enumerate(plan.item.leaves) if leaf.kind in tree_lib.VALUE_KINDS)
+            values = {i: tree_lib.value_to_json(leaves[i]) for i in python}
+            tree = ItemRecord("arrays", "", plan.item, values, item.custom_metadata)
+            if item.kind == "node":
+                own.setdefault(node, {})[item.name] = tree
+            else:
+                items[item.name] = dataclasses.replace(tree, handler=item.handler)
+        # Handlers run one by one: those that have begun are ended when a later one, or a copy, fails.
+        running: list[HandlerSave] = []
+        try:
+            for run in (item.run for item in self.items if item.run is not None):
+                running.append(run())
+            trees = [SavedTree(plan, node, take(plan, leaves)) for plan, node, leaves in self.trees]
+        except BaseException:
+            for save in running:
+                save.discard()
+            raise
+        files = {(item.name, item.file[0]): item.file[1] for item in self.items if item.file and self.primary}
+        return Snapshot(trees, items, own, files, running, self.digest, self.copied_bytes)
 
 
 class Planner:

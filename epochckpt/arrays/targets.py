@@ -5,14 +5,12 @@ have changed since the save, `Sources` find the recorded leaves. Their names are
 as `layers/0/kernel`, whatever the type of the key 0 is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -458,7 +456,7 @@ class TreeMetadata:
         return children, (treedef, _Aside(self.custom_metadata))
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Iterable[Any]) -> TreeMetadata:
+    def tree_unflatten(cls, aux: Any, children: Iterable[Any]) -> Self:
         return cls(aux[0].unflatten(children), aux[1].value)
 
     def __getitem__(self, key: Any) -> Any:

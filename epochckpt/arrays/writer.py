@@ -4,8 +4,6 @@ What these functions return is durable, except `node.json`, which comes last (se
 written, and hashed again where its memory is not ours: memory that changed meanwhile fails the attempt.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import io

@@ -40,8 +40,7 @@ OURS: Mapping[type, str] = {
 """What our engine does for an unmodified handler of Orbax's."""
 
 _ENGINE = (*(c for c, kind in OURS.items() if kind not in ("json", "proto")), ocp.handlers.CompositeCheckpointHandler)
-MAX_FILES = 4096
-"""How many files a handler may write on one node for one item."""
+MAX_FILES = 4096  # that a handler may write on one node for one item
 
 
 class HandlerSave:

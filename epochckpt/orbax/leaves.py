@@ -29,8 +29,9 @@ from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import steps
 from epochckpt.storage import Store
 
-UNKNOWN = "unknown"
-"""Kind of a leaf that cannot be looked into: it is damaged, or a user's type handler wrote it."""
+UNKNOWN = (
+    "unknown"  # kind of a leaf that cannot be looked into: it is damaged, or of a type that a user's handler wrote
+)
 
 _EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}  # as Orbax restores them
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
@@ -47,9 +48,7 @@ _SLACK_BYTES = 2**24  # of that cache: entries take a little more than their chu
 _INDEX_BYTES = 2**27  # bound on what is kept of the index of an OCDBT database
 
 _Reading = Callable[[], contextlib.AbstractContextManager[None]]
-Part = tuple["StoredLeaf", Box, np.ndarray]
-"""An array, the box of it that is read, and the buffer that the box is read into."""
-
+Part = tuple["StoredLeaf", Box, np.ndarray]  # an array, the box of it that is read, and the buffer for the box
 _Done = tuple[Part, EpochCheckpointError | None]
 
 

@@ -13,8 +13,7 @@ import google_crc32c
 MANIFEST = "manifest.ocdbt"
 NODE = "index.0"
 
-Piece = tuple[str, int, int]
-"""(file relative to the database's folder, offset, length in bytes)."""
+Piece = tuple[str, int, int]  # file relative to the database's folder, offset, length in bytes
 
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE

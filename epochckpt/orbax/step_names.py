@@ -3,11 +3,9 @@
 By content: a name alone proves nothing.
 """
 
-from __future__ import annotations
-
 import os
 import re
-from typing import Any
+from typing import Any, Self
 
 import orbax.checkpoint as ocp
 
@@ -38,7 +36,7 @@ class StepNames:
                 raise UnsupportedError(f"step_name_format {known} {problem}")
 
     @classmethod
-    def of(cls, options: ocp.CheckpointManagerOptions) -> StepNames:
+    def of(cls, options: ocp.CheckpointManagerOptions) -> Self:
         """The names that a manager's options ask for."""
         if options.step_name_format is not None:
             return cls(options.step_name_format)

@@ -71,8 +71,7 @@ _ZARR_DTYPES = frozenset(  # those of ours that TensorStore's zarr knows
 _PREFIX = "view-"  # of folders that repairs work in
 _warned: set[str] = set()  # directories; once per process
 
-Run = Callable[[list[Callable[[], None]]], None]
-"""Runs calls, in parallel if it likes; raises the first error."""
+Run = Callable[[list[Callable[[], None]]], None]  # runs calls, in parallel if it likes; raises the first error
 
 _Scalars = Mapping[int, tuple[str, bytes] | None]
 """(dtype, bytes) of an item's Python values by leaf number; None for those that Orbax cannot have."""
@@ -142,9 +141,8 @@ class Views:
     def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> str:
         """Adds an item of arrays; returns why Orbax can have none of it, if so."""
         places = tuple((n.folder, tuple(f for f in n.files if f.item == name)) for n in record.nodes)
-        values = {
-            i: tree_lib.value_from_json(arrays.leaves[i].name, arrays.leaves[i].kind, v) for i, v in item.values.items()
-        }
+        leaves = arrays.leaves
+        values = {i: tree_lib.value_from_json(leaves[i].name, leaves[i].kind, v) for i, v in item.values.items()}
         scalars = {i: _scalar(v) for i, v in values.items()}
         key = arrays, places, {i: s and s[0] for i, s in scalars.items()}, item.handler, item.custom_metadata
         known = self._known.get(name)
