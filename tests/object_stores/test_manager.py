@@ -62,6 +62,7 @@ def test_a_run_is_kept_and_continued(cloud: Bucket) -> None:
         assert manager.restore(None)["epoch"] == 4
 
 
+@pytest.mark.slow
 def test_several_processes_save_and_others_restore(cloud: Bucket) -> None:
     """Two save, sharded; two, and then one, restore another cut."""
     url = cloud.new_url()

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 
 from epochckpt.errors import AccessError, InvalidArgumentError, StorageError, UnsupportedError
-from epochckpt.storage import Entry, Store, object_client, open_store
-from epochckpt.storage.object_client import CHUNK_BYTES
+from epochckpt.storage import Entry, Store, object_client, object_store, open_store
 from epochckpt.testing import in_parallel, write_file
 from tests.support.object_servers import BUCKET, Bucket, Fault, Request
 
-LARGE = 3 * CHUNK_BYTES + 12345
+CHUNK = 5 << 20  # the least that S3 takes
+LARGE = 3 * CHUNK + 12345
 
 
 @pytest.fixture
@@ -29,6 +29,13 @@ def store(cloud: Bucket) -> Store:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a test need not wait for."""
     monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 8)
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parts of large files."""
+    for module in (object_client, object_store):
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
 
 
 def first(count: int, fault: Fault, kind: str = "") -> Callable[[Request], Fault | None]:
@@ -213,13 +220,13 @@ def test_a_url_that_names_no_store_is_refused(url: str) -> None:
 
 
 def pieces(writer_order: str) -> list[tuple[int, int]]:
-    step = 4 << 20
+    step = 2 << 20
     found = [(start, min(start + step, LARGE)) for start in range(0, LARGE, step)]
     return found[::-1] if writer_order == "backwards" else found
 
 
 @pytest.mark.parametrize("order", ["in order", "backwards", "in parallel"])
-def test_a_large_file_is_streamed_in_parts(order: str, cloud: Bucket, store: Store) -> None:
+def test_a_large_file_is_streamed_in_parts(order: str, cloud: Bucket, store: Store, chunks: None) -> None:
     """It appears only when it is finished, whatever the order of its pieces."""
     data = os.urandom(LARGE)
     writer = store.open_writer("large", LARGE)
@@ -238,7 +245,7 @@ def test_a_large_file_is_streamed_in_parts(order: str, cloud: Bucket, store: Sto
 
 
 @pytest.mark.parametrize("fault", ["lost", "status", "reset"])
-def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket, store: Store) -> None:
+def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket, store: Store, chunks: None) -> None:
     """Each request of an upload fails once: its beginning, its parts, its end."""
     data, failed = os.urandom(LARGE), set()
 
@@ -255,7 +262,7 @@ def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket,
     assert store.read("large", limit_bytes=LARGE) == data
 
 
-def test_a_large_file_that_is_given_up_leaves_nothing(cloud: Bucket, store: Store) -> None:
+def test_a_large_file_that_is_given_up_leaves_nothing(cloud: Bucket, store: Store, chunks: None) -> None:
     writer = store.open_writer("large", LARGE)
     data = os.urandom(LARGE)
     for a, b in pieces("")[:-1]:
@@ -268,7 +275,7 @@ def test_a_large_file_that_is_given_up_leaves_nothing(cloud: Bucket, store: Stor
     assert not store.exists("large")
 
 
-def test_an_upload_that_fails_is_an_error(cloud: Bucket, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_fails_is_an_error(cloud: Bucket, store: Store, chunks: None) -> None:
     cloud.proxy.decide = lambda request: Fault(status=400) if request.kind in ("PUT", "POST") else None
     with pytest.raises(StorageError, match=f"{store.root}/large.*400"):
         write_file(store, "large", os.urandom(LARGE))
