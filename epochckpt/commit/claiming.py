@@ -43,7 +43,9 @@ def report_takeover(store: Store, claim: str) -> None:
         found = json.loads(store.read(claim, limit_bytes=_MAX_BYTES))
         ago = _units.secs(max(time.time_ns() - found["claimed_ns"], 0) / 1e9)
         owner = f" (process {found['pid']:d} on host {found['host']:.200}, which claimed it {ago} ago)"
-        if found["host"] == socket.gethostname():
+        if (found["host"], found["pid"]) == (socket.gethostname(), os.getpid()):
+            owner += ", which is this process"
+        elif found["host"] == socket.gethostname() and found["pid"] > 0:
             os.kill(found["pid"], 0)
     except ProcessLookupError:
         logging.info("%s: takes over from a run that has ended without closing it%s", store.root, owner)
@@ -52,7 +54,7 @@ def report_takeover(store: Store, claim: str) -> None:
         logging.debug("%s: %s does not tell whether its run is alive", store.root, claim, exc_info=True)
     logging.warning(
         "%s: this process takes over from a run that did not close the directory%s. If it is alive, its next save "
-        "fails with FencedError: only the newest run that writes may save here. To look at a run, use read_only=True",
+        "fails with FencedError: only the newest run that writes may save here. To look at a run, write nothing",
         store.root,
         owner,
     )

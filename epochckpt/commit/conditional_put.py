@@ -16,7 +16,16 @@ from absl import logging
 from epochckpt import _threads
 from epochckpt.commit import claiming
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
-from epochckpt.errors import EpochCheckpointError, EpochExistsError, FencedError, SaveError, UncertainError
+from epochckpt.errors import (
+    DamagedError,
+    EpochCheckpointError,
+    EpochExistsError,
+    EpochNotFoundError,
+    FencedError,
+    FormatError,
+    SaveError,
+    UncertainError,
+)
 from epochckpt.format import parsing, paths, records
 
 _CLAIM, _CLOSED = "claim", "closed"
@@ -157,12 +166,18 @@ class PutCommits(Commits):
         try:
             self._check_fence(epoch)
         except FencedError as error:
+            reason = f"its record was put while a newer run took over: {error.reason}"
             try:
                 self.check_shallow(self.read_record(epoch))
-            except (EpochCheckpointError, OSError):  # swept: it must not be seen
+            except (DamagedError, FormatError, EpochNotFoundError):  # swept: it must not be seen
                 self._take_back(epoch, attempt, path, record, old)
                 raise error from None
-            raise UncertainError(epoch, f"its record was put while a newer run took over: {error.reason}") from error
+            except (EpochCheckpointError, OSError) as problem:
+                raise UncertainError(epoch, f"{reason}; what is there cannot be read: {problem}") from error
+            raise UncertainError(epoch, reason) from error
+        except OSError as error:
+            reason = f"its record was put, but whether a newer run has taken over cannot be read: {error}"
+            raise UncertainError(epoch, reason) from error
         self._folders[epoch] = self.names.build(epoch)
         return None if old is None or replaces is None else partial(self.discard, epoch, str(replaces.attempt))
 

@@ -80,7 +80,7 @@ class CopyUpload(UploadTaskGroupBuilder):
     ([2], True)
 
     Args:
-        destination: a path, or a URL that TensorStore knows; made if missing.
+        destination: a path, or the URL of an object store; made if missing.
         replace: another epoch of this number that is there gives way when the copy is complete, and is removed; else it
             is an error.
         timeout_secs: how long the nodes wait for the slowest of them to copy its folder.

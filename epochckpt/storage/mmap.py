@@ -23,7 +23,7 @@ def open_map(file: str | os.PathLike[str]) -> Mapped:
 def release(array: np.ndarray, start: int = 0, stop: int | None = None) -> None:
     """Removes pages of a C-contiguous `Mapped`, from byte `start` to `stop`, from the memory of this process.
 
-    They stay in the page cache, and reading brings them back. Else a file that is read once would count in full.
+    They stay in the page cache, and reading brings them back. Without this a file that is read once counts in full.
     """
     owner: Any = array
     while isinstance(owner, np.ndarray):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
+from epochckpt import _threads
 from epochckpt.errors import AccessError, InvalidArgumentError, StorageError, UnsupportedError
 from epochckpt.storage.store import check_path, too_large
 
@@ -34,6 +35,7 @@ _PAUSES_SECS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0)  # before a request is r
 _QUIET_SECS = 3.0  # of repeating, before it is said
 _GIVE_UP_SECS = 60.0  # no request is repeated after that
 _URL = re.compile(r"(gs|s3|memory)://([^/?#]+)/*([^?#]*)")
+_PREFIX = re.compile(r"(?:(?!\.{1,2}/)[^/\x00-\x1f\x7f]+/)*(?!\.{1,2}/?$)[^/\x00-\x1f\x7f]+/*")
 _STATUS = re.compile(r"status code: (\d+)")
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})
 _NO_CREDENTIALS = re.compile(r"//169\.254\.|//metadata\.google|token request")
@@ -94,6 +96,10 @@ class Client:
                 f"{root!r} names no store: expected gs://bucket/run, s3://bucket/run or memory://name"
             )
         scheme, bucket, prefix = found.groups()
+        if prefix and not _PREFIX.fullmatch(prefix):
+            raise InvalidArgumentError(
+                f"{root!r}: an empty part, '.', '..' or a control character is in no object's name"
+            )
         self._prefix = prefix.rstrip("/") + "/" if prefix else ""
         if scheme == "memory":
             self.kv = self._streams = _memory()
@@ -192,14 +198,16 @@ class Client:
     def ask(self, path: str, doing: str, call: Callable[[], T], confirm: Callable[[], T] | None = None) -> T:
         """Calls the store, and again while it refuses for the moment.
 
-        `confirm` is called where a conditional write that is repeated meets what may be its own work.
+        `confirm` is called where a conditional write that is repeated meets what may be its own work. On the main
+        thread a signal's handler, such as Ctrl-C's, need not wait for the answer.
         """
         from obstore import exceptions
 
+        alone = threading.current_thread() is threading.main_thread()
         name, began, said = self.name(path), time.monotonic(), False
         for number, pause in enumerate((*_PAUSES_SECS, None)):
             try:
-                return call()
+                return _threads.start(call).result() if alone else call()
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise self._no_bucket() from error

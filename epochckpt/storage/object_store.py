@@ -156,7 +156,7 @@ class _Reader(Reader):
             raise ValueError(f"{name} is closed")
         if offset < 0:
             raise ValueError(f"{name}: offset {offset}; expected at least 0")
-        if offset + length > self._size:
+        if length and offset + length > self._size:
             raise EOFError(f"{name}: has {self._size} bytes, not the {length} from {offset} on")
         if length:
             get = functools.partial(obstore.get_range, client.kv, client.key(self._path), start=offset, length=length)
@@ -173,7 +173,7 @@ class _Reader(Reader):
 class _Writer(Writer):
     """One new object. A small one is put by `finish`; a large one is uploaded in parts while it is written.
 
-    The upload takes the pieces in their order. One that comes early is kept; one whose turn it is waits for room.
+    The upload takes the pieces in their order, and keeps those that come early. A write returns when there is room.
     """
 
     def __init__(self, client: Client, path: str, size: int):
@@ -219,9 +219,7 @@ class _Writer(Writer):
                 raise
         finally:
             with self._lock:
-                self._ended = True
-                self._ready.clear()
-                self._lock.notify_all()
+                self._end()
 
     def _pieces(self) -> Iterator[bytes]:
         """What the upload takes, in order. An error makes it give up and remove its parts."""
@@ -243,7 +241,8 @@ class _Writer(Writer):
             if self._closed:
                 raise ValueError(f"{self._name} is closed")
             self._closed = True
-            if self._written != self._size:
+            if self._written != self._size or self._next != self._size:
+                self._end()
                 raise ValueError(f"{self._name}: {self._written} of {self._size} bytes written; not finished")
             data = b"" if self._upload else b"".join(self._ready)
         if self._upload is None:
@@ -254,7 +253,11 @@ class _Writer(Writer):
     def abort(self) -> None:
         """Ends the upload, which removes its parts, and frees the memory."""
         with self._lock:
-            self._closed = self._ended = True
-            self._early.clear()
-            self._ready.clear()
-            self._lock.notify_all()
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._early.clear()
+        self._ready.clear()
+        self._lock.notify_all()

@@ -95,7 +95,8 @@ class Writer(ABC):
         """Makes the content durable and closes. Called once, after every `write` has returned.
 
         After an OSError the file is not durable, and must not be used: write a new file. FileExistsError if another
-        writer finished it first (object stores); ValueError if bytes are missing, or the writer is closed.
+        writer finished it first (object stores, for a file of one request: the name of a larger one must be the
+        caller's own); ValueError if bytes are missing, or the writer is closed.
         """
 
     @abstractmethod
@@ -210,6 +211,8 @@ class Store(ABC):
     def rename(self, src: str, dst: str, *, replace: bool = False) -> None:
         """Renames a file or folder atomically; with `replace` a file also onto a file, which is replaced.
 
+        A folder with content is never replaced.
+
         Some file systems (exFAT, some FUSE and network file systems) can neither refuse an existing name nor have hard
         links. There a file or an empty folder that appears at `dst` during the call is replaced. A caller that must
         not rely on one winner uses a `src` that no other caller can have.
@@ -232,7 +235,10 @@ class Store(ABC):
         raise io.UnsupportedOperation(f"{self.root} cannot copy {src!r} to {dst!r}")
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchanges two files or folders atomically; io.UnsupportedOperation if the file system cannot."""
+        """Exchanges two files or folders atomically.
+
+        FileNotFoundError if one is missing, io.UnsupportedOperation if the file system cannot.
+        """
         raise io.UnsupportedOperation(f"{self.root} cannot exchange {one!r} and {other!r}")
 
     def put(self, path: str, data: bytes, *, draft: str, replace: bool = False) -> None:

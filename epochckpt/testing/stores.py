@@ -142,7 +142,7 @@ class StoreContract:
             parts = [memoryview(buffer)[i * quarter : (i + 1) * quarter].cast("I") for i in range(4)]
             calls = [lambda i=i: reader.read_into(i * quarter, parts[i]) for i in range(4)]
             assert in_parallel(calls) == [None] * 4
-            reader.read_into(len(data), memoryview(b"").cast("B"))  # nothing, at the end
+            reader.read_into(len(data) + 1, memoryview(b"").cast("B"))  # nothing, beyond the end
             assert b"".join(reader.pieces()) == data
         assert buffer == data
 

@@ -400,7 +400,7 @@ def test_a_claim_sweeps_nothing_that_is_not_an_attempt_of_this_directory(
     with ec.CheckpointManager(root) as above:
         commit(above, 11)
         assert above.all_steps() == [11]
-    assert [future.result(60) for future in started]  # among them the sweep
+    assert all(future.wait(60) for future in started)  # among them the sweep
     for run in ("5", "6"):
         with ec.CheckpointManager(f"{root}{run}") as manager:
             assert values(manager) == {1: 1.0, 2: 2.0}

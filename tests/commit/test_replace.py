@@ -28,6 +28,7 @@ from epochckpt.errors import (
     FencedError,
     InvalidArgumentError,
     SaveError,
+    StorageError,
     UncertainError,
 )
 from epochckpt.storage import PosixStore
@@ -474,6 +475,33 @@ def test_a_record_that_a_newer_run_swept_away_gives_way_to_the_old_one(monkeypat
     newer[0].reload()
     assert value_of(newer[0], 1) == 1
     newer[0].close()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_store_that_falls_silent_after_the_record_is_put_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """Whether a newer run has taken over cannot be seen: nothing is taken back, and the error says so."""
+    url, check, looks = f"memory://{uuid.uuid4().hex}/", conditional_put.PutCommits._check_fence, [0]
+
+    def third_fails(*given: Any) -> None:
+        looks[0] += 1
+        if looks[0] == 3:
+            raise StorageError("head", OSError(errno.EIO, "no answer"))
+        check(*given)
+
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1, 1)
+        epoch = 1 if overwrite else 2
+        if overwrite:
+            manager.allow_overwrite(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(conditional_put.PutCommits, "_check_fence", third_fails)
+            manager.save(epoch, args=args(10))
+            with pytest.raises(UncertainError, match="whether a newer run has taken over cannot be read"):
+                manager.wait_until_finished()
+    with ec.CheckpointManager(url) as manager:
+        assert value_of(manager, epoch) == 10
 
 
 def test_processes_replace_together(tmp_path: pathlib.Path) -> None:

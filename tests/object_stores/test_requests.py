@@ -1,5 +1,6 @@
 """What one request to a bucket promises: it ends, it says what it met, and a lost answer loses nothing."""
 
+import _thread
 import logging
 import os
 import socket
@@ -213,6 +214,27 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
             open_store("gs://bucket/run").list("")
 
 
+def test_ctrl_c_does_not_wait_for_an_answer(cloud: Bucket, store: Store) -> None:
+    """A server that falls silent does not hold the main thread."""
+    held = threading.Event()
+
+    def decide(request: Request) -> Fault:
+        _thread.interrupt_main()
+        return Fault(held=held)
+
+    cloud.proxy.decide = decide
+    with pytest.raises(KeyboardInterrupt):
+        store.read("a", limit_bytes=1)
+    assert not held.is_set()
+    held.set()
+
+
+@pytest.mark.parametrize("prefix", ["a//b", "./a", "a/..", "a\nb"])
+def test_a_folder_that_no_object_can_be_in_is_refused(prefix: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="in no object's name"):
+        open_store(f"memory://name/{prefix}")
+
+
 @pytest.mark.parametrize("url", ["az://bucket/run", "gs://", "s3:///run", "gs://bucket/run?x=1", "s3://bucket/a#b"])
 def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="expected gs://bucket/run"):
@@ -273,6 +295,17 @@ def test_a_large_file_that_is_given_up_leaves_nothing(cloud: Bucket, store: Stor
         assert upload.wait(30)
     assert counts.get("DELETE", 0) == 1, "the parts of the upload are removed"
     assert not store.exists("large")
+
+
+def test_pieces_that_overlap_are_refused(cloud: Bucket, store: Store, chunks: None) -> None:
+    """As many bytes as there should be, but not those."""
+    for size in (1000, LARGE):
+        writer = store.open_writer("file", size)
+        writer.write(0, bytes(size // 2))
+        writer.write(1, bytes(size - size // 2))
+        with pytest.raises(ValueError, match="not finished"):
+            writer.finish()
+        assert not store.exists("file")
 
 
 def test_an_upload_that_fails_is_an_error(cloud: Bucket, store: Store, chunks: None) -> None:
