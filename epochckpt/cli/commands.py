@@ -166,7 +166,7 @@ def verify(args: argparse.Namespace, output: Output) -> int:
 
 
 def _repaired(run: Inspection, one: Verification, output: Output) -> Verification:
-    """Repairs an epoch's Orbax view if it is damaged or missing; returns the verification without that damage."""
+    """Repairs an epoch's Orbax view if it is damaged or missing; returns what is known of the epoch after that."""
     if not one.view_damage and one.note != status.NO_VIEW:
         return one
     try:

@@ -71,7 +71,7 @@ def line(event: Event, best: bool = False) -> TextTable:
     row, damaged = event.row, watching.is_damaged(event)
     at = time.strftime("%H:%M:%S", time.localtime(event.time_ns / 1e9))
     kind, tone = ("damaged", Tone.BAD) if damaged else (event.kind, _TONES[event.kind])
-    parts: list[tuple[int, Words]] = [(0, Span(at, Tone.FAINT)), (0, _epoch(row, kind, tone))]
+    parts: list[tuple[int, Words]] = [(1, Span(at, Tone.FAINT)), (0, _epoch(row, kind, tone))]
     if event.kind in (SAVING, FAILED):
         parts.append((1, _progress(event)))
     elif event.kind != DELETED and not damaged:
@@ -90,9 +90,10 @@ def line(event: Event, best: bool = False) -> TextTable:
 
 
 def _line(parts: Sequence[tuple[int, Words | Cell]]) -> TextTable:
-    """Parts side by side, each with its rank: a narrow terminal leaves out those of the greatest rank.
+    """Parts side by side, each with its rank: a narrow terminal leaves out those of the greatest rank, the last first.
 
-    Before that, parts of the ranks 2 and 3 (details and drawings) are shortened. Numbers have other ranks.
+    Before that, parts of the ranks 2 and 3 are shortened: details and drawings. Numbers, which are shown whole or not
+    at all, have other ranks. Parts of rank 0 stay.
     """
     columns = [Column("", rank, least=10 if rank in (2, 3) else None) for rank, _ in parts]
     return TextTable(columns, [Row(tuple(part if isinstance(part, Cell) else Cell(part) for _, part in parts))])
@@ -147,7 +148,7 @@ def under_way(event: Event) -> TextTable:
     row, before = event.row, event.before
     had = {node.name: node.nbytes for node in before.nodes} if before is not None else {}
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
-    bar = Cell(drawing=Bar(event.done or 0.0, 20, Tone.LIVE))
+    bar = Cell(drawing=None if event.done is None else Bar(event.done, 20, Tone.LIVE))
     strip = Cell(drawing=views.node_strip(row, names, had) if len(names) > 1 else None)
     head: list[tuple[int, Words | Cell]] = [(0, _epoch(row, "saving", Tone.LIVE)), (1, _progress(event))]
-    return _line([*head, (3, bar), (3, strip), (9, Span(event.detail, Tone.FAINT))])
+    return _line([*head, (3, bar), (3, strip), (2, Span(event.detail, Tone.FAINT))])

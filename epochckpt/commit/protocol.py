@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import logging
 
@@ -148,8 +148,7 @@ class Commits(abc.ABC):
     def obstacle(self, folder: str) -> str:
         """The reason why a folder that is named like an epoch is none, and what to do about it."""
         where = f"{self.store.root}/{folder}"
-        found = self.read_per_node(folder, self.names.parse(folder) or 0)
-        if per_node := [paths.shown_name(name) for name, record in found.items() if not isinstance(record, str)]:
+        if per_node := list(self._per_node(folder)):
             return (
                 f"{where} holds epochs of single nodes ({', '.join(per_node[:5])}), each saved by itself. Read them "
                 "with ec.caffe2.CheckpointManager(directory, node, 'epochckpt'), and choose another directory for this"
@@ -164,13 +163,23 @@ class Commits(abc.ABC):
             "Orbax on a file system either. Choose another directory, or move the folder away"
         )
 
+    def _per_node(self, folder: str) -> Iterator[str]:
+        """The nodes whose epochs, each by itself and of any number, lie in a folder."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for name in (entry.name for entry in self.store.list(folder) if entry.is_folder):
+                path = paths.join(folder, name, paths.EPOCH_RECORD)
+                with contextlib.suppress(errors.EpochCheckpointError, OSError):  # of another program
+                    record = parsing.read_record(self.store, path, parsing.parse_head)
+                    if record is not None and record.per_node:
+                        yield paths.shown_name(name)
+
     def read_per_node(
         self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
     ) -> dict[str, EpochRecord | str]:
-        """The epochs that nodes saved by themselves in a folder (Caffe2's managers do), by subfolder.
+        """The epochs that nodes saved by themselves in a folder (Caffe2's managers do), by the names of their folders.
 
-        A str says why one cannot be read. Other records are passed over: a copy of a node's folder, or the epochs of a
-        directory whose name is a number.
+        A str says why a record cannot be used: it cannot be read, or is of another number. Other records of the number
+        are passed over: a node's in a folder of another name, such as a copy, and those of epochs of all nodes.
         """
         found: dict[str, EpochRecord | str] = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -59,24 +59,29 @@ class Bar(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """One bar of a `Strip`: a node, or a bin of a histogram. Of marks that share a bar, the weightiest is drawn."""
+    """One bar of a `Strip`: a node, or a bin of a histogram."""
 
-    level: float  # height, from 0 (nothing is drawn) to 1
+    level: float  # height, from 0 to 1; of 0 nothing is seen, but a terminal has signs for BAD and FAINT
     tone: Tone  # BAD: the node is damaged; FAINT: the epoch does not have it
     weight: float
     tip: str
 
 
 class Strip(NamedTuple):
-    """Marks side by side."""
+    """Marks side by side. Of marks that share a bar, the weightiest is drawn, or a bar for their `summed` weights."""
 
     marks: tuple[Mark, ...]
+    summed: bool = False
 
     def fitted(self, width: int) -> list[tuple[Mark, Sequence[Mark]]]:
         """At most `width` bars: the mark that each one shows, and all those that it stands for."""
         share = max(1, -(-len(self.marks) // max(width, 1)))
         groups = [self.marks[first : first + share] for first in range(0, len(self.marks), share)]
-        return [(max(group, key=lambda mark: mark.weight), group) for group in groups]
+        if not self.summed:
+            return [(max(group, key=lambda mark: mark.weight), group) for group in groups]
+        sums = [sum(mark.weight for mark in group) for group in groups]
+        most = max(sums, default=0) or 1
+        return [(group[0]._replace(level=n / most, weight=n), group) for n, group in zip(sums, groups, strict=True)]
 
 
 class Cell(NamedTuple):

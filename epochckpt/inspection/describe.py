@@ -33,10 +33,14 @@ _MAX_FILES = 100_000
 
 
 def describe(commits: Commits, row: EpochRow) -> EpochDetail:
-    """Everything that is known of one epoch without reading arrays; EpochDeletedError if the epoch is gone.
+    """Everything that is known of one epoch without reading arrays.
 
     An item that cannot be looked into has a `problem`; it hides no other item. If the epoch's record itself cannot be
     read there are no items, and the row says why. Attempts that were not committed have no items.
+
+    Raises:
+        EpochDeletedError: it is not there any more.
+        AccessError: it may not be read.
     """
     if row.state not in (COMMITTED, DAMAGED):
         return EpochDetail(row, ())

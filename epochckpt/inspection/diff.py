@@ -210,8 +210,11 @@ class _Comparison:
 
 
 def _first_difference(before: str | bytes, after: str | bytes) -> str:
-    pairs = enumerate(zip(before, after, strict=False))
-    place = next((n for n, (a, b) in pairs if a != b), min(len(before), len(after)))
+    size, end = 2**16, min(len(before), len(after))
+    # Slices are compared much faster than bytes or characters one by one.
+    start = next((n for n in range(0, end, size) if before[n : n + size] != after[n : n + size]), end)
+    pairs = enumerate(zip(before[start : start + size], after[start : start + size], strict=False), start)
+    place = next((n for n, (a, b) in pairs if a != b), end)
     unit = "character" if isinstance(before, str) else "byte"
     return f"{len(before)} → {len(after)} {unit}s, the first difference at {unit} {place}"
 

@@ -127,8 +127,11 @@ class EpochInspection(Container):
         """The row without a look at the files or at other epochs; raises EpochDeletedError if the epoch is gone."""
         row = scan.find(self._commits, self.epoch)
         if row is None:
-            raise EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
+            raise self._gone()
         return row
+
+    def _gone(self) -> EpochDeletedError:
+        return EpochDeletedError(self.epoch, self._commits.store.root, "it was there when it was asked for")
 
     def detail(self) -> EpochDetail:
         """The row, the items and their leaves."""
@@ -140,9 +143,7 @@ class EpochInspection(Container):
             return open_reader(self._commits, self.epoch)
         except EpochNotFoundError as error:
             row = self.plain_row()
-            if row.state == DAMAGED:
-                raise _unusable(row) from error
-            raise
+            raise (_unusable(row) if row.state == DAMAGED else self._gone()) from error
 
     def _described(self) -> EpochDetail:
         detail = describe.describe(self._commits, self.plain_row())

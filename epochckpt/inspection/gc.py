@@ -58,8 +58,9 @@ def collect(
 ) -> Garbage:
     """Finds what may be removed, and removes it if `delete` says so. Safe beside jobs that are saving.
 
-    With `epochs_too` also what holds epochs, among them the folder that `options.todelete_subdir` names. `storage` has
-    the `save_timeout_secs` of the jobs that save here. `progress` is called with each row that is gone.
+    Only what nothing was written to for `older_than_secs`, which must be more than a save may take: `storage` has the
+    `save_timeout_secs` of the jobs that save here. With `epochs_too` also what holds epochs, among them the folder that
+    `options.todelete_subdir` names. `progress` is called with each row that is gone.
     """
     bound = (storage or StorageOptions()).save_timeout_secs
     number = isinstance(older_than_secs, int | float) and not isinstance(older_than_secs, bool)

@@ -39,7 +39,8 @@ def open_reader(commits: Commits, epoch: int) -> CheckpointReader:
 class PerNodeReader(NativeReader):
     """Reads an epoch that each node saved by itself: every item is a node's own.
 
-    Its record is that of the first of `nodes`; `unread` says why another node cannot be read.
+    `unread` says why another node cannot be read. What is inherited and asks for no node (`record`, `path`, `restore`,
+    `status`, `metrics`) is of the first of `nodes`.
     """
 
     def __init__(self, nodes: Mapping[str, NativeReader], unread: Mapping[str, str]):

@@ -151,7 +151,7 @@ def _histogram(found: rows.LeafStats) -> Cell:
     most, ends = max(*found.histogram, 1), [_units.number(edge) for edge in found.edges]
     tips = [f"{_units.count(n)} from {ends[i]} to {ends[i + 1]}" for i, n in enumerate(found.histogram)]
     marks = (kinds.Mark(n / most, Tone.LIVE, n, tip) for n, tip in zip(found.histogram, tips, strict=True))
-    return Cell(drawing=kinds.Strip(tuple(marks)), tip=f"{ends[0]} to {ends[-1]}")
+    return Cell(drawing=kinds.Strip(tuple(marks), summed=True), tip=f"{ends[0]} to {ends[-1]}")
 
 
 def diff(found: rows.Diff, *, listed: int | None = LISTED, unchanged: bool = False, hint: str = "") -> list[Block]:

@@ -142,7 +142,7 @@ class Leftovers:
 
 
 def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
-    """Looks for all of it; for attempts on object stores see `orphans`."""
+    """Finds and measures what lies in a directory; for attempts on object stores see `orphans`."""
     found = Leftovers()
     store = commits.store
     for name, is_folder in names(store, ""):
@@ -286,7 +286,8 @@ def _node(store: Store, path: str, name: str) -> NodeRow | None:
         return None
     record = None
     with contextlib.suppress(EpochCheckpointError, OSError):  # it is being written just now
-        record = parsing.read_record(store, paths.join(path, paths.NODE_RECORD), parsing.parse_node)
+        if written:
+            record = parsing.read_record(store, paths.join(path, paths.NODE_RECORD), parsing.parse_node)
     if record is None:
         return NodeRow(paths.shown_name(name), size.nbytes, None, "writing")
     return NodeRow(paths.shown_name(name), size.nbytes, record.timings.get("write_secs"), "written")

@@ -152,14 +152,15 @@ def _drawing(drawing: Bar | Strip | None) -> Fitted:
 
 
 def _block(level: float) -> str:
-    """One block character for a value between 0 and 1; a space only for 0."""
-    return _BARS[min(int(level * len(_BARS)), len(_BARS) - 1)] if level else " "
+    """One block character for a value between 0 and 1."""
+    return _BARS[min(int(level * len(_BARS)), len(_BARS) - 1)]
 
 
 def _strip(strip: Strip, width: int) -> Text:
     signs = {Tone.BAD: "×", Tone.FAINT: "·"}
     marks = (mark for mark, _ in strip.fitted(width))
-    return Text.assemble(*((signs.get(mark.tone) or _block(mark.level), STYLES[mark.tone]) for mark in marks))
+    made = ((signs.get(mark.tone) or (_block(mark.level) if mark.level else " "), STYLES[mark.tone]) for mark in marks)
+    return Text.assemble(*made)
 
 
 class _Lines:

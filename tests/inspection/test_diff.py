@@ -221,6 +221,27 @@ def test_a_leaf_and_a_file_of_one_name(run: pathlib.Path) -> None:
     assert (file.change, file.detail) == ("changed", "1 → 2 bytes")
 
 
+class Sliced(bytes):
+    """Bytes that are looked at in slices: one by one would take seconds for a large file."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("they are looked at one by one")
+
+
+@pytest.mark.parametrize("place", [0, 65535, 65536, 65537, 199_998, 199_999])
+def test_the_first_difference_of_a_large_file(run: pathlib.Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Its place is found without a look at every byte before it; a file that ends there differs at its end."""
+    (one, before), (two, after) = side(run, 0), side(run, 1)
+    large = dataclasses.replace(one.items[0], leaves=(), files=(FileRow("large", "a", 200_000),))
+    one, two = (dataclasses.replace(detail, items=(large,)) for detail in (one, two))
+    content = bytes(place) + b"x" + bytes(199_999 - place)
+    monkeypatch.setattr(after, "file", lambda *where: Sliced(content))
+    for other in (bytes(200_000), bytes(place)):
+        monkeypatch.setattr(before, "file", lambda *where, other=other: Sliced(other))
+        (row,) = diffing.compare((one, before), (two, after)).rows
+        assert row.detail == f"{len(other)} → 200000 bytes, the first difference at byte {place}"
+
+
 def test_items_of_one_epoch_only(run: pathlib.Path) -> None:
     """All their leaves and files were added, or removed."""
     for numbers, change in (((0, 2), "added"), ((2, 0), "removed")):

@@ -26,6 +26,7 @@ from epochckpt.errors import (
 from epochckpt.inspection.directory import Inspection
 from epochckpt.inspection.rows import DAMAGED
 from epochckpt.jobs.caffe2_epochs import NodeEpochs
+from epochckpt.manager import Readers
 from tests.support.files import unchanged
 from tests.support.stock_steps import tree_of, write
 
@@ -368,6 +369,22 @@ def test_an_epoch_that_is_deleted_meanwhile_is_said(run: pathlib.Path) -> None:
     assert latest(found) == 6
     with pytest.raises(EpochNotFoundError, match="near"):
         found[8]
+
+
+def test_an_epoch_whose_record_is_away_for_a_moment_is_said_to_be_gone(
+    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there again when it is looked for a second time: what was asked for was another attempt."""
+
+    def missing(self: Readers, epoch: int) -> None:
+        raise EpochNotFoundError(epoch, "run", [])
+
+    epoch = open_run(run)[8]
+    item = epoch["state"]
+    monkeypatch.setattr(Readers, "open", missing)
+    for call in (epoch.leaves, lambda: item["step"], epoch.verify):
+        with pytest.raises(EpochDeletedError):
+            call()
 
 
 def test_an_item_is_of_one_attempt(run: pathlib.Path) -> None:

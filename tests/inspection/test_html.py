@@ -536,6 +536,16 @@ def test_a_histogram_has_a_bar_for_each_bin() -> None:
     assert "0 to 4" in titles(page)
 
 
+def test_every_array_that_is_listed_has_its_histogram() -> None:
+    """The page of many arrays ends earlier, and says so, but leaves no histogram out."""
+    edges, counts = tuple(map(float, range(21))), tuple(range(20))
+    page = Page(leaf_views.stats([stats_of(f"w{i}", edges=edges, histogram=counts) for i in range(900)]))
+    rows = len(page.of_class("row"))
+    assert rows > 250
+    assert len(page.of_class("strip")) == rows
+    assert f"… {900 - rows} more" in page.words
+
+
 def test_a_difference_shows_what_changed_most_first() -> None:
     """Counts of each kind, then the changed ones by relative norm; what was 0 before counts as most."""
     leaf = array(("w",))

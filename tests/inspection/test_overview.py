@@ -590,13 +590,17 @@ def test_epochs_of_single_nodes_are_one_row(shared: pathlib.Path) -> None:
     assert [n.state for n in found[2].nodes] == ["damaged", "damaged"]
 
 
-def test_an_attempt_of_a_single_node_is_seen(shared: pathlib.Path) -> None:
-    """In the staging folder that carries the node's name."""
+def test_an_attempt_of_a_single_node_is_seen(shared: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the staging folder that carries the node's name; a record that is not listed is not asked for."""
+    read: list[str] = []
+    original = parsing.read_record
+    monkeypatch.setattr(parsing, "read_record", lambda *args: read.append(args[1]) or original(*args))
     staging = shared / f"node-n2-{'cd' * 8}.orbax-checkpoint-tmp" / "3-1"
     staging.mkdir(parents=True)
     (staging / "b.safetensors").write_bytes(bytes(50))
     (row,) = [r for r in scan.look(shared).epochs if r.epoch == 3]
     assert (row.state, [(n.name, n.nbytes, n.state) for n in row.nodes]) == ("in progress", [("n2", 50, "writing")])
+    assert [path for path in read if path.endswith("node.json")] == []
 
 
 def test_an_object_store_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -386,15 +387,15 @@ def test_statistics_show_range_and_histogram() -> None:
     assert " 3 " in wrong
 
 
-def test_a_histogram_that_is_too_wide_shows_the_fuller_bins() -> None:
-    """Where bins share a bar, the fuller one is drawn: a bin that holds something is never a gap."""
-    counts = (0, 0, *((4, 0) * 9))
+def test_a_histogram_that_is_too_wide_adds_neighbours_up() -> None:
+    """Where bins share a bar, all their elements count: as many look alike, however they lie in the bins."""
+    counts = (0, 0, *((4, 0) * 4), *((2, 2) * 5))
     found = stats(leaf("w" * 40), histogram=counts, edges=tuple(map(float, range(21))), std=None, norm=1e-9)
     drawn = [
         line[head.index("histogram") :]
         for head, line in (lines_of(leaf_views.stats([found]), w)[-2:] for w in (200, 80))
     ]
-    assert drawn == ["  " + "█ " * 8 + "█", " " + "█" * 9]
+    assert drawn == ["  " + "█ " * 4 + "▅" * 10, " " + "█" * 9]
 
 
 def test_a_difference_counts_and_lists() -> None:
@@ -423,6 +424,14 @@ def test_a_difference_counts_and_lists() -> None:
     assert "same1" in text_of(leaf_views.diff(found, unchanged=True), 120)
     cut = lines_of(leaf_views.diff(found, listed=2, hint="; --limit 0"), 120)
     assert cut[-1] == "… 4 more leaves; --limit 0"
+
+
+@pytest.mark.parametrize("relative", [math.inf, math.nan])
+def test_a_change_beyond_measure_has_a_bar(relative: float) -> None:
+    """The smallest one: its line looks like those of other changes."""
+    one = leaf("w")
+    lines = lines_of(leaf_views.diff(Diff("d", 1, 2, (DiffRow("i", "", "w", CHANGED, one, one, 1.0, relative),))), 120)
+    assert line_with(lines, "~").split()[4] == "▁"
 
 
 def test_500_epochs_are_a_line_each() -> None:

@@ -88,9 +88,14 @@ def test_a_save_under_way_is_measured_against_the_epoch_before(
         assert event.done is not None
         assert 0.9 < event.done <= 1
         assert watcher.look() == []
-        drawn = text.to_text(cli_watch.under_way(event), 80)
-        assert re.match(r"epoch 2 saving +\d+%  [\d.]+ kB of [\d.]+ kB  █{19,20} +[▁▂▃▄▅▆▇█]{2}\n", drawn)
-        assert "2 of the 2 nodes that began have written" in text.to_text(cli_watch.under_way(event), 200)
+        said = "2 of the 2 nodes that began have written"
+        head = r"epoch 2 saving +\d+%  [\d.]+ kB of [\d.]+ kB  "
+        drawn = {width: text.to_text(cli_watch.under_way(event), width) for width in (60, 80, 200)}
+        assert re.match(rf"{head}█{{19,20}} +[▁▂▃▄▅▆▇█]{{2}}  {said}\n", drawn[200])
+        assert re.match(rf"{head}█{{9,10}} +[▁▂▃▄▅▆▇█]{{2}}  2 of the .*….* written\n", drawn[80])
+        assert re.match(rf"{head}2 of .*….*written\n", drawn[60])
+        unmeasured = text.to_text(cli_watch.under_way(dataclasses.replace(event, before=None)), 80)
+        assert re.match(rf"epoch 2 saving  [\d.]+ kB  [▁▂▃▄▅▆▇█]{{2}}  {said}\n", unmeasured)
         go_on.set()
         manager.wait_until_finished()
         assert seen(watcher.look()) == [(SAVED, 2)]
@@ -276,3 +281,10 @@ def test_a_narrow_terminal_leaves_out_whole_parts_of_a_line(width: int) -> None:
     failed = text.to_text(cli_watch.line(Event(FAILED, 0, begun, row, "it is gone and was not committed")), width)
     assert ("57%  305.2 MB of 536.0 MB" in failed) == ("MB" in failed)
     assert all(len(line) <= width for line in (saved + failed).splitlines())
+
+
+def test_a_very_narrow_terminal_leaves_out_the_time() -> None:
+    """Rather than what has happened."""
+    event = Event(SAVED, 0, EpochRow(123, COMMITTED, nbytes=8))
+    assert text.to_text(cli_watch.line(event), 20) == "epoch 123 committed\n"
+    assert re.fullmatch(r"[\d:]{8}  epoch 123 committed\n", text.to_text(cli_watch.line(event), 30))

@@ -868,6 +868,18 @@ def test_other_readers_of_such_a_directory(tmp_path: pathlib.Path, caplog: pytes
     assert files(tmp_path) == before
 
 
+def test_epochs_of_single_nodes_are_known_under_any_name(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody has renamed the epoch and a node's folder: it is still said what is there, and how it is read."""
+    train(multi(tmp_path), ec.LocalSession(), ["a", "b"], 1)
+    (tmp_path / "1" / "b").rename(tmp_path / "1" / "old b")
+    (tmp_path / "1").rename(tmp_path / "9")
+    with ec.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == []
+    assert re.search(r"/9 holds epochs of single nodes \(a, old b\).*ec\.caffe2", caplog.text)
+
+
 def test_a_copied_folder_is_an_epoch_by_itself(tmp_path: pathlib.Path) -> None:
     """The record and the files lie together: a copy of them restores, under an epoch's name for everybody."""
     train(multi(tmp_path), ec.LocalSession(), ["a"], 3)

@@ -23,7 +23,7 @@ _OPEN = 40  # rows of a tree that are seen at first
 _TREE_COLUMNS = leaf_views.TREE_COLUMNS[:-1]  # the last one is the tip of the one before
 _CHILDREN = 100  # shown of one group at most
 _STRIP = 64  # bars of one strip
-_STRIPS = 4000  # bars of all strips of a page
+_STRIPS = 4000  # bars of all strips of a page but histograms, which the bound of tables holds
 
 
 def page(view: Sequence[Block]) -> Html:
@@ -120,7 +120,7 @@ class _Renderer:
     def _strip(self, strip: Strip) -> Html:
         """A row of bars; the tip of each says which marks it stands for."""
         fitted = strip.fitted(_STRIP)
-        self._bars -= len(fitted)
+        self._bars -= 0 if strip.summed else len(fitted)
         if self._bars < 0:
             return Html("")
         bars: list[Html] = []
