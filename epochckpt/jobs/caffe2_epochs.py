@@ -6,7 +6,7 @@
 | `<epoch>/<node>/epoch.json`, with the node's files beside it | committed, for this node alone |
 
 The commit is that of every other epoch (see `commit.rename`); only the names differ. There is no record of the epoch as
-a whole, and nothing here ever touches another node's folders. The directory, on POSIX, is never created.
+a whole, and nothing here ever touches another node's folders. POSIX only; the directory itself is never created.
 
 Of two jobs for one node, the one that joined later takes over with its first save: it moves the staging folders that it
 found when it joined. From then on every rename out of them fails, and the older job gets FencedError. A job that only
@@ -233,7 +233,10 @@ def _leave(store: Store, home: str, pid: int) -> None:
 
 
 class NodeEpochs:
-    """Reads and saves the epochs of one node, without an Orbax view. The directory must exist when it is used first."""
+    """Reads and saves the epochs of one node, without an Orbax view; UnsupportedError if the directory is a URL.
+
+    The directory must exist when it is used first. `lead`: see `NodeCommits`.
+    """
 
     def __init__(
         self, prefix: str | os.PathLike[str], node: str, options: StorageOptions | None = None, *, lead: str = ""

@@ -7,6 +7,7 @@ already, and is used only if JAX knows it as a container with the same fields.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ _FORM = "the record of a blob's types has an unexpected form"
 
 @dataclasses.dataclass(frozen=True)
 class Container:
-    """A container, and those in it."""
+    """A container, and those in it. `from_json` fills `inner` when it has made the container; nothing else does."""
 
     cls: type
     static: Any = None  # what JAX keeps of it beside its children, such as the static fields of a dataclass
@@ -84,6 +85,9 @@ def _flatten_one(tree: Any) -> tuple[tree_lib.KeyPath, list[Any], Any]:
 
 def rebuild(plain: Any, container: Container, where: tree_lib.KeyPath = ()) -> Any:
     """Puts what a restore gave as dicts and lists, at this path of a blob, into containers of the right classes."""
+    with contextlib.suppress(Exception):  # static fields may be anything, and so may their comparison raise anything
+        if not where and of(plain) == container:  # as a user's `reshard` gave it
+            return plain
     found, made = _children(plain, container, where), {}
     for number, (kind, key) in enumerate(container.keys):
         name = str(key) if key not in found and str(key) in found else key  # stock Orbax turns keys into strings
@@ -184,8 +188,8 @@ def from_json(data: Any) -> Container:
         types = [_type(*row) for row in data["types"]]
         made = [dataclasses.replace(types[number], inner={}) for number, _, _ in data["nodes"]]
         for me, (_, parent, place) in enumerate(data["nodes"][1:], start=1):
-            if not 0 <= parent < me:
-                raise ValueError(f"node {me} is said to be in node {parent}")
+            if not (0 <= parent < me and isinstance(place, int)):
+                raise ValueError(f"node {me} is said to be in node {parent}, at {place!r}")
             made[parent].inner[place] = made[me]
         return made[0]
     except EpochCheckpointError:

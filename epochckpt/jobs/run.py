@@ -248,7 +248,7 @@ class TrainingRun:
         stopper = Stopper(self.notice, self.exchange, self.job.resumable, self.settings.deadline_secs)
         for workspace in self.session.workspaces().values():
             workspace.epoch = number
-            workspace.stopper = stopper.of_one_node()
+            workspace.set_stopper(stopper.of_one_node())
 
         def train() -> list[str | None]:
             # Conditions on metrics answer alike everywhere: every process shows them the primary's.
@@ -470,14 +470,15 @@ class TrainingRun:
         }
 
     def notes_beside(self, epoch: int, session: Session) -> dict[str, Any]:
-        """The notes for an epoch that `JobRunner.save_checkpoints` is about to save in this run, or after it.
+        """The notes for an epoch that `JobRunner.save_checkpoints` is about to save, during this run or after it.
 
-        Waits for the run's own saves, and keeps their results: those that come later are not the run's.
+        Waits for the run's own saves first, and enters their results: what the backend tells later is not the run's.
         """
-        backend, own, current = self.backend, session is self.session, self._in_epoch
+        backend, own = self.backend, session is self.session
         if backend is not None:
             backend.drain()
             self._ended += backend.outcomes()
+        current = self._in_epoch  # the run may have gone on meanwhile
         notes = self._notes(current == epoch and self.job.resumable) if own else {}
         if current is not None and (epoch > current or not own):
             notes[BESIDE] = True
@@ -517,7 +518,7 @@ class TrainingRun:
     def _run_group(self, group: TaskGroup) -> None:
         """Runs a group that runs once; an error on one process is raised on all."""
         for workspace in self.session.workspaces().values():
-            workspace.stopper = self.notice.poll
+            workspace.set_stopper(self.notice.poll)
         self.exchange.together(f"group {group.name}", lambda: self.session.run(group))
 
     def _chosen(self, names: Iterable[str]) -> list[str]:

@@ -199,7 +199,7 @@ class JobRunner:
                 raise
             finally:
                 for workspace in session.workspaces().values():
-                    workspace.stopper = None
+                    workspace.set_stopper(None)
                 handler.drain()
         self._result = result
         logging.info("%s", result)
@@ -266,12 +266,14 @@ class JobRunner:
             prepared = backend.prepare(epoch, names)
             if exists:
                 backend.allow_overwrite(epoch)
-            backend.save(epoch, prepared, {}, notes, True)
-            backend.drain()
-            for one in backend.outcomes():
-                handler.saved(one)
-                if not one.committed:
-                    logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
+            try:
+                backend.save(epoch, prepared, {}, notes, True)
+                backend.drain()
+            finally:  # also of a save that raised: they are no results of the run
+                for one in backend.outcomes():
+                    handler.saved(one)
+                    if not one.committed:
+                        logging.warning("epoch %d could not be saved: %s", one.epoch, one.detail)
         except Exception as error:
             logging.warning("epoch %s could not be saved: %s", epoch, say(error))
         handler.drain()
@@ -314,7 +316,7 @@ class JobRunner:
             nodes = backend.nodes(wanted or everywhere, session)
         session.open(everywhere or nodes)
         for workspace in session.workspaces().values():
-            workspace.made_by_init = traced_init(self.job.init_group, workspace)
+            workspace.set_init_tracer(traced_init(self.job.init_group, workspace))
 
         # The metadata handler is the manager's, or this runner's.
         handler, calls = self._handler, frozenset[str]()

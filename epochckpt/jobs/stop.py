@@ -67,7 +67,7 @@ class Condition(abc.ABC):
     operands: Sequence[Condition] = ()
     """The conditions that `|` or `&` has joined; empty for all others."""
 
-    _repr = ""  # the call that makes it, where that is not its class's name alone
+    _repr = ""  # its `repr`, where that is not its class's name
 
     def __call__(self, ctx: Context) -> bool:
         """Looks at a finished epoch, once for each epoch; may change the condition's state. By default: `holds`."""
@@ -360,11 +360,10 @@ def checked(condition: Any, answer: Any, epoch: int) -> bool:
 
 
 def why(condition: Condition, ctx: Context) -> str:
-    """The `repr` of a condition that was true; of `a | b` only the operands that hold."""
-    parts = alternatives(condition)
-    if len(parts) == 1 or any(map(is_foreign, parts)):
+    """The `repr` of a condition that was true; of `a | b`, without users' callables, only the operands that hold."""
+    if len(alternatives(condition)) == 1 or is_foreign(condition):
         return repr(condition)
-    return " | ".join(repr(part) for part in parts if part.holds(ctx)) or repr(condition)
+    return " | ".join(why(part, ctx) for part in condition.operands if part.holds(ctx)) or repr(condition)
 
 
 def alternatives(condition: Condition) -> list[Condition]:

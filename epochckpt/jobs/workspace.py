@@ -12,7 +12,7 @@ from epochckpt.errors import InvalidArgumentError, WorkspaceAttributeError
 
 Reshard = Callable[[Sequence[Any], int, int], Sequence[Any]]
 
-_ATTRIBUTES = frozenset({"node", "live", "epoch", "stopper", "made_by_init"})
+_ATTRIBUTES = frozenset({"node", "live", "epoch"})
 
 
 class Target(NamedTuple):
@@ -50,9 +50,8 @@ class Workspace(MutableMapping[str, Any]):
         self._blobs: dict[str, Any] = {}
         self._targets: dict[str, Target] = {}
         self._children: dict[str, Workspace] = {}
-        # The runner sets both: what answers `should_stop`, and gives the containers of the blobs that init makes here.
-        self.stopper: Callable[[], bool] | None = None
-        self.made_by_init: Callable[[], Mapping[str, Any]] = dict
+        self._stopper: Callable[[], bool] | None = None
+        self._init_tracer: Callable[[], Mapping[str, Any]] = dict
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _ATTRIBUTES and not name.startswith("_"):
@@ -84,7 +83,19 @@ class Workspace(MutableMapping[str, Any]):
         Ask before a step, equally often on all nodes; when the answer is True, return without doing the step. The epoch
         is then dropped, or, with `@job.epoch(resumable=True)`, saved as it is. An epoch that does not ask is finished.
         """
-        return self.stopper is not None and self.stopper()
+        return self._stopper is not None and self._stopper()
+
+    def set_stopper(self, stopper: Callable[[], bool] | None) -> None:
+        """Called by the runner: what answers `should_stop`."""
+        self._stopper = stopper
+
+    def made_by_init(self) -> Mapping[str, Any]:
+        """The containers of the blobs that init makes here (see `containers.of`); empty without a runner."""
+        return self._init_tracer()
+
+    def set_init_tracer(self, tracer: Callable[[], Mapping[str, Any]]) -> None:
+        """Called by the runner: what answers `made_by_init`."""
+        self._init_tracer = tracer
 
     def scratch(self) -> Workspace:
         """A copy for trying something: blobs and live objects may be set there without changing this workspace."""
@@ -105,7 +116,7 @@ class Workspace(MutableMapping[str, Any]):
         child = self.child(node)
         child.live, child.epoch = self.live, self.epoch
         child._blobs, child._targets = self._blobs, self._targets
-        child.stopper, child.made_by_init = self.stopper, self.made_by_init
+        child._stopper, child._init_tracer = self._stopper, self._init_tracer
         self.live, self._blobs, self._targets = types.SimpleNamespace(), {}, {}
 
     @property

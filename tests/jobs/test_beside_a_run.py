@@ -6,6 +6,7 @@ With every kind of manager that a runner takes.
 from __future__ import annotations
 
 import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,3 +213,60 @@ def test_outcomes_of_a_run_are_not_taken_by_what_is_saved_beside_it(tmp_path: pa
         runner.train(session)
         assert list(manager.all_steps()) == [0, 2, 3, *([90] if number == 90 else [])]
     assert [epoch for epoch, _ in runner.result.failed_saves] == [1]
+
+
+def test_a_save_beside_a_run_that_fails_is_no_failed_save_of_the_run(tmp_path: pathlib.Path) -> None:
+    """Nor of the next one, also where the save raises, as one that is not asynchronous does."""
+    session = ec.LocalSession()
+
+    def save(ws: ec.Workspace) -> None:
+        if ws.epoch == 2:
+            (tmp_path / "7" / "theirs").mkdir(parents=True)
+            runner.save_checkpoints(7, session)
+
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ec.CheckpointManager(tmp_path, options=options) as manager:
+        runner = ec.JobRunner(job_of(3, save), manager, max_consecutive_save_failures=0)
+        runner.train(session)
+        assert (runner.result.failed_saves, runner.result.last_committed_epoch) == ((), 3)
+        runner = ec.JobRunner(job_of(5, save), manager, max_consecutive_save_failures=0)
+        runner.save_checkpoints(7, session)
+        runner.train(session)
+        assert (runner.result.failed_saves, runner.result.resumed_from) == ((), 3)
+
+
+def test_an_epoch_that_ends_while_a_save_of_it_waits_is_no_half_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread saves the current epoch and waits for the run's own saves; meanwhile the run enters the next epoch."""
+    session, waits, entered, saved = ec.LocalSession(), threading.Event(), threading.Event(), threading.Event()
+    job = ec.Job()
+    job.init(lambda ws: ws.update(w=0))
+
+    def save() -> None:
+        runner.save_checkpoints(1, session)
+        saved.set()
+
+    @job.epoch(resumable=True)
+    def train(ws: ec.Workspace) -> None:
+        if ws.epoch == 1:
+            threading.Thread(target=save, name="beside", daemon=True).start()
+            assert waits.wait(60)
+        else:
+            entered.set()
+            assert saved.wait(60)
+
+    ec.epoch_limiter(job, 2)
+    with ec.CheckpointManager(tmp_path) as manager:
+        wait = manager.wait_until_finished
+
+        def slowly() -> None:
+            if threading.current_thread().name == "beside":
+                waits.set()
+                assert entered.wait(60)
+            wait()
+
+        monkeypatch.setattr(manager, "wait_until_finished", slowly)
+        runner = ec.JobRunner(job, manager)
+        runner.train(session)
+        assert manager.metadata(1).custom_metadata["job_runner"]["partial"] is False

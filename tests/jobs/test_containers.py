@@ -300,6 +300,12 @@ def test_a_record_is_flat_json_that_makes_the_same_tree(tree: Any) -> None:
         assert len(json.dumps(record)) < 30_000, "a class is recorded once"
 
 
+@pytest.mark.parametrize("tree", [Range(1, (2,)), jax.tree_util.Partial(abs, {"a": (1,)}), {"a": Range(1, 2)}])
+def test_what_is_in_its_containers_already_stays_as_it_is(tree: Any) -> None:
+    """As a user's `reshard` may return it; also where no record holds all of it."""
+    assert containers.rebuild(tree, containers.of(tree)) is tree  # type: ignore[arg-type]
+
+
 def test_no_class_is_imported_by_a_name_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the program has imported is looked at; a module's own `__getattr__` is not asked."""
     record = containers.to_json(containers.of(Moving(1, 2)))  # pyright: ignore[reportArgumentType]
@@ -339,6 +345,8 @@ def test_a_class_whose_fields_were_changed_is_not_used(monkeypatch: pytest.Monke
         {"types": [], "nodes": []},
         {"types": [[1]], "nodes": [[0, -1, 0]]},
         {"types": [["builtins", "tuple", [], None, False, ""]], "nodes": [[0, -1, 0], [0, 1, 0]]},
+        {"types": [["builtins", "tuple", [], None, False, ""]], "nodes": [[0, -1, 0], [0, 0, None]]},
+        {"types": [["builtins", "tuple", [], None, False, ""]], "nodes": [[0, -1, 0], [0, 0, "0"]]},
         {"types": [["builtins", "tuple", [["s", 0]], {"set": [1]}, False, ""]], "nodes": [[0, -1, 0]]},
         {"types": [["builtins", "tuple", [], None, False, ""]], "nodes": [[5, -1, 0]]},
     ],

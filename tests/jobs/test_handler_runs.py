@@ -108,6 +108,24 @@ def test_a_load_without_a_run_introduces_the_handler(tmp_path: pathlib.Path, kin
     assert [brief(call) for call in handler.calls] == [begin, action, action]
 
 
+@pytest.mark.parametrize("where", ["manager", "runner"])
+def test_a_load_for_nodes_that_a_manager_does_not_have_is_refused(tmp_path: pathlib.Path, where: str) -> None:
+    """The handler hears nothing of them; some of the manager's nodes may load, and it hears of all that there are."""
+    handler = FromCaffe2()
+    more: Any = {"metadata_handler": handler} if where == "runner" else {}
+    with manager_of("many nodes", tmp_path, None if more else handler) as manager:
+        ec.JobRunner(job_of(NODES), manager).train(ec.LocalSession())
+        for nodes in (["c"], ["a", "c"]):
+            with pytest.raises(ec.errors.InvalidArgumentError, match=f"has the nodes a, b, .* {', '.join(nodes)};"):
+                ec.JobRunner(job_of(nodes), manager, **more).load_blobs_from_checkpoints(
+                    ["total"], 1, ec.LocalSession()
+                )
+        one = ec.JobRunner(job_of(["b"]), manager, **more)
+        assert one.load_blobs_from_checkpoints(["total"], 1, session := ec.LocalSession())
+        assert session.workspace("b")["total"] == 1
+    assert [call[3] for call in handler.calls if call[0] == "set_params"] == [NODES]
+
+
 def brief(call: Any) -> Any:
     return call[:2] if call[0] == "report" else call
 

@@ -874,6 +874,21 @@ def test_a_manager_of_other_nodes_is_refused(tmp_path: pathlib.Path) -> None:
         run(reading_job(1, {}, NODES), manager)
 
 
+@pytest.mark.parametrize("kept", [None, ["a"]])
+def test_stock_orbax_refuses_a_second_node_that_only_trains(tmp_path: pathlib.Path, kept: Any) -> None:
+    """Before anything runs, and also when single blobs are loaded."""
+    job, ran = ec.Job(nodes_to_checkpoint=kept), list[str]()
+    ec.Task(lambda ws: ran.append("init"), group=job.init_group, node="a")
+    ec.Task(lambda ws: None, group=job.epoch_group, node="b")
+    with ocp.CheckpointManager(tmp_path) as manager:
+        runner = ec.JobRunner(job, manager)
+        with pytest.raises(errors.UnsupportedError, match=r"the job's 2 \(a, b\) cannot be checkpointed"):
+            runner.train(ec.LocalSession())
+        with pytest.raises(errors.UnsupportedError, match="stock Orbax keeps no nodes"):
+            runner.load_blobs_from_checkpoints(["w"], 0, ec.LocalSession())
+    assert ran == []
+
+
 @pytest.mark.parametrize("answer", [None, 1, "yes", np.array([True, False])])
 def test_a_stop_condition_that_is_no_boolean_is_refused(tmp_path: pathlib.Path, answer: Any) -> None:
     """Names condition and epoch; the epochs before are there."""

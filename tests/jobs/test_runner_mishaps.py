@@ -145,15 +145,16 @@ def test_blobs_that_a_resumed_run_would_lack_are_named_once(
         run(job_of(1), None, unsaved_blobs=True)
 
 
-def test_attributes_of_a_workspace_are_refused() -> None:
-    """They would be lost; blobs and `live` are kept."""
+@pytest.mark.parametrize("name", ["best", "stopper", "made_by_init"])
+def test_attributes_of_a_workspace_are_refused(name: str) -> None:
+    """They would be lost, and might be the runner's own; blobs and `live` are kept."""
     ws = ec.Workspace()
-    with pytest.raises(AttributeError, match=r"write ws\['best'\] = .*ws.live.best = ") as caught:
-        ws.best = 3  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=rf"write ws\['{name}'\] = .*ws.live.{name} = ") as caught:
+        setattr(ws, name, 3)
     assert isinstance(caught.value, errors.InvalidArgumentError)
     ws.epoch, ws.live.best = 3, 4
     with pytest.raises(errors.InvalidArgumentError, match="task '<lambda>' of group 'epoch'"):
-        run(job_of(1, lambda ws: setattr(ws, "best", 3)))
+        run(job_of(1, lambda ws: setattr(ws, name, 3)))
 
 
 def test_numbers_that_are_no_metrics_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -270,6 +270,8 @@ def test_another_answer_is_an_error_that_names_condition_and_epoch(answer: Any) 
     for condition in (Own() | stop.preempted, stop.preempted & Own()):
         with pytest.raises(InvalidArgumentError, match="Own, epoch 6: answered"):
             condition(at(6))
+        with pytest.raises(InvalidArgumentError, match="Own, epoch 6: answered"):
+            stop.why(condition | stop.max_epochs(6), at(6))
 
 
 def test_a_long_answer_is_cut_short() -> None:

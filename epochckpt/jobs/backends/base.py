@@ -48,7 +48,7 @@ class CheckpointBackend(abc.ABC):
     asks_jax = False  # the manager itself asks JAX for its preemption notice, with its steps
     per_node = False  # an epoch exists per node; a node that is not checkpointed has no part in it
     handler: Any = None  # the manager's own metadata handler
-    handler_nodes: Sequence[str]  # those that a metadata handler hears of: they are checkpointed
+    handler_nodes: Sequence[str]  # those that a metadata handler hears of; known once it is open
     handler_calls: Collection[str] = ()  # its methods that the manager calls itself, and the actions that it reports
     accessible: Callable[[int], bool] | None = None  # asks the manager, on the primary, whether storage can be reached
     discarded: int | None = None  # the epoch that was saved and deleted at once, because the manager's options say so
@@ -91,7 +91,7 @@ class CheckpointBackend(abc.ABC):
     def prepare(self, epoch: int, names: Names) -> Any:
         """Takes from the workspaces what `save` is to be given; makes no exchange.
 
-        InvalidArgumentError: a blob is missing, or cannot be saved. By default `save` itself takes what it needs.
+        InvalidArgumentError: a blob is missing, or cannot be saved. By default nothing: `save` looks at them itself.
         """
         del epoch, names
 
@@ -203,7 +203,7 @@ class ItemBackend(CheckpointBackend):
         if beside:
             left = f"which goes on from epoch {epochs[-1]}" if epochs else "of which no epoch is left to go on from"
             said = f"{directory}: save_checkpoints() saved {beside} in the middle of a run, {left}"
-            said += "; name one with resume_from_epoch=… to go on from that"
+            said += "; to go on from one of them, name it: resume_from_epoch=…"
             if not epochs:
                 raise InvalidArgumentError(f"{said}, or delete them to start from scratch")
             logging.warning("%s", said)

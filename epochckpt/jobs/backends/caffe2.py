@@ -48,9 +48,10 @@ class Caffe2Backend(CheckpointBackend):
         super().open(session, exchange)
         self._nodes = [n for n in self._wanted or session.nodes if self._manager.several or n in session.hosted]
         self._ready = beside
-        if not beside or not self._manager.introduced:
+        unknown = len(self._manager.managers(self._nodes)) < len(self._nodes)
+        if not beside or not self._manager.introduced or unknown:  # then this raises
             self._manager.set_params(self._nodes)
-        self.handler_nodes = [manager.node_name for manager in self._manager.managers(self._nodes).values()]
+        self.handler_nodes = [manager.node_name for manager in self._manager.managers().values()]
 
     def resume(self, named: int | None, resume: str, handler: HandlerNotifier) -> Restored | None:
         if resume == NEVER:

@@ -1,7 +1,7 @@
 """The runner on stock `orbax.checkpoint.CheckpointManager`.
 
-A blob that holds arrays is a `StandardSave` item. Everything else is JSON, one value per node. What Orbax cannot do is
-refused by name: rollback, several nodes in one process.
+A blob that holds arrays is an item of `StandardSave`; any other is one of `JsonSave`, with a value for each node. What
+Orbax cannot do raises an UnsupportedError that names it: rollback, several nodes in one process.
 """
 
 import base64
@@ -21,6 +21,7 @@ from epochckpt.format import paths
 from epochckpt.jobs import blobs as blob_lib
 from epochckpt.jobs import containers
 from epochckpt.jobs.backends.base import BARE, BYTES, ItemBackend, Names, Values
+from epochckpt.jobs.exchange import Exchange
 from epochckpt.jobs.session import Session
 from epochckpt.manager import SaveResult
 
@@ -38,12 +39,14 @@ class OrbaxBackend(ItemBackend):
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         processes = session.coordinator.processes
-        if len(wanted) > 1 and processes == 1:
-            raise UnsupportedError(
-                f"stock Orbax keeps no nodes: the job's {len(wanted)} ({', '.join(wanted)}) cannot be checkpointed "
-                "from one process; use epochckpt.CheckpointManager"
-            )
+        if processes == 1:
+            _refuse_several(wanted)
         return wanted or [f"process_{i}" for i in range(processes)]
+
+    def open(self, session: Session, exchange: Exchange, beside: bool = False) -> None:
+        """See CheckpointBackend. UnsupportedError: there are more nodes here than those that are to be checkpointed."""
+        _refuse_several(session.hosted)
+        super().open(session, exchange, beside)
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -170,6 +173,14 @@ class OrbaxBackend(ItemBackend):
     def allow_overwrite(self, epoch: int) -> None:
         """See CheckpointBackend. Orbax deletes it just before."""
         self._replace.add(epoch)
+
+
+def _refuse_several(nodes: Sequence[str]) -> None:
+    if len(nodes) > 1:
+        raise UnsupportedError(
+            f"stock Orbax keeps no nodes: the job's {len(nodes)} ({', '.join(nodes)}) cannot be checkpointed "
+            "from one process; use epochckpt.CheckpointManager"
+        )
 
 
 def _encode(node: str, blob: str, value: Any) -> Any:
