@@ -58,6 +58,9 @@ class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
         """The text that `parse` reads as this value."""
         return str(self._none) if value is None else self._write(value)
 
+    def flag_type(self) -> str:  # absl calls it, for --helpxml
+        return self.expected
+
 
 def _number(of_text: Callable[[str], Any], of_object: Parse, least: float, most: float = MAX_INT) -> Parse:
     def parse(value: Any) -> Any:

@@ -100,7 +100,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of an item's tree, as recorded; the array that typed PRNG keys have is that of their data."""
+    """One leaf of an item's tree, as recorded. For typed PRNG keys, dtype and shape are those of their data."""
 
     path: KeyPath
     name: str  # the path as text

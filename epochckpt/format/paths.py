@@ -186,5 +186,6 @@ def is_file_path(name: object) -> bool:
 def check_recorded_name(path: str, name: object, usable: Callable[[object], bool] = is_name) -> str:
     """Returns a name read from a record if it is safe to use in a path, else raises FormatError naming `path`."""
     if not usable(name):
-        raise FormatError(path, f"holds the name {str(name)[:80]!r}, which is not allowed in this format")
+        kind = "node name" if usable is is_node_name else "name"
+        raise FormatError(path, f"holds the {kind} {str(name)[:80]!r}, which is not allowed in this format")
     return str(name)

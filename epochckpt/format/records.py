@@ -106,7 +106,7 @@ class ItemRecord:
 
     kind: str
     handler: str = ""  # type name of the Orbax handler, as Orbax records it
-    arrays: ArrayItem | None = None  # of `arrays`, like the next two
+    arrays: ArrayItem | None = None  # only of kind `arrays`; so are the next two
     values: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # Python leaves as JSON, by leaf number
     custom_metadata: Any = None  # the caller's
     same: bool = False  # of `node`: every node of the epoch has the item, with the same content
@@ -125,7 +125,7 @@ class EpochRecord:
     default_item: bool  # its one item has no name in the caller's arguments
     metrics: Any
     custom_metadata: Mapping[str, Any]
-    started_ns: int  # by the wall clock, like the next
+    started_ns: int  # when the save began, by the wall clock
     committed_ns: int
     timings: Mapping[str, float]  # seconds by name
     # What the Orbax view lacks: reasons by leaf name, by item; None where no view was asked for. The item `*` stands

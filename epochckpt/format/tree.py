@@ -165,7 +165,7 @@ def path_to_json(path: KeyPath) -> list[Any]:
     out: list[Any] = []
     for kind, key in path:
         if kind == "k" and isinstance(key, str):
-            out.append(["u", _surrogates_to_hex(key)] if _SURROGATE.search(key) else key)
+            out.append(["u", _surrogates_to_hex(key)] if not key.isascii() and _SURROGATE.search(key) else key)
         elif isinstance(key, float):
             out.append(["x", key.hex()])
         else:
@@ -275,7 +275,7 @@ def value_to_json(value: Any) -> Any:
         return struct.pack("<dd", value.real, value.imag).hex()
     if isinstance(value, bytes):
         return value.hex()
-    return [_surrogates_to_hex(value)] if _SURROGATE.search(value) else str(value)
+    return [_surrogates_to_hex(value)] if not value.isascii() and _SURROGATE.search(value) else str(value)
 
 
 def _surrogates_to_hex(text: str) -> str:

@@ -134,14 +134,18 @@ def export(
             reader.check_present("it was being exported")
         return Exported(number, place, nbytes, unsupported)
 
-    if store.renames and os.path.exists(store.root) and not os.path.isdir(store.root):
-        raise NotACheckpointDirectoryError(f"{store.root} is a file; expected a directory of epochs")
-    if epoch is not None:
-        done = run(epoch_number(epoch))
-    else:
-        _, done, _ = restore_vote.newest_readable(
-            commits.list_epochs(), run, lambda _: (commits.list_epochs(), {}), Coordinator(), "", 0.0, store.root
-        )
+    try:
+        if epoch is not None:
+            done = run(epoch_number(epoch))
+        else:
+            _, done, _ = restore_vote.newest_readable(
+                commits.list_epochs(), run, lambda _: (commits.list_epochs(), {}), Coordinator(), "", 0.0, store.root
+            )
+    except NotADirectoryError as error:
+        if not store.renames or os.path.isdir(store.root):
+            raise
+        problem = f"{store.root} is a file, or lies below one; expected a directory of epochs"
+        raise NotACheckpointDirectoryError(problem) from error
     for left, leaves in done.unsupported.items():
         few = view.few(leaves)
         logging.warning("%s: item %s: left out %s: %s", place, left, _units.several(len(leaves), "leaf", "leaves"), few)

@@ -85,7 +85,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         there gets FencedError.
 
         Args:
-            directory: where the epochs live: a path (relative ones and `~` are fine) or a URL that TensorStore knows.
+            directory: where the epochs live: a path (relative ones and `~` are fine) or a URL (`gs://`, …).
             checkpointers: Orbax's legacy form: a Checkpointer, or several by item name, for their handlers.
             options: Orbax's options; its policies decide what is saved and kept.
             metadata: JSON for the whole directory, see `metadata()`; written once, with the first write.
@@ -112,6 +112,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         coordinator = coordination.connect(self._options.read_only, group.primary_host, group.active_processes)
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
+        self.root = self._store.root  # the directory as text: a path or URL
         self._prefix = opened.prefix
         self._history = History(self._commits.read_head)
         self._history.reset(opened.survey)
@@ -133,7 +134,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
         self._answer_secs = 2 * self._storage.open_timeout_secs
         self._closed = self._ended = self._forked = False
-        self._directory = shown_path(self._store.root)
         self._take_nodes(opened.nodes)
         if not self._options.read_only:
             _threads.drain_at_exit(self)
@@ -141,7 +141,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @property
     def directory(self) -> epath.Path:
         """The directory, resolved."""
-        return self._directory
+        return shown_path(self.root)
 
     @property
     def processes(self) -> tuple[int, ...] | None:
@@ -165,7 +165,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return
         if self._attempts.last:
             raise InvalidArgumentError(
-                f"{self._directory}: nodes are named before the first save; this manager has saved as "
+                f"{self.root}: nodes are named before the first save; this manager has saved as "
                 f"{', '.join(self.node_names)}, asked for were {', '.join(nodes.names)}"
             )
         items_lib.check_names(self._item_names, nodes.folders, ())
@@ -182,7 +182,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._readers = Readers(self._commits, pool, self._storage.verify, context)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = Planner(nodes, self._storage, part_bytes)
-        self._notifier.nodes(str(self._directory), nodes.names)
+        self._notifier.nodes(self.root, nodes.names)
 
     def claim(self) -> None:
         """Makes this manager the writer of the directory now, instead of at its first write.
@@ -258,7 +258,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         It is False if this epoch or a later one was requested; with `ignore_later` those do not count.
         """
         if self._options.read_only:
-            logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self._directory)
+            logging.log_first_n(logging.WARNING, "%s is read only: nothing is saved", 1, self.root)
             return False
         requested = self._history.requested(self._attempts.in_flight())
         if ignore_later or step in self._overwrites:
@@ -305,7 +305,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         began = time.monotonic()
         step = epoch_number(step)
         if self._closed:
-            raise InvalidArgumentError(f"this manager of {self._directory} is closed")
+            raise InvalidArgumentError(f"this manager of {self.root} is closed")
         if not self._options.read_only:
             self._check_may_write("save")
         args = self._handlers.arguments(items, save_kwargs, args, "save")
@@ -320,7 +320,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             if not force:
                 return False
             raise EpochExistsError(
-                f"{self._directory}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
+                f"{self.root}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
                 f"allow_overwrite() lets the next save take its place (in Orbax's words: Checkpoint for step {step} "
                 "already exists)"
             )
@@ -359,7 +359,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             attempt.started_ns = time.time_ns() - round(attempt.blocked_secs * 1e9)
             attempt.log_entry = self._step_log.begun(
                 step,
-                str(self._directory),
+                self.root,
                 began=began,
                 ready=ready,
                 room=room,
@@ -471,7 +471,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             history.adopt(readers.commits.list_epochs())
             step, value = self._restore_newest(readers.commits, history, restore)
         self._multi = multi
-        self._step_log.restored(step, str(shown_path(readers.commits.store.root)), began, read)
+        self._step_log.restored(step, readers.commits.store.root, began, read)
         return value
 
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
@@ -618,7 +618,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         step = epoch_number(step)
         if self._options.read_only:
-            logging.warning("%s is read only: epoch %d is not deleted", self._directory, step)
+            logging.warning("%s is read only: epoch %d is not deleted", self.root, step)
             return
         self._attempts.drain()
 
@@ -680,10 +680,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _check_may_write(self, verb: str) -> None:
         if self._options.read_only:
-            raise InvalidArgumentError(f"{verb}: {self._directory} is open read only")
+            raise InvalidArgumentError(f"{verb}: {self.root} is open read only")
         if self._forked:
             raise InvalidArgumentError(
-                f"{verb}: this process (pid {os.getpid()}) was forked off the one that opened {self._directory}, and "
+                f"{verb}: this process (pid {os.getpid()}) was forked off the one that opened {self.root}, and "
                 "can only read with its manager. Save and delete there; or start this process with the method 'spawn', "
                 "and open another directory in it"
             )
@@ -704,7 +704,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._ended = True  # not before: Ctrl-C may end the wait, and the next close() waits again
         if self._coordinator.primary:
             wait = self._storage.open_timeout_secs
-            _threads.logged(f"{self._directory}: at its end", lambda: _threads.start(self._claim.release).result(wait))
+            _threads.logged(f"{self.root}: at its end", lambda: _threads.start(self._claim.release).result(wait))
         coordination.forget_opening(self._coordinator, self._prefix)
         self._handlers.close()
         self.check_for_errors()
@@ -720,8 +720,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         try:
             self.close()
         except Exception as failure:
-            logging.error("%s: closing it failed, too: %s", self._directory, errors.say(failure))
-            error.add_note(f"Closing the checkpoint manager of {self._directory} failed, too: {errors.say(failure)}")
+            logging.error("%s: closing it failed, too: %s", self.root, errors.say(failure))
+            error.add_note(f"Closing the checkpoint manager of {self.root} failed, too: {errors.say(failure)}")
 
     def _drain_at_exit(self) -> Callable[[], None]:
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
@@ -735,14 +735,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         def wait() -> None:
             if not closing.wait(min(_QUIET_SECS, deadline.left())):
                 text = "%s: before it exits, the program waits up to %.0f s for %s"
-                logging.warning(text, self._directory, deadline.left(), left_to_do())
+                logging.warning(text, self.root, deadline.left(), left_to_do())
             if closing.wait(deadline.left()):
-                _threads.logged(f"{self._directory}: at exit", closing.result)
+                _threads.logged(f"{self.root}: at exit", closing.result)
                 return
             logging.error(
                 "%s: the file system has not answered for %g s; the program exits without the end of %s. What was "
                 "committed before is untouched, and the next run removes what is left",
-                self._directory,
+                self.root,
                 timeout_secs,
                 left_to_do(),
             )

@@ -222,7 +222,7 @@ class JsonMetadataHandler(CheckedHandler):
             if where.startswith(("http://", "https://")):
                 raise InvalidArgumentError(f"JsonMetadataHandler(path) is {where!r}, which cannot be written to")
             folder, _, name = (where if "://" in where else os.path.abspath(where)).rpartition("/")
-            self._file = open_store(folder or "/"), name
+            self._file = open_store(f"{folder}/"), name
         self._params: dict[str, Any] = {}
         self._nodes = frozenset[str]()
         self._lock = threading.Lock()

@@ -30,10 +30,9 @@ class HandlerNotifier:
     """
 
     def __init__(
-        self, handler: Any, active: bool, skip: Collection[str] = (), manager: Callable[[int], bool] | None = None
+        self, handler: Any, active: bool, skip: Collection[str] = (), accessible: Callable[[int], bool] | None = None
     ):
-        # active: on the primary; the manager is what `cp_accessible` asks, too, also without a handler
-        self._handler, self._manager = (handler, manager) if active else (None, None)
+        self._handler, self._accessible = (handler, accessible) if active else (None, None)
         self._skip = skip  # methods, and actions to report, that are left to the checkpoint manager
         self._lane = _threads.Lane()
         self._began: float | None = None  # when the call began that is running in the lane
@@ -123,7 +122,7 @@ class HandlerNotifier:
 
     def cp_accessible(self, epoch: int) -> bool:
         """Whether neither the manager, if it is asked, nor the handler says that storage cannot be reached."""
-        asked = [] if self._manager is None else [self._manager]
+        asked = [] if self._accessible is None else [self._accessible]
         if self._handler is not None and "cp_accessible" not in self._skip:
             asked.append(self._handler.cp_accessible)
         return all(self._agrees(ask, epoch) for ask in asked)
@@ -142,7 +141,7 @@ class HandlerNotifier:
             return False
 
     def _ask(self, question: Callable[[], T]) -> T:
-        if self._handler is not None or self._manager is not None:
+        if self._handler is not None or self._accessible is not None:
             answer = self._lane.submit(lambda: self._timed(question))
             if self._wait(answer):
                 return answer.result()
@@ -164,7 +163,7 @@ class HandlerNotifier:
             left = call_secs if began is None else began + call_secs - time.monotonic()
             if left <= 0:
                 logging.warning("metadata handler: it has not returned for %g s; it is not called any more", call_secs)
-                self._handler = self._manager = None
+                self._handler = self._accessible = None
                 return False
             if end.passed():
                 logging.warning("metadata handler: not all has reached it within %g s", timeout_secs)

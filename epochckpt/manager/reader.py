@@ -103,10 +103,10 @@ class CheckpointReader(abc.ABC):
         return read_values(source, item, [number])[0]
 
     def pieces(self, item: str, leaf: str, node: str = "", max_elements: int = PIECE_ELEMENTS) -> Iterator[np.ndarray]:
-        """A whole array in consecutive runs of its elements, C order, each one-dimensional; none if it has no elements.
+        """The elements of a whole array in C order, in one-dimensional pieces; an array without elements has none.
 
-        The cut depends on the array's shape and on `max_elements` only. Of stock Orbax, memory also holds the chunks
-        that the pieces along the first axis share.
+        The cut depends on the array's shape and on `max_elements` only. Memory holds one piece at a time; of stock
+        Orbax also the chunks that the pieces along the first axis share.
         """
         if max_elements < 1:
             raise InvalidArgumentError(f"max_elements must be at least 1, got {max_elements}")
@@ -254,11 +254,8 @@ class NativeReader(CheckpointReader):
 
 
 def shown_path(root: str) -> epath.Path:
-    """A store's root as a path. A URL that etils does not know loses a slash: it can only be shown."""
-    scheme, found, rest = root.partition("://")
-    if not found or scheme in ("gs", "s3"):
-        return epath.Path(root)
-    return epath.Path(f"/{rest.lstrip('/')}" if scheme == "file" else f"{scheme}:/{rest}")
+    """A store's root as a path. `memory://`, which etils does not know, loses a slash: it can only be shown."""
+    return epath.Path(root.replace("memory://", "memory:/"))
 
 
 def epoch_number(step: Any, where: str = "") -> int:

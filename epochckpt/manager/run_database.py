@@ -68,7 +68,7 @@ _MAX_TIMEOUT_SECS = 86_400  # SQLite counts milliseconds in an int of C
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run, with the Unix times of its first start and of what it wrote last.
+    """One run; `started_secs` is the Unix time of its first start, `seen_secs` that of what it wrote last.
 
     Jobs that share a directory, each for its own nodes, may have one `name`. `db_prefix` is the directory, as given at
     the last start; `last_epoch` the epoch written last, which is not the greatest after a rollback; `end_reason` is

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_COLLAPSED_URL = re.compile(r"(?:gs|s3|az|hf|file|memory|https?):/[^/]")
+_COLLAPSED_URL = re.compile(r"(?:gs|s3|az|hf|file|memory|https?):/[^/]")  # not only those that are stores
 
 
 def expanded(path: str) -> str:
@@ -38,8 +38,13 @@ def expanded(path: str) -> str:
 
 
 def path_text(path: str | os.PathLike[str], name: str = "the path") -> str:
-    """The text of a path or URL; InvalidArgumentError, under `name`, if it is none, or a damaged URL (`gs:/bucket`)."""
+    """The text of a path or URL; of `file:///a%20b` it is `/a b`.
+
+    InvalidArgumentError, under `name`: it is neither, or a URL that `pathlib.Path` has damaged (`gs:/bucket`).
+    """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if isinstance(text, str) and text.startswith("file:///"):
+        text = urllib.parse.unquote(text.removeprefix("file://"), errors="surrogateescape")
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidArgumentError(f"{name} must be a path or URL, got {path!r:.100}")
     if isinstance(path, pathlib.PurePath) and _COLLAPSED_URL.match(text):
@@ -53,13 +58,10 @@ def open_store(directory: str | os.PathLike[str], *, folder_mode: int | None = N
     """Opens the store for a directory; reads and writes nothing.
 
     The directory is the URL of an object store (`gs://`, `s3://`, `memory://`), or a POSIX path, made absolute now,
-    with `~` expanded; `file://` before an absolute path changes nothing. `folder_mode` are the permission bits of new
-    POSIX folders; None leaves them to the umask. InvalidArgumentError: no such scheme, or a URL that `pathlib.Path`
-    has damaged.
+    with `~` expanded, also as `file:///path`. `folder_mode` are the permission bits of new POSIX folders; None leaves
+    them to the umask. InvalidArgumentError: no such scheme, or see `path_text`.
     """
     name = path_text(directory, "the directory")
-    if name.startswith("file:///"):
-        name = urllib.parse.unquote(name.removeprefix("file://"))
-    elif _URL.match(name):
+    if _URL.match(name):
         return ObjectStore(name)
     return PosixStore(expanded(name), folder_mode=folder_mode)

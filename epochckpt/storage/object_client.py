@@ -89,13 +89,12 @@ class Client:
     """
 
     def __init__(self, root: str):
-        self.root = root
         found = _URL.fullmatch(root)
         if found is None:
             raise InvalidArgumentError(
-                f"{root!r} names no store: expected gs://bucket/run, s3://bucket/run or memory://name"
+                f"{root!r} names no store: expected gs://bucket/run, s3://bucket/run, memory://name or file:///path"
             )
-        scheme, bucket, prefix = found.groups()
+        self.root, (scheme, bucket, prefix) = root.rstrip("/"), found.groups()
         if prefix and not _PREFIX.fullmatch(prefix):
             raise InvalidArgumentError(
                 f"{root!r}: an empty part, '.', '..' or a control character is in no object's name"
@@ -126,7 +125,7 @@ class Client:
 
     def name(self, path: str) -> str:
         """The URL of a path, for errors."""
-        return f"{self.root.rstrip('/') if path else self.root}{'/' if path else ''}{path}"
+        return f"{self.root}/{path}" if path else self.root
 
     def get(self, path: str, limit_bytes: int) -> tuple[bytes, dict[str, str]]:
         """An object's content, and what names this version of it; ValueError if it is larger."""

@@ -38,8 +38,8 @@ class ObjectStore(Store):
     preferred_part_bytes = PART_BYTES
 
     def __init__(self, root: str):
-        self.root = root
         self._client = Client(root)
+        self.root = self._client.root
 
     def exists(self, path: str) -> bool:
         """Whether there is such a key, or one below it."""

@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
 from epochckpt.errors import InvalidArgumentError, MismatchError, UnknownNameError
+from epochckpt.format import tree as tree_lib
 from tests.support.processes import run_worker
 
 JAX_TYPES = [
@@ -194,6 +195,13 @@ def test_python_values(tmp_path: pathlib.Path) -> None:
     }
     m = check_round_trip(tmp_path, tree)
     assert_same(m.restore(0), tree)
+
+
+def test_text_without_surrogates_is_not_searched_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search of long texts takes time, of the training thread; ASCII is known to have none."""
+    monkeypatch.setattr(tree_lib, "_SURROGATE", None)
+    assert tree_lib.value_to_json("x" * 4096) == "x" * 4096
+    assert tree_lib.path_to_json((("k", "x" * 4096),)) == ["x" * 4096]
 
 
 def test_empty_containers_and_none(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import pathlib
@@ -97,6 +98,13 @@ def test_a_program_takes_its_flags_from_the_command_line(tmp_path: pathlib.Path)
     shown = program(MAIN, "--help").stdout
     assert all(f"{prefix}_{name}:" in shown for prefix in ("ckpt", "eval") for name in SETTINGS)
     assert re.search(r"ckpt_max_to_keep: .*\n.*\n\s+\(default: '3'\)\s+\(an integer of at least 1, or\s+none\)", shown)
+
+
+def test_the_help_in_xml_says_what_each_value_may_be() -> None:
+    """As `--help` does."""
+    text = io.StringIO()
+    parsed().flag_values.write_help_in_xml_format(text)
+    assert "<type>seconds, such as 90, 10min or 1.5h, of at least 0.001</type>" in text.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt import errors
+from epochckpt.format import paths
 from tests.support.mutations import mutate, places
 
 Options = ocp.CheckpointManagerOptions
@@ -210,3 +211,9 @@ def test_links_inside_the_directory_and_a_link_to_it_are_followed(
         assert int(manager.restore(None)["state"]["w"][0]) == 2
         assert manager.verify(2).ok
     assert ec.inspect(tmp_path / "link")[2]["state"]["w"][0] == 2
+
+
+def test_a_bad_name_in_a_record_is_said_to_be_a_nodes_where_it_is() -> None:
+    """It names the record, too."""
+    with pytest.raises(errors.FormatError, match=r"2/x/node\.json.*holds the node name 'a/b'"):
+        paths.check_recorded_name("2/x/node.json", "a/b", paths.is_node_name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +126,20 @@ def test_a_load_for_nodes_that_a_manager_does_not_have_is_refused(tmp_path: path
         assert one.load_blobs_from_checkpoints(["total"], 1, session := ec.LocalSession())
         assert session.workspace("b")["total"] == 1
     assert [call[3] for call in handler.calls if call[0] == "set_params"] == [NODES]
+
+
+@pytest.mark.parametrize("where", ["manager", "runner"])
+def test_a_handler_finds_a_directory_in_memory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Its file lies beside the epochs there, and nothing in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    url, handler = f"memory://{uuid.uuid4().hex}/run/", ec.metadata.JsonMetadataHandler()
+    with ec.CheckpointManager(url, metadata_handler=handler if where == "manager" else None) as manager:
+        more = {"metadata_handler": handler} if where == "runner" else {}
+        ec.JobRunner(job_of(["a"]), manager, **more).train(ec.LocalSession())
+    assert ec.metadata.JsonMetadataHandler(f"{url}last_epoch-a.json").last_epoch() == 2
+    assert not os.listdir(tmp_path)
 
 
 def brief(call: Any) -> Any:

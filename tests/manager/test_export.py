@@ -449,9 +449,11 @@ def test_wrong_arguments_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(EpochNotFoundError, match="no committed epoch"):
         ec.export(tmp_path / "nothing", None, out)
     (tmp_path / "file").write_text("x")
+    (tmp_path / "below").symlink_to("file/x")
     for epoch in (None, 5):
-        with pytest.raises(NotACheckpointDirectoryError, match="is a file"):
-            ec.export(tmp_path / "file", epoch, out)
+        for source in ("file", "below", "file/x"):
+            with pytest.raises(NotACheckpointDirectoryError, match=f"{source} is a file, or lies below one"):
+                ec.export(tmp_path / source, epoch, out)
     assert not out.exists()
     ec.export(tmp_path / "run", 5, out, "safetensors", item="two")
     assert set(tensors_of(out)) == {"x"}

@@ -253,6 +253,14 @@ def _is_key(leaf: jax.Array) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
+def test_local_files_may_be_given_by_their_urls(tmp_path: pathlib.Path) -> None:
+    """As every path."""
+    url = f"file://{tmp_path}/a%20b"
+    safetensors.numpy.save_file({"a": np.arange(3)}, tmp_path / "a b.safetensors")
+    ec.import_(f"{url}.safetensors", tmp_path / "run", 0)
+    assert ec.export(tmp_path / "run", 0, url, "safetensors").path == str(tmp_path / "a b")
+
+
 def test_an_epoch_that_exists_stays_as_it_is(tmp_path: pathlib.Path) -> None:
     """Also a damaged one, and also before anything of the source was looked at."""
     (tmp_path / "x.msgpack").write_bytes(flax.serialization.msgpack_serialize({"y": np.ones(3)}))

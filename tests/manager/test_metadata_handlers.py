@@ -334,6 +334,17 @@ def test_a_directory_in_an_object_store(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "cannot be reached: the store is away" in caplog.text
 
 
+def test_a_file_may_be_named_by_its_url(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`file://` is decoded, also for a file in the root; a bucket alone is no file."""
+    url = f"file://{tmp_path}/a%20b"
+    for handler in (metadata.JsonMetadataHandler(f"{url}.json"), metadata.SqliteMetadataHandler(f"{url}.db")):
+        begun(handler, tmp_path).write(3)
+    assert sorted(os.listdir(tmp_path)) == ["a b.db", "a b.json"]
+    metadata.JsonMetadataHandler("file:///h.json")
+    with pytest.raises(InvalidArgumentError, match="names no store"):
+        metadata.JsonMetadataHandler("memory://h.json")
+
+
 def test_relative_paths_are_those_of_the_start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task may change the working directory."""
     monkeypatch.chdir(tmp_path)

@@ -123,18 +123,28 @@ def test_a_directory_is_opened_by_its_form(tmp_path: pathlib.Path, monkeypatch: 
     assert (here.root, here.renames, here.preferred_part_bytes) == (str(tmp_path / "runs/one"), True, None)
     monkeypatch.chdir("/")
     assert not here.exists("")
-    assert open_store(f"file://{tmp_path}/a%20b/").root == str(tmp_path / "a b")
-    there = open_store("memory://name")
+    assert open_store(f"file://{tmp_path}/a%20b%FF/").root == str(tmp_path / "a b\udcff")
+    there = open_store("memory://name/")
     assert (there.root, there.renames, there.preferred_part_bytes) == ("memory://name", False, 256 << 20)
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_url_that_cannot_be_opened_is_refused() -> None:
-    """An unknown scheme, and a URL whose slash pathlib has removed."""
+    """An unknown scheme, a URL whose slash pathlib has removed, and `file://` with a host or a NUL."""
     with pytest.raises(InvalidArgumentError, match="bogus"):
         open_store("bogus://bucket/run")
     with pytest.raises(InvalidArgumentError, match="removed a slash"):
         open_store(pathlib.Path("s3://bucket/run"))
+    for url in ("file://localhost/x", "file://x"):
+        with pytest.raises(InvalidArgumentError, match=r"expected .* or file:///path"):
+            open_store(url)
+    with pytest.raises(InvalidArgumentError, match="must be a path or URL"):
+        open_store("file:///a%00b")
+
+
+def test_no_calls_in_parallel_have_no_results() -> None:
+    """As `StoreContract`'s users may compute the calls."""
+    assert in_parallel([]) == []
 
 
 def test_a_file_in_memory_is_invisible_until_finished() -> None:

@@ -25,7 +25,7 @@ class NativeBackend(ItemBackend):
 
     def __init__(self, manager: CheckpointManager):
         super().__init__(manager)
-        self.handler = manager.metadata_handler
+        self.handler, self.directory = manager.metadata_handler, manager.root
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         if wanted:
