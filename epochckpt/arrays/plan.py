@@ -93,8 +93,8 @@ def plan_item(
 ) -> ItemPlan:
     """Plans one item from its (key path, leaf) pairs in flattening order; refuses a leaf that cannot be saved, by name.
 
-    A larger replicated array than `replica_split_bytes` is split between its holders; `part_bytes` bounds a data file.
-    With `per_node`, no other process may hold a part of the item.
+    A replicated array larger than `replica_split_bytes` is split between several of its holders; `part_bytes` bounds a
+    data file. With `per_node`, no other process may hold a part of the item.
     """
     builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
     for path, value in pairs:

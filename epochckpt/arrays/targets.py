@@ -1,7 +1,7 @@
 """Matches a target pytree with the recorded tree, in one pass: the form in which each leaf is restored.
 
 Every difference is collected, so that a target that does not fit is refused with one table of all of them. Where names
-have changed since the save, `Sources` find the recorded leaves. Their names are the keys of a leaf joined by `/`, such
+have changed since the save, `Sources` find the recorded leaves. For them a leaf's name is its keys joined by `/`, such
 as `layers/0/kernel`, whatever the type of the key 0 is.
 """
 
@@ -47,14 +47,16 @@ class Shardings:
 
     def __init__(self, item: ArrayItem, fallback: Sharding | None = None):
         self._item, self._fallback = item, fallback
-        self._recorded = functools.cache(self._build)
-        self._mesh = functools.cache(self._build_mesh)
+        self._recorded: dict[int, Sharding | None] = {}  # a cache of a method would be a cycle of references
+        self._meshes: dict[int, Mesh] = {}
 
     def of(self, leaf: Leaf) -> Sharding | None:
         """The sharding that a leaf was saved with, else the fallback, else None."""
         if leaf.sharding < 0:
             return self._fallback
-        found, shape = self._recorded(leaf.sharding), logical_shape(leaf)
+        if leaf.sharding not in self._recorded:
+            self._recorded[leaf.sharding] = self._build(leaf.sharding)
+        found, shape = self._recorded[leaf.sharding], logical_shape(leaf)
         return found if found is not None and divides(found, shape) else self._fallback
 
     @functools.cached_property
@@ -66,7 +68,9 @@ class Shardings:
             row = self._item.shardings[number]
             if "device" not in row:
                 spec = PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in row["spec"]])
-                return NamedSharding(self._mesh(row["mesh"]), spec, memory_kind=row["memory"])
+                if row["mesh"] not in self._meshes:
+                    self._meshes[row["mesh"]] = self._build_mesh(row["mesh"])
+                return NamedSharding(self._meshes[row["mesh"]], spec, memory_kind=row["memory"])
             if jax.process_count() > 1:
                 return None
             return SingleDeviceSharding(self._devices[row["platform"], row["device"]], memory_kind=row["memory"])
@@ -441,7 +445,8 @@ class TreeMetadata:
     """A pytree with properties, like Orbax's class of this name (`ocp.StandardCheckpointer().metadata(path)`).
 
     It may be mapped over, indexed, and passed as a restore target. `tree` is the plain tree: dicts and lists of
-    `ocp.metadata.ArrayMetadata` and its kin. `custom_metadata` is the JSON that was saved with the item, or None.
+    `ocp.metadata.ArrayMetadata` and its kin, in the order of the saved tree. `custom_metadata` is the JSON that was
+    saved with the item, or None; `use_zarr3` is always False.
     """
 
     use_zarr3 = False
@@ -451,13 +456,18 @@ class TreeMetadata:
 
     def tree_flatten_with_keys(self) -> tuple[Iterable[Any], Any]:
         """The top level of the tree, as JAX wants it."""
+        aside = _Aside(self.custom_metadata)
+        if isinstance(self.tree, dict):  # JAX would sort the keys, which those of an OrderedDict are not
+            return [(jax.tree_util.DictKey(key), child) for key, child in self.tree.items()], (tuple(self.tree), aside)
         found, treedef = jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=lambda node: node is not self.tree)
         children = [(path[0] if path else jax.tree_util.GetAttrKey("tree"), child) for path, child in found]
-        return children, (treedef, _Aside(self.custom_metadata))
+        return children, (treedef, aside)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Iterable[Any]) -> Self:
-        return cls(aux[0].unflatten(children), aux[1].value)
+        shape, aside = aux
+        tree = dict(zip(shape, children, strict=True)) if isinstance(shape, tuple) else shape.unflatten(children)
+        return cls(tree, aside.value)
 
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]

@@ -48,7 +48,7 @@ class HandlerSave:
 
     def __init__(self, handler: Any, item: str, args: Any):
         self.item, self._handler = item, handler
-        self._futures: list[Any] = []  # the handler may write as long as one of them is not done
+        self._futures: list[Any] = []  # of what may still write; `collect` takes out what has ended
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="epochckpt-"))
         try:
             where = epath.Path(self._folder)

@@ -29,9 +29,7 @@ from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import steps
 from epochckpt.storage import Store
 
-UNKNOWN = (
-    "unknown"  # kind of a leaf that cannot be looked into: it is damaged, or of a type that a user's handler wrote
-)
+UNKNOWN = "unknown"  # kind of a leaf that cannot be looked into: it is damaged, or a user's type handler wrote it
 
 _EMPTY = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": ()}  # as Orbax restores them
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
@@ -321,9 +319,7 @@ class OrbaxItem:
 
     def _text(self, row: StoredLeaf) -> str:
         path = paths.join(self._at, "_strings.json")
-        node, problem = self._strings
-        if node is None:
-            raise DamagedError(path, problem or "is missing; expected the strings of the item")
+        node: Any = self._strings
         for token in row.param.split("/"):  # a JSON pointer, as Orbax makes it of the name
             token = token.replace("~1", "/").replace("~0", "~")
             if not isinstance(node, dict) or token not in node:
@@ -332,8 +328,12 @@ class OrbaxItem:
         return str(node)
 
     @functools.cached_property
-    def _strings(self) -> tuple[Any, str]:
-        return steps.read_object(self._store, paths.join(self._at, "_strings.json"))
+    def _strings(self) -> Mapping[str, Any]:
+        path = paths.join(self._at, "_strings.json")
+        found, problem = steps.read_object(self._store, path)
+        if found is None:  # raised here: a failure is not kept
+            raise DamagedError(path, problem or "is missing; expected the strings of the item")
+        return found
 
     def _kvstore(self, param: str = "") -> dict[str, Any]:
         files = {"driver": "file", "path": f"{self._folder}/"}

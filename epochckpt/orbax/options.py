@@ -11,17 +11,17 @@ from epochckpt.format import paths
 from epochckpt.options import StorageOptions
 from epochckpt.orbax.step_names import StepNames
 
-HONOURED = frozenset[str]().union(
-    ("save_interval_steps", "save_on_steps", "should_save_fn", "save_decision_policy"),
-    ("max_to_keep", "keep_period", "keep_time_interval", "keep_checkpoints_without_metrics", "preservation_policy"),
-    ("best_fn", "best_mode", "prevent_write_metrics", "save_root_metadata"),
-    ("step_prefix", "step_format_fixed_length", "step_name_format"),
-    ("create", "read_only", "todelete_subdir", "file_options.path_permission_mode"),
-    ("enable_async_checkpointing", "enable_should_save_is_saving_in_progress_check"),
-    ("async_options.timeout_secs", "async_options.post_finalization_callback"),
-    ("multiprocessing_options.primary_host", "multiprocessing_options.active_processes"),
-    ("multiprocessing_options.barrier_sync_key_prefix",),
-)
+HONOURED = {
+    *("save_interval_steps", "save_on_steps", "should_save_fn", "save_decision_policy"),
+    *("max_to_keep", "keep_period", "keep_time_interval", "keep_checkpoints_without_metrics", "preservation_policy"),
+    *("best_fn", "best_mode", "prevent_write_metrics", "save_root_metadata"),
+    *("step_prefix", "step_format_fixed_length", "step_name_format"),
+    *("create", "read_only", "todelete_subdir", "file_options.path_permission_mode"),
+    *("enable_async_checkpointing", "enable_should_save_is_saving_in_progress_check"),
+    *("async_options.timeout_secs", "async_options.post_finalization_callback"),
+    *("multiprocessing_options.primary_host", "multiprocessing_options.active_processes"),
+    *("multiprocessing_options.barrier_sync_key_prefix",),
+}
 """Fields of CheckpointManagerOptions, and of the options in it, that do here what they do in Orbax."""
 
 HINTS = {

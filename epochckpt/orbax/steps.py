@@ -1,7 +1,8 @@
 """Steps that stock Orbax wrote: which folders are steps, what their small files say, and what is missing.
 
-Retention deletes steps, so a name alone proves nothing: a sweep has `<seed>/<step>`, TensorFlow writes `checkpoint`,
-zarr `.zarray`. POSIX only. A folder that is named like an epoch and has no `epoch.json` is
+Reads JSON and lists folders, on POSIX only; `orbax.leaves` reads the arrays. Retention deletes steps, so a name alone
+proves nothing: a sweep has `<seed>/<step>`, TensorFlow writes `checkpoint`, zarr `.zarray`. A folder that is named like
+an epoch and has no `epoch.json` is
 
 | what it holds | what it is |
 | --- | --- |
@@ -389,10 +390,15 @@ def _check_item(store: Store, at: str, name: str, record: OrbaxRecord) -> None:
 def tree_record(store: Store, at: str, epoch: int) -> dict[str, Any]:
     """An item's `_METADATA`; DamagedError if it cannot be used."""
     path = paths.join(at, TREE_RECORD)
-    tree, problem = read_object(store, path)
-    if tree is None:
-        raise half_written(epoch, path, f"{problem or 'is missing'}; expected the tree of the item")
-    if not isinstance(tree.get("tree_metadata"), dict):
+    try:
+        tree = json.loads(store.read(path, limit_bytes=MAX_BYTES))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise half_written(epoch, path, "is missing; expected the tree of the item") from error
+    except OSError as error:  # says nothing about the content: no reason to delete anything
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise half_written(epoch, path, f"is no JSON: {error}; expected the tree of the item") from error
+    if not isinstance(tree, dict) or not isinstance(tree.get("tree_metadata"), dict):
         raise half_written(epoch, path, "has no tree_metadata")
     return tree
 

@@ -36,7 +36,7 @@ from epochckpt._text import readable
 from epochckpt._threads import Pool
 from epochckpt._units import several
 from epochckpt.errors import AccessError, DamagedError, EpochDeletedError, UnsupportedError, unreadable
-from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, KeyPath, Leaf, checksums
+from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, KeyPath, Leaf, NodeEntry, checksums
 from epochckpt.format import paths as layout
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import ocdbt
@@ -84,7 +84,7 @@ class View:
     folders: list[str] = dataclasses.field(default_factory=list)  # to be made, in this order
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)  # content by path
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # target by path
-    node_links: dict[str, str] = dataclasses.field(default_factory=dict)  # the same of those that nodes make themselves
+    node_links: dict[str, str] = dataclasses.field(default_factory=dict)  # the same; each node makes its own
     # Reasons by leaf name, by item; the leaf name `*` stands for the whole item.
     unsupported: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
@@ -442,6 +442,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
         return {}
     view = Views().build(record)
     links = view.links | view.node_links
+    nodes = {record.node_folder(number): entry for number, entry in enumerate(record.nodes)}
     places = [os.path.join(store.root, folder, path) for path in (*record.orbax_view, *view.links)]
     if not any(map(os.path.lexists, places)):
         return None
@@ -452,7 +453,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
             if path in record.orbax_view:
                 problem = _compare_file(store, at, record.orbax_view[path], view.files.get(path))
             else:
-                problem = _compare_link(store, folder, record, path, links[path])
+                problem = _compare_link(store, folder, nodes, path, links[path])
         except PermissionError as error:  # a link that leads out of the directory, for example
             problem = f"cannot be read: {error}"
         except OSError as error:
@@ -476,8 +477,8 @@ def _compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: byt
     return ""
 
 
-def _compare_link(store: Store, folder: str, record: EpochRecord, path: str, target: str) -> str:
-    """What is wrong with a link, or with the copy of what it led to that lies in its place."""
+def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], path: str, target: str) -> str:
+    """What is wrong with a link, or with the copy of what it led to that lies in its place; `nodes` by folder."""
     place = os.path.join(store.root, folder, path)
     itself = os.path.normpath(os.path.join(os.path.dirname(path), target))
     if os.path.realpath(place) == os.path.realpath(os.path.join(store.root, folder, itself)):
@@ -485,13 +486,10 @@ def _compare_link(store: Store, folder: str, record: EpochRecord, path: str, tar
     if not os.path.lexists(place):
         return "is missing"
     # A link to a node stands for the node's data files of the item, any other one for a file.
-    files = [
-        file.path
-        for number, entry in enumerate(record.nodes)
-        for file in entry.files
-        if record.node_folder(number) == itself and file.item == path.split("/")[0] and file.data_start
-    ]
-    for file in files or [""]:
+    files, item = [""], path.split("/")[0]
+    if itself in nodes:
+        files = [file.path for file in nodes[itself].files if file.item == item and file.data_start]
+    for file in files:
         original = layout.join(itself, file)
         if not _same(store, layout.join(folder, path, file), layout.join(folder, original)):
             return f"does not lead to {target}" if os.path.islink(place) else f"is no copy of {original}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import json
 import pathlib
 import struct
@@ -29,6 +30,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import epochckpt as ec
+from epochckpt.arrays import Shardings
 from epochckpt.errors import InvalidArgumentError, MismatchError, UnknownNameError
 from epochckpt.format import tree as tree_lib
 from tests.support.processes import run_worker
@@ -770,6 +772,31 @@ def test_casts_of_python_values(tmp_path: pathlib.Path, saved: Any, target: Any,
         assert [r.leaf for r in caught.value.rows] == ["leaf"]
     else:
         assert bits(restore(m, {"leaf": target})["leaf"]) == bits(expected)
+
+
+def test_what_is_refused_reaches_no_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All differences are in one table all the same, those of Python values among them."""
+    m = save(tmp_path, {"array": np.float32([1.5]), "fine": np.ones(3, np.float32), "number": 7, "value": 2.5})
+    target = {"array": jnp.zeros(1, int), "fine": jnp.ones(3), "number": jnp.zeros(()), "value": 0}
+    calls: list[Any] = []
+    for name in ("device_put", "make_array_from_callback", "make_array_from_single_device_arrays"):
+        monkeypatch.setattr(jax, name, lambda *args, **kwargs: calls.append(args))
+    with pytest.raises(MismatchError) as caught:
+        restore(m, target)
+    assert [(r.leaf, r.problem) for r in caught.value.rows] == [("array", "dtype"), ("value", "value")]
+    assert calls == []
+
+
+def test_a_restore_leaves_nothing_that_only_a_garbage_collector_frees(tmp_path: pathlib.Path) -> None:
+    """The recorded shardings with their meshes and devices among it."""
+    m = save(tmp_path, {"a": jnp.ones(3)})
+    gc.collect()
+    gc.disable()
+    try:
+        m.restore(0)
+        assert not [x for x in gc.get_objects() if isinstance(x, Shardings)]
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import io
 import json
@@ -358,6 +359,20 @@ def test_the_metadata_of_a_bare_array_is_a_target(tmp_path: pathlib.Path) -> Non
         same = jax.tree.map(lambda x, y: x.shape == y.shape, one["t"], two["t"])
         assert same.tree == {"w": True}
         assert same.custom_metadata == {"epoch": 0}
+
+
+@pytest.mark.parametrize("keys", [("b", "a"), ("b", 1)])
+def test_metadata_has_the_order_of_the_saved_tree(tmp_path: pathlib.Path, keys: tuple[Any, ...]) -> None:
+    """That of an OrderedDict, whose keys JAX does not sort, and need not be able to."""
+    tree = collections.OrderedDict((key, jnp.zeros(size)) for size, key in enumerate(keys, 1))
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=Save(tree))
+        manager.wait_until_finished()
+        found = manager.item_metadata(0)
+    assert [x.shape for x in jax.tree.leaves(found)] == [(1,), (2,)]
+    shapes = jax.tree.map(lambda x: x.shape[0], found)
+    assert list(shapes.tree.items()) == list(zip(keys, (1, 2), strict=True))
+    assert type(shapes.tree) is dict
 
 
 def test_a_proto_whose_text_would_lose_something_is_refused(tmp_path: pathlib.Path) -> None:

@@ -28,6 +28,7 @@ import epochckpt as ec
 from epochckpt import errors
 from epochckpt.format.tree import DTYPES
 from epochckpt.orbax import leaves as orbax_leaves
+from epochckpt.orbax import steps
 from epochckpt.storage import open_store
 from epochckpt.testing import in_parallel
 from tests.support import handler_jobs, stock_states
@@ -638,6 +639,11 @@ def _remove(path: pathlib.Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def _folder(path: pathlib.Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 # what is harmed, how, what the error says, and whether a look at the files, without reading arrays, finds it
 HARM = {
     "item not finished": ("default", _unfinished, "'default' was not finished", True),
@@ -735,6 +741,34 @@ def test_a_step_that_is_deleted_before_its_numbers_are_read_is_not_called_damage
         shutil.rmtree(run / "2")
         with pytest.raises(errors.EpochDeletedError, match="epoch 2"):
             values[number]
+
+
+def test_texts_that_were_missing_are_looked_for_again(tmp_path: pathlib.Path) -> None:
+    """A look at a step outlives a file that storage did not show for a moment."""
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(0, args=ocp.args.PyTreeSave({"name": "run"}))
+    item = orbax_leaves.OrbaxItem(open_store(tmp_path), "0/default", 0)
+    strings = tmp_path / "0" / "default" / "_strings.json"
+    aside = strings.rename(tmp_path / "aside")
+    with pytest.raises(errors.DamagedError, match=r"_strings\.json: is missing"):
+        item.value(item.leaves[0])
+    aside.rename(strings)
+    assert item.value(item.leaves[0]) == "run"
+
+
+@pytest.mark.parametrize(
+    ("harm", "cause", "advised"),
+    [(_remove, FileNotFoundError, True), (_garbage, ValueError, True), (_folder, IsADirectoryError, False)],
+)
+def test_deleting_is_advised_only_for_what_is_known_to_be_lost(
+    run: pathlib.Path, harm: Callable[[pathlib.Path], None], cause: type[Exception], advised: bool
+) -> None:
+    """Not where the tree of an item cannot be read; the error keeps its cause."""
+    harm(run / "1" / "default" / "_METADATA")
+    with pytest.raises(errors.DamagedError) as caught:
+        steps.tree_record(open_store(run), "1/default", 1)
+    assert isinstance(caught.value.__cause__, cause)
+    assert ("delete(1)" in str(caught.value)) is advised
 
 
 def test_an_array_in_the_old_file_has_no_sharding_of_another_leaf(tmp_path: pathlib.Path) -> None:

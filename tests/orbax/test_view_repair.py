@@ -16,6 +16,7 @@ import pytest
 import epochckpt as ec
 from epochckpt.cli import main
 from epochckpt.errors import EpochDeletedError, UnsupportedError
+from epochckpt.format import EpochRecord
 from epochckpt.format.parsing import parse_epoch
 from epochckpt.storage import PosixStore
 from tests.support import stock_states
@@ -142,6 +143,22 @@ def test_every_damage_of_the_view_is_found_and_repaired(saved: pathlib.Path) -> 
     assert count > 100
     assert verify(saved).view_damage == ()
     assert ec.repair_view(saved, 5) == []
+
+
+def test_copies_in_place_of_links_are_not_looked_up_among_all_files(
+    pristine: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is compared with what its link led to: nodes are asked for as often as with links."""
+    node_folder, asked = EpochRecord.node_folder, list[int]()
+    monkeypatch.setattr(EpochRecord, "node_folder", lambda self, n: asked.append(n) or node_folder(self, n))
+    counts = []
+    for symlinks in (True, False):
+        found = verify(pathlib.Path(shutil.copytree(pristine, tmp_path / str(symlinks), symlinks=symlinks)))
+        assert found.view_damage == ()
+        assert not found.note
+        counts.append(len(asked))
+        asked.clear()
+    assert counts[0] == counts[1]
 
 
 def test_a_link_to_another_epoch_is_damage(saved: pathlib.Path) -> None:
