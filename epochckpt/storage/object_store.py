@@ -11,6 +11,9 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from absl import logging
 
 from epochckpt import _threads
 from epochckpt.errors import StorageError
@@ -43,7 +46,7 @@ class ObjectStore(Store):
 
     def exists(self, path: str) -> bool:
         """Whether there is such a key, or one below it."""
-        return bool(path and self._client.head(path)) or any(self._below(path))
+        return bool(path and self._client.head(path)) or bool(self._below(path, 1))
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
         """One request: the size comes before the content."""
@@ -101,38 +104,45 @@ class ObjectStore(Store):
         self._delete(path, self._client.key(path))
 
     def remove_tree(self, path: str) -> None:
-        """Deletes the key, and those below it until a listing is empty."""
+        """Deletes the key, and those below it until a listing is empty.
+
+        The empty objects that consoles make for a folder, with a final slash in their names, stay: no path names them.
+        """
         self.remove(path)
-        for _ in range(_REMOVE_ROUNDS):
-            keys = [self._client.key(f"{path}/{name}") for name in self._below(path)]
-            if not keys:
+        before, singly, rounds = set[str](), False, 0
+        while names := set(self._below(path)):
+            if names == before and singly:
                 return
-            self._delete(path, keys)
-        name = self._client.name(path)
-        raise OSError(errno.ENOTEMPTY, f"files kept appearing below it {_REMOVE_ROUNDS} times over", name)
+            rounds = rounds + 1 if len(names) >= len(before) > 0 else 0
+            if rounds > _REMOVE_ROUNDS:
+                name = self._client.name(path)
+                raise OSError(errno.ENOTEMPTY, f"files kept appearing below it {_REMOVE_ROUNDS} times over", name)
+            keys, singly = [self._client.key(f"{path}/{name}") for name in sorted(names)], names == before
+            for some in [[key] for key in keys] if singly else [keys]:  # one that is gone may end a request for many
+                self._delete(path, some)
+            before = names
 
     def _delete(self, path: str, keys: str | Sequence[str]) -> None:
         import obstore
 
-        try:
+        with suppress(FileNotFoundError):
             self._client.ask(path, "deleting", lambda: obstore.delete(self._client.kv, keys))
-        except FileNotFoundError:  # of several, those that were there are gone
-            return
 
-    def _below(self, path: str) -> Iterator[str]:
-        """Paths below a folder, relative to it, in any order; a page of them with each request."""
+    def _below(self, path: str, limit: int | None = None) -> Sequence[str]:
+        """Paths below a folder, relative to it, in any order: all, or a page that holds at least one."""
         import obstore
 
         start = self._client.below(path)
-        last: str | None = None
-        while True:
-            # A new listing from the last name on, not one that may break off in the middle.
-            stream = functools.partial(obstore.list, self._client.kv, start, offset=last, chunk_size=_PAGE)
-            page = self._client.ask(path, "listing", lambda stream=stream: next(stream(), None))
-            if not page:
-                return
-            yield from (meta["path"][len(start) :] for meta in page)
-            last = page[-1]["path"]
+
+        def pages() -> Sequence[str]:
+            found = []
+            for page in obstore.list(self._client.kv, start, chunk_size=limit or _PAGE):
+                found += [name for meta in page if (name := meta["path"][len(start) :])]
+                if limit and found:
+                    break
+            return found
+
+        return self._client.ask(path, "listing", pages)
 
 
 class _Reader(Reader):
@@ -183,7 +193,7 @@ class _Writer(Writer):
         self._ready: deque[bytes] = deque()
         self._room = CHUNK_BYTES
         self._written = self._next = 0
-        self._closed = self._ended = False
+        self._begun = self._closed = self._ended = False
         self._upload: _threads.Future[None] | None = None
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
@@ -197,24 +207,35 @@ class _Writer(Writer):
                 return
             self._early[offset] = bytes(view.cast("B"))
             self._written += view.nbytes
-            if self._size > CHUNK_BYTES and self._upload is None:
-                self._upload = _threads.start(self._run)
+            if self._size > CHUNK_BYTES and not self._begun:
+                self._begin()
             while (piece := self._early.pop(self._next, None)) is not None:
                 self._ready.append(piece)
                 self._next += len(piece)
                 self._room -= len(piece)
             self._lock.notify_all()
             self._lock.wait_for(lambda: self._room > 0 or self._upload is None or self._ended)
+            if self._closed:
+                raise ValueError(f"{self._name} is closed")
         if self._ended and self._upload is not None:
             self._upload.result()
+
+    def _begin(self) -> None:
+        self._begun = True
+        upload: _threads.Future[None] = _threads.Future()
+        try:
+            threading.Thread(target=upload.run, args=(self._run,), daemon=True).start()
+            self._upload = upload
+        except RuntimeError:  # the interpreter is ending: `finish` writes the whole
+            logging.debug("%s: no thread can be had", self._name)
 
     def _run(self) -> None:
         """Uploads, on a thread of its own."""
         try:
-            self._client.stream(self._path, self._pieces())
+            self._client.stream(self._path, self._pieces(), self._size)
         except StorageError:
             # The answer to the last request may be lost. No other writer uses this name.
-            found = self._client.head(self._path) if self._written == self._size else None
+            found = self._client.head(self._path) if self._next == self._size else None
             if found is None or found["size"] != self._size:
                 raise
         finally:

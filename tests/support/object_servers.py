@@ -197,7 +197,7 @@ def s3_server(*names: str) -> Iterator[int]:
 @contextmanager
 def bucket(scheme: str) -> Iterator[Bucket]:
     """A bucket of this kind (`gs` or `s3`), and the environment in which clients find it."""
-    with s3_server(BUCKET) if scheme == "s3" else gcs_server(BUCKET) as upstream:
+    with s3_server(BUCKET) if scheme == "s3" else gcs_server(BUCKET, page=50) as upstream:
         proxy = Proxy(upstream if isinstance(upstream, int) else upstream[0])
         settings = {"STORAGE_EMULATOR_HOST": proxy.url}
         if scheme == "s3":
