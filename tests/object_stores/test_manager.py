@@ -168,6 +168,7 @@ def test_lost_answers_cost_no_save(cloud: Bucket, quick: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("server", ["gs"], indirect=True)  # moto takes twice the time
 def test_memory_of_a_save_is_bounded(cloud: Bucket) -> None:
     """A gigabyte goes to a bucket through less than a quarter of it."""
     url = cloud.new_url()
