@@ -509,6 +509,7 @@ def test_processes_of_one_job_run_their_own_nodes(tmp_path: pathlib.Path) -> Non
 # -- sharing a directory -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_jobs_one_after_the_other_share_a_directory(tmp_path: pathlib.Path) -> None:
     """In processes of their own; the later ones touch nothing of the earlier ones."""
     before: dict[str, bytes] = {}

@@ -44,7 +44,7 @@ def test_totals_are_reproduced_from_every_resume_epoch_on_three_processes(tmp_pa
         assert [n.name for n in manager.status(8).nodes] == list(NODES)
 
 
-@pytest.mark.parametrize("stock", [False, True], ids=["epochckpt", "stock Orbax"])
+@pytest.mark.parametrize("stock", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["epochckpt", "stock Orbax"])
 def test_a_job_goes_on_where_it_was(tmp_path: pathlib.Path, stock: bool) -> None:
     """Spread arrays, per-node totals and readers; a finished run does nothing."""
     directory = str(tmp_path / "run")
