@@ -224,7 +224,7 @@ def _decide(
         if not options.read_only:
             store.make_root()
         found, moving = survey(commits, options), commits.moving()
-    except errors.NotACheckpointDirectoryError:  # a NotADirectoryError, too
+    except (errors.NotACheckpointDirectoryError, errors.AccessError):  # a NotADirectoryError or PermissionError, too
         raise
     except NotADirectoryError as error:
         problem = f"{store.root}: a folder on the way to it is a file ({error})"
