@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from absl import logging
@@ -188,12 +189,10 @@ class Client:
         mode: Any = version or "create"
 
         def confirm() -> None:
-            try:
+            with suppress(FileNotFoundError, ValueError):  # gone again, or longer
                 if self.get(path, len(data))[0] == data:
                     return
-            except (FileNotFoundError, ValueError):
-                pass
-            raise _exists(self.name(path))
+            raise existing(self.name(path))
 
         kv = self.kv if len(data) <= _SMALL_BYTES else self._large
         write = functools.partial(obstore.put, kv, key, data, mode=mode, use_multipart=False)
@@ -248,7 +247,7 @@ class Client:
                 if met and confirm is not None and (status != 409 or pause is None):
                     if number:
                         return confirm()
-                    raise _exists(name) from error
+                    raise existing(name) from error
                 waited = time.monotonic() - began
                 if (final := self._final(error, why, status)) is not None:
                     raise final from error
@@ -284,7 +283,8 @@ def missing(name: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
-def _exists(name: str) -> FileExistsError:
+def existing(name: str) -> FileExistsError:
+    """The error for an object that is there already."""
     return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
 
 

@@ -17,7 +17,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.errors import StorageError
-from epochckpt.storage.object_client import CHUNK_BYTES, Client, missing
+from epochckpt.storage.object_client import CHUNK_BYTES, Client, existing, missing
 from epochckpt.storage.store import Entry, Reader, Store, Writer, check_piece
 
 PART_BYTES = 256 << 20
@@ -69,7 +69,7 @@ class ObjectStore(Store):
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
         if found is not None:
-            raise FileExistsError(errno.EEXIST, "it exists", name)
+            raise existing(name)
         return _Writer(self._client, path, size)
 
     def list(self, path: str) -> list[Entry]:

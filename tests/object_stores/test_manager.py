@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import resource
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.errors import AccessError, EpochCheckpointError, StorageError
+from epochckpt.errors import AccessError, EpochCheckpointError, StorageError, UnsupportedError
 from epochckpt.storage import object_client
 from tests.support.bucket_jobs import VALUES
 from tests.support.job_runs import reading_job
@@ -104,6 +105,52 @@ def test_commands_look_at_a_bucket(cloud: Bucket, capsys: pytest.CaptureFixture[
         said = capsys.readouterr()
         assert code == (1 if call[0] == "diff" else 0), (call, said)
         assert said.out, call
+
+
+def test_what_is_done_around_a_run_works_in_buckets(cloud: Bucket, tmp_path: pathlib.Path) -> None:
+    """Handlers, an evaluator's metrics, `follow`, copies from and to buckets, export, import; Caffe2's nodes do not."""
+    url = cloud.new_url()
+    handler = ec.metadata.JsonMetadataHandler()
+    with ec.CheckpointManager(url, metadata_handler=handler) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save({"w": jnp.arange(4.0) + epoch}), metrics={"loss": 1.0})
+        manager.wait_until_finished()
+        assert handler.last_epoch() == 2
+    ec.attach_metrics(url, 2, {"accuracy": 0.5}, "evaluator")
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        assert manager.metrics(2) == {"loss": 1.0, "accuracy": 0.5}
+    assert next(iter(ec.follow(url))) is not None
+    source = url
+    for destination in (cloud.new_url(), str(tmp_path / "run"), cloud.new_url()):
+        with ec.CheckpointManager(source) as manager:
+            ec.LocalSession().run(ec.CopyUpload(destination).build(2, manager))
+        source = destination
+    with ec.CheckpointManager(source) as manager:
+        assert manager.all_steps() == [2]
+        np.testing.assert_array_equal(manager.restore(2)["w"], np.arange(4.0) + 2)
+    ec.export(url, 2, tmp_path / "out", "safetensors")
+    (file,) = (tmp_path / "out").glob("**/*.safetensors")
+    assert ec.import_(file, cloud.new_url(), 0).state == "committed"
+    with pytest.raises(UnsupportedError, match="atomic rename"):
+        ec.caffe2.CheckpointManager(url, "n0", "epochckpt")
+
+
+def test_a_bucket_that_may_only_be_read_is_read(cloud: Bucket) -> None:
+    """A save there fails, and says why; what is there stays."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        manager.save(1, args=Save({"w": jnp.ones(3)}))
+    cloud.proxy.decide = lambda request: Fault(status=403) if request.kind in ("PUT", "POST", "DELETE") else None
+    with ec.CheckpointManager(url) as manager:
+        np.testing.assert_array_equal(manager.restore(1)["w"], np.ones(3))
+        manager.save(2, args=Save({"w": jnp.ones(3)}))
+        with pytest.raises(EpochCheckpointError, match="writing is not permitted"):
+            manager.wait_until_finished()
+    with pytest.raises(AccessError, match="writing is not permitted"):
+        ec.attach_metrics(url, 1, {"accuracy": 0.5}, "evaluator")
+    cloud.proxy.decide = lambda request: None
+    with ec.CheckpointManager(url) as manager:
+        assert manager.all_steps() == [1]
 
 
 @pytest.mark.parametrize("problem", ["no bucket", "forbidden"])

@@ -108,13 +108,28 @@ class Buckets:
         return found, prefixes, ""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """Requests over connections that stay open, in silence."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    buckets: Buckets  # of the subclass that the server makes
 
     def log_message(self, format: str, *args: Any) -> None:
         return
+
+    def read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        pieces = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            pieces.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(pieces)
+
+
+class _Handler(Handler):
+    buckets: Buckets  # of the subclass that the server makes
 
     def do(self) -> None:
         """Any request: reads its body, finds what answers it, and sends that or a refusal."""
@@ -135,21 +150,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do
 
-    def read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        pieces = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            pieces.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(pieces)
-
     def send(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", headers.pop("size", str(len(body))))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -164,13 +169,6 @@ class _Handler(BaseHTTPRequestHandler):
             "Last_Modified": blob.created.strftime("%a, %d %b %Y %H:%M:%S GMT"),
             "Content_Type": "application/octet-stream",
         }
-        if self.command == "HEAD":
-            self.send_response(200)
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.send_header("Content-Length", str(len(blob.data)))
-            self.end_headers()
-            return
         wanted = self.headers.get("Range")
         if wanted is None:
             return self.send(200, blob.data, **headers)

@@ -9,12 +9,10 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
-from typing import Any
 
 import pytest
 
-from tests.support.gcs_server import Server, gcs_server
+from tests.support.gcs_server import Handler, Server, gcs_server
 
 BUCKET = "bucket"
 _PIECE = 1 << 20
@@ -85,14 +83,9 @@ class Proxy:
         self._thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+class _Handler(Handler):
     proxy: Proxy
     _forward: http.client.HTTPConnection | None = None
-
-    def log_message(self, format: str, *args: Any) -> None:
-        return
 
     def do(self) -> None:
         """Forwards one request, with the fault that was decided."""
@@ -133,16 +126,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self.break_off() if fault.cut is not None and fault.cut < len(content) else None
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do
-
-    def read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        pieces = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            pieces.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(pieces)
 
     def break_off(self) -> None:
         """Resets the connection."""
