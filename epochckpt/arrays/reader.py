@@ -60,7 +60,7 @@ class NodeFile:
     """One file of a node: `name` is its path in the node's folder, `path` the one in the directory."""
 
     def __init__(self, epoch: EpochReader, node: int, file: DataFile):
-        self.epoch, self.node, self.name, self.path = epoch, node, file.path, epoch.path(node, file.path)
+        self.epoch, self.node, self.name, self.path = epoch, node, file.path, epoch.path(node, file)
         self.size, self.data_start, self.cells = file.size, file.data_start, file.cells
         self._reader: Reader | None = None
         self._ends = np.zeros(0, dtype=np.int64)
@@ -69,7 +69,7 @@ class NodeFile:
     def open(self) -> None:
         """Opens the file, and compares both records and its size."""
         if not self._sums:  # once: leaves are also read one by one, and a file may hold thousands
-            where = self.epoch.path(self.node, paths.NODE_RECORD)
+            where = self.epoch.path(self.node)
             mine = self.epoch.node_files(self.node).get(self.name)
             if mine is None or (mine.size, mine.data_start, mine.cells) != (self.size, self.data_start, self.cells):
                 raise FormatError(where, f"does not describe {self.path} as the epoch's record does")
@@ -306,14 +306,14 @@ class EpochReader:
         for file in self.files(item, node):
             file.check_size(functools.partial(self.store.size, file.path))
 
-    def path(self, node: int, file: str) -> str:
-        """Path of a node's file, relative to the directory."""
-        return paths.join(self.folder, self.record.node_folder(node), file)
+    def path(self, node: int, file: DataFile | None = None) -> str:
+        """Path of a node's file, or of its record, relative to the directory."""
+        return paths.join(self.folder, self.record.path(node, file))
 
     def _node_record(self, node: int) -> NodeRecord:
         """A node's `node.json`, verified against `epoch.json`."""
         entry = self.record.nodes[node]
-        path = self.path(node, paths.NODE_RECORD)
+        path = self.path(node)
         data = self.guard(path, lambda: self.store.read(path, limit_bytes=entry.record_size))
         if len(data) != entry.record_size or checksums.digest(data) != entry.record_digest:
             self.check_present(f"{path} changed")
@@ -331,7 +331,7 @@ class EpochReader:
         """A reader of one node's own tree of an item, as if it were an epoch by itself."""
         own = self.node_record(node).items.get(item)
         if own is None:
-            raise FormatError(self.path(node, paths.NODE_RECORD), f"has no tree of item {item!r}")
+            raise FormatError(self.path(node), f"has no tree of item {item!r}")
         record = dataclasses.replace(self.record, nodes=(self.record.nodes[node],), items={item: own})
         return EpochReader(self.store, self.folder, record, self.pool, self.verify)
 

@@ -25,7 +25,7 @@ from epochckpt.storage import Store, writing
 def write_arrays(
     store: Store, folder: str, epoch: int, plan: ItemPlan, buffers: Sequence[Buffer], block_bytes: int, pool: Pool
 ) -> list[DataFile]:
-    """Writes an item's data files into a node's staging folder, from one buffer per cell, in file order."""
+    """Writes an item's data files into a folder, from one buffer per cell, in file order."""
     item = plan.item
     files: list[_File] = []
     try:

@@ -227,7 +227,8 @@ class _NodeWriter:
         began, epoch, size = time.monotonic(), self._attempt.epoch, self._options.block_bytes
         for plan, node, buffers in self._attempt.snapshot.trees:
             if node == self._number:
-                self._files += writer.write_arrays(self._store, self._folder, epoch, plan, buffers, size, pool)
+                folder = self._commits.data_folder(epoch, self._identity, self._name, plan.item.name)
+                self._files += writer.write_arrays(self._store, folder, epoch, plan, buffers, size, pool)
         self._secs += time.monotonic() - began
 
     def write_files(self) -> None:

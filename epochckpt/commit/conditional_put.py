@@ -89,7 +89,7 @@ class PutCommits(Commits):
         return paths.join(paths.incarnation_folder(f"{number:08d}"), name)
 
     def unrecorded(self, folders: Collection[str] | None = None) -> Iterator[str]:
-        """Attempts, as `<epoch>/<node>/<attempt>`, that no commit record names, nor one that was quarantined.
+        """Folders of attempts, see `parts`, that no commit record names, nor one that was quarantined.
 
         Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more. Looks into all
         folders of epochs, or into the given ones. What is not named like an attempt at that epoch is not ours: another
@@ -105,11 +105,23 @@ class PutCommits(Commits):
                 continue  # not readable, now or ever: a person may still want to look at it
             if not record:
                 yield from self.store.find(paths.METRICS_PREFIX, folder)
-            for node in self.store.list(folder):
-                for attempt in self.store.list(paths.join(folder, node.name)) if node.is_folder else ():
-                    is_ours = paths.attempted_epoch(attempt.name) == self.names.parse(folder)
-                    if is_ours and attempt.name not in quarantined | record:
-                        yield paths.join(folder, node.name, attempt.name)
+            for path in self.parts(folder):
+                attempt = path.rpartition("/")[2]
+                is_ours = paths.attempted_epoch(attempt) == self.names.parse(folder)
+                if is_ours and attempt not in quarantined | record:
+                    yield path
+
+    def parts(self, folder: str) -> Iterator[str]:
+        """The folders of attempts in an epoch's: `<epoch>/<node>/<attempt>` and `<epoch>/<item>/<node>/<attempt>`."""
+        waiting = [folder]
+        while waiting:
+            above = waiting.pop()
+            for entry in (e for e in self.store.list(above) if e.is_folder):
+                path = paths.join(above, entry.name)
+                if above != folder and paths.attempted_epoch(entry.name) is not None:
+                    yield path
+                elif path.count("/") < folder.count("/") + 3:
+                    waiting.append(path)
 
     def _quarantined(self) -> dict[str, set[str] | None]:
         """The attempts that quarantined records name, by the epoch's folder; see `_attempt_in`."""
@@ -136,7 +148,10 @@ class PutCommits(Commits):
         self._check_fence(epoch)
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        return paths.join(self.names.build(epoch), paths.folder_name(node), attempt)
+        return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt))
+
+    def data_folder(self, epoch: int, attempt: str, node: str, item: str) -> str:
+        return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt, item))
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
@@ -203,10 +218,9 @@ class PutCommits(Commits):
             logging.info("%s/%s is the newer run's by now", self.store.root, path)
 
     def discard(self, epoch: int, attempt: str) -> None:
-        folder = self.names.build(epoch)
-        for node in self.store.list(folder):
-            if node.is_folder:
-                self.store.remove_tree(paths.join(folder, node.name, attempt))
+        for path in self.parts(self.names.build(epoch)):
+            if path.rpartition("/")[2] == attempt:
+                self.store.remove_tree(path)
 
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
         self._check_fence(epoch)

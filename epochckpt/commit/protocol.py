@@ -2,7 +2,7 @@
 
 | on storage | state | visible to |
 | --- | --- | --- |
-| only below `incarnation-*` (POSIX), or in `<epoch>/<node>/<attempt>` (object store) | uncommitted | nobody |
+| only below `incarnation-*` (POSIX), or in `<epoch>/…/<attempt>` (object store) | uncommitted | nobody |
 | `<epoch>/epoch.json` under its final name | committed | everybody |
 | the same, named by a `rollback.json` | rolled back or deleted, being moved or removed | nobody |
 | `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax.steps`) | committed | everybody |
@@ -203,10 +203,9 @@ class Commits(abc.ABC):
 
     def check_node(self, folder: str, record: EpochRecord, number: int) -> None:
         """The same as `check_shallow`, for one node of an epoch in a folder."""
-        base = paths.join(folder, record.node_folder(number))
         node = record.nodes[number]
-        for name, size in [(paths.NODE_RECORD, node.record_size), *((f.path, f.size) for f in node.files)]:
-            path = paths.join(base, name)
+        for file, size in [(None, node.record_size), *((f, f.size) for f in node.files)]:
+            path = paths.join(folder, record.path(number, file))
             try:
                 found = self.store.size(path)
             except OSError as error:
@@ -290,7 +289,12 @@ class Commits(abc.ABC):
 
     @abc.abstractmethod
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
-        """Where a node writes its files for an attempt. The attempt's id begins with the incarnation."""
+        """Where a node writes its record and handlers' files for an attempt, whose id begins with the incarnation."""
+
+    def data_folder(self, epoch: int, attempt: str, node: str, item: str) -> str:
+        """Where a node writes the data files of an item for an attempt."""
+        del item
+        return self.node_folder(epoch, attempt, node)
 
     def make_node_folder(self, epoch: int, attempt: str, node: str) -> str:
         """Makes a node's folder and returns its path; raises `lost` where there is no staging to make it in."""

@@ -1,7 +1,8 @@
 """Names and paths of the format.
 
 A checkpoint directory holds `<epoch>/<node>/…` for committed epochs, and one `incarnation-<id>.orbax-checkpoint-tmp`
-folder for everything that is not committed. Paths are relative to the directory and use `/`.
+folder for everything that is not committed. In an object store attempts lie side by side in the epoch's folder, see
+`part_folder`. Paths are relative to the directory and use `/`.
 """
 
 import itertools
@@ -164,6 +165,15 @@ def parse_metrics_file(name: str) -> str | None:
 def data_file(item: str, part: int) -> str:
     """Name of a part of an array item's data file, in the node's folder."""
     return f"{item}{DATA_SUFFIX}" if part == 0 else f"{item}-{part:05d}{DATA_SUFFIX}"
+
+
+def part_folder(node_folder: str, attempt: str, item: str = "") -> str:
+    """Where an attempt in an object store has what a node wrote, relative to the epoch's folder.
+
+    The data files of an item lie below the item, where the database of the Orbax view reaches them; the node's record
+    and handlers' files lie in the folder without an item.
+    """
+    return join(item, node_folder, attempt)
 
 
 def join(*parts: str) -> str:

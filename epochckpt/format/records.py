@@ -32,7 +32,7 @@ class DataFile:
 
     @property
     def path(self) -> str:
-        """Path relative to the node's folder."""
+        """Path relative to the node's folder; `EpochRecord.path` has the one relative to the epoch's."""
         return paths.join(self.item, self.name) if self.name else paths.data_file(self.item, self.part)
 
     def row(self) -> list[Any]:
@@ -118,7 +118,7 @@ class EpochRecord:
 
     epoch: int
     attempt: str
-    objects: bool  # it lies in an object store, where the folders of nodes are named by attempt
+    objects: bool  # it lies in an object store, where paths have the attempt in them, see `paths.part_folder`
     plan: str  # digest of the plan, equal on all nodes
     nodes: tuple[NodeEntry, ...]
     items: Mapping[str, ItemRecord]
@@ -145,12 +145,18 @@ class EpochRecord:
         """Bytes of all nodes' files."""
         return sum(n.nbytes for n in self.nodes)
 
-    def node_folder(self, node: int) -> str:
-        """Folder of a node's files, relative to the epoch's folder."""
+    def node_folder(self, node: int, item: str = "") -> str:
+        """Folder of a node's record and handlers' files, or of its data files of an item; relative to the epoch's."""
         if self.per_node:
             return ""
         folder = self.nodes[node].folder
-        return paths.join(folder, self.attempt) if self.objects else folder
+        return paths.part_folder(folder, self.attempt, item) if self.objects else folder
+
+    def path(self, node: int, file: DataFile | None = None) -> str:
+        """Path of a node's file, or of its record, relative to the epoch's folder."""
+        if file is None:
+            return paths.join(self.node_folder(node), paths.NODE_RECORD)
+        return paths.join(self.node_folder(node, "" if file.name else file.item), file.path)
 
     def to_bytes(self) -> bytes:
         """The file's content."""

@@ -194,8 +194,9 @@ def _rows(attempt: EpochRow) -> list[LeftoverRow]:
 def _remove_objects(commits: PutCommits, row: LeftoverRow) -> None:
     """Removes an attempt, or quarantined epochs, from an object store."""
     if row.kind == ATTEMPT:
-        if row.path in commits.unrecorded([row.path.partition("/")[0]]):
-            commits.sweep(row.path)
+        for path in list(commits.unrecorded([row.path.partition("/")[0]])):
+            if path.split("/")[-2:] == row.path.split("/")[-2:]:  # of that node and attempt
+                commits.sweep(path)
         return
     for name, _ in leftovers.names(commits.store, row.path):
         record, at = None, paths.join(row.path, name)
@@ -203,6 +204,6 @@ def _remove_objects(commits: PutCommits, row: LeftoverRow) -> None:
             record = commits.read_in(at, commits.names.parse(name) or 0)
         commits.store.remove_tree(at)
         if record is not None:
-            parts = {paths.join(name, record.node_folder(number)) for number in range(len(record.nodes))}
-            for part in parts & set(commits.unrecorded([name])):
-                commits.store.remove_tree(part)
+            for part in list(commits.unrecorded([name])):
+                if part.rpartition("/")[2] == record.attempt:
+                    commits.store.remove_tree(part)

@@ -196,16 +196,18 @@ def _in_directory(commits: Commits, name: str, todelete_subdir: str | None) -> I
 def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list[EpochRow]:
     """Attempts on an object store, of all epochs or of those in `folders`; only those of earlier runs are dead."""
     newest = commits.newest
-    nodes: dict[tuple[str, str], list[NodeRow]] = {}
+    nodes: dict[tuple[str, str], dict[str, NodeRow]] = {}
     for path in commits.unrecorded(folders):
-        if path.count("/") != 2:
+        if path.count("/") == 1:
             continue  # attached metrics: the next run removes them
-        folder, node, attempt = path.split("/")
+        folder, *_, node, attempt = path.split("/")
         row = _node(commits.store, path, node)
-        if row is not None:
-            nodes.setdefault((folder, attempt), []).append(row)
+        if row is not None:  # a node's data files of an item are a part of their own
+            known = nodes.setdefault((folder, attempt), {})
+            known[node] = _joined(known[node], row) if node in known else row
     attempts = []
-    for (folder, attempt), found in nodes.items():
+    for (folder, attempt), by_node in nodes.items():
+        found = list(by_node.values())
         epoch, nbytes = commits.names.parse(folder) or 0, sum(n.nbytes for n in found)
         state, detail = rows.ABANDONED, "of an earlier run, which can no longer commit it"
         if not is_fenced_off(attempt, newest):
@@ -214,6 +216,12 @@ def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list
         fields = {"folder": folder, "attempt": attempt, "nodes": tuple(found), "nbytes": nbytes}
         attempts.append(EpochRow(epoch, state, detail=f"{_progress(found)}; {detail}", **fields))
     return attempts
+
+
+def _joined(one: NodeRow, other: NodeRow) -> NodeRow:
+    """Two parts of what a node wrote for an attempt; one of them has the record, once that is written."""
+    last = other if other.state == "written" else one
+    return dataclasses.replace(last, nbytes=one.nbytes + other.nbytes)
 
 
 def is_fenced_off(attempt: str, newest: str) -> bool:

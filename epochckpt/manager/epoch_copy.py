@@ -94,7 +94,7 @@ class EpochCopy:
         """Raises DamagedError unless all files are there: every one in its length, nodes' records byte for byte."""
         for number, entry in enumerate(record.nodes):
             self.commits.check_node(folder, record, number)
-            path = paths.join(folder, record.node_folder(number), paths.NODE_RECORD)
+            path = paths.join(folder, record.path(number))
             try:
                 data = self.commits.store.read(path, limit_bytes=entry.record_size)
             except OSError as error:
@@ -128,12 +128,13 @@ class EpochCopy:
         for item in dict.fromkeys(f.item for f in recorded.files if not f.name):
             own = item in recorded.items
             part = reader.of_node(number, item) if own else reader
+            folder = commits.data_folder(self._epoch, self._attempt, entry.name, item)
             for file in part.files(item, 0 if own else number):
-                file.copy(target, paths.join(base, file.name))
+                file.copy(target, paths.join(folder, file.name))
         for file in of_handlers:
             NodeFile(reader, number, file).copy(target, paths.join(base, file.path))
         # The record of the node is last.
-        path = reader.path(number, paths.NODE_RECORD)
+        path = reader.path(number)
         data = reader.guard(path, lambda: reader.store.read(path, limit_bytes=entry.record_size))
         view = self._record.orbax_unsupported is not None
         commits.seal_node(self._epoch, self._attempt, entry.name, inner[::-1], data, view)

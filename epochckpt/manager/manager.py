@@ -601,7 +601,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return [n.name for n in self._readers.commits.read_record(epoch_number(epoch)).nodes]
 
     def node_path(self, node: str, epoch: int) -> epath.Path:
-        """The folder of one node's files; raises InvalidArgumentError if the epoch has no such node."""
+        """The folder of one node's files, in an object store only of its record and handlers' files.
+
+        Raises InvalidArgumentError if the epoch has no such node.
+        """
         return self._readers.open(epoch_number(epoch)).node_path(node)
 
     def source(self, epoch: int) -> tuple[EpochReader | None, StepNames]:

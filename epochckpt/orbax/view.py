@@ -186,7 +186,7 @@ def _add_files(view: View, record: EpochRecord, name: str) -> None:
         for file in (f for f in node.files if f.item == name):
             parents = layout.parents(file.path)
             folders.update(parents)
-            view.links[file.path] = f"{'../' * len(parents)}{layout.join(record.node_folder(number), file.path)}"
+            view.links[file.path] = f"{'../' * len(parents)}{record.path(number, file)}"
     view.folders += sorted(folders)  # parents first
 
 
@@ -303,7 +303,7 @@ class _ItemView:
             files = [f for f in entry.files if f.item == name and f.data_start]
             ends = np.cumsum([f.cells for f in files]).tolist()
             for file, part in zip(files, arrays.cut(arrays.owned(node), ends), strict=True):
-                path = layout.join(record.node_folder(node), file.path)
+                path = record.path(node, file).removeprefix(f"{name}/" if record.objects else "")
                 starts = (part.offsets[:-1] + file.data_start).tolist()
                 for leaf, cell, start in zip(part.leaves.tolist(), part.cells.tolist(), starts, strict=True):
                     if prefix := prefixes.get(leaf):

@@ -78,8 +78,8 @@ def on_storage(directory: str, options: Options | None = None) -> list[int]:
 
 
 def data_path(manager: ec.CheckpointManager, epoch: int) -> str:
-    folder = manager.node_path("process_0", epoch).relative_to(manager.directory)
-    return f"{folder}/default.safetensors"
+    record = manager._commits.read_record(epoch)
+    return f"{manager._commits.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
 
 
 def cut(manager: ec.CheckpointManager, epoch: int) -> None:

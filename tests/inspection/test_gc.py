@@ -394,7 +394,7 @@ def test_epochs_in_a_todelete_folder_of_an_object_store_keep_their_data() -> Non
     store = open_store(directory)
     assert store.exists("trash/1/epoch.json")
     (attempt,) = [entry.name for entry in store.list("1/process_0")]
-    assert store.exists(f"1/process_0/{attempt}/default.safetensors")
+    assert store.exists(f"1/default/process_0/{attempt}/default.safetensors")
     removed = gc.collect(directory, delete=True, options=options, epochs_too=True)
     assert paths(removed.rows) == ["trash"]
     assert not store.exists("1")

@@ -304,7 +304,8 @@ def test_a_damaged_newest_epoch_falls_back_only_if_none_was_named(m: ec.Checkpoi
 def damage(m: ec.CheckpointManager, epoch: int) -> str:
     """Flips a bit of an epoch's data; returns the file's path."""
     store = store_of(m)
-    path = f"{m.node_path('process_0', epoch).relative_to(m.directory)}/default.safetensors"
+    record = m._commits.read_record(epoch)
+    path = f"{m._commits.folder(epoch)}/{record.path(0, record.nodes[0].files[0])}"
     with store.open_reader(path) as reader:
         data = bytearray(reader.size)
         reader.read_into(0, memoryview(data))

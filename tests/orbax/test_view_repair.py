@@ -150,7 +150,9 @@ def test_copies_in_place_of_links_are_not_looked_up_among_all_files(
 ) -> None:
     """Each is compared with what its link led to: nodes are asked for as often as with links."""
     node_folder, asked = EpochRecord.node_folder, list[int]()
-    monkeypatch.setattr(EpochRecord, "node_folder", lambda self, n: asked.append(n) or node_folder(self, n))
+    monkeypatch.setattr(
+        EpochRecord, "node_folder", lambda self, n, item="": asked.append(n) or node_folder(self, n, item)
+    )
     counts = []
     for symlinks in (True, False):
         found = verify(pathlib.Path(shutil.copytree(pristine, tmp_path / str(symlinks), symlinks=symlinks)))
