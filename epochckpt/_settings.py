@@ -178,6 +178,8 @@ class Settings:
         keep_checkpoints_without_metrics: Keep every epoch that lacks best_metric, beyond max_to_keep; else delete all
             of them but the latest.
         todelete_subdir: Move deleted epochs to this folder in the directory, instead of removing them.
+        max_blocked_secs: How long save() may hold training while storage is behind; then the new save fails. None:
+            until older saves have ended.
         save_timeout_secs: A save fails if a node has not reported after so many seconds.
         open_timeout_secs: How long opening, deleting and rolling back wait for other processes.
         restore_timeout_secs: How long restoring the latest epoch waits for other processes.
@@ -234,6 +236,7 @@ class Settings:
     todelete_subdir: str | None = _of(None, _TEXT, OPTIONS)
 
     # Waiting, memory and bytes
+    max_blocked_secs: float | None = _of(_STORAGE.max_blocked_secs, _secs(none=NONE), STORAGE)
     save_timeout_secs: float = _of(_STORAGE.save_timeout_secs, _secs(), STORAGE)
     open_timeout_secs: float = _of(_STORAGE.open_timeout_secs, _secs(), STORAGE)
     restore_timeout_secs: float = _of(_STORAGE.restore_timeout_secs, _secs(), STORAGE)

@@ -18,6 +18,7 @@ EpochCheckpointError
 ├── MismatchError (ValueError)               the target does not fit; one table of every difference
 ├── SaveError (RuntimeError)                 an epoch was not saved; earlier epochs are untouched
 │   ├── LateNodesError (TimeoutError)        some nodes did not report in time; names them
+│   ├── StorageBehindError (TimeoutError)    older saves are still being written: this one could not begin
 │   ├── FencedError                          a newer incarnation has taken over the directory
 │   ├── BufferChangedError                   memory was modified while it was being written; names the leaf
 │   ├── UncertainError                       this process cannot know whether the epoch was committed
@@ -224,6 +225,13 @@ class LateNodesError(SaveError, TimeoutError):
     def __init__(self, epoch: int, nodes: Sequence[str], timeout_secs: float):
         SaveError.__init__(self, epoch, f"no report within {timeout_secs:g} s from {', '.join(nodes)}")
         self.nodes = list(nodes)
+
+
+class StorageBehindError(SaveError, TimeoutError):
+    """The save could not begin within `max_blocked_secs`: storage is too slow, or away, and older saves are unwritten.
+
+    Nothing of it was written. The saves that it waited for go on.
+    """
 
 
 class FencedError(SaveError):

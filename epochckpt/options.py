@@ -28,6 +28,9 @@ class StorageOptions:
             CPU arrays cost nothing). `save()` waits for older writes to stay under it, and refuses a single snapshot
             that is larger. None: half of the machine's memory (of the container's, if that is less); a single snapshot
             that is larger waits until no other is held.
+        max_blocked_secs: how long `save()` may hold training because storage is behind: it waits for older saves to be
+            written, and for the memory that they hold. A save that could not begin by then has failed
+            (StorageBehindError). Copying what is saved does not count. None: until the older saves have ended.
         save_timeout_secs: how long the nodes have to report, from the start of a save; then the save fails and names
             the late nodes. A node that reported an older save late gets as much more time as it was late: nodes that
             do not compute in step stay behind after a pause.
@@ -43,6 +46,7 @@ class StorageOptions:
     part_bytes: int | None = None
     replica_split_bytes: int = 16 * 2**20
     host_memory_limit_bytes: int | None = None
+    max_blocked_secs: float | None = 10.0
     save_timeout_secs: float = 600.0
     open_timeout_secs: float = 300.0
     restore_timeout_secs: float = 600.0
@@ -56,7 +60,7 @@ class StorageOptions:
                 raise InvalidArgumentError(f"StorageOptions.{field.name} must be a bool, got {value!r}")
             if kind == "bool" or (value is None and kind.endswith("None")):
                 continue
-            numbers = (int, float) if kind == "float" else (int,)
+            numbers = (int, float) if kind.startswith("float") else (int,)
             if isinstance(value, bool) or not isinstance(value, numbers) or not value > 0:
                 raise InvalidArgumentError(f"StorageOptions.{field.name} must be a positive number, got {value!r}")
         if not 4096 <= self.block_bytes <= 256 * 2**20:

@@ -74,7 +74,8 @@ class Attempt:
     metrics: Any = None
     custom_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replaces: ReplaceCondition | None = None
-    # Why this process could not begin the attempt: reported in place of its nodes, so that no process waits for them.
+    # Why this process could not begin the attempt, as its caller knows already: reported in place of its nodes, so that
+    # no process waits for them.
     error: Exception | None = None
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
     started: float = dataclasses.field(default_factory=time.monotonic)

@@ -16,9 +16,9 @@ primary's `claim/<attempt>/0`. The first save of the other processes waits for t
 import collections
 import contextlib
 import functools
-import threading
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import orbax.checkpoint as ocp
@@ -30,6 +30,7 @@ from epochckpt.commit import memory, retention
 from epochckpt.commit.attempt import Attempt, Committed, ProcessReport, write_nodes
 from epochckpt.commit.claiming import Claim
 from epochckpt.commit.coordination import RecentKeys
+from epochckpt.commit.lags import Lags
 from epochckpt.commit.opening import Opened
 from epochckpt.commit.retention import History
 from epochckpt.options import StorageOptions
@@ -41,7 +42,6 @@ _PATIENCE_SECS = 1.0  # how long nodes may take to report, once all older saves 
 _COMMITTING = "every node has written, committing"
 _KEPT_REPORTS = 2  # attempts whose reports the coordination service keeps
 _KEPT_KEYS = 192  # other keys that it keeps, for a process that was away: reports are large, those are small
-_MISSED = 16  # attempts that are looked at again, per process: the oldest, which come first, and the newest
 
 
 class SaveListener(Protocol):
@@ -75,7 +75,7 @@ class Attempts:
         self._history, self._policies, self._listener = history, policies, listener
         self._pool = _threads.Pool(options.io_threads)
         self._write_lane, self._report_lane, self._commit_lane = _threads.Lane(), _threads.Lane(), _threads.Lane()
-        self._lags = _Lags(options.save_timeout_secs, self._has_answered)
+        self._lags = Lags(options.save_timeout_secs, self._has_answered)
         machine = memory.of_this_machine()
         self._memory = options.host_memory_limit_bytes or (machine and machine // 2)  # for all snapshots together
         self.last = ""  # the name of the last attempt that was submitted; empty before the first
@@ -91,24 +91,33 @@ class Attempts:
 
     # -- on the training thread ----------------------------------------------------------------------------------
 
-    def make_room(self, epoch: int, copied_bytes: int, runs_handlers: bool) -> None:
-        """Waits until a new save may begin, see `_in_the_way`, and logs why when that takes long."""
+    def make_room(self, epoch: int, copied_bytes: int, runs_handlers: bool) -> errors.StorageBehindError | None:
+        """Waits until a new save may begin, see `_in_the_way`, and logs why when that takes long.
+
+        Returns the failure of the save if it may not begin within `max_blocked_secs`.
+        """
         limit = self._options.host_memory_limit_bytes
         if limit is not None and copied_bytes > limit:
             raise errors.InvalidArgumentError(
                 f"this save copies {_units.nbytes(copied_bytes)} to host memory, "
                 f"more than host_memory_limit_bytes allows ({_units.nbytes(limit)}); raise the limit"
             )
-        began, logged = time.monotonic(), False
+        began, logged, secs = time.monotonic(), False, self._options.max_blocked_secs
+        bound = Deadline(math.inf if secs is None else secs)
         while found := self._in_the_way(copied_bytes, runs_handlers):
             older, event, reason = found
-            if not event.wait(max(began + LONG_SECS - time.monotonic(), 0.0)):
+            if not event.wait(min(began + LONG_SECS - time.monotonic(), bound.left())):
                 logged = True
                 text = "save(%d) holds training: it waits for the save of epoch %d (%s), because %s"
                 logging.warning(text, epoch, older.epoch, older.state, reason)
-            self._wait(older, event)
+            if not self._wait(older, event, bound):
+                held = f"save() has held training for {_units.secs(time.monotonic() - began)} (max_blocked_secs)"
+                first = f"epoch {older.epoch}, which began {_units.secs(older.elapsed_secs)} ago ({older.state})"
+                text = f"storage is behind: {held}, and the save of {first}, has to come first, because {reason}"
+                return errors.StorageBehindError(epoch, text)
         if logged:
             logging.warning("save(%d) blocked training for %s", epoch, _units.secs(time.monotonic() - began))
+        return None
 
     def _in_the_way(self, copied_bytes: int, runs_handlers: bool) -> tuple[Attempt, _threads.Future[Any], str] | None:
         """The older save that a new one waits for, the event of it, and the reason; None if there is none.
@@ -117,7 +126,7 @@ class Attempts:
         stay within the bound on host memory, but a larger one may begin when it is alone. A save that runs handlers
         waits until they are done with the save before, because handlers may keep state.
         """
-        pending = self.pending()
+        pending = self.in_flight()
         unwritten = [a for a in pending if not a.written.done()]
         held = sum(a.snapshot.copied_bytes for a in unwritten)
         oldest = unwritten[0] if unwritten else None
@@ -144,6 +153,16 @@ class Attempts:
         self.last = attempt.name
         self._pending.append(attempt)  # from here on it is saved: after an interrupt `pending` wakes the write lane
         self.pending()
+
+    def refuse(self, attempt: Attempt, failure: errors.StorageBehindError) -> None:
+        """Counts an attempt that could not begin as failed, now; the other processes hear of it in its turn."""
+        if self.next_try(attempt.epoch) == attempt.number:  # else a signal handler has saved it meanwhile
+            self._tell(attempt, failure)
+            attempt.error = failure
+            if self._coordinator.processes > 1:
+                self.submit(attempt)
+            else:
+                self._tries[attempt.epoch] = attempt.number + 1
 
     def pending(self) -> list[Attempt]:
         """Attempts without a verdict, oldest first. Wakes the write lane if an interrupt has kept it asleep."""
@@ -193,12 +212,18 @@ class Attempts:
         """The bound on every attempt."""
         return self._options.save_timeout_secs + _VERDICT_MARGIN_SECS + self._lags.most()
 
-    def _wait(self, attempt: Attempt, event: _threads.Future[Any]) -> None:
-        """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed."""
+    def _wait(self, attempt: Attempt, event: _threads.Future[Any], bound: Deadline | None = None) -> bool:
+        """Waits for a step of an attempt, and gives the attempt up when even its last bound has passed.
+
+        Returns whether the step is done; False if the `bound` of the caller has passed before.
+        """
         # Only a system call of this process that hangs gets that far. Its data is never committed: this process neither
         # reports it nor, on the primary, commits it.
-        while not event.wait(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS):
+        left = bound.left if bound is not None else lambda: math.inf
+        while not event.wait(min(max(attempt.deadline.left(), 0.0) + _VERDICT_MARGIN_SECS, left())):
             if attempt.deadline.left() + _VERDICT_MARGIN_SECS > 0:  # it has been given more time
+                if left() <= 0:
+                    return False
                 continue
             epoch, secs, state = attempt.epoch, attempt.deadline.secs, attempt.state
             if attempt.binding.claim():  # from here on this process takes no binding step
@@ -206,8 +231,9 @@ class Attempts:
             else:
                 reason = f"storage has not answered, long after its {secs:g} s were over ({state})"
                 self._end(attempt, errors.UncertainError(epoch, reason))
-            event.wait(_VERDICT_MARGIN_SECS)  # it may be ending just now
-            return
+            event.wait(min(_VERDICT_MARGIN_SECS, left()))  # it may be ending just now
+            break
+        return event.done()
 
     def _bind(self, attempt: Attempt) -> None:
         """From here on this process may not give the attempt up any more; SaveError if it has done so."""
@@ -229,7 +255,8 @@ class Attempts:
                 self._leave(attempt)
             return
         self._tries[attempt.epoch] = attempt.number + 1
-        self._failed.pop(attempt.epoch, None)
+        if attempt.error is None:
+            self._failed.pop(attempt.epoch, None)
         error: Exception | None = None
         try:
             attempt.state = "beginning"
@@ -333,19 +360,22 @@ class Attempts:
             if failure is None:
                 logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
             return
+        self._tell(attempt, failure)
+        if attempt.dequeued.claim():  # it was never written
+            attempt.snapshot.drop()
+        self._leave(attempt)
+
+    def _tell(self, attempt: Attempt, failure: errors.SaveError | None) -> None:
+        """Enters how an attempt has ended."""
         attempt.state = "committed" if failure is None else "failed"
         if failure is not None:
             state = "uncertain" if isinstance(failure, errors.UncertainError) else "failed"
             self._failed[attempt.epoch] = (state, failure.reason)
-            if attempt.error is None:  # else `save` has raised it
+            if attempt.error is None:  # else `save` has raised it, or `refuse` has entered it
                 self._errors.append(failure)
                 self._history.fail(attempt)
-        self._listener.ended(attempt, failure)
-        if attempt.dequeued.claim():  # it was never written
-            attempt.snapshot.drop()
-        self._leave(attempt)
-        if failure is not None:
             logging.error("%s: %s", self._store.root, failure)
+        self._listener.ended(attempt, failure)
 
     def _leave(self, attempt: Attempt) -> None:
         """Takes an attempt off the list, and wakes the threads that wait for it."""
@@ -366,8 +396,9 @@ class Attempts:
             self._publish_verdict(attempt, {"error": errors.to_wire(errors.as_save_error(attempt.epoch, caught))})
             # An epoch that may exist keeps its data.
             if self._claim.known and not isinstance(caught, errors.UncertainError):
-                me = self._id(attempt)
-                _threads.logged("the remains of a save stay", lambda: self._commits.discard(attempt.epoch, me))
+                discard = functools.partial(self._commits.discard, attempt.epoch, self._id(attempt))
+                # Later: where storage is away it takes long, and the failure is known now.
+                self._commit_lane.submit(lambda: _threads.logged("the remains of a save stay", discard))
             raise
         try:
             commit = retention.retire(self._commits, self._history, self._policies, commit)
@@ -401,7 +432,8 @@ class Attempts:
         # The first error of a process is the attempt's; then come missing reports, and plans that differ.
         for process, report in sorted(attempt.reports.items()):
             if (error := report.error) is not None:
-                kind = errors.FencedError if isinstance(error, errors.FencedError) else errors.SaveError
+                kinds = (errors.FencedError, errors.StorageBehindError)
+                kind = next((each for each in kinds if isinstance(error, each)), errors.SaveError)
                 reason = f"node {self.nodes.names[process]}: {getattr(error, 'reason', error)}"
                 raise kind(attempt.epoch, reason) from error
         if missing:
@@ -513,58 +545,3 @@ class Attempts:
 
     def _key(self, kind: str, attempt: Attempt) -> str:
         return f"{self._prefix}/{kind}/{attempt.name}"
-
-
-class _Lags:
-    """How late other processes have answered last.
-
-    Processes that do not compute in step stay as far apart as a pause of one of them has put them, and a shorter bound
-    on the wait would fail every later save. So a save waits longer for a process that has answered late, by how late
-    that was: by more than `prompt_secs` after its start. It waits no longer for a silent process. `answered` says
-    whether a process has answered an attempt by now.
-    """
-
-    def __init__(self, prompt_secs: float, answered: Callable[[Attempt, int], bool]):
-        self._prompt_secs, self._answered = prompt_secs, answered
-        self._lock = threading.Lock()  # between the lanes; the training thread calls only `most`, which takes no lock
-        self._secs: dict[int, float] = {}
-        self._missed: dict[int, list[Attempt]] = {}
-
-    def heard(self, processes: Iterable[int], attempt: Attempt | None = None) -> None:
-        """Processes have answered an attempt now; None: they had answered before this process waited for them."""
-        with self._lock:
-            for process in processes:
-                self._missed.pop(process, None)
-                self._note(process, attempt)
-
-    def missed(self, attempt: Attempt, processes: Iterable[int]) -> None:
-        """Processes have not answered an attempt, which waits for them no more."""
-        with self._lock:
-            for process in processes:
-                self._secs.pop(process, None)
-                self._missed.setdefault(process, [])[_MISSED - 1 :] = [attempt]
-
-    def look(self) -> None:
-        """Looks whether processes that were missed have answered after all."""
-        with self._lock:
-            for process, missed in self._missed.items():
-                for count in range(len(missed), 0, -1):
-                    if self._answered(missed[count - 1], process):
-                        self._note(process, missed[count - 1])
-                        del missed[:count]
-                        break
-
-    def secs(self, processes: Iterable[int]) -> float:
-        """By how much all of these are behind, at least, after a look at their answers."""
-        self.look()
-        with self._lock:
-            return min((self._secs.get(process, 0.0) for process in processes), default=0.0)
-
-    def most(self) -> float:
-        """By how much the live process that is furthest behind is behind."""
-        return max(list(self._secs.values()), default=0.0)
-
-    def _note(self, process: int, attempt: Attempt | None) -> None:
-        self._secs.pop(process, None)
-        if attempt is not None and attempt.elapsed_secs > self._prompt_secs:
-            self._secs[process] = attempt.elapsed_secs

@@ -419,10 +419,11 @@ class TrainingRun:
         """Enters how saves ended, oldest first, as all processes know it; each has the fields of a `SaveResult`."""
         for one in results:
             self._secs_by_node.update(one["nodes"])
-            self._failures_in_a_row = 0 if one["committed"] else self._failures_in_a_row + 1
             if one["committed"]:
+                self._failures_in_a_row = 0
                 self._set(last_committed_epoch=one["epoch"])
             else:
+                self._failures_in_a_row += not one["behind"]  # the saves that it waited for count
                 self._set(failed_saves=(*self._result.failed_saves, (one["epoch"], one["detail"])))
                 logging.warning("epoch %d was not saved, training goes on: %s", one["epoch"], one["detail"])
 

@@ -282,6 +282,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     ) -> bool:
         """Saves an epoch in the background; all processes must call it alike. If it raises, no save was begun.
 
+        It holds training for the time of the copy, and while storage is behind with older saves, for at most
+        `StorageOptions.max_blocked_secs`. A save that could not begin by then has failed, on all processes: with a
+        StorageBehindError, which arrives as that of any other failed save. Before a save that must not be missed, such
+        as the last one, call `wait_until_finished`.
+
         Args:
             step: the epoch's number.
             items: Orbax's legacy form of args, for managers that were given handlers.
@@ -292,7 +297,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             custom_metadata: JSON, kept with the epoch.
 
         Returns:
-            Whether a save was begun. `wait_until_finished` and `latest_step` show whether it was committed.
+            Whether the epoch is to be saved. `wait_until_finished` and `latest_step` show whether it was committed.
 
         Raises:
             EpochExistsError: with force, the epoch exists or is being saved; or a foreign folder lies in its place.
@@ -337,8 +342,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             items_lib.check_names([item.name for item in to_save], self._nodes.folders, self._item_names)
             plan = self._planner.plan(to_save)
             ready = time.monotonic()
-            self._attempts.make_room(step, plan.copied_bytes, plan.runs_handlers)
-            room = time.monotonic()
             attempt = Attempt(
                 step,
                 number,
@@ -347,15 +350,19 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 metrics=checked_json(None if self._options.prevent_write_metrics else metrics, "metrics"),
                 custom_metadata=checked_json(dict(custom_metadata or {}), "custom_metadata"),
                 replaces=self._history.damaged.get(step) or overwrite,
-                snapshot=plan.snapshot(),  # last: handlers begin to write here, and nothing after it may be refused
+                started=began,
             )
+            behind = self._attempts.make_room(step, plan.copied_bytes, plan.runs_handlers)
+            room = time.monotonic()
+            if behind is None:
+                attempt.snapshot = plan.snapshot()  # handlers begin to write here, and nothing after it may be refused
             if (copying_secs := time.monotonic() - room) > LONG_SECS:
                 text = "save(%d) blocked training until its arrays were computed and copied (%s) and handlers had run: "
                 size, secs = _units.nbytes(attempt.snapshot.copied_bytes), _units.secs(copying_secs)
                 logging.log_first_n(logging.WARNING, text + "%s", 3, step, size, secs)
             # Hand it to the background. The time starts now: the snapshot has waited for the device.
             attempt.deadline = Deadline(timeout)
-            attempt.started, attempt.blocked_secs = began, time.monotonic() - began
+            attempt.blocked_secs = time.monotonic() - began
             attempt.started_ns = time.time_ns() - round(attempt.blocked_secs * 1e9)
             attempt.log_entry = self._step_log.begun(
                 step,
@@ -366,7 +373,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 preempted=not force and self.reached_preemption(step),
                 waits=not self._async,
             )
-            self._attempts.submit(attempt)
+            if behind is None:
+                self._attempts.submit(attempt)
+            else:
+                self._attempts.refuse(attempt, behind)
         except BaseException as error:  # Ctrl-C, too, and it may come when the attempt is already submitted
             if attempt is not None and attempt not in self._attempts.pending():
                 attempt.snapshot.drop()
@@ -546,7 +556,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def status(self, epoch: int) -> status.EpochStatus:
         """The status of an epoch, from storage and from the saves of this process."""
         epoch = epoch_number(epoch)
-        for attempt in self._attempts.pending():
+        for attempt in self._attempts.in_flight():
             if attempt.epoch == epoch:
                 return status.EpochStatus(epoch, "saving", attempt.state)
         found = self._readers.status(epoch)

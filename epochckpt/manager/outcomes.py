@@ -10,7 +10,7 @@ from absl import logging
 
 from epochckpt.commit import Attempt, Commits, History
 from epochckpt.commit.attempt import Committed
-from epochckpt.errors import SaveError
+from epochckpt.errors import SaveError, StorageBehindError
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.status import SaveResult
 from epochckpt.orbax.step_log import StepLog
@@ -58,4 +58,5 @@ class Listener:
             return
         detail = "" if failure is None else failure.reason
         times = attempt.blocked_secs, attempt.elapsed_secs, attempt.node_secs
-        self._results.append(SaveResult(attempt.epoch, failure is None, detail, *times))
+        behind = isinstance(failure, StorageBehindError)
+        self._results.append(SaveResult(attempt.epoch, failure is None, detail, *times, behind=behind))

@@ -57,6 +57,7 @@ class SaveResult:
         blocked_secs: how long the training thread was blocked.
         secs: from the call of `save` to the end.
         nodes: seconds that each node wrote, by name; the primary knows all nodes, other processes their own.
+        behind: it could not even begin, because storage was behind with older saves.
     """
 
     epoch: int
@@ -65,6 +66,7 @@ class SaveResult:
     blocked_secs: float
     secs: float
     nodes: Mapping[str, float]
+    behind: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

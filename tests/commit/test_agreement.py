@@ -27,6 +27,7 @@ from epochckpt.errors import (
     LateNodesError,
     SaveError,
     SaveErrorGroup,
+    StorageBehindError,
     UncertainError,
 )
 from epochckpt.storage import PosixStore
@@ -99,10 +100,15 @@ class Job:
         coordinator.opened += 1
         return f"epochckpt/open/{coordinator.opened}"
 
-    def open(self, save_timeout_secs: float = WAIT_SECS) -> ec.CheckpointManager:
+    def open(
+        self, save_timeout_secs: float = WAIT_SECS, max_blocked_secs: float | None = WAIT_SECS
+    ) -> ec.CheckpointManager:
         """The manager of the calling process."""
         storage = ec.StorageOptions(
-            save_timeout_secs=save_timeout_secs, open_timeout_secs=WAIT_SECS, restore_timeout_secs=WAIT_SECS
+            save_timeout_secs=save_timeout_secs,
+            max_blocked_secs=max_blocked_secs,
+            open_timeout_secs=WAIT_SECS,
+            restore_timeout_secs=WAIT_SECS,
         )
         return ec.CheckpointManager(self.directory, storage=storage)
 
@@ -210,6 +216,49 @@ def test_a_save_that_one_node_refuses_fails_at_once_for_all_and_can_be_repeated(
         return list(manager.all_steps()), save(manager, 5)
 
     assert job.run(process) == [([5], False), ([5], False)]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_save_that_storage_of_one_node_is_behind_with_fails_for_all(
+    job: Job, slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process waits for another one: all have asked for the same epochs, and all may ask for it again."""
+    go, requested, open_writer = threading.Event(), threading.Event(), PosixStore.open_writer
+
+    def hold(store: PosixStore, path: str, size: int) -> PosixWriter:
+        assert f"process_{slow}/" not in path or go.wait(WAIT_SECS)
+        return open_writer(store, path, size)
+
+    monkeypatch.setattr(PosixStore, "open_writer", hold)
+
+    def process(number: int) -> Any:
+        manager = job.open(max_blocked_secs=0.05 if number == slow else None)
+        for epoch in (1, 2, 3):
+            assert save(manager, epoch, metrics={"loss": epoch})
+        asked = [(info.step, info.metrics) for info in manager._history.requested(manager._attempts.in_flight())]
+        may = manager.should_save(3), manager.should_save(4)
+        if number == slow:
+            with pytest.raises(StorageBehindError, match=r"epoch 3 .*storage is behind: .*epoch 1, .*\(writing\)"):
+                manager.check_for_errors()
+            assert manager.status(3).state == "failed"
+            assert requested.wait(WAIT_SECS)
+            go.set()
+            manager.wait_until_finished()
+        else:
+            requested.set()
+            who = "process_1: " if slow == 1 else ""
+            with pytest.raises(StorageBehindError, match=f"epoch 3 was not committed: .*{who}storage is behind"):
+                manager.wait_until_finished()
+        results = [(one.epoch, one.committed, one.behind) for one in manager.pop_save_results()]
+        between = list(manager.all_steps()), sorted(results)
+        job.meet()
+        commit(manager, 3)
+        manager.close()
+        return asked, may, between, list(manager.all_steps())
+
+    asked = [(epoch, {"loss": epoch}) for epoch in (1, 2, 3)]
+    results = [(1, True, False), (2, True, False), (3, False, True)]
+    assert job.run(process) == [(asked, (False, True), ([1, 2], results), [1, 2, 3])] * 2
 
 
 def test_nodes_that_know_different_epochs_delete_alike_and_still_agree_later(job: Job) -> None:
@@ -466,3 +515,40 @@ def test_waiting_for_a_write_that_hangs_is_bounded_and_names_this_node(
     manager.close()
     with ec.CheckpointManager(tmp_path / "run") as again:
         assert again.all_steps() == []
+
+
+def test_saving_goes_on_beside_a_write_that_hangs_without_holding_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Each save fails within its bound, as storage is behind, until `save` gives up the one that hangs."""
+    monkeypatch.setattr(saver, "_VERDICT_MARGIN_SECS", 0.5)
+    go, finish = threading.Event(), PosixWriter.finish
+
+    def hang(writer: PosixWriter) -> None:
+        assert go.wait(2 * WAIT_SECS)
+        finish(writer)
+
+    storage = ec.StorageOptions(save_timeout_secs=0.5, max_blocked_secs=0.1)
+    manager, failed = ec.CheckpointManager(tmp_path / "run", storage=storage), dict[int, SaveError]()
+    monkeypatch.setattr(PosixWriter, "finish", hang)
+    try:
+        for epoch in range(1000):
+            assert save(manager, epoch)
+            try:
+                manager.check_for_errors()
+            except SaveError as error:
+                failed.update((one.epoch, one) for one in getattr(error, "errors", [error]))
+            if 0 in failed:
+                break
+    finally:
+        monkeypatch.setattr(PosixWriter, "finish", finish)
+        go.set()
+    assert isinstance(failed.pop(0), LateNodesError)
+    assert failed
+    assert all(isinstance(error, StorageBehindError) for error in failed.values())
+    assert manager._attempts._write_lane.submit(lambda: None).wait(WAIT_SECS)
+    with contextlib.suppress(SaveError):
+        manager.close()
+    assert not set(manager.all_steps()) & {0, *failed}
+    with ec.CheckpointManager(tmp_path / "run") as again:
+        assert again.all_steps() == manager.all_steps()

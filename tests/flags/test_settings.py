@@ -42,6 +42,7 @@ SAMPLES: dict[str, Any] = {
     "best_mode": "min",
     "keep_checkpoints_without_metrics": False,
     "todelete_subdir": "bin",
+    "max_blocked_secs": 0.5,
     "save_timeout_secs": 7.5,
     "open_timeout_secs": 8.0,
     "restore_timeout_secs": 9.0,

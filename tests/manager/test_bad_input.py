@@ -826,6 +826,8 @@ def test_items_with_names_of_nodes_or_of_the_format_are_refused(tmp_path: pathli
         {"save_timeout_secs": 0},
         {"save_timeout_secs": "6"},
         {"save_timeout_secs": float("nan")},
+        {"max_blocked_secs": 0},
+        {"max_blocked_secs": "10"},
         {"host_memory_limit_bytes": -5},
         {"verify": "yes"},
     ],
@@ -899,6 +901,7 @@ def examples() -> list[Exception]:
         errors.MismatchError: [("default", 3, rows)],
         errors.SaveError: [(3, "reason")],
         errors.FencedError: [(3, "reason")],
+        errors.StorageBehindError: [(3, "reason")],
         errors.UncertainError: [(3, "reason")],
         errors.LateNodesError: [(3, ["process_1", "process_2"], 6.0)],
         errors.BufferChangedError: [(3, "a/b")],
@@ -942,6 +945,7 @@ def test_every_pair_of_bases_is_caught_as_documented() -> None:
         errors.AccessError: PermissionError,
         errors.StorageError: OSError,
         errors.LateNodesError: TimeoutError,
+        errors.StorageBehindError: TimeoutError,
         errors.CoordinationTimeoutError: TimeoutError,
     }
     for cls, base in itertools.chain(expected.items(), ((c, errors.EpochCheckpointError) for c in expected)):

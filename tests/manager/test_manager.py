@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 import epochckpt as ec
+from epochckpt import errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays.snapshot import SavePlan
 from epochckpt.commit import memory, saver
@@ -660,6 +662,103 @@ def test_slow_commits_hold_the_fourth_save(
     assert out == [True]
     m.wait_until_finished()
     assert m.all_steps() == [0, 1, 2, 3]
+
+
+BOUND_SECS = 0.05  # on how long `save` holds training
+
+
+@pytest.mark.parametrize("obstacle", ["a write", "a commit", "memory"])
+def test_a_save_that_storage_is_behind_with_fails_and_training_goes_on(
+    obstacle: str, directory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told at once: to whoever asks for errors, results or the status, and to the log. Older saves go on, the
+    policies count it as requested, and once they are done its number may be saved."""
+    limit = 100 if obstacle == "memory" else None
+    storage = ec.StorageOptions(max_blocked_secs=BOUND_SECS, host_memory_limit_bytes=limit)
+    why = {
+        "a write": r"epoch 0, which began .* ago \(writing\), has to come first, because one save is written at a time",
+        "a commit": r"epoch 0, .*committing\), has to come first, because committing is slower than saving",
+        "memory": r"epoch 0, .*\(writing\), has to come first, because both copies \(80 B and 80 B\)",
+    }[obstacle]
+    with ec.CheckpointManager(directory, storage=storage) as m:
+        tap = hold_commits(m) if obstacle == "a commit" else hold_writes(m)
+        late = {"a write": 2, "a commit": 3, "memory": 1}[obstacle]
+        for step in range(late):
+            assert save_bytes(m, step, 80)
+            assert obstacle != "a commit" or m._attempts.pending()[-1].written.wait(WAIT_SECS)
+        assert tap.reached.wait(WAIT_SECS)
+        assert save_bytes(m, late, 80)
+        with pytest.raises(errors.StorageBehindError, match=f"epoch {late} .*storage is behind: .*{why}") as caught:
+            m.check_for_errors()
+        m.check_for_errors()
+        assert (m.status(0).state, m.status(late).state) == ("saving", "failed")
+        assert m.status(late).detail == caught.value.reason
+        (result,) = m.pop_save_results()
+        assert (result.epoch, result.committed, result.behind) == (late, False, True)
+        assert BOUND_SECS <= result.blocked_secs <= result.secs
+        assert result.detail == caught.value.reason
+        assert sum("storage is behind" in r.getMessage() for r in caplog.records if r.levelno == logging.ERROR) == 1
+        assert (m.should_save(late), m.should_save(late + 1)) == (False, True)
+        assert not save_bytes(m, late, 80)
+        tap.let_go()
+        m.wait_until_finished()
+        assert m.all_steps() == list(range(late))
+        assert save_bytes(m, late, 80)
+        m.wait_until_finished()
+        assert m.all_steps() == list(range(late + 1))
+        assert m.status(late).state == "committed"
+
+
+def test_the_arrays_of_a_save_are_not_even_copied_while_storage_is_behind(directory: str) -> None:
+    """Nothing of it is held, and no handler is called for it."""
+    with ec.CheckpointManager(directory, storage=ec.StorageOptions(max_blocked_secs=BOUND_SECS)) as m:
+        tap = hold_writes(m)
+        for step in range(2):
+            assert save(m, step)
+        assert tap.reached.wait(WAIT_SECS)
+        value = np.zeros(2**20, np.uint8)
+        with traced_memory() as held:
+            for step in range(2, 6):
+                assert m.save(step, args=ocp.args.StandardSave({"a": value}))
+            assert held() < 2**19
+        assert [attempt.epoch for attempt in m._attempts.pending()] == [0, 1]
+        tap.let_go()
+        with pytest.raises(SaveErrorGroup) as caught:
+            m.wait_until_finished()
+        assert [e.epoch for e in caught.value.errors] == [2, 3, 4, 5]
+        assert m.all_steps() == [0, 1]
+
+
+def test_a_signal_handler_that_saves_is_held_no_longer(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while `save` waits, and saves the same epoch and another: each is told of once, and none hangs."""
+    with ec.CheckpointManager(directory, storage=ec.StorageOptions(max_blocked_secs=BOUND_SECS)) as m:
+        tap, inner = hold_writes(m), list[bool]()
+        for step in range(2):
+            assert save(m, step)
+        assert tap.reached.wait(WAIT_SECS)
+
+        def handle(*_: Any) -> None:
+            inner.extend([save(m, 2), save(m, 3)])
+
+        look = m._attempts._in_the_way
+
+        def interrupted(*args: Any) -> Any:
+            monkeypatch.setattr(m._attempts, "_in_the_way", look)
+            signal.raise_signal(signal.SIGUSR1)
+            return look(*args)
+
+        monkeypatch.setattr(m._attempts, "_in_the_way", interrupted)
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            assert save(m, 2)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert inner == [True, True]
+        tap.let_go()
+        with pytest.raises(SaveErrorGroup) as caught:
+            m.wait_until_finished()
+        assert [e.epoch for e in caught.value.errors] == [2, 3]
+        assert m.all_steps() == [0, 1]
 
 
 def said(caplog: pytest.LogCaptureFixture, text: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 import resource
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,11 +17,11 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.errors import AccessError, EpochCheckpointError, StorageError, UnsupportedError
+from epochckpt.errors import AccessError, EpochCheckpointError, StorageBehindError, StorageError, UnsupportedError
 from epochckpt.storage import object_client
 from tests.support.bucket_jobs import VALUES
 from tests.support.job_runs import reading_job
-from tests.support.object_servers import BUCKET, Bucket, Fault
+from tests.support.object_servers import BUCKET, Bucket, Fault, Request
 from tests.support.processes import run_worker
 
 Save, Restore, Options = ocp.args.StandardSave, ocp.args.StandardRestore, ocp.CheckpointManagerOptions
@@ -191,6 +193,53 @@ def test_a_store_that_goes_away_fails_a_save_and_no_more(cloud: Bucket, quick: N
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 3]
         np.testing.assert_array_equal(manager.restore(1)["w"], np.ones(3))
+
+
+def held(go_on: threading.Event) -> Callable[[Request], Fault | None]:
+    """No arrays are written until the event is set."""
+    return lambda request: Fault(held=go_on) if request.kind == "PUT" and "safetensors" in request.target else None
+
+
+def test_a_store_that_is_away_holds_training_for_no_longer_than_it_may(cloud: Bucket) -> None:
+    """The third save fails within its bound, and says why; the two before it are committed when the store answers."""
+    go_on = threading.Event()
+    with ec.CheckpointManager(cloud.new_url(), storage=ec.StorageOptions(max_blocked_secs=0.05)) as manager:
+        cloud.proxy.decide = held(go_on)
+        try:
+            for epoch in (1, 2, 3):
+                assert manager.save(epoch, args=Save({"w": jnp.ones(3)}))
+            with pytest.raises(StorageBehindError, match=r"epoch 3 .*storage is behind: .* the save of epoch 1, which"):
+                manager.check_for_errors()
+        finally:
+            go_on.set()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2]
+
+
+def test_a_run_outlives_a_store_that_is_away_and_saves_its_last_epoch(cloud: Bucket) -> None:
+    """No save begins while two are waiting; that is not too many failures in a row. The last epoch is saved in the end,
+    also where its first try had to fail."""
+    go_on = threading.Event()
+    with ec.CheckpointManager(cloud.new_url(), storage=ec.StorageOptions(max_blocked_secs=0.05)) as manager:
+        wait = manager.wait_until_finished
+
+        def answer_again() -> None:
+            if manager.is_saving_in_progress():  # the last epoch is trained
+                go_on.set()
+            wait()
+
+        manager.wait_until_finished = answer_again
+        runner = ec.JobRunner(reading_job(8, []), manager, max_consecutive_save_failures=0)
+        cloud.proxy.decide = held(go_on)
+        try:
+            assert runner(ec.LocalSession()) == 8
+        finally:
+            go_on.set()
+        failed = dict(runner.result.failed_saves)
+        assert sorted(failed) == [2, 3, 4, 5, 6, 7, 8]
+        assert all("storage is behind" in reason for reason in failed.values())
+        assert (runner.result.last_committed_epoch, runner.result.unsaved, runner.result.exit_code) == (8, "", 0)
+        assert manager.all_steps() == [0, 1, 8]
 
 
 def test_lost_answers_cost_no_save(cloud: Bucket, quick: None) -> None:
