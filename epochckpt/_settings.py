@@ -21,8 +21,8 @@ from epochckpt.jobs import Job, JobRunner
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.evaluator import follow
 from epochckpt.metadata import AbstractMetadataHandler, JsonMetadataHandler, SqliteMetadataHandler
-from epochckpt.options import StorageOptions
-from epochckpt.storage import path_text
+from epochckpt.options import BucketSettings, StorageOptions
+from epochckpt.storage import path_text, with_settings
 
 NONE = "none"  # the text that stands for no value; for texts that is the empty one
 MAX_SECS = 1e9  # 30 years; locks and timedeltas overflow somewhere above
@@ -37,10 +37,18 @@ Parse = Callable[[Any], Any]
 class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
     """What a setting may be; reads and writes its values, also as absl's parser of its flag."""
 
-    # `parse` raises for what is not of this kind; `none` is the text that stands for None (None: there must be a value)
-    def __init__(self, expected: str, parse: Parse, write: Callable[[Any], str] = str, none: str | None = None):
+    # `parse` raises for what is not of this kind; `none` is the text that stands for None (None: a value must be there)
+    # Of what is `private` no error tells what was found.
+    def __init__(
+        self,
+        expected: str,
+        parse: Parse,
+        write: Callable[[Any], str] = str,
+        none: str | None = None,
+        private: bool = False,
+    ):
         self.expected = self.syntactic_help = expected if none is None else f"{expected}, or {none or 'nothing'}"
-        self._read, self._write, self._none = parse, write, none
+        self._read, self._write, self._none, self._private = parse, write, none, private
 
     def parse(self, argument: Any) -> Any:
         """The value that a text, or an object of a program, stands for; InvalidArgumentError if it stands for none."""
@@ -51,7 +59,7 @@ class Kind(absl_flags.ArgumentParser[Any], absl_flags.ArgumentSerializer[Any]):
             return self._read(argument)
         except (TypeError, ValueError, OverflowError) as error:
             why = f": {error}" if str(error) else ""
-            found = f"{_text.shown(repr(argument))}{why}"
+            found = f"{'something else' if self._private else _text.shown(repr(argument))}{why}"
             raise InvalidArgumentError(f"expected {self.expected}, found {found}") from None
 
     def serialize(self, value: Any) -> str:
@@ -131,6 +139,13 @@ _RESUME = Kind(
     "auto, never, must, or the number of an epoch",
     lambda value: value if value in ("auto", "never", "must") else _EPOCH(value),
 )
+_STORE = Kind(
+    "settings of a bucket, such as endpoint=http://host:9000&region=eu-west-1",
+    lambda value: BucketSettings.of(value, "settings") or None,
+    lambda value: BucketSettings.of(value, "settings").query(),
+    none="",
+    private=True,  # somebody may have put a secret there
+)
 _HANDLER = Kind("json, json:FILE or sqlite:FILE", _text_like(r"json(:\S(.*\S)?)?|sqlite:\S(.*\S)?"), none=NONE)
 
 
@@ -192,6 +207,9 @@ class Settings:
         replica_split_bytes: Replicated arrays above this size are written by several processes.
         orbax_view: Also write the index through which stock Orbax reads epochs; file systems only.
         verify: Check the blocks of arrays that are read against their checksums; other files always are.
+        store: How a bucket is reached: name=value with & between them, as in a URL's query, which comes first. Names:
+            endpoint, region, profile, requester_pays, anonymous, retries, first_retry_secs, longest_retry_secs,
+            concurrency.
         metadata_handler: Records what becomes of a run. json: a file in the directory; json:FILE; sqlite:FILE, of many
             runs.
         resume: auto: after the latest epoch, or from scratch. never: from scratch, refused if there are epochs. must:
@@ -247,6 +265,7 @@ class Settings:
     replica_split_bytes: int = _of(_STORAGE.replica_split_bytes, _nbytes(), STORAGE)
     orbax_view: bool = _of(_STORAGE.orbax_view, _bool(), STORAGE)
     verify: bool = _of(_STORAGE.verify, _bool(), STORAGE)
+    store: Mapping[str, Any] | None = _of(None, _STORE, STORAGE)
 
     # The run
     metadata_handler: str | None = _of(None, _HANDLER, MANAGER)
@@ -333,7 +352,9 @@ class Settings:
         `overrides` are arguments of `epochckpt.follow`, and take precedence over the settings.
         """
         own = {"directory": self.directory, "options": self.options()}
-        return follow(**_with_directory(self._options_of(FOLLOW) | own | overrides))
+        arguments = _with_directory(self._options_of(FOLLOW) | own | overrides)
+        arguments["directory"] = with_settings(arguments["directory"], self.store)
+        return follow(**arguments)
 
 
 @functools.cache  # equal settings make equal options

@@ -1,10 +1,174 @@
-"""`StorageOptions`: how bytes get to storage and how long anything may wait."""
+"""`StorageOptions`: how bytes get to storage, how long anything may wait, and how buckets are reached."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from epochckpt import _text, _units
 from epochckpt.errors import InvalidArgumentError
+
+_SECRET = re.compile("key|secret|token|passw|credential|signature|auth", re.IGNORECASE)
+_MAX_SECS = 3600.0
+
+
+def _matching(pattern: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _endpoint(value: Any) -> str:
+    return _matching(r"https?://[^/@?#\s]+/?")(value).rstrip("/")
+
+
+def _true_or_false(value: Any) -> bool:
+    return {"true": True, "false": False}[str(value).lower()]
+
+
+def _payer(value: Any) -> bool | str:
+    found = str(value) if isinstance(value, bool) else _matching(r"[\w.:-]+")(value)
+    return {"true": True, "false": False}.get(found.lower(), found)
+
+
+def _count(least: int, most: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        number = int(value) if isinstance(value, str) else value
+        if type(number) is not int or not least <= number <= most:
+            raise ValueError
+        return number
+
+    return parse
+
+
+def _pause(value: Any) -> float:
+    secs = _units.parse_secs(value) if isinstance(value, str) else value
+    if isinstance(secs, bool) or not isinstance(secs, int | float) or not 0 < secs <= _MAX_SECS:
+        raise ValueError
+    return float(secs)
+
+
+_BUCKET: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "endpoint": ("http://host:port or https://host:port, without a path and without a password", _endpoint),
+    "region": ("the name of a region", _matching(r"[\w-]+")),
+    "profile": ("the name of a profile in ~/.aws", _matching(r"[^\x00-\x1f\x7f]+")),
+    "requester_pays": ("true or false; on gs:// the project that pays", _payer),
+    "anonymous": ("true or false", _true_or_false),
+    "retries": ("an integer from 0 to 100", _count(0, 100)),
+    "first_retry_secs": ("seconds, such as 0.5 or 2s, of at most an hour", _pause),
+    "longest_retry_secs": ("seconds, such as 10 or 1min, of at most an hour", _pause),
+    "concurrency": ("an integer from 1 to 1000", _count(1, 1000)),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class BucketSettings(Mapping[str, Any]):
+    """How a bucket is reached: a mapping of the settings that are given. Secrets are none of them.
+
+    Attributes:
+        endpoint: the server, as `https://host:port`; else the cloud's own.
+        region: of the bucket (S3).
+        profile: of `~/.aws`: its credentials, and its region and endpoint where they are not given (S3; needs boto3).
+        requester_pays: who reads pays: true (S3), or the project that pays (Google).
+        anonymous: credentials are neither looked for nor sent: for public buckets.
+        retries: how often a request is repeated that the store refuses for the moment.
+        first_retry_secs: the pause before a request is repeated; each further one is twice as long.
+        longest_retry_secs: the longest pause.
+        concurrency: how many small requests are under way at once, where there are many to make.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    requester_pays: bool | str | None = None
+    anonymous: bool | None = None
+    retries: int | None = None
+    first_retry_secs: float | None = None
+    longest_retry_secs: float | None = None
+    concurrency: int | None = None
+
+    @classmethod
+    def of(cls, values: Any, where: str) -> BucketSettings:
+        """The settings in a mapping, or in a text such as `endpoint=http://host:9000&region=eu-west-1`.
+
+        A value may be given as it is or as a text; None stands for none, of a setting and of all. `where` begins the
+        errors, which do not tell values.
+
+        Raises:
+            InvalidArgumentError: an unknown name (with near ones), a wrong value, a contradiction, or a secret.
+        """
+        if isinstance(values, cls):
+            return values
+        if isinstance(values, str | None):
+            values = _of_query(values or "", where)
+        if not callable(getattr(values, "items", None)):
+            raise InvalidArgumentError(f"{where}: expected settings by name, got {type(values).__name__}")
+        found = {}
+        for name, value in values.items():
+            if name not in _BUCKET:
+                raise InvalidArgumentError(f"{where}: {_unknown(str(name))}")
+            expected, parse = _BUCKET[name]
+            try:
+                found[name] = None if value is None else parse(value)
+            except (ValueError, TypeError, KeyError):
+                raise InvalidArgumentError(f"{where}: {name} is wrong; expected {expected}") from None
+        made = cls(**found)
+        if made.anonymous and (made.profile or made.requester_pays):
+            other = "profile" if made.profile else "requester_pays"
+            raise InvalidArgumentError(f"{where}: anonymous contradicts {other}, which stands for somebody")
+        first, longest = made.first_retry_secs, made.longest_retry_secs
+        if first and longest and first > longest:
+            raise InvalidArgumentError(f"{where}: first_retry_secs={first:g} is above longest_retry_secs={longest:g}")
+        return made
+
+    def query(self) -> str:
+        """The settings as a text that `of` reads: the query of a URL."""
+        texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.items()}
+        return urllib.parse.urlencode(texts, safe=":/")
+
+    def __getitem__(self, name: str) -> Any:
+        if name in _BUCKET and (value := getattr(self, name)) is not None:
+            return value
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in _BUCKET if getattr(self, name) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _of_query(text: str, where: str) -> dict[str, str]:
+    try:
+        pairs = urllib.parse.parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=100)
+    except ValueError:
+        pairs = [("", "")]
+    if len(dict(pairs)) < len(pairs) or "" in dict(pairs):
+        raise InvalidArgumentError(f"{where}: expected each setting once, as name=value, with & between them")
+    return dict(pairs)
+
+
+def _unknown(name: str) -> str:
+    shown = repr(_text.shown(name, limit=40))
+    if _SECRET.search(name):
+        return (
+            f"{shown} is a secret and no setting: URLs and settings stand in logs and in lists of processes. Give it "
+            "in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS), or "
+            "name a profile of ~/.aws"
+        )
+    return f"there is no setting {shown}; {_text.near(name, _BUCKET)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +203,9 @@ class StorageOptions:
         orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt (POSIX only).
         verify: check the checksum of every block of an array before its bytes reach the caller, which costs little.
             The files of handlers, JSON among them, are always checked.
+        store: how buckets are reached: `endpoint`, `region`, `profile`, `requester_pays`, `anonymous`, `retries`,
+            `first_retry_secs`, `longest_retry_secs`, `concurrency`; see the page on buckets. What the query of a URL
+            says comes first, the environment last. On file systems it says nothing.
     """
 
     io_threads: int = 2
@@ -52,9 +219,11 @@ class StorageOptions:
     restore_timeout_secs: float = 600.0
     orbax_view: bool = True
     verify: bool = True
+    store: Mapping[str, Any] = BucketSettings()
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        object.__setattr__(self, "store", BucketSettings.of(self.store, "StorageOptions.store"))
+        for field in dataclasses.fields(self)[:-1]:
             value, kind = getattr(self, field.name), str(field.type)
             if kind == "bool" and not isinstance(value, bool):
                 raise InvalidArgumentError(f"StorageOptions.{field.name} must be a bool, got {value!r}")

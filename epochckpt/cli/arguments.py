@@ -22,7 +22,9 @@ exit codes:
   141  the reader of the output has closed it (| head)
 """
 
-_DIRECTORY = "checkpoint directory: a path, or a URL such as gs://bucket/run or s3://bucket/run"
+_DIRECTORY = (
+    "checkpoint directory: a path, or a URL such as gs://bucket/run or s3://bucket/run?endpoint=http://host:9000"
+)
 _EPOCH = "a number, `latest`, or `best` (with --metric)"
 _PATTERN = "leaves, parts of the tree, items or ITEM:LEAF, by name or shell pattern (params, '*/bias', model:*)"
 

@@ -73,9 +73,14 @@ def commits_of(store: Store, names: StepNames) -> Commits:
     return RenameCommits(store, names) if store.renames else PutCommits(store, names)
 
 
-def _commits_at(directory: str | os.PathLike[str], options: ocp.CheckpointManagerOptions, names: StepNames) -> Commits:
+def _commits_at(
+    directory: str | os.PathLike[str],
+    options: ocp.CheckpointManagerOptions,
+    names: StepNames,
+    storage: StorageOptions,
+) -> Commits:
     mode = options.file_options.path_permission_mode if options.file_options else None
-    return commits_of(open_store(directory, folder_mode=mode), names)
+    return commits_of(open_store(directory, folder_mode=mode, settings=storage.store), names)
 
 
 def survey(
@@ -151,7 +156,7 @@ def open_directory(
     # The primary looks at the directory, once it knows every node's name. The other processes take its answer.
     prefix = ""
     if coordinator.processes == 1:
-        answer = _decide(directory, options, names, own, item_names)
+        answer = _decide(directory, options, storage, names, own, item_names)
     else:
         if not coordinator.primary:
             try:
@@ -164,14 +169,14 @@ def open_directory(
 
         def decide() -> dict[str, Any]:
             nodes = _gather_nodes(coordinator, f"{base}/hello", own[0], wait)
-            return _decide(directory, options, names, nodes, item_names)
+            return _decide(directory, options, storage, names, nodes, item_names)
 
         # The other processes wait longer: the primary may come late, and then waits for the latest of them.
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
         prefix = f"{base}/{answer['opening']}"
         coordination.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
     # Each process opens the directory as the primary has resolved it.
-    commits, found = _commits_at(answer["directory"], options, names), tuple(answer["nodes"])
+    commits, found = _commits_at(answer["directory"], options, names, storage), tuple(answer["nodes"])
     given = node is not None or (coordinator.processes > 1 and found != tuple(defaults))
     nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
     refused = commits.write_refusal() if coordinator.primary and not options.read_only else None
@@ -209,6 +214,7 @@ def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float)
 def _decide(
     directory: str | os.PathLike[str],
     options: ocp.CheckpointManagerOptions,
+    storage: StorageOptions,
     names: StepNames,
     nodes: Sequence[str],
     item_names: Sequence[str],
@@ -217,7 +223,7 @@ def _decide(
     folders = {paths.folder_name(node) for node in nodes}
     for item in item_names:
         paths.check_item_name(item, folders)
-    commits = _commits_at(directory, options, names)
+    commits = _commits_at(directory, options, names, storage)
     store = commits.store
     try:
         _check_directory(store, options.create and not options.read_only)
@@ -240,7 +246,7 @@ def _decide(
         what = f"{'epoch' if len(moving) == 1 else 'epochs'} {', '.join(map(str, moving))}"
         remedy = "which the next write puts back. claim() does that now: call it before you choose what to restore"
         logging.warning("%s: an earlier run was killed while it replaced %s, %s", store.root, what, remedy)
-    return {"directory": store.root, "opening": paths.new_id(), "nodes": list(nodes), "survey": found.to_wire()}
+    return {"directory": store.address, "opening": paths.new_id(), "nodes": list(nodes), "survey": found.to_wire()}
 
 
 def _look_beside(store: Store, names: StepNames) -> None:

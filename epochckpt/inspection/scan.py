@@ -21,7 +21,7 @@ from epochckpt.inspection import leftovers, suggest
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, FOREIGN, EpochRow, LeftoverRow, NodeRow, Overview, flat
 from epochckpt.jobs.backends import base
 from epochckpt.orbax import StepNames, step_names, steps
-from epochckpt.storage import Store, open_store
+from epochckpt.storage import Store, open_file, open_store
 
 CHECKED_FILES = 2000
 """About how many files a look checks; the newest epochs come first."""
@@ -66,9 +66,8 @@ def open_commits(
         found = {entry.name: entry.is_folder for entry in store.list("")}
         if single and step_names.is_single(set(found)) and not step_names.is_item(store, set(found)):
             # The epoch that lies in the folder, seen from the directory above it.
-            root = os.path.realpath(store.root) if store.renames else store.root.rstrip("/")
-            above, _, name = root.rpartition("/")
-            return commits_of(open_store(above or "/"), _OneName(name, step_names.number_of(store)))
+            above, name = open_file(os.path.realpath(store.root) if store.renames else store.address)
+            return commits_of(above, _OneName(name, step_names.number_of(store)))
         if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found.items())):
             raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.folder(store, found)}")
     return commits

@@ -281,7 +281,7 @@ class JobRunner:
     def _introduce(self, handler: HandlerNotifier, backend: CheckpointBackend) -> None:
         """Tells the metadata handler which nodes save where, unless an earlier call has; the backend is open."""
         if self._introduced is not self.checkpoint_manager:
-            handler.nodes(backend.directory, backend.handler_nodes)
+            handler.nodes(backend.address, backend.handler_nodes)
             handler.introduce()
             self._introduced = self.checkpoint_manager
 

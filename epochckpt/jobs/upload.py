@@ -26,7 +26,7 @@ from epochckpt.jobs.workspace import Workspace
 from epochckpt.manager import CheckpointManager
 from epochckpt.manager.epoch_copy import EpochCopy
 from epochckpt.manager.reader import epoch_number
-from epochckpt.storage import Store, open_store
+from epochckpt.storage import Store, open_store, plain
 
 
 class CopyUpload(UploadTaskGroupBuilder):
@@ -73,9 +73,11 @@ class CopyUpload(UploadTaskGroupBuilder):
         if isinstance(timeout_secs, bool) or not isinstance(timeout_secs, int | float) or not timeout_secs > 0:
             raise InvalidArgumentError(f"timeout_secs is a number of seconds, got {timeout_secs!r}")
         try:
-            self.destination = open_store(destination).root
+            target = open_store(destination)
         except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"destination {destination!r}: {error}") from error
+            shown = plain(destination) if isinstance(destination, str) else destination
+            raise InvalidArgumentError(f"destination {shown!r}: {error}") from error
+        self.destination, self.address = target.root, target.address
         self.replace, self.timeout_secs = bool(replace), timeout_secs
 
     def build(self, epoch: int, checkpoint_manager: Any) -> TaskGroup:
@@ -131,7 +133,7 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
                 f"{manager.directory}: epoch {epoch} was written by stock Orbax, whose steps CopyUpload does not copy; "
                 "copy its folder, or save the epoch with epochckpt.CheckpointManager"
             )
-        target = open_store(asked.destination)
+        target = open_store(asked.address)
         _check_place(reader.store, target)
         return EpochCopy(reader, commits_of(target, names))
 
@@ -162,7 +164,7 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
 
 def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[Workspace], None]:
     """A task that copies an epoch of Caffe2's managers, each node's by itself."""
-    source, target = open_store(manager.db_prefix), open_store(asked.destination)
+    source, target = open_store(manager.db_prefix), open_store(asked.address)
     if not (source.renames and target.renames):
         problem = "epochs of single nodes can be copied from a file system only to a directory of one"
         raise UnsupportedError(f"{source.root}: {problem}; the destination is {target.root}")
@@ -191,5 +193,5 @@ def _check_place(source: Store, target: Store) -> None:
             raise InvalidArgumentError(
                 f"destination {there} lies in the checkpoint directory {home}; upload to one outside"
             )
-    elif home.rstrip("/") == there.rstrip("/"):
+    elif source.is_same(target):
         raise InvalidArgumentError(f"destination {there} is the checkpoint directory itself; choose another")

@@ -24,7 +24,7 @@ from epochckpt.manager.reader import epoch_number
 from epochckpt.manager.readers import Readers
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, view
-from epochckpt.storage import PosixStore, Store, expanded, open_store, path_text
+from epochckpt.storage import PosixStore, Store, expanded, open_store, path_text, plain
 from epochckpt.storage.posix import PosixWriter
 
 FORMATS = ("orbax", "safetensors")
@@ -159,7 +159,7 @@ def _destination(destination: str | os.PathLike[str], store: Store) -> str:
     """The destination, resolved; InvalidArgumentError unless it is missing or an empty folder outside of the store."""
     path = path_text(destination, "destination")
     if "://" in path:
-        raise InvalidArgumentError(f"destination {path!r} is a URL; export to a local folder, and upload that")
+        raise InvalidArgumentError(f"destination {plain(path)!r} is a URL; export to a local folder, and upload that")
     path = os.path.realpath(expanded(path))
     root = os.path.realpath(store.root) if store.renames else store.root
     if store.renames and os.path.commonpath([root, path]) == root:

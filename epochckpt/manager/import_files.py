@@ -26,7 +26,7 @@ from epochckpt.manager.reader import epoch_number
 from epochckpt.manager.status import EpochStatus
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames
-from epochckpt.storage import expanded, mmap, open_store, path_text
+from epochckpt.storage import expanded, mmap, open_store, path_text, plain
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 256 * 2**20
@@ -104,7 +104,7 @@ def import_(
             )
     path = path_text(source, "source")
     if "://" in path:
-        raise UnsupportedError(f"source {path!r}: only local files are imported; download it first")
+        raise UnsupportedError(f"source {plain(path)!r}: only local files are imported; download it first")
     tree = _read(os.path.abspath(expanded(path)), format, separator)
     _check_tree(tree, path)
     # what is imported has to fit once: a bound on copies of training state is no reason to refuse it

@@ -113,6 +113,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self.root = self._store.root  # the directory as text: a path or URL
+        self.address = self._store.address  # what opens it again: with the settings of a bucket as its query
         self._prefix = opened.prefix
         self._history = History(self._commits.read_head)
         self._history.reset(opened.survey)
@@ -182,7 +183,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._readers = Readers(self._commits, pool, self._storage.verify, context)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = Planner(nodes, self._storage, part_bytes)
-        self._notifier.nodes(self.root, nodes.names)
+        self._notifier.nodes(self.address, nodes.names)
 
     def claim(self) -> None:
         """Makes this manager the writer of the directory now, instead of at its first write.
@@ -464,7 +465,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         began = time.monotonic()
         args = self._handlers.arguments(items, restore_kwargs, args, "restore")
         multi = check_args(args, self._multi, restoring=True)
-        readers = self._readers if directory is None else self._readers.elsewhere(directory)
+        readers = self._readers if directory is None else self._readers.elsewhere(directory, self._storage.store)
         self._attempts.drain(step)
         read = time.monotonic()
 

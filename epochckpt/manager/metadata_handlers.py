@@ -14,7 +14,7 @@ from absl import logging
 from epochckpt.errors import DamagedError, FormatError, FormatVersionError, InvalidArgumentError, say, unreadable
 from epochckpt.format import checksums, paths
 from epochckpt.manager.reader import epoch_number
-from epochckpt.storage import Store, expanded, open_store, path_text
+from epochckpt.storage import Store, expanded, open_file, open_store, path_text, plain
 
 T = TypeVar("T")
 
@@ -95,9 +95,9 @@ class CheckedHandler(AbstractMetadataHandler):
         if isinstance(node_names, str) or not isinstance(node_names, Sequence):
             raise InvalidArgumentError(f"set_params(node_names) must be a list of names, got {node_names!r}")
         prefix = expanded(path_text(db_prefix, "set_params(db_prefix)"))
-        texts = {"db_type": db_type, "path_prefix": path_prefix, "path_type": path_type}
-        params = {"db_prefix": prefix, **{name: None if v is None else str(v) for name, v in texts.items()}}
-        store = open_store(prefix)
+        store, texts = open_store(prefix), {"db_type": db_type, "path_prefix": path_prefix, "path_type": path_type}
+        params: dict[str, Any] = {name: None if v is None else str(v) for name, v in texts.items()}
+        params = {"db_prefix": prefix if store.renames else store.root, **params}
         self._begin(params, [str(name) for name in node_names], store)
         self._store = store
 
@@ -220,9 +220,8 @@ class JsonMetadataHandler(CheckedHandler):
         if path is not None:
             where = expanded(path_text(path, "JsonMetadataHandler(path)"))
             if where.startswith(("http://", "https://")):
-                raise InvalidArgumentError(f"JsonMetadataHandler(path) is {where!r}, which cannot be written to")
-            folder, _, name = (where if "://" in where else os.path.abspath(where)).rpartition("/")
-            self._file = open_store(f"{folder}/"), name
+                raise InvalidArgumentError(f"JsonMetadataHandler(path) is {plain(where)!r}, which cannot be written to")
+            self._file = open_file(where)
         self._params: dict[str, Any] = {}
         self._nodes = frozenset[str]()
         self._lock = threading.Lock()

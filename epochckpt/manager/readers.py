@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from epochckpt._threads import Pool
 from epochckpt.arrays.items import RestoreContext
@@ -23,10 +25,10 @@ class Readers:
         self.commits, self._pool, self._verify = commits, pool, verify
         self._context = context or RestoreContext(Handlers())
 
-    def elsewhere(self, directory: str | os.PathLike[str]) -> Readers:
+    def elsewhere(self, directory: str | os.PathLike[str], settings: Mapping[str, Any]) -> Readers:
         """The same for a directory, with the same step names; these readers if it is theirs."""
-        store = open_store(directory)
-        if store.root == self.commits.store.root:
+        store = open_store(directory, settings=settings)
+        if store.is_same(self.commits.store):
             return self
         return Readers(commits_of(store, self.commits.names), self._pool, self._verify, self._context)
 

@@ -28,7 +28,7 @@ from epochckpt.errors import (
 from epochckpt.format import paths
 from epochckpt.manager.metadata_handlers import CheckedHandler
 from epochckpt.manager.reader import epoch_number
-from epochckpt.storage import Store, expanded, path_text
+from epochckpt.storage import Store, expanded, path_text, plain
 
 APPLICATION_ID = 0x45504348  # "EPCH"
 VERSION = 1
@@ -138,7 +138,9 @@ class SqliteMetadataHandler(CheckedHandler):
     def __init__(self, path: str | os.PathLike[str], run: str | None = None, *, timeout_secs: float = 30.0):
         name = expanded(path_text(path, "SqliteMetadataHandler(path)"))
         if "://" in name or name == ":memory:":
-            raise InvalidArgumentError(f"SqliteMetadataHandler(path) is {name!r}; SQLite needs a file on a file system")
+            raise InvalidArgumentError(
+                f"SqliteMetadataHandler(path) is {plain(name)!r}; SQLite needs a file on a file system"
+            )
         if run is not None and (not isinstance(run, str) or not run):
             raise InvalidArgumentError(f"SqliteMetadataHandler(run) must be a name, got {run!r}")
         number = isinstance(timeout_secs, int | float) and not isinstance(timeout_secs, bool)

@@ -9,8 +9,11 @@ import os
 import pathlib
 import re
 import urllib.parse
+from collections.abc import Mapping
+from typing import Any
 
 from epochckpt.errors import InvalidArgumentError
+from epochckpt.storage.object_client import plain
 from epochckpt.storage.object_store import ObjectStore
 from epochckpt.storage.posix import PosixStore
 from epochckpt.storage.store import Entry, Reader, Store, Writer, patiently, writing
@@ -22,9 +25,12 @@ __all__ = [
     "Store",
     "Writer",
     "expanded",
+    "open_file",
     "open_store",
     "path_text",
     "patiently",
+    "plain",
+    "with_settings",
     "writing",
 ]
 
@@ -46,22 +52,45 @@ def path_text(path: str | os.PathLike[str], name: str = "the path") -> str:
     if isinstance(text, str) and text.startswith("file:///"):
         text = urllib.parse.unquote(text.removeprefix("file://"), errors="surrogateescape")
     if not isinstance(text, str) or not text or "\0" in text:
-        raise InvalidArgumentError(f"{name} must be a path or URL, got {path!r:.100}")
+        found = repr(plain(text) if isinstance(text, str) and _URL.match(text) else path)
+        raise InvalidArgumentError(f"{name} must be a path or URL, got {found:.100}")
     if isinstance(path, pathlib.PurePath) and _COLLAPSED_URL.match(text):
+        shown = repr(text.partition("?")[0])
         raise InvalidArgumentError(
-            f"{name} {text!r} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path"
+            f"{name} {shown} was a URL before pathlib.Path removed a slash; pass a str or an epath.Path"
         )
     return text
 
 
-def open_store(directory: str | os.PathLike[str], *, folder_mode: int | None = None) -> Store:
+def open_store(
+    directory: str | os.PathLike[str], *, folder_mode: int | None = None, settings: Mapping[str, Any] | None = None
+) -> Store:
     """Opens the store for a directory; reads and writes nothing.
 
     The directory is the URL of an object store (`gs://`, `s3://`, `memory://`), or a POSIX path, made absolute now,
     with `~` expanded, also as `file:///path`. `folder_mode` are the permission bits of new POSIX folders; None leaves
-    them to the umask. InvalidArgumentError: no such scheme, or see `path_text`.
+    them to the umask. `settings` are those of a bucket (`StorageOptions.store`); the query of a URL comes before them.
+    InvalidArgumentError: no such scheme, wrong settings, or see `path_text`.
     """
     name = path_text(directory, "the directory")
     if _URL.match(name):
-        return ObjectStore(name)
+        return ObjectStore(name, settings)
     return PosixStore(expanded(name), folder_mode=folder_mode)
+
+
+def with_settings(directory: str | os.PathLike[str], settings: Mapping[str, Any] | None) -> str | os.PathLike[str]:
+    """The directory with settings of a bucket in the query of its URL, where its own come first; a path as it is."""
+    if not settings or not _URL.match(path_text(directory)):
+        return directory
+    return ObjectStore(path_text(directory), settings).address
+
+
+def open_file(path: str | os.PathLike[str], name: str = "the path") -> tuple[Store, str]:
+    """The store of the folder of a file, and the file's name in it. Raises what `open_store` raises."""
+    text, mark, query = expanded(path_text(path, name)), "", ""
+    if _URL.match(text):
+        text, mark, query = text.partition("?")
+    else:
+        text = os.path.abspath(text)
+    folder, _, file = text.rpartition("/")
+    return open_store(f"{folder}/{mark}{query}"), file

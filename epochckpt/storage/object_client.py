@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.errors import AccessError, InvalidArgumentError, StorageError, UnsupportedError
+from epochckpt.options import BucketSettings
 from epochckpt.storage.store import check_path, too_large
 
 T = TypeVar("T")
@@ -34,10 +35,14 @@ _SMALL_BYTES = 1 << 20  # of a write whose answer is expected soon
 _CONNECT_SECS = 5
 _SILENT_SECS = 15  # of a server, before a small request counts as failed
 _LARGE_SECS = 90  # one request with its answer
-_PAUSES_SECS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0)  # before a request is repeated: half a minute in all
+_PAUSES_SECS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0)  # before a request is repeated, if no setting says otherwise
 _QUIET_SECS = 3.0  # of repeating, before it is said
-_GIVE_UP_SECS = 60.0  # no request is repeated after that
-_URL = re.compile(r"(gs|s3|memory)://([\w.~-]+)(?:/+([^?#]*))?")
+_URL = re.compile(r"(gs|s3|memory)://([\w.~-]+)(?:/+([^?#]*))?(?:\?([^#]*))?")
+_SETTINGS = {  # that say which server and who asks, by scheme; the others are everywhere
+    "gs": {"endpoint", "requester_pays", "anonymous"},
+    "s3": {"endpoint", "region", "profile", "requester_pays", "anonymous"},
+    "memory": set[str](),
+}
 _PREFIX = re.compile(r"(?:(?!\.{1,2}/)[^/]+/)*(?!\.{1,2}/?$)[^/]+/*")
 _UNNAMEABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 _STATUS = re.compile(r"status code: (\d+)")
@@ -58,37 +63,67 @@ def _span(secs: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=secs)
 
 
+def plain(url: str) -> str:
+    """A URL as errors and records show it: without its query, and without a user's name and password."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = re.split("[?#]", rest)[0].partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
+
+
 @functools.lru_cache(maxsize=32)
 def _open(
-    scheme: str, bucket: str, endpoint: str, silent_secs: float, max_retries: int, environment: tuple[Any, ...]
-) -> Any:
-    """The client of a bucket, whose connections all stores of this process share under one environment."""
+    scheme: str,
+    bucket: str,
+    settings: BucketSettings,
+    endpoint: str,
+    silent_secs: float,
+    retries: tuple[float, ...],
+    environment: tuple[Any, ...],
+) -> tuple[Any, str]:
+    """A client and its endpoint. All stores of this process share its connections, as long as the environment stays."""
     from obstore import store as stores
 
-    shared: dict[str, Any] = {
-        "client_options": {
-            "connect_timeout": _span(_CONNECT_SECS),
-            "read_timeout": _span(silent_secs),
-            "timeout": _span(_LARGE_SECS),
-            "allow_http": endpoint.startswith("http://"),
-        },
-        "retry_config": {
-            "max_retries": max_retries,
-            "backoff": {"init_backoff": _span(0.5), "max_backoff": _span(8), "base": 2},
-            "retry_timeout": _span(2 * _LARGE_SECS),
-        },
+    shared, headers, anonymous = dict[str, Any](), dict[str, str](), settings.anonymous
+    if scheme == "s3":
+        profile = settings.profile or (None if anonymous else dict(environment).get("AWS_PROFILE"))
+        if profile:
+            shared["credential_provider"], found = _profile(profile)
+            endpoint = endpoint or found
+        config = {"conditional_put": "etag", "endpoint": endpoint, "region": settings.region}
+        config |= {"request_payer": settings.requester_pays, "skip_signature": anonymous}
+    else:
+        config = {"base_url": endpoint, "skip_signature": anonymous}
+        if anonymous or (endpoint and not settings.endpoint):  # an emulator knows no accounts
+            config["google_bearer_token"] = "none"  # writes send it in any case
+        if settings.requester_pays:
+            headers["x-goog-user-project"] = str(settings.requester_pays)
+    shared["config"] = {name: value for name, value in config.items() if value}
+    shared["client_options"] = {
+        "connect_timeout": _span(_CONNECT_SECS),
+        "read_timeout": _span(silent_secs),
+        "timeout": _span(_LARGE_SECS),
+        "allow_http": endpoint.startswith("http://"),
+        "default_headers": headers,
     }
-    if scheme == "gs":
-        # An emulator knows no accounts.
-        config: Any = {"google_base_url": endpoint, "google_bearer_token": "none"} if endpoint else None
-        return stores.GCSStore(bucket, config=config, **shared)
-    if profile := dict(environment).get("AWS_PROFILE"):
-        import boto3.session
-        from obstore.auth.boto3 import Boto3CredentialProvider
+    first, longest = _span(retries[0] if retries else 1), _span(retries[-1] if retries else 1)
+    shared["retry_config"] = {
+        "max_retries": len(retries),
+        "backoff": {"init_backoff": first, "max_backoff": longest, "base": 2},
+        "retry_timeout": _span(sum(retries) + _LARGE_SECS),
+    }
+    return (stores.S3Store if scheme == "s3" else stores.GCSStore)(bucket, **shared), endpoint
 
-        shared["credential_provider"] = Boto3CredentialProvider(boto3.session.Session(profile_name=profile))
-    config = {"conditional_put": "etag", **({"endpoint": endpoint} if endpoint else {})}
-    return stores.S3Store(bucket, config=config, **shared)
+
+def _profile(name: str) -> tuple[Any, str]:
+    """The credentials of a profile of `~/.aws`, with its region, and its endpoint, if it has one."""
+    import boto3.session
+    import botocore.session
+    from botocore.configprovider import ConfiguredEndpointProvider
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    files = botocore.session.Session(profile=name)
+    found = ConfiguredEndpointProvider(files.full_config, files.get_scoped_config(), "s3").provide()
+    return Boto3CredentialProvider(boto3.session.Session(botocore_session=files)), (found or "").rstrip("/")
 
 
 def _endpoint(scheme: str) -> str:
@@ -107,40 +142,74 @@ def _endpoint(scheme: str) -> str:
 class Client:
     """Requests for the keys below one prefix, by paths relative to it.
 
-    The cloud's usual environment gives credentials, region and endpoint (`AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`).
+    What the URL's query says comes before the `settings`, and these before the cloud's usual environment
+    (`AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`, …), which alone gives credentials.
+
+    Attributes:
+        root: the URL without its query.
+        settings: those of both places.
+        endpoint: the server; empty for the cloud's own.
 
     Raises:
         InvalidArgumentError: no such scheme, no bucket, or settings that the client does not take.
     """
 
-    def __init__(self, root: str):
-        found = _URL.fullmatch(root)
+    def __init__(self, url: str, settings: Mapping[str, Any] | None = None):
+        found = _URL.fullmatch(url)
         if found is None:
             raise InvalidArgumentError(
-                f"{root!r} names no store: expected gs://bucket/run, s3://bucket/run, memory://name or file:///path"
+                f"{plain(url)!r} names no store: expected gs://bucket/run, s3://bucket/run, memory://name or "
+                "file:///path, and perhaps a query such as ?endpoint=https://host:port"
             )
-        self.root, (scheme, bucket, prefix) = root.rstrip("/"), found.groups(default="")
+        self.root, self.endpoint, (scheme, bucket, prefix, query) = plain(url).rstrip("/"), "", found.groups(default="")
         if prefix and (not _PREFIX.fullmatch(prefix) or _UNNAMEABLE.search(prefix)):
             raise InvalidArgumentError(
-                f"{root!r}: an empty part, '.', '..' or a control character is in no object's name"
+                f"{self.root!r}: an empty part, '.', '..' or a control character is in no object's name"
             )
         self._prefix = prefix.rstrip("/") + "/" if prefix else ""
+        given = BucketSettings.of(settings, "settings")
+        self.settings = BucketSettings.of({**given, **BucketSettings.of(query, self.root)}, self.root)
+        self._check_settings(scheme)
         if scheme == "memory":
             self.kv = self._large = self._streams = _memory()
             self._prefix = f"{bucket}/{self._prefix}"
             return
         environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_"))))
         try:
-            client = functools.partial(_open, scheme, bucket, _endpoint(scheme))
-            self.kv = client(_SILENT_SECS, 0, environment)
-            self._large = client(_LARGE_SECS, 0, environment)
-            self._streams = client(_LARGE_SECS, len(_PAUSES_SECS), environment)  # it repeats single parts itself
+            client = functools.partial(
+                _open, scheme, bucket, self.settings, self.settings.endpoint or _endpoint(scheme)
+            )
+            self.kv, self.endpoint = client(_SILENT_SECS, (), environment)
+            self._large, _ = client(_LARGE_SECS, (), environment)
+            self._streams, _ = client(_LARGE_SECS, self._pauses(), environment)  # it repeats single parts itself
         except InvalidArgumentError:
             raise
         except ImportError as error:
-            raise InvalidArgumentError(f"{root}: AWS_PROFILE is set, which needs boto3: pip install boto3") from error
+            problem = "a profile of ~/.aws is asked for, which needs boto3: pip install boto3"
+            raise InvalidArgumentError(f"{self.root}: {problem}") from error
         except Exception as error:
-            raise InvalidArgumentError(f"{root!r} cannot be opened: {reason(error)}") from error
+            raise InvalidArgumentError(f"{self.root!r} cannot be opened: {reason(error)}") from error
+
+    def _check_settings(self, scheme: str) -> None:
+        """Refuses settings that say nothing of such a bucket."""
+        others = set().union(*_SETTINGS.values()) - _SETTINGS[scheme]
+        if wrong := [name for name in self.settings if name in others]:
+            raise InvalidArgumentError(f"{self.root}: {wrong[0]} is no setting of {scheme}://")
+        payer = self.settings.requester_pays
+        if isinstance(payer, str if scheme == "s3" else bool) and payer:
+            expected = "true or false" if scheme == "s3" else "the project that pays"
+            raise InvalidArgumentError(f"{self.root}: requester_pays is wrong; expected {expected}")
+
+    def _pauses(self) -> tuple[float, ...]:
+        """Before a request is repeated, once, twice, …; seconds."""
+        asked = self.settings
+        first, longest = asked.first_retry_secs, asked.longest_retry_secs
+        if (asked.retries, first, longest) == (None, None, None):
+            return _PAUSES_SECS
+        first = first or min(_PAUSES_SECS[0], longest or _PAUSES_SECS[0])
+        longest = longest or max(_PAUSES_SECS[-1], first)
+        retries = len(_PAUSES_SECS) if asked.retries is None else asked.retries
+        return tuple(min(first * 2**number, longest) for number in range(retries))
 
     def key(self, path: str) -> str:
         """The key of a file."""
@@ -231,8 +300,9 @@ class Client:
         from obstore import exceptions
 
         alone = threading.current_thread() is threading.main_thread()
-        name, began, said = self.name(path), time.monotonic(), False
-        for number, pause in enumerate((*_PAUSES_SECS, None)):
+        name, began, said, pauses = self.name(path), time.monotonic(), False, self._pauses()
+        give_up_secs = sum(pauses) + 2 * _SILENT_SECS
+        for number, pause in enumerate((*pauses, None)):
             try:
                 return _threads.start(call).result() if alone else call()
             except FileNotFoundError as error:
@@ -252,11 +322,11 @@ class Client:
                 if (final := self._final(error, why, status)) is not None:
                     raise final from error
                 if _CREDENTIALS.search(why):
-                    if status in _REFUSED or pause is None or waited > _GIVE_UP_SECS:
+                    if status in _REFUSED or pause is None or waited > give_up_secs:
                         raise AccessError(f"{self.root}: found no credentials: {why}") from error
                 elif status in (401, 403):
                     raise PermissionError(errno.EACCES, f"{doing} is not permitted: {why}", name) from error
-                elif pause is None or waited > _GIVE_UP_SECS or status not in (None, *_PASSING):
+                elif pause is None or waited > give_up_secs or status not in (None, *_PASSING):
                     raise StorageError(name, OSError(errno.EAGAIN, f"{doing} failed: {why}")) from error
                 if waited >= _QUIET_SECS and not said:
                     said = True

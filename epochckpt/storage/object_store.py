@@ -10,8 +10,9 @@ import errno
 import functools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from absl import logging
 
@@ -23,6 +24,7 @@ from epochckpt.storage.store import Entry, Reader, Store, Writer, check_piece
 PART_BYTES = 256 << 20
 """Largest data file: larger ones are cut, so that several are under way at once."""
 
+_CONCURRENCY = 16  # small requests at once
 _PAGE = 1000  # names in the answer to one request
 _REMOVE_ROUNDS = 16
 
@@ -31,7 +33,8 @@ class ObjectStore(Store):
     """A directory of epochs as keys with a common prefix.
 
     Args:
-        root: its URL, with or without a final `/`.
+        url: its URL, with or without a final `/`; its query gives settings.
+        settings: those that the query leaves open, see `epochckpt.options.BucketSettings`.
 
     Raises:
         InvalidArgumentError: no such scheme, no bucket, or settings that the client does not take.
@@ -40,9 +43,16 @@ class ObjectStore(Store):
     renames = False
     preferred_part_bytes = PART_BYTES
 
-    def __init__(self, root: str):
-        self._client = Client(root)
-        self.root = self._client.root
+    def __init__(self, url: str, settings: Mapping[str, Any] | None = None):
+        self._client = Client(url, settings)
+        self.root, self.endpoint = self._client.root, self._client.endpoint
+        self.concurrency = self._client.settings.concurrency or _CONCURRENCY
+
+    @property
+    def address(self) -> str:
+        """The URL, with the settings as its query."""
+        query = self._client.settings.query()
+        return f"{self.root}?{query}" if query else self.root
 
     def exists(self, path: str) -> bool:
         """Whether there is such a key, or one below it."""

@@ -32,7 +32,6 @@ from epochckpt.errors import StorageError, is_passing
 
 T = TypeVar("T")
 
-_THREADS = 16  # of object stores
 _PIECE_BYTES = 4 * 2**20
 _MAX_PUT_BYTES = 256 * 2**20  # of a file that `put` replaces
 _PAUSES_SECS = (0.05, 0.2, 0.75)  # before storage is asked again
@@ -114,11 +113,24 @@ class Store(ABC):
         root: the directory as the user sees it: an absolute path or a URL.
         renames: folders can be renamed atomically (POSIX). Other stores can only put a file if it is absent.
         preferred_part_bytes: largest file that suits this store; None for any size.
+        concurrency: how many small requests at once suit it.
+        endpoint: the server of a bucket, if it is not the cloud's own; else empty.
     """
 
     root: str
     renames: bool
     preferred_part_bytes: int | None
+    concurrency: int = 1
+    endpoint: str = ""
+
+    @property
+    def address(self) -> str:
+        """What opens this directory again in any process: the root, and the settings by which a bucket is reached."""
+        return self.root
+
+    def is_same(self, other: Store) -> bool:
+        """Whether the other one is the same directory, whatever the settings."""
+        return (self.root.rstrip("/"), self.endpoint) == (other.root.rstrip("/"), other.endpoint)
 
     @abstractmethod
     def exists(self, path: str) -> bool:
@@ -173,7 +185,7 @@ class Store(ABC):
 
         The first error of a call is raised when all calls that had begun have ended.
         """
-        _threads.Pool(1 if self.renames else _THREADS).run([functools.partial(call, value) for value in values])
+        _threads.Pool(self.concurrency).run([functools.partial(call, value) for value in values])
 
     @abstractmethod
     def find(self, prefix: str, folder: str | None = None) -> list[str]:

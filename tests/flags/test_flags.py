@@ -258,9 +258,23 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+BUCKET = st.fixed_dictionaries(
+    {},
+    optional={
+        "endpoint": st.sampled_from(["http://localhost:9000", "https://[::1]"]),
+        "profile": st.text(st.characters(exclude_categories=["C"]), min_size=1),
+        "anonymous": st.just(False),
+        "requester_pays": st.booleans() | st.just("project-1"),
+        "retries": st.integers(0, 100),
+        "first_retry_secs": st.floats(1e-4, 1),
+        "longest_retry_secs": st.floats(1, 3600),
+    },
+)
+
+
 def strategy(name: str) -> st.SearchStrategy[Any]:
     expected = SETTINGS[name].kind.expected
-    found = VALUES.get(expected)
+    found = BUCKET if name == "store" else VALUES.get(expected)
     if found is None and name == "block_bytes":
         found = st.integers(4096, 2**28)
     elif found is None and expected.startswith("bytes"):

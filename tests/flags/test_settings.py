@@ -53,6 +53,7 @@ SAMPLES: dict[str, Any] = {
     "replica_split_bytes": 2**21,
     "orbax_view": False,
     "verify": False,
+    "store": {"endpoint": "http://localhost:9000", "anonymous": True, "retries": 3},
     "metadata_handler": "sqlite:/tmp/runs.sqlite",
     "resume": 12,
     "include": ("a", "b*"),

@@ -325,7 +325,9 @@ def test_a_folder_that_no_object_can_be_in_is_refused(prefix: str) -> None:
         open_store(f"memory://name/{prefix}")
 
 
-@pytest.mark.parametrize("url", ["az://bucket/run", "gs://", "s3:///run", "gs://bucket/run?x=1", "s3://bucket/a#b"])
+@pytest.mark.parametrize(
+    "url", ["az://bucket/run", "gs://", "s3:///run", "gs://me:secret@bucket/run", "s3://bucket/a#b"]
+)
 def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="expected gs://bucket/run"):
         open_store(url)

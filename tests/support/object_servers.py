@@ -45,6 +45,7 @@ class Request:
 
     method: str
     target: str  # path and query
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)  # by names in small letters
 
     @property
     def kind(self) -> str:
@@ -89,7 +90,7 @@ class _Handler(Handler):
 
     def do(self) -> None:
         """Forwards one request, with the fault that was decided."""
-        request = Request(self.command, self.path)
+        request = Request(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
         self.proxy.requests.append(request)
         fault = self.proxy.decide(request) or Fault()
         body = self.read_body()

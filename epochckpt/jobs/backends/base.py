@@ -55,6 +55,7 @@ class CheckpointBackend(abc.ABC):
 
     def __init__(self, manager: Any, directory: str):
         self._manager, self.directory = manager, directory
+        self.address = directory  # what opens it again
         self._ended: list[SaveResult] = []
 
     @abc.abstractmethod

@@ -25,7 +25,7 @@ class NativeBackend(ItemBackend):
 
     def __init__(self, manager: CheckpointManager):
         super().__init__(manager)
-        self.handler, self.directory = manager.metadata_handler, manager.root
+        self.handler, self.directory, self.address = manager.metadata_handler, manager.root, manager.address
 
     def nodes(self, wanted: Sequence[str], session: Session) -> Sequence[str]:
         if wanted:
