@@ -9,7 +9,6 @@ How folders come to their places, and what a kill on the way leaves, is in `plac
 """
 
 import collections
-import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,8 +19,7 @@ from epochckpt import _threads, errors
 from epochckpt.commit import claiming, placing
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.format import EpochRecord, paths
-from epochckpt.orbax import StepNames
-from epochckpt.orbax import view as orbax_view
+from epochckpt.orbax import StepNames, Views, linked_view
 from epochckpt.storage import Entry, Store
 
 _GIVEN_UP = 16  # failed attempts whose staging is looked for once more
@@ -32,7 +30,7 @@ class RenameCommits(Commits):
 
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
-        self._views = orbax_view.Views()
+        self._views = Views()
         self._begun: set[str] = set()  # our own claims, also those that failed half-way
         self._given_up: collections.deque[str] = collections.deque(maxlen=_GIVEN_UP)
 
@@ -108,7 +106,7 @@ class RenameCommits(Commits):
             for inner in folders:
                 self.store.sync_folder(paths.join(folder, inner))
             if view and paths.JSON_FILE not in folders:
-                orbax_view.link_node(self.store, folder)
+                linked_view.link_node(self.store, folder)
             super().seal_node(epoch, attempt, node, folders, record, view)
             self.store.sync_folder(folder)
             self.store.sync_folder(self._staging(attempt))
@@ -122,18 +120,11 @@ class RenameCommits(Commits):
                     self.store.uncache(paths.join(folder, entry.name))
 
     def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
-        try:
-            view = self._views.build(record)
-        except Exception as error:  # Orbax's form cannot take it: the epoch itself is not in danger
-            logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
-            return dataclasses.replace(record, orbax_unsupported={"*": {"*": errors.say(error)}}, orbax_view=None)
+        view, noted = self._views.note(record)
+        if view is None:
+            return noted
         with self._staged(record.epoch):
-            written = orbax_view.write(self.store, self._staging(record.attempt), record, view, run)
-        for item, leaves in view.unsupported.items():
-            text, few = "item %s: stock Orbax will not see %d of its leaves: %s", orbax_view.few(leaves)
-            level = logging.INFO if record.items[item].kind == "node" else logging.WARNING  # that goes without saying
-            logging.log_first_n(level, text, 3, item, len(leaves), few)
-        return written
+            return linked_view.write(self.store, self._staging(record.attempt), noted, view, run)
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None

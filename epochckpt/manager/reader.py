@@ -24,7 +24,7 @@ from epochckpt.errors import InvalidArgumentError, UnknownNameError
 from epochckpt.format import ArrayItem, EpochRecord, Leaf, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.manager.status import NO_VIEW, EpochStatus, NodeStatus, Verification
-from epochckpt.orbax import view
+from epochckpt.orbax import linked_view, object_view
 
 PIECE_ELEMENTS = 2**22  # the most that a piece of an array has, unless the caller asks for another number
 _SCALARS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
@@ -243,7 +243,7 @@ class NativeReader(CheckpointReader):
 
     def verify(self, progress: Callable[[int], None] = ignore) -> Verification:
         damage = tuple(self.native.verify_all(progress))
-        found = view.check(self.store, self.folder, self.record)
+        found = (object_view if self.record.objects else linked_view).check(self.store, self.folder, self.record)
         if found is None or found:
             self.native.check_present("it was being verified")
         note = NO_VIEW if found is None else ""

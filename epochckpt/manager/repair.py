@@ -7,7 +7,7 @@ import orbax.checkpoint as ocp
 from epochckpt.commit import Commits, commits_of
 from epochckpt.errors import UnsupportedError
 from epochckpt.manager.reader import epoch_number
-from epochckpt.orbax import StepNames, view
+from epochckpt.orbax import StepNames, linked_view, object_view
 from epochckpt.storage import open_store
 
 
@@ -50,4 +50,11 @@ def repair(commits: Commits, epoch: int) -> list[str]:
             f"{commits.store.root}: epoch {epoch} was written by stock Orbax: there is no record from which its files "
             "could be rebuilt"
         )
-    return view.repair(commits.store, commits.folder(epoch), record)
+    store, folder = commits.store, commits.folder(epoch)
+    if record.orbax_view is None:
+        why = "; ".join((record.orbax_unsupported or {}).get("*", {}).values()) or "none was asked for"
+        problem = f"the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
+        raise UnsupportedError(f"{store.root}/{folder}: {problem}")
+    if record.objects:
+        return object_view.repair(store, folder, record, lambda: commits.read_attempt(epoch) == record.attempt)
+    return linked_view.repair(store, folder, record)

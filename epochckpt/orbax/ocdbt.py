@@ -6,7 +6,7 @@ database's folder, so that existing files become readable as a key-value store w
 
 import itertools
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import google_crc32c
 
@@ -17,6 +17,7 @@ Piece = tuple[str, int, int]  # file relative to the database's folder, offset, 
 
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
+_LEAF = b"\0"  # a node's height
 
 
 class Index:
@@ -27,29 +28,35 @@ class Index:
         self._inline = {k: v for k in keys if not isinstance(v := entries[k], tuple)}
         self._indirect_bytes = sum(v[2] for v in entries.values() if isinstance(v, tuple))
         self._keys = len(keys)
-        self._head = _node_head(keys, [entries[k] for k in keys])
+        self._files = sorted({piece[0] for piece in entries.values() if isinstance(piece, tuple)})
+        self._rest = _node_rest(keys, [entries[k] for k in keys], self._files)
 
-    def files(self, values: Mapping[bytes, bytes], token: bytes, written_ns: int) -> dict[str, bytes]:
+    def files(
+        self,
+        values: Mapping[bytes, bytes],
+        token: bytes,
+        written_ns: int,
+        moved: Callable[[str], str] = lambda path: path,
+    ) -> dict[str, bytes]:
         """The two files, by name: a function of all that is given, so that they can be made again.
 
-        `values` replace values of the same length; `token` are 16 bytes that no other database has.
+        `values` replace values of the same length; `token` are 16 bytes that no other database has; `moved` says where
+        each of the other files is now.
         """
         inline = {**self._inline, **values}
         assert [*map(len, inline.values())] == [*map(len, self._inline.values())]
-        node = _envelope(_NODE_MAGIC, b"".join([self._head, *inline.values()]))
+        table = _file_table([*map(moved, self._files)])
+        node = _envelope(_NODE_MAGIC, b"".join([_LEAF, table, self._rest, *inline.values()]))
         return {NODE: node, MANIFEST: _manifest(len(node), self._keys, self._indirect_bytes, token, written_ns)}
 
 
-def _node_head(keys: Sequence[bytes], values: Sequence[bytes | Piece]) -> bytes:
-    """The node without the values that lie in it, which come last."""
+def _node_rest(keys: Sequence[bytes], values: Sequence[bytes | Piece], files: Sequence[str]) -> bytes:
+    """The node after the table of files, without the values that lie in it, which come last."""
     pieces = [v for v in values if isinstance(v, tuple)]
-    files = sorted({p[0] for p in pieces})
     number = {name: i for i, name in enumerate(files)}
     shared = [_shared(a, b) for a, b in itertools.pairwise(keys)]
     cut = [0, *shared]
     body = [
-        b"\0",  # height: a leaf
-        _file_table(files),
         _varint(len(keys)),
         _varints(shared),
         _varints(len(k) - c for k, c in zip(keys, cut, strict=True)),

@@ -9,6 +9,9 @@ OCDBT database points into the nodes' data files, through a symlink per node: it
     <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
+`linked_view` writes it. In an object store (`object_view`) copies stand in place of links, where one is needed at all:
+data files lie below their item there.
+
 What Orbax cannot express is left out, never wrong, and named in `View.unsupported`; in a sequence a None replaces it.
 """
 
@@ -16,14 +19,11 @@ import base64
 import collections
 import contextlib
 import dataclasses
-import errno
 import functools
-import io
 import json
 import math
-import os
 import struct
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -33,14 +33,13 @@ from absl import logging
 from jax.sharding import AxisType
 
 from epochckpt._text import readable
-from epochckpt._threads import Pool
 from epochckpt._units import several
-from epochckpt.errors import AccessError, DamagedError, EpochDeletedError, UnsupportedError, unreadable
-from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, KeyPath, Leaf, NodeEntry, checksums
+from epochckpt.errors import say
+from epochckpt.format import ArrayItem, EpochRecord, ItemRecord, KeyPath, Leaf, checksums
 from epochckpt.format import paths as layout
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import ocdbt
-from epochckpt.storage import Store
+from epochckpt.orbax.steps import COMMIT
 
 JSON_HANDLER = ocp.handlers.JsonCheckpointHandler.typestr()
 ARRAY_HANDLER = ocp.handlers.ArrayCheckpointHandler.typestr()
@@ -68,8 +67,6 @@ _ZARR_DTYPES = frozenset(  # those of ours that TensorStore's zarr knows
     + [f"float8_{kind}" for kind in ("e3m4", "e4m3fn", "e4m3fnuz", "e4m3b11fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
 )
 
-_PREFIX = "view-"  # of folders that repairs work in
-_warned: set[str] = set()  # directories; once per process
 
 Run = Callable[[list[Callable[[], None]]], None]  # runs calls, in parallel if it likes; raises the first error
 
@@ -85,6 +82,7 @@ class View:
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)  # content by path
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # target by path
     node_links: dict[str, str] = dataclasses.field(default_factory=dict)  # the same; each node makes its own
+    copies: dict[str, str] = dataclasses.field(default_factory=dict)  # in an object store: see `copies`
     # Reasons by leaf name, by item; the leaf name `*` stands for the whole item.
     unsupported: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
@@ -96,18 +94,39 @@ class Views:
         self._known: dict[str, _ItemView] = {}
         self._max_chunks = max_chunks
 
+    def note(self, record: EpochRecord) -> tuple[View | None, EpochRecord]:
+        """The view of an epoch that is about to be committed, or None, and the record with the note of it.
+
+        What stock Orbax will not see is logged.
+        """
+        try:
+            view = self.build(record)
+        except Exception as error:  # Orbax's form cannot take it: the epoch itself is not in danger
+            logging.exception("epoch %d: stock Orbax will not be able to read it", record.epoch)
+            return None, dataclasses.replace(record, orbax_unsupported={"*": {"*": say(error)}}, orbax_view=None)
+        for item, leaves in view.unsupported.items():
+            text = "item %s: stock Orbax will not see %d of its leaves: %s"
+            level = logging.INFO if record.items[item].kind == "node" else logging.WARNING  # that goes without saying
+            logging.log_first_n(level, text, 3, item, len(leaves), few(leaves))
+        files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
+        return view, dataclasses.replace(record, orbax_unsupported=view.unsupported, orbax_view=files)
+
     def build(self, record: EpochRecord, *, beside_nodes: bool = True) -> View:
-        """The view of an epoch that is about to be committed, `beside_nodes`: beside the nodes' folders.
+        """The view of an epoch, `beside_nodes`: beside the nodes' folders.
 
         Orbax takes every folder for an item unless it is told which to restore. So a node is shown as the JSON item
         that its record is, through a link of its own.
         """
         view = View()
         handlers = {}
-        for node in record.nodes if beside_nodes else ():
-            if not any(f.name and f.item == layout.JSON_FILE for f in node.files):  # that link's name is taken
+        for number, node in enumerate(record.nodes if beside_nodes else ()):
+            at = f"{node.folder}/{layout.JSON_FILE}"
+            if record.objects:
                 handlers[node.folder] = JSON_HANDLER
-                view.node_links[f"{node.folder}/{layout.JSON_FILE}"] = layout.NODE_RECORD
+                view.files[at] = _stand_in({"node": node.name, "see": record.path(number)})
+            elif not any(f.name and f.item == layout.JSON_FILE for f in node.files):  # that link's name is taken
+                handlers[node.folder] = JSON_HANDLER
+                view.node_links[at] = layout.NODE_RECORD
         for name, item in record.items.items():
             handler, lost = item.handler, ""
             if item.kind == "files":
@@ -120,6 +139,9 @@ class Views:
                     handler = ARRAY_HANDLER
             if lost:
                 view.unsupported[name] = {"*": lost}
+                if record.objects and item.kind != "files":  # its data files are in a folder that Orbax sees
+                    handlers[name] = JSON_HANDLER
+                    view.files[f"{name}/{layout.JSON_FILE}"] = _stand_in({"item": name, "not for Orbax": lost})
             else:
                 handlers[name] = handler
         if record.metrics is not None:
@@ -135,7 +157,8 @@ class Views:
             "custom_metadata": dict(record.custom_metadata),
         }
         view.files["_CHECKPOINT_METADATA"] = json.dumps(step).encode()
-        view.files["commit_success.txt"] = _COMMITTED_BY_US if beside_nodes else b"The checkpoint was committed.\n"
+        view.files[COMMIT] = _COMMITTED_BY_US if beside_nodes else b"The checkpoint was committed.\n"
+        view.copies = copies(record) if record.objects else {}
         return view
 
     def _add_arrays(self, view: View, record: EpochRecord, name: str, item: ItemRecord, arrays: ArrayItem) -> str:
@@ -158,7 +181,7 @@ class Views:
         kept = {i: (known.names[i], s) for i, s in scalars.items() if s and i in known.names}
         fresh = {f"{path}/0".encode(): s[1] for path, s in kept.values() if s[0] != _TEXT}
         token = bytes.fromhex(checksums.digest(f"{record.attempt} {name}".encode()))
-        files = {**known.index.files(fresh, token, record.committed_ns), **known.files}
+        files = {**known.index.files(fresh, token, record.committed_ns, _moved(record)), **known.files}
         strings = {path: values[i] for i, (path, s) in kept.items() if s[0] == _TEXT}
         if strings:
             files["_strings.json"] = _json(strings)
@@ -170,7 +193,10 @@ class Views:
             view.files[f"{base}_metadata/{layout.JSON_FILE}"] = _json(_key_metadata(arrays, item.handler))
         view.folders.append(f"{base}/array_metadatas")
         view.files.update({f"{base}/{path}": data for path, data in files.items()})
-        view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(known.nodes)})
+        if record.objects:
+            view.files[f"{name}/{COMMIT}"] = _COMMITTED_BY_US  # Orbax asks for it where it is given an item's path
+        else:
+            view.links.update({f"{base}/{node}": f"{up}/{node}" for node in sorted(known.nodes)})
         if unsupported:
             named = dict(list(unsupported.items())[:_MAX_NOTED])  # the record stays small
             if more := len(unsupported) - len(named):
@@ -186,8 +212,40 @@ def _add_files(view: View, record: EpochRecord, name: str) -> None:
         for file in (f for f in node.files if f.item == name):
             parents = layout.parents(file.path)
             folders.update(parents)
-            view.links[file.path] = f"{'../' * len(parents)}{record.path(number, file)}"
+            if not record.objects:
+                view.links[file.path] = f"{'../' * len(parents)}{record.path(number, file)}"
     view.folders += sorted(folders)  # parents first
+
+
+def copies(record: EpochRecord) -> dict[str, str]:
+    """In place of links, in an object store: the files' originals, by path; all paths are in the epoch's folder.
+
+    They are what handlers wrote, and the data files of random keys, whose database lies deeper than other items'.
+    """
+    found = {}
+    for number, node in enumerate(record.nodes):
+        for file in node.files:
+            item, original = record.items[file.item], record.path(number, file)
+            if item.kind == "files":
+                found[file.path] = original
+            elif item.kind == "arrays" and item.handler in _KEY_HANDLERS:
+                found[original.replace("/", f"/{_KEY_HANDLERS[item.handler]}/", 1)] = original
+    return found
+
+
+def _moved(record: EpochRecord) -> Callable[[str], str]:
+    """Where a node's data file lies, as seen from the database of its item; `<node>/<file>` in a file system."""
+
+    def in_attempt(path: str) -> str:
+        node, _, file = path.partition("/")
+        return layout.join(layout.part_folder(node, record.attempt), file)
+
+    return in_attempt if record.objects else str
+
+
+def _stand_in(content: Mapping[str, str]) -> bytes:
+    """What Orbax reads, as an item of JSON, in a folder that holds nothing for it."""
+    return _json({"format": layout.FORMAT, **content})
 
 
 def _inexpressible(arrays: ArrayItem, max_chunks: int) -> str | None:
@@ -303,7 +361,7 @@ class _ItemView:
             files = [f for f in entry.files if f.item == name and f.data_start]
             ends = np.cumsum([f.cells for f in files]).tolist()
             for file, part in zip(files, arrays.cut(arrays.owned(node), ends), strict=True):
-                path = record.path(node, file).removeprefix(f"{name}/" if record.objects else "")
+                path = layout.join(entry.folder, file.path)
                 starts = (part.offsets[:-1] + file.data_start).tolist()
                 for leaf, cell, start in zip(part.leaves.tolist(), part.cells.tolist(), starts, strict=True):
                     if prefix := prefixes.get(leaf):
@@ -397,185 +455,3 @@ def _placeholders(paths: Mapping[int, KeyPath], out: Container[int], named: Cont
 def few(unsupported: Mapping[str, str]) -> str:
     """The first of them with their reasons, for messages."""
     return ", ".join(f"{readable(leaf)} ({why})" for leaf, why in list(unsupported.items())[:_FEW])
-
-
-def link_node(store: Store, folder: str) -> None:
-    """Shows a node's record as an item of JSON, see `orbax.view`; by the node itself."""
-    with contextlib.suppress(io.UnsupportedOperation):  # `write` leaves the whole view out then
-        store.link(layout.join(folder, layout.JSON_FILE), layout.NODE_RECORD)
-
-
-def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) -> EpochRecord:
-    """Writes a view into an epoch's folder, which has its nodes; durably but for the names in that folder itself.
-
-    The record comes back with the note of what the view lacks: all of it where the file system has no symlinks.
-    """
-    try:
-        # The first node made this link of its own accord, or has another file of that name.
-        if not store.exists(layout.join(folder, record.node_folder(0), layout.JSON_FILE)):
-            raise io.UnsupportedOperation("see link_node")
-        _make(store, view, folder, run)
-    except io.UnsupportedOperation:
-        for name in view.folders:
-            store.remove_tree(layout.join(folder, name))
-        if store.root not in _warned:
-            _warned.add(store.root)
-            logging.warning(
-                "%s: the file system has no symlinks, which the Orbax view needs: stock Orbax cannot read the epochs "
-                "that are saved there, epochckpt can. For stock Orbax export them, or copy them with CopyUpload to "
-                "another file system; orbax_view=False saves this line",
-                store.root,
-            )
-        lost = {"*": {"*": "the file system has no symlinks"}}
-        return dataclasses.replace(record, orbax_unsupported=lost, orbax_view=None)
-    files = {path: (len(data), checksums.digest(data)) for path, data in view.files.items()}
-    return dataclasses.replace(record, orbax_unsupported=view.unsupported, orbax_view=files)
-
-
-def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedError] | None:
-    """Compares the view of a committed epoch with its record; one that was never made has no damage.
-
-    Returns an error per file or link that is not as it was written, by path in the epoch's folder; None if nothing of
-    the view is there. A copy in which a link became what it led to is as good as the original.
-    """
-    if record.orbax_view is None:
-        return {}
-    view = Views().build(record)
-    links = view.links | view.node_links
-    nodes = {record.node_folder(number): entry for number, entry in enumerate(record.nodes)}
-    places = [os.path.join(store.root, folder, path) for path in (*record.orbax_view, *view.links)]
-    if not any(map(os.path.lexists, places)):
-        return None
-    damage = {}
-    for path in sorted({*record.orbax_view, *links}):
-        at = layout.join(folder, path)
-        try:
-            if path in record.orbax_view:
-                problem = _compare_file(store, at, record.orbax_view[path], view.files.get(path))
-            else:
-                problem = _compare_link(store, folder, nodes, path, links[path])
-        except PermissionError as error:  # a link that leads out of the directory, for example
-            problem = f"cannot be read: {error}"
-        except OSError as error:
-            found = unreadable(at, error)
-            if not isinstance(found, DamagedError):
-                raise
-            problem = found.problem
-        if problem:
-            damage[path] = DamagedError(at, problem)
-    return damage
-
-
-def _compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: bytes | None) -> str:
-    """What is wrong with a file of the view; one made anew, maybe by another epochckpt, is as good as the first."""
-    known = {recorded} if fresh is None else {recorded, (len(fresh), checksums.digest(fresh))}
-    size = store.size(path)
-    if size not in {length for length, _ in known}:
-        return f"has {size} bytes, {recorded[0]} were written"
-    if (size, checksums.digest(store.read(path, limit_bytes=size))) not in known:
-        return "has other bytes than were written"
-    return ""
-
-
-def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], path: str, target: str) -> str:
-    """What is wrong with a link, or with the copy of what it led to that lies in its place; `nodes` by folder."""
-    place = os.path.join(store.root, folder, path)
-    itself = os.path.normpath(os.path.join(os.path.dirname(path), target))
-    if os.path.realpath(place) == os.path.realpath(os.path.join(store.root, folder, itself)):
-        return ""
-    if not os.path.lexists(place):
-        return "is missing"
-    # A link to a node stands for the node's data files of the item, any other one for a file.
-    files, item = [""], path.split("/")[0]
-    if itself in nodes:
-        files = [file.path for file in nodes[itself].files if file.item == item and file.data_start]
-    for file in files:
-        original = layout.join(itself, file)
-        if not _same(store, layout.join(folder, path, file), layout.join(folder, original)):
-            return f"does not lead to {target}" if os.path.islink(place) else f"is no copy of {original}"
-    return ""
-
-
-def _same(store: Store, one: str, other: str) -> bool:
-    with store.open_reader(one) as a, store.open_reader(other) as b:
-        return a.size == b.size and all(one == other for one, other in zip(a.pieces(), b.pieces(), strict=True))
-
-
-def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
-    """Makes anew what is damaged or missing of a view, and nothing else; returns its paths in the epoch's folder.
-
-    Each file, and each item's folder as a whole, is exchanged for a new one. They are made in a folder within the
-    epoch's, so that a view never comes to an epoch that has taken this one's place meanwhile.
-    """
-    where = f"{store.root}/{folder}"
-    if record.orbax_view is None:
-        why = "; ".join((record.orbax_unsupported or {}).get("*", {}).values()) or "none was asked for"
-        problem = f"the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
-        raise UnsupportedError(f"{where}: {problem}")
-    damage, view = check(store, folder, record), Views().build(record)
-    links = view.links | view.node_links
-    wrong = {*record.orbax_view, *links} if damage is None else damage.keys()
-    by_node = view.node_links.keys()  # in a node's folder, of which nothing else is exchanged
-    parts = sorted(wrong & by_node | {path.split("/")[0] for path in wrong - by_node})
-    if not parts:
-        return []
-    ours = {path.split("/")[0] for path in (*view.folders, *view.files)} - {entry.folder for entry in record.nodes}
-    if unknown := [part for part in parts if part not in ours | by_node]:
-        raise UnsupportedError(
-            f"{where}: this epochckpt makes no {', '.join(unknown)}, which belongs to the epoch's Orbax view: another "
-            "version wrote it. An export has a view of its own"
-        )
-    staging = layout.join(folder, f"{_PREFIX}{layout.new_id()}{layout.TMP_SUFFIX}")
-    try:
-        for entry in store.list(folder):  # of a repair that was killed
-            if entry.is_folder and entry.name.startswith(_PREFIX) and entry.name.endswith(layout.TMP_SUFFIX):
-                store.remove_tree(layout.join(folder, entry.name))
-        store.make_folder(staging)
-        try:
-            for number, part in enumerate(parts):
-                draft = layout.join(staging, f"new-{number}")
-                _make(store, view, draft, Pool(1).run, part)
-                _exchange(store, draft, layout.join(folder, part), layout.join(staging, f"old-{number}"))
-                store.sync_folder(layout.join(folder, part.rpartition("/")[0]))
-        finally:
-            store.remove_tree(staging)
-    except io.UnsupportedOperation as error:
-        raise UnsupportedError(f"{where}: the Orbax view needs symlinks: {error}. An export does without") from error
-    except FileNotFoundError as error:
-        raise EpochDeletedError(record.epoch, store.root, "while its Orbax view was being repaired") from error
-    except PermissionError as error:
-        raise AccessError(f"{where}: {error}; repairing the Orbax view needs write access to it") from error
-    return parts
-
-
-def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> None:
-    """Makes a view below a folder, or a part of it in the folder's place, durably but for the names in the folder."""
-
-    def place(path: str) -> str:
-        return layout.join(folder, path.removeprefix(part).strip("/"))
-
-    def of(found: Iterable[str]) -> list[str]:
-        return [path for path in found if not part or path == part or path.startswith(f"{part}/")]
-
-    for path in of(view.folders):
-        store.make_folder(place(path))
-    links = view.links | view.node_links if part else view.links
-    for path in of(links):
-        store.link(place(path), links[path])
-    run([functools.partial(store.create, place(path), view.files[path]) for path in of(view.files)])
-    run([functools.partial(store.sync_folder, place(path)) for path in reversed(of(view.folders))])
-
-
-def _exchange(store: Store, new: str, final: str, old: str) -> None:
-    """Puts a part in its place; what was there is at `old` or `new` then, or gone."""
-    if os.path.lexists(os.path.join(store.root, final)):
-        try:
-            store.exchange(new, final)
-            return
-        except io.UnsupportedOperation:
-            store.rename(final, old)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            store.remove_tree(final)  # overlayfs: no rename moves it
-    store.rename(new, final)

@@ -267,6 +267,13 @@ class Client:
         write = functools.partial(obstore.put, kv, key, data, mode=mode, use_multipart=False)
         self.ask(path, "writing", write, confirm)
 
+    def copy(self, path: str, to: str) -> None:
+        """Copies an object at the server; one that is there is replaced."""
+        import obstore
+
+        key, other = self.key(path), self.key(to)
+        self.ask(path, "copying", lambda: obstore.copy(self._large, key, other))
+
     def stream(self, path: str, pieces: Iterator[bytes], size: int) -> None:
         """Writes an object from pieces in their order, in several requests; one that is there is replaced."""
         import obstore

@@ -242,6 +242,13 @@ class Store(ABC):
             f"{self.root} cannot rename {src!r} to {dst!r}: an object store has no atomic rename"
         )
 
+    def copy(self, src: str, dst: str) -> None:
+        """Copies a file within the store, which does so by itself; replaces what is at `dst`. FileNotFoundError.
+
+        io.UnsupportedOperation if the store cannot (POSIX).
+        """
+        raise io.UnsupportedOperation(f"{self.root} cannot copy {src!r} to {dst!r} by itself")
+
     def copy_tree(self, src: str, dst: str) -> None:
         """Copies a folder, durably but for its own name; symlinks stay symlinks. Raises what `rename` raises."""
         raise io.UnsupportedOperation(f"{self.root} cannot copy {src!r} to {dst!r}")

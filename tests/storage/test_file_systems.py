@@ -20,7 +20,7 @@ import epochckpt as ec
 from epochckpt.commit.protocol import Rollback
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.errors import SaveError, UnfinishedError
-from epochckpt.orbax import StepNames, view
+from epochckpt.orbax import StepNames, linked_view
 from epochckpt.storage import PosixStore, posix
 from tests.support.file_systems import immovable
 
@@ -101,7 +101,7 @@ def test_without_links_everything_works_but_stock_orbax(
     monkeypatch.setattr(os, "symlink", no_link)
     monkeypatch.setattr(os, "link", no_link)
     monkeypatch.setattr(posix, "_renameat2", no_flags)
-    monkeypatch.setattr(view, "_warned", set())
+    monkeypatch.setattr(linked_view, "_warned", set())
     live(str(tmp_path / "run"))
     check_lived(tmp_path / "run")
     said = [r.getMessage() for r in caplog.records if "has no symlinks, which the Orbax view needs" in r.getMessage()]

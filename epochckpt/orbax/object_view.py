@@ -1,0 +1,126 @@
+"""The Orbax view of an epoch in an object store: written under its final names, once the epoch is committed.
+
+- `commit_success.txt`, without which stock Orbax takes no step and no item there for finished, is written last and goes
+  first. A kill in between leaves an epoch that epochckpt reads and stock Orbax does not see; the next claim of the
+  directory, or `repair_view`, completes it.
+- A file is put if there is none of its name. One that is there gives way only to the attempt that still is the epoch: a
+  run that was paused here, and superseded, changes nothing that a newer one has written.
+
+For an epoch of one item and one node that is nine small objects, and one look at whether the epoch is still the same.
+"""
+
+from collections.abc import Callable
+
+from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError, unreadable
+from epochckpt.format import EpochRecord
+from epochckpt.format import paths as layout
+from epochckpt.orbax.linked_view import compare_file, same
+from epochckpt.orbax.steps import COMMIT, STEP_RECORD
+from epochckpt.orbax.view import View, Views, copies
+from epochckpt.storage import Store
+
+
+def is_of_use(store: Store) -> bool:
+    """Whether stock Orbax can read from there: it takes no path of another kind of bucket than gs://."""
+    return store.root.startswith("gs://")
+
+
+def put(store: Store, folder: str, view: View, still: Callable[[], bool]) -> bool:
+    """Writes the view of a committed epoch into its folder; False if it is another epoch by now.
+
+    `still` says whether the epoch is the one whose view it is.
+    """
+    markers = [path for path in view.files if _is_marker(path)]
+    taken: list[str] = []
+
+    def create(path: str) -> None:
+        try:
+            store.create(layout.join(folder, path), view.files[path])
+        except FileExistsError:
+            taken.append(path)
+
+    def replace(path: str) -> None:
+        store.put(layout.join(folder, path), view.files[path], draft="", replace=True)
+
+    store.each(create, view.files.keys() - markers)
+    if taken:  # by an earlier epoch of this number, or by a run that was killed here
+        if not still():
+            return False
+        store.each(lambda path: store.remove(layout.join(folder, path)), markers)
+        store.each(replace, list(taken))
+    store.each(lambda path: store.copy(layout.join(folder, view.copies[path]), layout.join(folder, path)), view.copies)
+    if not still():
+        return False
+    store.each(replace, markers)
+    return True
+
+
+def _is_marker(path: str) -> bool:
+    return path.rpartition("/")[2] == COMMIT
+
+
+def is_complete(store: Store, folder: str) -> bool:
+    """Whether a view was written to its end."""
+    return store.exists(layout.join(folder, COMMIT))
+
+
+def remove(store: Store, folder: str, record: EpochRecord | None) -> None:
+    """Removes the view of an epoch that goes out of sight; without a record only what makes it a step of Orbax."""
+    if record is not None and record.orbax_view is None:
+        return
+    found = {STEP_RECORD} if record is None else {*(record.orbax_view or ()), *copies(record)}
+    markers = {path for path in found if _is_marker(path)} | {COMMIT}
+    for paths in (markers, found - markers):
+        store.each(lambda path: store.remove(layout.join(folder, path)), paths)
+
+
+def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedError] | None:
+    """Compares the view of a committed epoch with its record; one that was never made has no damage.
+
+    Returns an error per file that is not as it was written, by path in the epoch's folder; None if there is none of it.
+    """
+    if record.orbax_view is None:
+        return {}
+    view, damage, there = Views().build(record), dict[str, DamagedError](), list[str]()
+
+    def look(path: str) -> None:
+        at = layout.join(folder, path)
+        try:
+            if path in view.copies:
+                problem = (
+                    "" if same(store, at, layout.join(folder, view.copies[path])) else "is no copy of its original"
+                )
+            else:
+                problem = compare_file(store, at, (record.orbax_view or {})[path], view.files.get(path))
+            there.append(path)
+        except OSError as error:
+            found = unreadable(at, error)
+            if not isinstance(found, DamagedError):
+                raise
+            problem = found.problem
+        if problem:
+            damage[path] = DamagedError(at, problem)
+
+    store.each(look, sorted({*record.orbax_view, *view.copies}))
+    return dict(sorted(damage.items())) if there else None
+
+
+def repair(store: Store, folder: str, record: EpochRecord, still: Callable[[], bool]) -> list[str]:
+    """Writes anew what is damaged or missing of a view; returns its paths in the epoch's folder. `still`: see `put`."""
+    where = f"{store.root}/{folder}"
+    if store.renames:
+        raise UnsupportedError(
+            f"{where}: the epoch was copied out of an object store: its Orbax view can be repaired only there. An "
+            "export has one"
+        )
+    damage = check(store, folder, record)
+    view = Views().build(record)
+    wrong = sorted({*view.files, *view.copies} if damage is None else damage)
+    if unknown := [path for path in wrong if path not in view.files | view.copies]:
+        raise UnsupportedError(
+            f"{where}: this epochckpt makes no {', '.join(unknown)}, which belongs to the epoch's Orbax view: another "
+            "version wrote it. An export has a view of its own"
+        )
+    if wrong and not put(store, folder, view, still):
+        raise EpochDeletedError(record.epoch, store.root, "while its Orbax view was being repaired")
+    return wrong
