@@ -18,6 +18,7 @@ from epochckpt.commit.protocol import Commits
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 
 MAX_BYTES = 2**20  # of one source's file: they are read again and again
+MAX_HEAD_BYTES = 2**14  # of the same on object stores, whose head has the metrics of all epochs
 
 
 def are_needed(options: ocp.CheckpointManagerOptions) -> bool:
@@ -55,9 +56,12 @@ def attach(commits: Commits, epoch: int, metrics: Mapping[str, Any], source: str
     if attempt is not None and record.attempt != attempt:
         raise errors.EpochDeletedError(epoch, commits.store.root, f"these metrics are about attempt {attempt}")
     _check_names(commits, record, metrics, source)
-    data = _File(epoch, record.attempt, source, metrics).to_bytes()
-    if len(data) > MAX_BYTES:
-        raise errors.InvalidArgumentError(f"metrics of {len(data)} bytes; at most {MAX_BYTES} can be attached")
+    data, in_head = _File(epoch, record.attempt, source, metrics).to_bytes(), commits.attached() is not None
+    limit = MAX_HEAD_BYTES if in_head else MAX_BYTES
+    if len(data) > limit:
+        raise errors.InvalidArgumentError(f"metrics of {len(data)} bytes; at most {limit} can be attached")
+    if in_head and not commits.attach(epoch, record.attempt, source, dict(metrics)):
+        raise errors.EpochDeletedError(epoch, commits.store.root, "while metrics were being attached to it")
     path = paths.join(commits.folder(epoch), paths.metrics_file(source))
     try:
         draft = f"{path}.{paths.new_id()}{paths.TMP_SUFFIX}"
@@ -91,10 +95,16 @@ def _check_names(commits: Commits, record: EpochRecord, metrics: Mapping[str, An
 
 def of_epoch(commits: Commits, record: EpochRecord) -> dict[str, Mapping[str, Any]]:
     """The metrics that were attached to an epoch, by source, as `read` gives them; none for steps of stock Orbax."""
-    if record.stock:
-        return {}
-    files = commits.store.find(paths.METRICS_PREFIX, commits.folder(record.epoch))
-    return read(commits, files, record.epoch, record.attempt)
+    return {} if record.stock else of_attempt(commits, commits.folder(record.epoch), record.epoch, record.attempt)
+
+
+def of_attempt(commits: Commits, folder: str, epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
+    """The metrics that were attached to an attempt, which is the epoch in a folder, by source."""
+    known = commits.attached()
+    if known is not None:
+        about, found = known.get(epoch, ("", {}))
+        return dict(found) if about == attempt else {}
+    return read(commits, commits.store.find(paths.METRICS_PREFIX, folder), epoch, attempt)
 
 
 def of_epochs(commits: Commits, epochs: Iterable[int], attempt_of: Callable[[int], str | None]) -> dict[int, Any]:
@@ -102,6 +112,9 @@ def of_epochs(commits: Commits, epochs: Iterable[int], attempt_of: Callable[[int
 
     It costs one listing, and for each epoch with attached metrics a call of `attempt_of`, which gives its attempt id.
     """
+    known = commits.attached()
+    if known is not None:
+        return {epoch: merge(None, known[epoch][1]) for epoch in epochs if epoch in known}
     files = by_folder(commits)
     found: dict[int, Any] = {}
 

@@ -27,20 +27,24 @@ from epochckpt.storage import Store
 _MAX_BYTES = 4096
 
 
-def owner_bytes(**extra: str) -> bytes:
-    """The file of a claim: the process that makes it now, and its wall clock."""
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "claimed_ns": time.time_ns()}
-    return json.dumps({**owner, **extra}).encode()
+def owner() -> dict[str, Any]:
+    """The owner of a claim: the process that makes it now, and its wall clock."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "claimed_ns": time.time_ns()}
 
 
-def report_takeover(store: Store, claim: str) -> None:
-    """Logs that a run which has not closed the directory is fenced off from now on; `claim` is that run's file.
+def read_owner(store: Store, path: str) -> Any:
+    """The owner that a file describes."""
+    return json.loads(store.read(path, limit_bytes=_MAX_BYTES))
+
+
+def report_takeover(root: str, read: Callable[[], Any]) -> None:
+    """Logs that a run which has not closed the directory is fenced off from now on; `read` gives that run's owner.
 
     It is a warning, unless that run's process is known to have ended: then it was killed, and no live run is harmed.
     """
     owner = ""
-    try:  # the file only serves the message, and may hold anything
-        found = json.loads(store.read(claim, limit_bytes=_MAX_BYTES))
+    try:  # it only serves the message, and may be anything
+        found = read()
         ago = _units.secs(max(time.time_ns() - found["claimed_ns"], 0) / 1e9)
         owner = f" (process {found['pid']:d} on host {found['host']:.200}, which claimed it {ago} ago)"
         if (found["host"], found["pid"]) == (socket.gethostname(), os.getpid()):
@@ -48,14 +52,14 @@ def report_takeover(store: Store, claim: str) -> None:
         elif found["host"] == socket.gethostname() and found["pid"] > 0:
             os.kill(found["pid"], 0)
     except ProcessLookupError:
-        logging.info("%s: takes over from a run that has ended without closing it%s", store.root, owner)
+        logging.info("%s: takes over from a run that has ended without closing it%s", root, owner)
         return
     except (OSError, ValueError, ArithmeticError, RecursionError, LookupError, TypeError):
-        logging.debug("%s: %s does not tell whether its run is alive", store.root, claim, exc_info=True)
+        logging.debug("%s: nothing tells whether the run before is alive", root, exc_info=True)
     logging.warning(
         "%s: this process takes over from a run that did not close the directory%s. If it is alive, its next save "
         "fails with FencedError: only the newest run that writes may save here. To look at a run, write nothing",
-        store.root,
+        root,
         owner,
     )
 

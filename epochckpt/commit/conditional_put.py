@@ -1,151 +1,367 @@
-"""Commits on stores without rename (object stores).
+"""Commits on stores without rename (object stores), by conditional writes of one object, the `head`.
 
 Guarantees:
-- data objects carry their attempt's name, so that two attempts never share one;
-- `epoch.json` is put last, on the condition that it is absent (or still the epoch that is to be replaced);
-- incarnations are numbered, and only the highest claimed number may commit. It is looked at before and after the put;
-- data that a record names is never swept, nor is the data of a quarantined record.
+- what an attempt writes carries its id, which no other attempt ever has: nothing is overwritten, and what an older run
+  still writes or removes, be it late, is its own;
+- claiming, beginning, committing, replacing, deleting and going back are one change of the head each, on condition that
+  it has not changed: whatever an older run tries fails once a newer one has claimed;
+- an attempt that an older run has begun is dead from the claim on, and only what dead attempts wrote is ever removed;
+- a change whose answer was lost is looked for in the head before it is repeated, or called failed.
+
+An epoch's commit record is `<epoch>/<attempt>.json`. Its copy, `epoch.json`, and the records of epochs that were set
+aside are for people who copy folders, and for `repair`: nothing that the head tells is read from them.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.commit import claiming
+from epochckpt.commit import claiming, head_record
+from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     EpochExistsError,
-    EpochNotFoundError,
     FencedError,
     FormatError,
+    NotACheckpointDirectoryError,
     SaveError,
+    StorageError,
     UncertainError,
+    unreadable,
 )
-from epochckpt.format import parsing, paths, records
+from epochckpt.format import EpochRecord, parsing, paths, records
+from epochckpt.orbax import StepNames
+from epochckpt.storage import Store
 
-_CLAIM, _CLOSED = "claim", "closed"
+_LOOKED_AT = 1000  # objects of a folder whose origin is not known
+_ROUNDS = 1000  # of a change that others are always ahead of
 
 
 class PutCommits(Commits):
-    """Epochs become visible by the conditional put of their record."""
+    """Epochs become visible when the head names them."""
+
+    def __init__(self, store: Store, names: StepNames):
+        super().__init__(store, names)
+        self._seen: tuple[Head, bytes] | None = None  # the head at the last look or change
+        self._swept: set[str] = set()  # dead attempts of which nothing is left
+
+    # -- the head ------------------------------------------------------------------------------------------------
+
+    def head(self) -> Head | None:
+        """The head as it is now; None if there is none. One request.
+
+        Raises:
+            DamagedError, FormatError: it cannot be used; `repair` rebuilds it.
+            AccessError, StorageError: storage does not give it.
+        """
+        try:
+            data = self.store.read(paths.HEAD, limit_bytes=records.MAX_RECORD_BYTES)
+        except FileNotFoundError:
+            self._seen = None
+            return None
+        except OSError as error:
+            raise unreadable(f"{self.store.root}/{paths.HEAD}", error) from error
+        if self._seen is None or self._seen[1] != data:
+            self._seen = self._parsed(data), data
+        return self._seen[0]
+
+    def _parsed(self, data: bytes) -> Head:
+        try:
+            return head_record.parse(paths.HEAD, data)
+        except (DamagedError, FormatError) as error:
+            error.add_note(f"`epochckpt repair {self.store.root}` rebuilds it from the records of the epochs")
+            raise
+
+    def _change(self, edit: Callable[[Head], Head | None], epoch: int, *, fenced: bool = True) -> Head:
+        """Changes the head, again until nobody else was faster; returns it, with the change.
+
+        `edit` returns the new head, or None where this one says it already. FencedError: another incarnation has
+        claimed; without `fenced` any may make the change.
+        """
+        seen = self._seen
+        for _ in range(_ROUNDS):
+            if seen is None:
+                self.head()
+                seen = self._seen
+            if seen is None:
+                raise StorageError(self.store.root, FileNotFoundError(f"its head, {paths.HEAD}, is gone"))
+            old, data = seen
+            late = fenced and old.incarnation != self.incarnation
+            try:
+                new = edit(old)
+            except EpochCheckpointError:
+                if late:
+                    raise self._fenced(epoch, old) from None
+                raise
+            if new is None:
+                return old
+            if late:
+                raise self._fenced(epoch, old)
+            new = new.next(dead={a: f for a, f in new.dead.items() if a not in self._swept})
+            fresh = new.to_bytes()
+            if self._put(data, fresh):
+                self._seen = new, fresh
+                return new
+            seen = None
+        raise StorageError(self.store.root, OSError(f"its head, {paths.HEAD}, changes all the time"))
+
+    def _put(self, old: bytes | None, new: bytes) -> bool:
+        """Writes the head, if it is still the old one; returns whether it was."""
+        self._seen = None
+        try:
+            if old is None:
+                self.store.create(paths.HEAD, new)
+            else:
+                self.store.replace(paths.HEAD, old, new)
+        except (FileExistsError, FileNotFoundError):
+            return False
+        except OSError as error:
+            raise unreadable(f"{self.store.root}/{paths.HEAD}", error) from error
+        return True
+
+    def _fenced(self, epoch: int, found: Head) -> FencedError:
+        newest, own = int(found.incarnation[:8]), int(self.incarnation[:8])
+        return FencedError(
+            epoch,
+            f"a newer run (incarnation {newest}, this is {own}) has taken over {self.store.root}; this process can no "
+            "longer save there",
+        )
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def scan(self) -> tuple[list[int], dict[int, str]]:
+        if self.names.only:
+            return super().scan()
+        found = self.head()
+        if found is None:
+            beside = self._beside(Head())
+            if lost := sorted(name for name in beside if self._is_copy(name)):
+                raise NotACheckpointDirectoryError(
+                    f"{self.store.root} holds epochs ({paths.join(lost[0], paths.EPOCH_RECORD)}, …), but not the "
+                    f"record of which ones count, {paths.HEAD}. If that is all there should be, `epochckpt repair "
+                    f"{self.store.root}` writes it anew; one epoch is shown by `epochckpt show {self.store.root}/"
+                    f"{lost[0]}`"
+                )
+            foreign = beside
+        else:
+            foreign = dict.fromkeys(found.foreign)
+        self._take_folders(found or Head())
+        numbers = {name: self.names.parse(name) for name in foreign}
+        return sorted(self._folders), {e: name for name, e in numbers.items() if e is not None}
+
+    def _take_folders(self, found: Head) -> None:
+        folders: dict[int, str] = {}
+        for folder in found.epochs:
+            epoch = self.names.parse(folder)
+            if epoch is not None and (epoch not in folders or folder == self.names.build(epoch)):
+                folders[epoch] = folder
+        self._folders = folders
+
+    def entries(self) -> dict[int, HeadEpoch]:
+        """What the head says of each epoch; as of the last look, or of one that is made now."""
+        found = self._seen[0] if self._seen else self.head()
+        self._take_folders(found or Head())
+        return {epoch: found.epochs[folder] for epoch, folder in self._folders.items()} if found else {}
+
+    def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
+        entry = self.entries().get(epoch)
+        if entry is None:
+            self.head()
+            entry = self.entries().get(epoch)
+        if entry is None:
+            raise self._unknown(epoch)
+        return self.read_head(epoch) if entry.large else entry
+
+    def read_attempt(self, epoch: int) -> str | None:
+        if self.names.only:
+            return super().read_attempt(epoch)
+        self.head()
+        entry = self.entries().get(epoch)
+        return entry.attempt if entry else None
+
+    def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
+        if self.names.only:
+            return super()._read(epoch, parse)
+        self.head()
+        entry = self.entries().get(epoch)
+        if entry is None:
+            raise self._unknown(epoch)
+        folder = self._folders[epoch]
+        while True:
+            record = self._record(folder, entry.attempt, parse)
+            if record is not None:
+                return record
+            # Deleted or replaced since the look at the head, or lost.
+            self.head()
+            now = self.entries().get(epoch)
+            if now is None:
+                raise self._unknown(epoch)
+            if now.attempt == entry.attempt:
+                problem = f"is missing, and {paths.HEAD} names it: epoch {epoch} cannot be read"
+                raise DamagedError(_record_path(folder, entry.attempt), problem)
+            entry = now
+
+    def _record(
+        self, folder: str, attempt: str, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+    ) -> EpochRecord | None:
+        """The commit record of an attempt, or else its copy."""
+        for path in (_record_path(folder, attempt), paths.join(folder, paths.EPOCH_RECORD)):
+            record = parsing.read_record(self.store, path, parse)
+            if record is not None and record.attempt == attempt:
+                if record.epoch != self.names.parse(folder):
+                    raise FormatError(path, f"is the record of epoch {record.epoch}, found in the folder {folder}")
+                return record
+        return None
+
+    def read_in(
+        self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
+    ) -> EpochRecord | None:
+        if self.names.only or "/" in folder:
+            return super().read_in(folder, epoch, parse)
+        found = (self._seen[0] if self._seen else self.head()) or Head()
+        return self._record(folder, found.epochs[folder].attempt, parse) if folder in found.epochs else None
+
+    def rollback(self) -> Rollback | None:
+        return None  # it is one change of the head
+
+    def attached(self) -> Mapping[int, tuple[str, Mapping[str, Mapping[str, Any]]]]:
+        if self.names.only:
+            return {}
+        return {epoch: (entry.attempt, entry.attached) for epoch, entry in self.entries().items() if entry.attached}
 
     def _is_foreign(self, folder: str) -> bool:
-        return self.store.exists(paths.join(folder, "_CHECKPOINT_METADATA"))
+        return True
 
-    def _numbers(self) -> list[int]:
-        found = [paths.parse_incarnation(e.name) for e in self.store.list("") if e.is_folder]
-        return sorted(int(token) for token in found if token is not None and token.isdigit())
+    def _is_copy(self, folder: str) -> bool:
+        return self.store.exists(paths.join(folder, paths.EPOCH_RECORD))
 
-    @property
-    def newest(self) -> str:
-        """The newest incarnation that was claimed: uncommitted data of older ones is dead."""
-        return f"{max(self._numbers(), default=0):08d}"
-
-    def _check_fence(self, epoch: int) -> None:
-        newest = self.newest
-        if newest != self.incarnation:
-            raise FencedError(
-                epoch,
-                f"a newer run (incarnation {int(newest)}, this is {int(self.incarnation)}) has taken over "
-                f"{self.store.root}; this process can no longer save there",
+    def obstacle(self, folder: str) -> str:
+        if self._is_copy(folder):
+            return (
+                f"{self.store.root}/{folder} is an epoch that {paths.HEAD} does not name, such as a copy. `epochckpt "
+                f"repair {self.store.root}` takes it in; or move the folder away"
             )
+        return super().obstacle(folder)
+
+    def _beside(self, known: Head) -> dict[str, set[str] | None]:
+        """Folders named like epochs of which the head names none, with the dead attempts of its runs in them.
+
+        None: what is there is not ours.
+        """
+        named = {*known.epochs, *known.begun.values(), *known.dead.values()}
+        found = [e.name for e in self.store.list("") if e.is_folder and e.name not in named]
+        beside = dict[str, set[str] | None]()
+
+        def look(name: str) -> None:
+            attempts, foreign = set[str](), not known.incarnation
+            for file in self.store.files(name, _LOOKED_AT) if known.incarnation else ():
+                attempt = paths.attempt_in(file.path)
+                if attempt is not None and attempt.partition("-")[0] in known.runs:
+                    attempts.add(attempt)
+                elif file.path != paths.EPOCH_RECORD:
+                    foreign = True
+            beside[name] = None if foreign else attempts - known.named
+
+        self.store.each(look, [name for name in found if self.names.parse(name) is not None])
+        return beside
+
+    # -- writing -------------------------------------------------------------------------------------------------
 
     def claim(self, epoch: int = 0, continues: str = "") -> None:
-        data = claiming.owner_bytes(token=paths.new_id())  # unlike the bytes of every other claim
-        older = int(self.newest)
+        owner = claiming.owner()
         while True:
-            with suppress(FileExistsError):
-                self.store.create(self._path(older + 1, _CLAIM), data)
+            old = self.head()
+            data = self._seen[1] if self._seen else None
+            beside = self._beside(old or Head())
+            if old is None and any(map(self._is_copy, beside)):
+                self.scan()  # raises
+            foreign = tuple(sorted(name for name, attempts in beside.items() if attempts is None))
+            new = (old or Head()).claimed(owner, continues, foreign)
+            strays = {attempt: name for name, attempts in beside.items() for attempt in attempts or ()}
+            new = new.next(dead={**new.dead, **strays})
+            if self._put(data, new.to_bytes()):
                 break
-            older += 1
-        if older and not self.store.exists(self._path(older, _CLOSED)):
-            claiming.report_takeover(self.store, self._path(older, _CLAIM))
-        self.incarnation = f"{older + 1:08d}"
-        self._finish_if_it_can()
-        # Leftovers of earlier incarnations are removed in the background.
-        leftovers = [self._path(number) for number in self._numbers() if number <= older]
-        for path in self.unrecorded():
-            attempt = path.rpartition("/")[2]
-            if attempt != continues and not attempt.startswith(f"{self.incarnation}-"):
-                leftovers.append(path)
-        _threads.start(lambda: [self.sweep(path) for path in leftovers])
+            logging.info("%s: another run claims it at this moment", self.store.root)
+        self.store.check_conditions(paths.HEAD, new.to_bytes())
+        if old is not None and not old.closed:
+            claiming.report_takeover(self.store.root, lambda: old.owner)
+        self._seen, self.incarnation = (new, new.to_bytes()), new.incarnation
+        if new.dead:
+            logging.info("%s: removing what earlier runs left of %d saves", self.store.root, len(new.dead))
+            _threads.start(lambda: _threads.logged(self.store.root, lambda: self.remove_dead(new.dead)))
 
-    def sweep(self, path: str) -> None:
-        """Removes an attempt's data, and the record that an older run may have put for it meanwhile."""
-        folder, attempt = path.partition("/")[0], path.rpartition("/")[2]
-        record = paths.join(folder, paths.EPOCH_RECORD)
-        if attempt.startswith(paths.METRICS_PREFIX) and self.store.exists(record):
-            return  # saved anew by now, and these may be its metrics
-        self.store.remove_tree(path)
-        if self.names.parse(folder) is not None and attempt in (self._attempt_in(folder) or ()):
-            self.store.remove(record)
+    def remove_dead(self, dead: Mapping[str, str]) -> None:
+        """Removes what attempts wrote that are dead, by attempt the folder."""
+        for folder in sorted(set(dead.values())):
+            self._remove(folder, {attempt for attempt, where in dead.items() if where == folder})
+        self._swept |= dead.keys()
 
-    def _path(self, number: int, name: str = "") -> str:
-        return paths.join(paths.incarnation_folder(f"{number:08d}"), name)
+    def bury(self, attempts: Mapping[str, str]) -> None:
+        """Removes attempts, by id the folder, also those that a run has begun: from now on they are dead."""
 
-    def unrecorded(self, folders: Collection[str] | None = None) -> Iterator[str]:
-        """Folders of attempts, see `parts`, that no commit record names, nor one that was quarantined.
+        def edit(now: Head) -> Head | None:
+            begun = {a: f for a, f in now.begun.items() if a not in attempts}
+            dead = {a: f for a, f in now.begun.items() if a in attempts}
+            return now.next(begun=begun, dead={**now.dead, **dead}) if dead else None
 
-        Beside them attached metrics, as `<epoch>/<file>`, where there is no epoch any more. Looks into all
-        folders of epochs, or into the given ones. What is not named like an attempt at that epoch is not ours: another
-        run, one folder deeper, or a model.
-        """
-        names = [e.name for e in self.store.list("") if e.is_folder and self.names.parse(e.name) is not None]
-        chosen = [name for name in names if folders is None or name in folders]
-        found = {name: self._attempt_in(name) for name in chosen if not self._is_foreign(name)}
-        kept = self._quarantined()  # only now: an epoch's record is copied there before its own goes
-        for folder, record in found.items():
-            quarantined = kept.get(folder, set())
-            if record is None or quarantined is None:
-                continue  # not readable, now or ever: a person may still want to look at it
-            if not record:
-                yield from self.store.find(paths.METRICS_PREFIX, folder)
-            for path in self.parts(folder):
-                attempt = path.rpartition("/")[2]
-                is_ours = paths.attempted_epoch(attempt) == self.names.parse(folder)
-                if is_ours and attempt not in quarantined | record:
-                    yield path
+        named = self._change(edit, 0, fenced=False).named
+        self.remove_dead({a: f for a, f in attempts.items() if a not in named})
+        self._change(lambda now: now.next() if self._swept & now.dead.keys() else None, 0, fenced=False)
 
-    def parts(self, folder: str) -> Iterator[str]:
-        """The folders of attempts in an epoch's: `<epoch>/<node>/<attempt>` and `<epoch>/<item>/<node>/<attempt>`."""
-        waiting = [folder]
-        while waiting:
-            above = waiting.pop()
-            for entry in (e for e in self.store.list(above) if e.is_folder):
-                path = paths.join(above, entry.name)
-                if above != folder and paths.attempted_epoch(entry.name) is not None:
-                    yield path
-                elif path.count("/") < folder.count("/") + 3:
-                    waiting.append(path)
+    def bury_aside(self, name: str) -> None:
+        """Removes the epochs that were set aside under a name."""
 
-    def _quarantined(self) -> dict[str, set[str] | None]:
-        """The attempts that quarantined records name, by the epoch's folder; see `_attempt_in`."""
-        found: dict[str, set[str] | None] = {}
-        for entry in self.store.list(""):
-            if not entry.is_folder or self.names.parse(entry.name) is not None or paths.parse_incarnation(entry.name):
-                continue
-            # rolled back, damaged, or kept by `hide`; or not ours
-            for epoch in (e.name for e in self.store.list(entry.name) if e.is_folder and e.name[-1].isdigit()):
-                one, other = self._attempt_in(paths.join(entry.name, epoch)), found.get(epoch, set())
-                found[epoch] = None if one is None or other is None else one | other
-        return found
+        def edit(now: Head) -> Head | None:
+            gone = {kept: entry for kept, entry in now.aside.items() if kept.startswith(f"{name}/")}
+            attempts = {entry.attempt: kept.partition("/")[2] for kept, entry in gone.items()}
+            aside = {kept: entry for kept, entry in now.aside.items() if kept not in gone}
+            return now.next(aside=aside, dead={**now.dead, **attempts}) if gone else None
 
-    def _attempt_in(self, folder: str) -> set[str] | None:
-        """The attempt that the record in a folder names, if there is one; None if it cannot be read."""
+        dead = self._change(edit, 0, fenced=False).dead
+        self.store.remove_tree(name)
+        self.bury(dead)
+
+    def strays(self) -> dict[str, str]:
+        """Attempts of known runs that the head does not name any more, by id the folder. It lists all objects."""
+        found, strays = self.head() or Head(), dict[str, str]()
+        for file in self.store.files("") if found.incarnation else ():
+            folder, _, below = file.path.partition("/")
+            attempt = paths.attempt_in(below)
+            if attempt and self.names.parse(folder) is not None and attempt.partition("-")[0] in found.runs:
+                strays[attempt] = folder
+        now = self.head() or Head()  # what was begun meanwhile is no stray
+        known = {*now.named, *now.begun, *now.dead}
+        return {attempt: folder for attempt, folder in strays.items() if attempt not in known}
+
+    def _remove(self, folder: str, attempts: Collection[str]) -> None:
+        """Removes the objects of some attempts; the copy of their record goes with them."""
         path = paths.join(folder, paths.EPOCH_RECORD)
-        try:
-            record = parsing.read_record(self.store, path, parsing.parse_head)
-        except (EpochCheckpointError, OSError):
-            return None
-        return set() if record is None else {record.attempt}
+        files = self.store.files(folder)
+        gone = [paths.join(folder, file.path) for file in files if paths.attempt_in(file.path) in attempts]
+        with suppress(EpochCheckpointError):
+            copy = parsing.read_record(self.store, path, parsing.parse_head)
+            if copy is not None and copy.attempt in attempts:
+                gone.append(path)
+                gone += self.store.find(paths.METRICS_PREFIX, folder)
+        self.store.remove_all(gone)
 
     def begin(self, epoch: int, attempt: str) -> None:
-        self._check_fence(epoch)
+        folder = self.names.build(epoch)
+        self._swept.discard(attempt)
+
+        def edit(now: Head) -> Head | None:
+            dead = {a: f for a, f in now.dead.items() if a != attempt}
+            return None if attempt in now.begun else now.next(begun={**now.begun, attempt: folder}, dead=dead)
+
+        self._change(edit, epoch)
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt))
@@ -156,121 +372,175 @@ class PutCommits(Commits):
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
     ) -> Callable[[], None] | None:
-        path = paths.join(self.names.build(epoch), paths.EPOCH_RECORD)
-        self._check_fence(epoch)
+        folder = self.names.build(epoch)
+        path, aside = _record_path(folder, attempt), paths.join(f"damaged-{paths.new_id()}", folder)
+        entry = HeadEpoch.of(parsing.parse_head(path, record))
+        try:
+            self.store.create(path, record)
+        except FileExistsError:  # another upload of the same attempt has come that far
+            if self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES) != record:
+                raise
         check()
-        old = self._superseded(epoch, path, replaces)
-        if replaces is not None and replaces.damage and self.store.exists(path):
-            self._quarantine(epoch, f"damaged-{paths.new_id()}")
-            self._check_fence(epoch)
-            if self.read_attempt(epoch) == replaces.attempt:
-                self._remove_record(self.folder(epoch))
+        old: HeadEpoch | None = None
+
+        def edit(now: Head) -> Head | None:
+            nonlocal old
+            there = now.epochs.get(folder)
+            if there is not None and there.attempt == attempt:
+                return None
+            if attempt not in now.begun:
+                raise SaveError(epoch, f"{self.store.root}: its attempt was given up or taken over meanwhile")
+            if there is not None and (replaces is None or replaces.attempt not in (None, there.attempt)):
+                where = f"{self.store.root}/{folder}"
+                raise SaveError(epoch, f"{where} exists already; delete() or rollback_to() make room")
+            old, changes = there, _without(now, folder, attempt)
+            changes["epochs"][folder] = entry
+            if there is not None and replaces is not None and replaces.damage:
+                changes["aside"][aside] = there
+            elif there is not None:
+                changes["dead"][there.attempt] = folder
+            return now.next(**changes)
+
         # The decisive step: one conditional write.
         try:
-            if old is None:
-                self.store.create(path, record)
-            else:
-                self.store.replace(path, old, record)
-        except Exception as error:
-            if not self.is_there(epoch, attempt, error):
-                reason = f"putting its commit record failed: {error}"
-                if isinstance(error, FileExistsError):
-                    reason = f"{self.store.root}/{path} exists already; delete() or rollback_to() make room"
-                raise SaveError(epoch, reason) from error
-        # A run that took over meanwhile may have swept the data, or may have seen the epoch already.
-        try:
-            self._check_fence(epoch)
-        except FencedError as error:
-            reason = f"its record was put while a newer run took over: {error.reason}"
+            self._change(edit, epoch)
+        except (FencedError, SaveError):
+            raise
+        except (EpochCheckpointError, OSError) as error:
             try:
-                self.check_shallow(self.read_record(epoch))
-            except (DamagedError, FormatError, EpochNotFoundError):  # swept: it must not be seen
-                self._take_back(epoch, attempt, path, record, old)
-                raise error from None
+                committed = self._give_up(epoch, attempt)
+            except FencedError:
+                raise
             except (EpochCheckpointError, OSError) as problem:
-                raise UncertainError(epoch, f"{reason}; what is there cannot be read: {problem}") from error
-            raise UncertainError(epoch, reason) from error
-        except OSError as error:
-            reason = f"its record was put, but whether a newer run has taken over cannot be read: {error}"
-            raise UncertainError(epoch, reason) from error
-        self._folders[epoch] = self.names.build(epoch)
-        return None if old is None or replaces is None else partial(self.discard, epoch, str(replaces.attempt))
-
-    def _superseded(self, epoch: int, path: str, replaces: ReplaceCondition | None) -> bytes | None:
-        """The record of the good epoch that may be replaced, if it is still that one."""
-        if replaces is None or replaces.damage or self.read_attempt(epoch) != replaces.attempt:
-            return None
-        data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
-        return data if parsing.parse_epoch(path, data).attempt == replaces.attempt else None
-
-    def _take_back(self, epoch: int, attempt: str, path: str, record: bytes, old: bytes | None) -> None:
-        """Takes a record away whose data a newer run has swept; an epoch that it replaced comes back."""
+                reason = f"the head could not be changed ({error}), nor can it be read whether it was ({problem})"
+                raise UncertainError(epoch, reason) from error
+            if not committed:
+                raise SaveError(epoch, f"the head could not be changed: {error}") from error
+        self._folders[epoch] = folder
+        self._copy(paths.join(folder, paths.EPOCH_RECORD), lambda: record)
         if old is None:
-            if self.read_attempt(epoch) == attempt:
-                self.store.remove(path)
-            return
-        try:
-            self.store.replace(path, record, old)
-        except FileNotFoundError:  # the newer run took it away, see `sweep`
-            with suppress(FileExistsError):
-                self.store.create(path, old)
-        except FileExistsError:
-            logging.info("%s/%s is the newer run's by now", self.store.root, path)
+            return None
+        if replaces is not None and replaces.damage:
+            logging.warning("%s: the damaged epoch %d was set aside as %s", self.store.root, epoch, aside)
+            self._copy_aside({aside: old})
+            return None
+        return partial(self.remove_dead, {old.attempt: folder})
+
+    def _give_up(self, epoch: int, attempt: str) -> bool:
+        """Makes sure that an attempt is never committed, unless it has been; returns whether it has."""
+        folder = self.names.build(epoch)
+
+        def edit(now: Head) -> Head | None:
+            return now.next(**_without(now, folder, attempt, dead=True)) if attempt in now.begun else None
+
+        entry = self._change(edit, epoch).epochs.get(folder)
+        return entry is not None and entry.attempt == attempt
 
     def discard(self, epoch: int, attempt: str) -> None:
-        for path in self.parts(self.names.build(epoch)):
-            if path.rpartition("/")[2] == attempt:
-                self.store.remove_tree(path)
+        with suppress(FencedError):  # a newer upload writes the same attempt
+            if not self._give_up(epoch, attempt):
+                self.remove_dead({attempt: self.names.build(epoch)})
 
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
-        self._check_fence(epoch)
-        folder = self.folder(epoch)
-        attempts = self._attempt_in(folder) or set()
+        folder, gone = self.folder(epoch), dict[str, HeadEpoch]()  # by where it is kept, or its folder
+
+        def edit(now: Head) -> Head | None:
+            if folder not in now.epochs:
+                return None
+            entry, changes = now.epochs[folder], _without(now, folder)
+            kept = paths.join(into or "", folder)
+            if into is None:
+                changes["dead"][entry.attempt] = folder
+            elif kept in now.aside:
+                raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
+            else:
+                changes["aside"][kept] = entry
+            gone[kept] = entry
+            return now.next(**changes)
+
+        self._change(edit, epoch)
+        self._folders.pop(epoch, None)
         if into is not None:
-            self._quarantine(epoch, into)
-            attempts = set()
-        self._remove_record(folder)
-
-        def remove() -> None:
-            for attempt in attempts:
-                self.discard(epoch, attempt)
-
-        return remove
+            self._copy_aside(gone)
+            return lambda: None
+        return lambda: self.remove_dead({entry.attempt: folder for entry in gone.values()})
 
     def roll_back(self, rollback: Rollback) -> None:
-        self._check_fence(rollback.about)
-        self.store.create(paths.ROLLBACK_RECORD, rollback.to_bytes())
-        self._finish(rollback)
+        moved = dict[str, HeadEpoch]()
+
+        def edit(now: Head) -> Head | None:
+            changes = {"epochs": dict(now.epochs), "aside": dict(now.aside)}
+            for folder in list(now.epochs):
+                if self.names.parse(folder) in rollback.epochs:
+                    key = paths.join(rollback.folder or "", folder)
+                    moved[key] = changes["aside"][key] = changes["epochs"].pop(folder)
+            return now.next(**changes) if changes["epochs"] != now.epochs else None
+
+        self._change(edit, rollback.about)
+        self._copy_aside(moved)
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
-        for epoch in sorted(rollback.epochs, reverse=True):
-            path = paths.join(self.folder(epoch), paths.EPOCH_RECORD)
-            if self.store.exists(path):
-                if rollback.folder is not None:
-                    self._quarantine(epoch, rollback.folder)
-                self._remove_record(self.folder(epoch))
-        self.store.remove(paths.ROLLBACK_RECORD)
+        del rollback  # it is done at once
 
-    def _quarantine(self, epoch: int, into: str) -> None:
-        """Copies an epoch's record and attached metrics to a folder; its data objects stay where they are."""
+    def _copy_aside(self, entries: Mapping[str, HeadEpoch]) -> None:
+        """Copies the records of epochs that were set aside, for people; their data objects stay where they are."""
+        for kept, entry in entries.items():
+            folder = kept.partition("/")[2]
+            path = _record_path(folder, entry.attempt)
+            read = partial(self.store.read, path, limit_bytes=records.MAX_RECORD_BYTES)
+            self._copy(paths.join(kept, paths.EPOCH_RECORD), read)
+            with suppress(OSError):
+                metrics = self.store.find(paths.METRICS_PREFIX, folder)
+                for path in metrics:
+                    read = partial(self.store.read, path, limit_bytes=records.MAX_RECORD_BYTES)
+                    self._copy(paths.join(kept, path.partition("/")[2]), read)
+                self.store.remove_all([*metrics, paths.join(folder, paths.EPOCH_RECORD)])
+
+    def _copy(self, path: str, read: Callable[[], bytes]) -> None:
+        """Writes a copy of a record; a failure is logged, because nothing is read from it."""
+        problem = f"{self.store.root}/{path}, which is a copy for people, could not be written"
+        _threads.logged(problem, lambda: self.store.put(path, read(), draft="", replace=True))
+
+    def attach(self, epoch: int, attempt: str, source: str, metrics: Mapping[str, Any]) -> bool:
+        """Adds the metrics of a source to an epoch's entry; False if another attempt, or none, is there by now."""
         folder = self.folder(epoch)
-        record, kept = paths.join(folder, paths.EPOCH_RECORD), paths.join(into, folder)
-        if self.store.exists(kept) and self._attempt_in(kept) not in (set(), self._attempt_in(folder)):
-            raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
-        for path in (*self.store.find(paths.METRICS_PREFIX, folder), record):
-            data = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)
-            try:
-                self.store.create(paths.join(into, path), data)
-            except FileExistsError:
-                logging.info("%s/%s was copied before", into, path)
 
-    def _remove_record(self, folder: str) -> None:
-        """Removes an epoch's record, then its attached metrics: `attach` looks at the record after its write."""
-        self.store.remove(paths.join(folder, paths.EPOCH_RECORD))
-        for path in self.store.find(paths.METRICS_PREFIX, folder):
-            self.store.remove(path)
+        def edit(now: Head) -> Head | None:
+            entry = now.epochs.get(folder)
+            if entry is None or entry.attempt != attempt or entry.attached.get(source) == metrics:
+                return None
+            return now.next(epochs={**now.epochs, folder: entry.with_attached(source, metrics)})
+
+        found = self._change(edit, epoch, fenced=False).epochs.get(folder)
+        return found is not None and found.attempt == attempt
 
     def release(self) -> None:
-        """See Commits. The claim stays: the next incarnation counts on from it."""
-        with suppress(FileExistsError):
-            self.store.create(self._path(int(self.incarnation), _CLOSED), b"")
+        """See Commits. The head stays, and the next incarnation counts on from it."""
+        with suppress(FencedError):
+            self._change(lambda now: None if now.closed else now.next(closed=True), 0)
+
+    def rebuild(self, epochs: Mapping[str, EpochRecord]) -> None:
+        """Writes a head that names these epochs, by folder, in place of one that is lost or cannot be used."""
+        new = Head(epochs={folder: HeadEpoch.of(record) for folder, record in epochs.items()})
+        data = new.claimed(claiming.owner(), "", ()).next(closed=True).to_bytes()
+        self.store.put(paths.HEAD, data, draft="", replace=True)
+
+
+def _record_path(folder: str, attempt: str) -> str:
+    return paths.join(folder, f"{attempt}.json")
+
+
+def _without(now: Head, folder: str, attempt: str = "", *, dead: bool = False) -> dict[str, dict[str, Any]]:
+    """What a change may change, as dicts of its own: the epoch of a folder is gone, and the attempt is not begun.
+
+    `dead`: the epoch stays, and the attempt is dead.
+    """
+    changes: dict[str, dict[str, Any]] = {
+        name: dict(getattr(now, name)) for name in ("epochs", "begun", "dead", "aside")
+    }
+    changes["begun"].pop(attempt, None)
+    if dead:
+        changes["dead"][attempt] = folder
+    else:
+        changes["epochs"].pop(folder, None)
+    return changes

@@ -2,16 +2,16 @@
 
 | on storage | state | visible to |
 | --- | --- | --- |
-| only below `incarnation-*` (POSIX), or in `<epoch>/…/<attempt>` (object store) | uncommitted | nobody |
-| `<epoch>/epoch.json` under its final name | committed | everybody |
-| the same, named by a `rollback.json` | rolled back or deleted, being moved or removed | nobody |
+| only below `incarnation-*` (POSIX), or named by no epoch of the head (object store) | uncommitted | nobody |
+| `<epoch>/epoch.json` under its final name (POSIX), or an epoch of the head (object store) | committed | everybody |
+| the same, named by a `rollback.json` (POSIX) | rolled back or deleted, being moved or removed | nobody |
 | `<epoch>/` as stock Orbax finished it, without `epoch.json` (POSIX; see `orbax.steps`) | committed | everybody |
 | the same, while a save that may replace it (`allow_overwrite`) commits | committed, old or new | everybody |
-| moved out of sight (POSIX), or without `epoch.json` (object store) | deleted, being removed | nobody |
+| moved out of sight (POSIX), or gone from the head (object store) | deleted, being removed | nobody |
 
-On POSIX (`rename`) an epoch is staged whole and renamed into place. On object stores (`conditional_put`) data objects
-carry the attempt's name, and `epoch.json` is put last, if it is absent. A later incarnation fences off earlier ones: it
-moves their staging folders away, or claims a higher number, which they look at before and after their put.
+On POSIX (`rename`) an epoch is staged whole and renamed into place. On object stores (`conditional_put`) its objects
+carry the attempt's name, and one conditional write of the head makes them the epoch. A later incarnation fences off
+earlier ones: it moves their staging folders away, or claims the head, which they can no longer change then.
 
 A rollback quarantines every later epoch, and the next save of its number quarantines a damaged one. A good epoch is
 replaced only if the caller allows it (`ReplaceCondition`).
@@ -22,11 +22,13 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from absl import logging
 
 from epochckpt import errors
+from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Store
@@ -107,6 +109,21 @@ class Commits(abc.ABC):
     def read_head(self, epoch: int) -> EpochRecord:
         """The commit record without the items, in a small part of the time."""
         return self._read(epoch, parsing.parse_head)
+
+    def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
+        """The attempt, time and metrics of an epoch, in the fewest requests."""
+        return self.read_head(epoch)
+
+    def attached(self) -> Mapping[int, tuple[str, Mapping[str, Mapping[str, Any]]]] | None:
+        """The attempts and attached metrics, by source, of epochs that have such; None where each is a file.
+
+        As of the last look.
+        """
+        return None
+
+    def attach(self, epoch: int, attempt: str, source: str, metrics: Mapping[str, Any]) -> bool:
+        """Adds metrics to what `attached` returns; False if another attempt, or none, is there by now."""
+        raise NotImplementedError
 
     def _read(self, epoch: int, parse: Callable[[str, bytes], EpochRecord]) -> EpochRecord:
         if epoch in self.hidden():

@@ -9,6 +9,7 @@ How folders come to their places, and what a kill on the way leaves, is in `plac
 """
 
 import collections
+import json
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -51,7 +52,7 @@ class RenameCommits(Commits):
         self.store.make_root()  # deleted since it was opened, perhaps
         self.store.make_folder(self._home)
         with self._fenced(epoch):  # of two runs that claim at the same moment, one is the later one
-            self.store.create(paths.join(self._home, paths.OWNER_FILE), claiming.owner_bytes())
+            self.store.create(paths.join(self._home, paths.OWNER_FILE), json.dumps(claiming.owner()).encode())
             swept = [gone for gone in map(self._sweep, self.store.list("")) if gone]
             self.store.sync_folder("")
             self._finish_if_it_can()
@@ -68,7 +69,8 @@ class RenameCommits(Commits):
             return ""
         away = placing.take_over(self.store, self._home, entry.name)
         if away is not None and older not in self._begun:
-            claiming.report_takeover(self.store, paths.join(away, paths.OWNER_FILE))
+            owner = paths.join(away, paths.OWNER_FILE)
+            claiming.report_takeover(self.store.root, partial(claiming.read_owner, self.store, owner))
         return away or ""
 
     def moving(self) -> list[int]:

@@ -22,6 +22,7 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt.commit import attached_metrics
 from epochckpt.commit.attempt import Attempt, Committed
+from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.commit.opening import Survey
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, FormatError, InvalidArgumentError
@@ -35,7 +36,7 @@ _left_alone: set[tuple[str, int]] = set()  # (directory, epoch) of steps that ar
 class EpochInfo:
     """An epoch as policies see it. Its metrics and time are read from storage when a policy asks for them."""
 
-    def __init__(self, step: int, source: tuple[Any, int, str] | Callable[[int], EpochRecord]):
+    def __init__(self, step: int, source: tuple[Any, int, str] | Callable[[int], EpochRecord | HeadEpoch]):
         self.step, self._source = step, source  # (metrics, time_ns, attempt id), or what reads the record
         self.attached: Mapping[str, Any] = {}  # metrics that were attached later, by name, as the primary sees them
 
@@ -85,7 +86,7 @@ class History:
     Several threads and signal handlers use it without a lock: each change is one operation of a dict, see `_threads`.
     """
 
-    def __init__(self, load: Callable[[int], EpochRecord]):
+    def __init__(self, load: Callable[[int], EpochRecord | HeadEpoch]):
         self._load = load
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}
@@ -308,7 +309,7 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
 def _may_delete(commits: Commits, epoch: int) -> bool:
     """Whether an epoch that no caller has named may be deleted: a step of stock Orbax must be one without doubt."""
     if not commits.store.renames or commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
-        return True  # object stores have no steps of stock Orbax
+        return True  # on object stores only epochs of the head are deleted
     try:
         sure = commits.read_record(epoch).sure
     except EpochNotFoundError:  # as every other epoch

@@ -28,7 +28,7 @@ _PLAIN = bytes(set(range(256)) - set(b'"{}'))  # bytes that neither begin nor en
 _STRING = re.compile(rb'"[^"]*"')
 
 
-class _Fields:
+class Fields:
     """Typed access to a parsed JSON object; errors name the file and the field."""
 
     def __init__(self, path: str, data: object, where: str = ""):
@@ -61,6 +61,12 @@ class _Fields:
     def mapping(self, name: str) -> dict[str, Any]:
         return self.get(name, dict, "an object")
 
+    def number(self, name: str) -> float:
+        value = self.data.get(name)
+        if not isinstance(value, int | float) or not abs(value) < 1e300:
+            raise self.fail(name, "a finite number")
+        return value
+
     def numbers(self, name: str) -> dict[str, float]:
         found = self.mapping(name)
         if not all(type(v) in (int, float) and abs(v) < 1e300 for v in found.values()):
@@ -86,10 +92,10 @@ def read_record(
     return parse(path, data)
 
 
-def open_record(path: str, data: bytes, kind: str, trees: bool = True) -> _Fields:
+def open_record(path: str, data: bytes, kind: str, trees: bool = True) -> Fields:
     """The fields of a sealed record of a kind, for typed access; raises like `parse_epoch`."""
     checksums.check_seal(path, data)
-    fields = _Fields(path, checksums.parse_sealed(path, data if trees else _without_items(data)))
+    fields = Fields(path, checksums.parse_sealed(path, data if trees else _without_items(data)))
     if fields.data.get("format") != paths.FORMAT:
         raise FormatError(path, f"is no epochckpt record (format {str(fields.data.get('format'))[:40]!r})")
     version = fields.data.get("version")
@@ -117,13 +123,13 @@ def parse_node(path: str, data: bytes) -> NodeRecord:
         fields.integer("process"),
         fields.integer("processes"),
         fields.text("plan"),
-        tuple(_parse_file(_Fields(path, f, f"files[{i}].")) for i, f in enumerate(fields.array("files"))),
+        tuple(_parse_file(Fields(path, f, f"files[{i}].")) for i, f in enumerate(fields.array("files"))),
         fields.numbers("timings"),
         items,
     )
 
 
-def _parse_file(fields: _Fields) -> DataFile:
+def _parse_file(fields: Fields) -> DataFile:
     sums = tuple(fields.array("xxh3"))
     if not all(isinstance(s, str) and len(s) == 16 for s in sums):
         raise fields.fail("xxh3", "strings of 16 hex digits")
@@ -167,7 +173,7 @@ def _without_items(data: bytes) -> bytes:
     return data[:start] + data[end:] if whole else data
 
 
-def _epoch_record(fields: _Fields, trees: bool) -> EpochRecord:
+def _epoch_record(fields: Fields, trees: bool) -> EpochRecord:
     nodes = tuple(_parse_node_entry(fields.path, i, n) for i, n in enumerate(fields.array("nodes")))
     if not nodes or len({node.name for node in nodes}) != len(nodes):
         raise fields.fail("nodes", "at least one node, with distinct names")
@@ -200,7 +206,7 @@ def _epoch_record(fields: _Fields, trees: bool) -> EpochRecord:
 
 def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
     paths.check_recorded_name(path, name)
-    fields = _Fields(path, entry, f"items.{name}.")
+    fields = Fields(path, entry, f"items.{name}.")
     kind, handler = fields.text("kind"), fields.text("handler")
     if kind in ("files", "node"):
         return ItemRecord(kind, handler, same=kind == "node" and fields.boolean("same"))
@@ -210,7 +216,7 @@ def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:
     return ItemRecord(kind, handler, arrays, _parse_values(fields, arrays), user_data(fields, "custom_metadata"))
 
 
-def _unsupported(fields: _Fields) -> dict[str, dict[str, str]] | None:
+def _unsupported(fields: Fields) -> dict[str, dict[str, str]] | None:
     name = "orbax_unsupported"
     if fields.data.get(name) is None:
         return None
@@ -220,7 +226,7 @@ def _unsupported(fields: _Fields) -> dict[str, dict[str, str]] | None:
     return found
 
 
-def _view(fields: _Fields) -> dict[str, tuple[int, str]] | None:
+def _view(fields: Fields) -> dict[str, tuple[int, str]] | None:
     name = "orbax_view"
     if fields.data.get(name) is None:
         return None
@@ -233,7 +239,7 @@ def _view(fields: _Fields) -> dict[str, tuple[int, str]] | None:
     return found
 
 
-def user_data(fields: _Fields, name: str, kind: type = object) -> Any:
+def user_data(fields: Fields, name: str, kind: type = object) -> Any:
     """A field that holds user data as JSON; FormatError if it is nested too deeply, or of another kind."""
     try:
         found = checksums.unpack_json(fields.data.get(name))
@@ -265,7 +271,7 @@ def _parse_node_entry(path: str, number: int, entry: object) -> NodeEntry:
     return NodeEntry(name, process, size, digest, tuple(parsed), float(secs))
 
 
-def _parse_arrays(fields: _Fields, name: str, nodes: int) -> ArrayItem:
+def _parse_arrays(fields: Fields, name: str, nodes: int) -> ArrayItem:
     grids = [_parse_grid(fields, i, row, nodes) for i, row in enumerate(fields.array("grids"))]
     leaves = [_parse_leaf(fields, i, row, grids) for i, row in enumerate(fields.array("leaves"))]
     if sum(len(grids[leaf.grid].holders) for leaf in leaves if leaf.grid >= 0) > _MAX_CELLS:
@@ -278,7 +284,7 @@ def _parse_arrays(fields: _Fields, name: str, nodes: int) -> ArrayItem:
     return ArrayItem(name, tuple(leaves), tuple(grids), tuple(shardings), tuple(meshes))
 
 
-def _parse_grid(fields: _Fields, number: int, row: object, nodes: int) -> Grid:
+def _parse_grid(fields: Fields, number: int, row: object, nodes: int) -> Grid:
     problem = FormatError(fields.path, f"{fields.where}grids[{number}] is not [counts, holders of every cell]")
     if not isinstance(row, list) or len(row) != 2 or not all(isinstance(x, list) for x in row):
         raise problem
@@ -293,7 +299,7 @@ def _parse_grid(fields: _Fields, number: int, row: object, nodes: int) -> Grid:
     return Grid(tuple(counts), tuple(map(tuple, holders)))
 
 
-def _parse_leaf(fields: _Fields, number: int, row: object, grids: list[Grid]) -> Leaf:
+def _parse_leaf(fields: Fields, number: int, row: object, grids: list[Grid]) -> Leaf:
     where = f"{fields.where}leaves[{number}]"
     problem = FormatError(fields.path, f"{where} is not [path, kind, dtype, shape, grid, rotation, sharding]")
     if not isinstance(row, list) or len(row) not in (2, 7, 8) or not isinstance(row[1], str):
@@ -319,7 +325,7 @@ def _parse_leaf(fields: _Fields, number: int, row: object, grids: list[Grid]) ->
     return Leaf(path, name, kind, dtype, tuple(shape), grid, rotation, sharding, impl)
 
 
-def _parse_values(fields: _Fields, arrays: ArrayItem) -> dict[int, Any]:
+def _parse_values(fields: Fields, arrays: ArrayItem) -> dict[int, Any]:
     raw = fields.mapping("values")
     expected = {str(i): i for i, leaf in enumerate(arrays.leaves) if leaf.kind in tree_lib.VALUE_KINDS}
     if raw.keys() != expected.keys():

@@ -18,6 +18,7 @@ VERSION = 1
 EPOCH_RECORD = "epoch.json"
 NODE_RECORD = "node.json"
 ROLLBACK_RECORD = "rollback.json"
+HEAD = "_epochckpt/head.json"  # on object stores, see `commit.head_record`
 OWNER_FILE = "owner.json"  # in an incarnation's folder: the process that claimed the directory
 DEFAULT_ITEM = "default"
 JSON_FILE = "metadata"  # the name Orbax's JSON handler uses inside an item's folder
@@ -38,7 +39,7 @@ _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )
 _ASIDE = ("rolled-back-", "damaged-")  # prefixes of folders with quarantined epochs
-_OWN = frozenset({".", "..", ROOT_METADATA[0], ROLLBACK_RECORD})
+_OWN = frozenset({".", "..", ROOT_METADATA[0], ROLLBACK_RECORD, HEAD.partition("/")[0]})
 MAX_NAME = 120
 _MAX_PART = 255  # bytes, of most file systems
 _MAX_FILE_PATH = 1000
@@ -124,7 +125,7 @@ def check_item_name(name: object, folders: Collection[str] = ()) -> str:
 
 
 def incarnation_folder(incarnation: str) -> str:
-    """Staging folder of an incarnation: 16 hex digits; on object stores 8 digits, which order the incarnations."""
+    """Staging folder of an incarnation, 16 hex digits; object stores have none."""
     return f"incarnation-{incarnation}{TMP_SUFFIX}"
 
 
@@ -134,10 +135,9 @@ def parse_incarnation(name: str) -> str | None:
     return found[1] if found else None
 
 
-def attempted_epoch(name: str) -> int | None:
-    """The epoch, if `name` is the id of an attempt, `<incarnation>-<epoch>-<number>`, else None."""
-    found = _ATTEMPT.match(name)
-    return int(found[1]) if found else None
+def attempt_in(path: str) -> str | None:
+    """The attempt that wrote an object, by a path that holds its id (`<incarnation>-<epoch>-<number>`), else None."""
+    return next(filter(_ATTEMPT.match, path.removesuffix(".json").split("/")), None)
 
 
 def node_staging_folder(node: str, token: str) -> str:
@@ -184,6 +184,11 @@ def join(*parts: str) -> str:
 def parents(path: str) -> list[str]:
     """The folders on the way to a path, outermost first."""
     return list(itertools.accumulate(path.split("/")[:-1], join))
+
+
+def is_part(name: object) -> bool:
+    """Whether `name` may be one component of a path."""
+    return is_file_path(name) and "/" not in str(name)
 
 
 def is_file_path(name: object) -> bool:

@@ -5,10 +5,9 @@
   measured just before it goes, and once more out of sight: what was written to meanwhile goes back.
 - A run's staging folder itself stays: the run may be alive, and idle.
 - A rename takes a thing out of sight, durably; then its bytes go. The next removal finishes one that was killed.
-- Object stores do not tell when anything was written. There, what a later run has fenced off is removed.
+- On object stores an attempt is first declared dead in the head, so that it can never be committed.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -26,6 +25,7 @@ from epochckpt.inspection import leftovers, scan
 from epochckpt.inspection.leftovers import KEPT
 from epochckpt.inspection.rows import ATTEMPT, FOREIGN, ROLLED_BACK, EpochRow, LeftoverRow
 from epochckpt.options import StorageOptions
+from epochckpt.storage import Store
 
 DAY_SECS = 86400.0
 
@@ -100,14 +100,16 @@ class _Search:
         self._commits, self._store = commits, commits.store
         self._older_than_secs, self._epochs_too, self._clock = older_than_secs, epochs_too, clock
         self._ahead_secs = 0.0  # of our clock before the storage's
-        self._newest = commits.newest if isinstance(commits, PutCommits) else ""
         self._home = ""  # a folder of our own, from the first removal on
 
     def look(self, todelete_subdir: str | None) -> list[LeftoverRow]:
         """Everything that is no epoch, as it is now."""
         found = leftovers.find(self._commits, self._now_ns(), todelete_subdir)
-        attempts = leftovers.orphans(self._commits) if isinstance(self._commits, PutCommits) else found.attempts
-        rows = [row for attempt in attempts for row in _rows(attempt)]
+        attempts = found.attempts
+        if isinstance(self._commits, PutCommits):
+            now, strays = self._now_ns(), self._commits.strays()
+            attempts = [*leftovers.orphans(self._commits, now), *leftovers.orphans(self._commits, now, strays)]
+        rows = [_row(attempt, self._store) for attempt in attempts]
         return sorted([*rows, *found.others], key=lambda row: row.path)
 
     def _now_ns(self) -> int:
@@ -124,10 +126,8 @@ class _Search:
             return "holds epochs; removed only when asked for"
         if row.kind == ROLLED_BACK and self._is_rolling_back(row.path):
             return "a rollback is under way"
-        if isinstance(self._commits, PutCommits):
-            if row.kind == ATTEMPT:
-                return "" if leftovers.is_fenced_off(row.path.rpartition("/")[2], self._newest) else row.detail
-            return "" if row.kind in KEPT else "not known on an object store"
+        if isinstance(self._commits, PutCommits) and row.kind not in (*KEPT, ATTEMPT):
+            return "not known on an object store"
         age, bound = row.age_secs or 0.0, self._older_than_secs
         if age < bound:
             return f"something was written to it {_units.secs(age)} ago; it may go after {_units.secs(bound)}"
@@ -181,29 +181,16 @@ class _Search:
             self._store.sync_folder("")
 
 
-def _rows(attempt: EpochRow) -> list[LeftoverRow]:
-    """An attempt: its folder; on an object store, where its parts have no folder in common, each node's part."""
-    epochs = (attempt.epoch,)
-    if attempt.age_secs is not None:
-        detail = f"a save; {attempt.detail}"
-        return [LeftoverRow(attempt.folder, ATTEMPT, attempt.nbytes, attempt.age_secs, epochs, detail)]
-    parts = [(paths.join(attempt.folder, paths.folder_name(n.name), attempt.attempt), n) for n in attempt.nodes]
-    return [LeftoverRow(path, ATTEMPT, node.nbytes, None, epochs, attempt.detail) for path, node in parts]
+def _row(attempt: EpochRow, store: Store) -> LeftoverRow:
+    """An attempt: its folder, or on an object store the folder of the epoch and the attempt's id."""
+    path = attempt.folder if store.renames else paths.join(attempt.folder, attempt.attempt)
+    return LeftoverRow(path, ATTEMPT, attempt.nbytes, attempt.age_secs, (attempt.epoch,), f"a save; {attempt.detail}")
 
 
 def _remove_objects(commits: PutCommits, row: LeftoverRow) -> None:
-    """Removes an attempt, or quarantined epochs, from an object store."""
+    """Removes an attempt, or epochs that were set aside, from an object store."""
+    folder, _, name = row.path.rpartition("/")
     if row.kind == ATTEMPT:
-        for path in list(commits.unrecorded([row.path.partition("/")[0]])):
-            if path.split("/")[-2:] == row.path.split("/")[-2:]:  # of that node and attempt
-                commits.sweep(path)
-        return
-    for name, _ in leftovers.names(commits.store, row.path):
-        record, at = None, paths.join(row.path, name)
-        with contextlib.suppress(EpochCheckpointError):  # its data is an attempt that no record names, from now on
-            record = commits.read_in(at, commits.names.parse(name) or 0)
-        commits.store.remove_tree(at)
-        if record is not None:
-            for part in list(commits.unrecorded([name])):
-                if part.rpartition("/")[2] == record.attempt:
-                    commits.store.remove_tree(part)
+        commits.bury({name: folder})
+    else:
+        commits.bury_aside(row.path)

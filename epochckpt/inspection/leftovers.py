@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from epochckpt import _units
 from epochckpt.commit import Commits, placing
@@ -19,7 +19,7 @@ from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths
 from epochckpt.inspection import rows
 from epochckpt.inspection.rows import EpochRow, LeftoverRow, NodeRow
-from epochckpt.storage import Store
+from epochckpt.storage import File, Store
 
 MAX_ENTRIES = 100_000
 """A larger tree, which is hardly one of checkpoints, is measured up to here."""
@@ -60,12 +60,13 @@ def extent(store: Store, path: str) -> DiskUsage | None:
     if store.renames:
         return _on_disk(os.path.join(store.root, path))
     total = DiskUsage()
-    for below, is_folder in walk(store, path):
-        if not is_folder:
-            try:
-                total.nbytes, total.entries = total.nbytes + store.size(below), total.entries + 1
-            except OSError as error:
-                total.note(error)
+    try:
+        for file in store.files(path):
+            total.nbytes, total.entries = total.nbytes + file.size, total.entries + 1
+            total.newest_ns = max(total.newest_ns or 0, file.written_ns)
+            total.oldest_ns = min(total.oldest_ns or file.written_ns, file.written_ns)
+    except OSError as error:
+        total.note(error)
     return total if total.entries or total.problem else None
 
 
@@ -193,41 +194,49 @@ def _in_directory(commits: Commits, name: str, todelete_subdir: str | None) -> I
         yield name, rows.ORBAX_ATTEMPT, (step,), "a save of stock Orbax, under way or left over"
 
 
-def orphans(commits: PutCommits, folders: Collection[str] | None = None) -> list[EpochRow]:
-    """Attempts on an object store, of all epochs or of those in `folders`; only those of earlier runs are dead."""
-    newest = commits.newest
-    nodes: dict[tuple[str, str], dict[str, NodeRow]] = {}
-    for path in commits.unrecorded(folders):
-        if path.count("/") == 1:
-            continue  # attached metrics: the next run removes them
-        folder, *_, node, attempt = path.split("/")
-        row = _node(commits.store, path, node)
-        if row is not None:  # a node's data files of an item are a part of their own
-            known = nodes.setdefault((folder, attempt), {})
-            known[node] = _joined(known[node], row) if node in known else row
-    attempts = []
-    for (folder, attempt), by_node in nodes.items():
-        found = list(by_node.values())
-        epoch, nbytes = commits.names.parse(folder) or 0, sum(n.nbytes for n in found)
-        state, detail = rows.ABANDONED, "of an earlier run, which can no longer commit it"
-        if not is_fenced_off(attempt, newest):
-            state = rows.IN_PROGRESS
-            detail = "of the newest run, or of an upload: under way, or killed (object stores tell no times)"
-        fields = {"folder": folder, "attempt": attempt, "nodes": tuple(found), "nbytes": nbytes}
-        attempts.append(EpochRow(epoch, state, detail=f"{_progress(found)}; {detail}", **fields))
-    return attempts
+def orphans(commits: PutCommits, now_ns: int, attempts: Mapping[str, str] | None = None) -> list[EpochRow]:
+    """Attempts on an object store that its head names as begun or dead, or the given ones, by id the folder."""
+    head = commits.head()
+    if head is None:
+        return []
+    asked, rows_ = {**head.begun, **head.dead} if attempts is None else attempts, []
+    for folder in sorted(set(asked.values())):
+        files: dict[str, list[File]] = {}
+        for file in commits.store.files(folder):
+            files.setdefault(paths.attempt_in(file.path) or "", []).append(file)
+        for attempt in sorted(a for a, where in asked.items() if where == folder and a in files):
+            rows_.append(_of_objects(commits, folder, attempt, files[attempt], attempt in head.begun, now_ns))
+    return rows_
 
 
-def _joined(one: NodeRow, other: NodeRow) -> NodeRow:
-    """Two parts of what a node wrote for an attempt; one of them has the record, once that is written."""
-    last = other if other.state == "written" else one
-    return dataclasses.replace(last, nbytes=one.nbytes + other.nbytes)
+def _of_objects(
+    commits: PutCommits, folder: str, attempt: str, files: Sequence[File], begun: bool, now_ns: int
+) -> EpochRow:
+    """The row of an attempt that wrote these objects."""
+    nodes: dict[str, list[File]] = {}
+    for file in files:
+        node, found, _ = file.path.rpartition(f"/{attempt}/")
+        if found:
+            nodes.setdefault(node.rpartition("/")[2] or node, []).append(file)
+    parts = []
+    for node, written in nodes.items():
+        done = any(file.path.endswith(f"/{paths.NODE_RECORD}") for file in written)
+        size, state = sum(file.size for file in written), "written" if done else "writing"
+        parts.append(NodeRow(paths.shown_name(node), size, None, state))
+    age = max(now_ns - max(file.written_ns for file in files), 0) / 1e9
+    state, detail = rows.IN_PROGRESS, _progress(parts)
+    if not begun:
+        state, detail = rows.ABANDONED, f"{detail}; of an earlier run, which can no longer commit it"
+    elif age >= LIVE_SECS:
+        state, detail = rows.ABANDONED, f"{detail}; {_silence(age)}"
+    fields = {"folder": folder, "attempt": attempt, "nodes": tuple(parts), "nbytes": sum(f.size for f in files)}
+    started = min(file.written_ns for file in files)
+    epoch = commits.names.parse(folder) or 0
+    return EpochRow(epoch, state, detail=detail, started_ns=started, age_secs=age, **fields)
 
 
-def is_fenced_off(attempt: str, newest: str) -> bool:
-    """Whether an attempt on an object store is of a run that a later one has fenced off. Uploads keep ids of others."""
-    run = attempt.partition("-")[0]
-    return len(run) == len(newest) and run.isdigit() and int(run) < int(newest)
+def _silence(age_secs: float) -> str:
+    return f"nothing was written for {_units.secs(age_secs)}: it failed, or its job was killed"
 
 
 def _in_staging(commits: Commits, home: str, now_ns: int, attempts: list[EpochRow]) -> Iterator[_Found]:
@@ -271,7 +280,7 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, node: str | None
     state, detail = rows.IN_PROGRESS, _progress(nodes)
     if age >= LIVE_SECS:
         state = rows.ABANDONED
-        detail += f"; nothing was written for {_units.secs(age)}: it failed, or its job was killed"
+        detail += f"; {_silence(age)}"
     fields = {"folder": path, "attempt": attempt, "nodes": tuple(nodes), "nbytes": whole.nbytes}
     return EpochRow(epoch, state, detail=whole.problem or detail, started_ns=whole.oldest_ns, age_secs=age, **fields)
 

@@ -26,7 +26,6 @@ from epochckpt.storage import Store, open_file, open_store
 CHECKED_FILES = 2000
 """About how many files a look checks; the newest epochs come first."""
 
-_NEWEST = 3  # on an object store, attempts are looked for beside so many of the newest committed epochs
 _TRIES = 5  # looks at the files of an epoch that is replaced during each look
 _CAFFE2_NOTES, _CAFFE2_BLOBS = "notes", "blobs"  # keys that the managers of `ec.caffe2` use
 
@@ -94,12 +93,17 @@ def _is_sign(commits: Commits, name: str, is_folder: bool) -> bool:
     """Whether an entry shows that the directory is one of checkpoints."""
     if not is_folder:
         return name == paths.ROLLBACK_RECORD
+    if not commits.store.renames and name == paths.HEAD.partition("/")[0]:
+        return True
     epoch = commits.names.parse(name)
     return leftovers.is_sign(commits, name) if epoch is None else isinstance(read(commits, name, epoch), EpochRow)
 
 
 def folders_of(commits: Commits, entries: Mapping[str, bool], hidden: Collection[int]) -> dict[int, str]:
-    """The folder of each epoch that is not hidden, going by the names in the directory."""
+    """The folder of each epoch that is not hidden, going by the names in the directory, or by its head."""
+    if isinstance(commits, PutCommits) and not commits.names.only:
+        epochs, foreign = commits.scan()
+        return {**foreign, **{epoch: commits.folder(epoch) for epoch in epochs}}
     found: dict[int, str] = {}
     for name, is_folder in entries.items():
         epoch = commits.names.parse(name) if is_folder else None
@@ -135,6 +139,8 @@ def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> Ep
 
 def find(commits: Commits, epoch: int) -> EpochRow | None:
     """The row of an epoch, as its record and attached metrics say; None if there is none of this number."""
+    if isinstance(commits, PutCommits):
+        commits.head()  # as it is now
     row = None if epoch in commits.hidden() else read(commits, commits.folder(epoch), epoch)
     if not isinstance(row, EpochRow):
         return None
@@ -154,14 +160,13 @@ def with_size(commits: Commits, row: EpochRow) -> EpochRow:
     return row
 
 
-def _with_attached(commits: Commits, row: EpochRow, listed: Mapping[str, list[str]] | None = None) -> EpochRow:
-    """The row with the metrics that were attached later; their files may be `listed` already, by epoch's folder."""
+def _with_attached(commits: Commits, row: EpochRow) -> EpochRow:
+    """The row with the metrics that were attached later."""
     if row.state != COMMITTED or not row.attempt:
         return row
-    files = commits.store.find(paths.METRICS_PREFIX, row.folder) if listed is None else listed.get(row.folder)
-    if not files:
+    sources = attached_metrics.of_attempt(commits, row.folder, row.epoch, row.attempt)
+    if not sources:
         return row
-    sources = attached_metrics.read(commits, files, row.epoch, row.attempt)
     metrics = attached_metrics.merge(row.metrics, sources)
     by = {name: source for source in sorted(sources, reverse=True) for name in sources[source]}
     return dataclasses.replace(row, metrics=metrics, sources={n: s for n, s in by.items() if n not in row.metrics})
@@ -247,8 +252,6 @@ def _of_none(commits: Commits, folder: str) -> EpochRow | LeftoverRow | None:
         detail = f"its commit record, {paths.EPOCH_RECORD}, is missing: nothing of it can be verified, it is not read"
         size = leftovers.extent(commits.store, folder) or leftovers.DiskUsage()
         return EpochRow(commits.names.parse(folder) or 0, DAMAGED, detail=detail, folder=folder, nbytes=size.nbytes)
-    if not commits.store.renames and not commits.store.exists(paths.join(folder, steps.STEP_RECORD)):
-        return None  # attempts, see `leftovers.orphans`
     detail = "named like an epoch, and none: neither ours nor stock Orbax's on a file system"
     return leftovers.row_of(commits.store, folder, FOREIGN, time.time_ns(), (), detail)
 
@@ -330,7 +333,6 @@ class _Scan:
         self._commits, self._metric, self._mode = commits, metric, mode
         self._problems: dict[str, str] = {}
         self._rows: dict[int, EpochRow] = {}
-        self._attached: Mapping[str, list[str]] | None = None
 
     def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
         commits, only = self._commits, self._commits.names.only
@@ -344,9 +346,6 @@ class _Scan:
         # Which rows are shown: the newest, and those that are marked. A check may find that a marked epoch is damaged;
         # then another one is.
         newest = sorted(self._rows, reverse=True)
-        if not commits.store.renames:
-            # One listing instead of one for each epoch; after the records, so that no epoch lacks what it had by then.
-            self._attached = attached_metrics.by_folder(commits)
         if self._metric is not None:
             self._update(self._attach, self._rows)
         shown, more = set[int](), set(newest if limit is None else newest[:limit])
@@ -367,8 +366,7 @@ class _Scan:
         committed = {row.attempt for row in rows}
         attempts = [row for row in found.attempts if row.attempt not in committed]
         if isinstance(commits, PutCommits) and not only:
-            near = [epoch for epoch in folders if epoch not in self._rows or epoch in newest[:_NEWEST]]
-            attempts += leftovers.orphans(commits, [folders[epoch] for epoch in near])
+            attempts += leftovers.orphans(commits, time.time_ns())
         epochs = [*rows, *attempts]
         epochs.sort(key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.attempt))
         hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
@@ -406,7 +404,7 @@ class _Scan:
 
     def _attach(self, row: EpochRow) -> EpochRow:
         try:
-            return _with_attached(self._commits, row, self._attached)
+            return _with_attached(self._commits, row)
         except OSError as error:
             self._problems[row.folder] = str(error)
             return row

@@ -46,7 +46,6 @@ class EpochCopy:
             return False
         commits.claim(epoch, continues=self._attempt)
         with self.giving_up():
-            commits.begin(epoch, self._attempt)
             if self._is_there(replace):  # since that look
                 commits.release()
                 return False
@@ -55,12 +54,13 @@ class EpochCopy:
                     commits.hide(epoch)()
                     self._replaces = None
                 commits.discard(epoch, self._attempt)
+            commits.begin(epoch, self._attempt)
         return True
 
     def _is_there(self, replace: bool) -> bool:
         """Whether the destination has this epoch, whole; if not, `_replaces` is set to what gives way."""
         self._replaces, store, folder = None, self.commits.store, self.commits.folder(self._epoch)
-        if not store.exists(folder if store.renames else paths.join(folder, paths.EPOCH_RECORD)):
+        if not (store.exists(folder) if store.renames else self._epoch in self.commits.list_epochs()):
             return False
         try:
             record = self.commits.read_in(folder, self._epoch)
@@ -172,15 +172,6 @@ class EpochCopy:
         except Exception as error:
             what = f"{self.commits.store.root}: what a failed upload left"
             if not self._may_be_visible and not isinstance(error, EpochExistsError):
-                _threads.logged(what, self._discard)
+                _threads.logged(what, lambda: self.commits.discard(self._epoch, self._attempt))
             _threads.logged(what, self.commits.release)
             raise
-
-    def _discard(self) -> None:
-        """Removes what is staged. Another upload of the epoch has the same names: its objects are left alone."""
-        epoch, commits = self._epoch, self.commits
-        if not commits.store.renames:
-            commits.begin(epoch, self._attempt)  # raises if a newer run has claimed the destination
-            if commits.read_attempt(epoch) == self._attempt:
-                return
-        commits.discard(epoch, self._attempt)

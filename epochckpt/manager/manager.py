@@ -115,7 +115,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self.root = self._store.root  # the directory as text: a path or URL
         self.address = self._store.address  # what opens it again: with the settings of a bucket as its query
         self._prefix = opened.prefix
-        self._history = History(self._commits.read_head)
+        self._history = History(self._commits.read_brief)
         self._history.reset(opened.survey)
         self._foreign = opened.survey.foreign
         self._policy = retention.save_policy(self._options)
@@ -478,7 +478,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         elif readers is self._readers:
             step, value = self.restore_newest(restore)
         else:  # another directory, of which nothing is remembered
-            history = History(readers.commits.read_head)
+            history = History(readers.commits.read_brief)
             history.adopt(readers.commits.list_epochs())
             step, value = self._restore_newest(readers.commits, history, restore)
         self._multi = multi

@@ -16,10 +16,11 @@ from epochckpt.errors import InvalidArgumentError
 from epochckpt.storage.object_client import plain
 from epochckpt.storage.object_store import ObjectStore
 from epochckpt.storage.posix import PosixStore
-from epochckpt.storage.store import Entry, Reader, Store, Writer, patiently, writing
+from epochckpt.storage.store import Entry, File, Reader, Store, Writer, patiently, writing
 
 __all__ = [
     "Entry",
+    "File",
     "PosixStore",
     "Reader",
     "Store",

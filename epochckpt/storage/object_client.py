@@ -235,8 +235,7 @@ class Client:
             found = obstore.get(self.kv, key)
             if found.meta["size"] > limit_bytes:
                 raise too_large(self.name(path), found.meta["size"], limit_bytes)
-            version = {name: str(found.meta[name]) for name in ("e_tag", "version") if found.meta[name] is not None}
-            return bytes(found.bytes()), version
+            return bytes(found.bytes()), _version(found.meta)
 
         return self.ask(path, "reading", get)
 
@@ -250,22 +249,30 @@ class Client:
         except FileNotFoundError:
             return None
 
-    def put(self, path: str, data: bytes, version: dict[str, str] | None = None) -> None:
-        """Writes an object if there is none, or none but this version; else FileExistsError."""
+    def put(
+        self, path: str, data: bytes, version: dict[str, str] | None = None, *, look: bool = True
+    ) -> dict[str, str]:
+        """Writes an object if there is none, or none but this version; else FileExistsError. Returns its version.
+
+        What a repeated request meets is looked at, unless `look` says no: it may be the work of the first one.
+        """
         import obstore
 
         key = self.key(path)
         mode: Any = version or "create"
 
-        def confirm() -> None:
+        def write() -> dict[str, str]:
+            return _version(obstore.put(kv, key, data, mode=mode, use_multipart=False))
+
+        def confirm() -> dict[str, str]:
             with suppress(FileNotFoundError, ValueError):  # gone again, or longer
-                if self.get(path, len(data))[0] == data:
-                    return
+                found, written = self.get(path, len(data)) if look else (b"", {})
+                if found == data and written:
+                    return written
             raise existing(self.name(path))
 
         kv = self.kv if len(data) <= _SMALL_BYTES else self._large
-        write = functools.partial(obstore.put, kv, key, data, mode=mode, use_multipart=False)
-        self.ask(path, "writing", write, confirm)
+        return self.ask(path, "writing", write, confirm)
 
     def copy(self, path: str, to: str) -> None:
         """Copies an object at the server; one that is there is replaced."""
@@ -353,6 +360,11 @@ class Client:
 
     def _no_bucket(self) -> AccessError:
         return AccessError(f"{self.root}: there is no such bucket; create it, or correct the name")
+
+
+def _version(answer: Any) -> dict[str, str]:
+    """What names the version of an object that was read or written."""
+    return {name: str(answer[name]) for name in ("e_tag", "version") if answer[name] is not None}
 
 
 def missing(name: str) -> FileNotFoundError:

@@ -10,16 +10,16 @@ import errno
 import functools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.errors import StorageError
+from epochckpt.errors import AccessError, StorageError
 from epochckpt.storage.object_client import CHUNK_BYTES, Client, existing, missing
-from epochckpt.storage.store import Entry, Reader, Store, Writer, check_piece
+from epochckpt.storage.store import Entry, File, Reader, Store, Writer, check_piece
 
 PART_BYTES = 256 << 20
 """Largest data file: larger ones are cut, so that several are under way at once."""
@@ -27,6 +27,8 @@ PART_BYTES = 256 << 20
 _CONCURRENCY = 16  # small requests at once
 _PAGE = 1000  # names in the answer to one request
 _REMOVE_ROUNDS = 16
+_KEPT, _KEPT_BYTES = 4, 16 << 20  # files whose versions are kept, and the largest of them
+_NO_VERSION = '"00000000000000000000000000000000"'
 
 
 class ObjectStore(Store):
@@ -47,6 +49,7 @@ class ObjectStore(Store):
         self._client = Client(url, settings)
         self.root, self.endpoint = self._client.root, self._client.endpoint
         self.concurrency = self._client.settings.concurrency or _CONCURRENCY
+        self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}  # of contents, by path
 
     @property
     def address(self) -> str:
@@ -56,11 +59,13 @@ class ObjectStore(Store):
 
     def exists(self, path: str) -> bool:
         """Whether there is such a key, or one below it."""
-        return bool(path and self._client.head(path)) or bool(self._below(path, 1))
+        return bool(path and self._client.head(path)) or bool(self.files(path, 1))
 
     def read(self, path: str, *, limit_bytes: int) -> bytes:
         """One request: the size comes before the content."""
-        return self._client.get(path, limit_bytes)[0]
+        content, version = self._client.get(path, limit_bytes)
+        self._note(path, content, version)
+        return content
 
     def open_reader(self, path: str) -> Reader:
         """One request, for its size."""
@@ -71,7 +76,7 @@ class ObjectStore(Store):
 
     def create(self, path: str, data: bytes) -> None:
         """One conditional write."""
-        self._client.put(path, data)
+        self._note(path, data, self._client.put(path, data))
 
     def open_writer(self, path: str, size: int) -> Writer:
         """One request, for an early error."""
@@ -95,19 +100,43 @@ class ObjectStore(Store):
     def find(self, prefix: str, folder: str | None = None) -> list[str]:
         """One listing of the folder; of everything, where none is given."""
         if folder is None:
-            return sorted(p for p in self._below("") if p.count("/") == 1 and p.partition("/")[2].startswith(prefix))
+            found = [file.path for file in self.files("") if file.path.count("/") == 1]
+            return sorted(path for path in found if path.partition("/")[2].startswith(prefix))
         start = f"{folder}/" if folder else ""
         return [start + e.name for e in self.list(folder) if e.name.startswith(prefix) and not e.is_folder]
 
     def replace(self, path: str, old: bytes, new: bytes) -> None:
-        """One read, and one write on condition that the object has not changed since."""
-        try:
-            found, version = self._client.get(path, len(old))
-        except ValueError:  # it is longer
-            found, version = b"", {}
+        """One write on condition that the object has not changed; before it one read, unless its version is known."""
+        found, version = self._versions.pop(path, (b"", {}))
+        if not version or found != old:
+            try:
+                found, version = self._client.get(path, len(old))
+            except ValueError:  # it is longer
+                found, version = b"", {}
         if not version or found != old:
             raise FileExistsError(errno.EEXIST, "it has other content by now", self._client.name(path))
-        self._client.put(path, new, version)
+        self._note(path, new, self._client.put(path, new, version))
+
+    def _note(self, path: str, content: bytes, version: dict[str, str]) -> None:
+        """Keeps the version of a small file that was read or written, for `replace`."""
+        if version and len(content) <= _KEPT_BYTES:
+            self._versions[path] = content, version
+            while len(self._versions) > _KEPT:
+                with suppress(KeyError, StopIteration, RuntimeError):  # another thread has
+                    self._versions.pop(next(iter(self._versions)))
+
+    def check_conditions(self, path: str, data: bytes) -> None:
+        """Two writes, which must be refused."""
+        for version in (None, {"e_tag": _NO_VERSION, "version": "1"}):
+            try:
+                self._client.put(path, data, version, look=False)
+            except FileExistsError:
+                continue
+            raise AccessError(
+                f"{self.root}: this store took a conditional write whose condition does not hold. Nothing would keep "
+                "two runs from writing here at the same time, so nothing is saved here: use a store that has "
+                "If-None-Match and If-Match for writes"
+            )
 
     def copy(self, src: str, dst: str) -> None:
         """One request; S3 copies up to 5 GiB so."""
@@ -124,7 +153,7 @@ class ObjectStore(Store):
         """
         self.remove(path)
         before, singly, rounds = set[str](), False, 0
-        while names := set(self._below(path)):
+        while names := {file.path for file in self.files(path)}:
             if names == before and singly:
                 return
             rounds = rounds + 1 if len(names) >= len(before) > 0 else 0
@@ -142,16 +171,25 @@ class ObjectStore(Store):
         with suppress(FileNotFoundError):
             self._client.ask(path, "deleting", lambda: obstore.delete(self._client.kv, keys))
 
-    def _below(self, path: str, limit: int | None = None) -> Sequence[str]:
-        """Paths below a folder, relative to it, in any order: all, or a page that holds at least one."""
+    def remove_all(self, paths: Iterable[str]) -> None:
+        """One request for many files, where the store has such."""
+        some = list(paths)
+        for start in range(0, len(some), _PAGE):
+            keys = [self._client.key(path) for path in some[start : start + _PAGE]]
+            self._delete(some[start], keys if len(keys) > 1 else keys[0])
+
+    def files(self, path: str, limit: int | None = None) -> list[File]:
+        """One request for a thousand files; with `limit` the first page that holds some."""
         import obstore
 
         start = self._client.below(path)
 
-        def pages() -> Sequence[str]:
-            found = []
+        def pages() -> list[File]:
+            found = list[File]()
             for page in obstore.list(self._client.kv, start, chunk_size=limit or _PAGE):
-                found += [name for meta in page if (name := meta["path"][len(start) :])]
+                for meta in page:
+                    if name := meta["path"][len(start) :]:
+                        found.append(File(name, meta["size"], int(meta["last_modified"].timestamp() * 1e9)))
                 if limit and found:
                     break
             return found

@@ -45,6 +45,15 @@ class Entry:
     is_folder: bool  # a real folder, not a symlink to one
 
 
+@dataclass(frozen=True)
+class File:
+    """One file below a folder."""
+
+    path: str  # relative to the folder
+    size: int  # bytes
+    written_ns: int  # since 1970, by the store's clock
+
+
 class Reader(ABC):
     """One file, open for reading by any number of threads. A context manager."""
 
@@ -193,6 +202,22 @@ class Store(ABC):
 
         They lie in `folder`, not below; None stands for every folder of the root. A missing folder has no files.
         """
+
+    def files(self, path: str, limit: int | None = None) -> list[File]:
+        """All files below a folder, or some `limit` of them; io.UnsupportedOperation on POSIX."""
+        raise io.UnsupportedOperation(f"{self.root} cannot list all files below {path!r} (limit {limit})")
+
+    def remove_all(self, paths: Iterable[str]) -> None:
+        """Removes files, those that exist."""
+        self.each(self.remove, paths)
+
+    def check_conditions(self, path: str, data: bytes) -> None:
+        """Checks with a file, and its content, that no conditional write succeeds whose condition does not hold.
+
+        Raises AccessError if the store does not enforce them: of several runs, all would take themselves for the only
+        one there.
+        """
+        del path, data
 
     def make_folder(self, path: str) -> None:
         """Creates one folder, never its parents; nothing to do on object stores.

@@ -382,10 +382,8 @@ def test_of_two_runs_that_claim_at_the_same_moment_the_later_one_wins(tmp_path: 
     assert sum(error is not None for error in outcomes) > number // 2
 
 
-def test_a_claim_sweeps_nothing_that_is_not_an_attempt_of_this_directory(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an object store: runs named by numbers one folder deeper, and model folders. What a killed run left goes."""
+def test_a_claim_sweeps_nothing_that_no_run_of_this_directory_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an object store: runs named by numbers one folder deeper, models, and ids that only look like attempts."""
     start, started = _threads.start, []
     monkeypatch.setattr(_threads, "start", lambda *call: started.append(start(*call)) or started[-1])
     root = f"memory://{uuid.uuid4().hex}/"
@@ -393,15 +391,25 @@ def test_a_claim_sweeps_nothing_that_is_not_an_attempt_of_this_directory(
         with ec.CheckpointManager(f"{root}{run}") as manager:
             commit(manager, 1, 2)
     store = open_store(root)
-    kept = ["7/variables/variables.data-00000-of-00001/x", "8/default/d/0-8-0", "9/process_0/00000001-12-0/x"]
-    left = ["9/process_0/00000007-9-0/default.safetensors", "9/process_1/0123456789abcdef-9-3/node.json"]
-    for path in (*kept, *left):
+    others = [
+        "7/variables/variables.data-00000-of-00001/x",
+        "8/default/d/0-8-0",
+        "9/process_0/00000001-12-0/x",
+        "9/process_0/00000007-9-0/default.safetensors",
+        "9/process_1/0123456789abcdef-9-3/node.json",
+    ]
+    for path in others:
         store.create(path, b"x")
-    with ec.CheckpointManager(root) as above:
-        commit(above, 11)
-        assert above.all_steps() == [11]
+    for _ in range(2):  # the second run knows them from the head
+        with ec.CheckpointManager(root) as above:
+            assert sorted(above.foreign_folders()) == [5, 6, 7, 8, 9]
+            commit(above, 11)
+            assert above.all_steps() == [11]
+            above.delete(11)
+            with pytest.raises(errors.EpochExistsError, match="named like an epoch"):
+                above.save(9, args=ocp.args.StandardSave({"w": 1.0}), force=True)
     assert all(future.wait(60) for future in started)  # among them the sweep
     for run in ("5", "6"):
         with ec.CheckpointManager(f"{root}{run}") as manager:
             assert values(manager) == {1: 1.0, 2: 2.0}
-    assert [path for path in (*kept, *left) if store.exists(path)] == kept
+    assert all(store.exists(path) for path in others)

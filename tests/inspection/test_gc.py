@@ -24,7 +24,6 @@ from epochckpt.errors import InvalidArgumentError, NotACheckpointDirectoryError
 from epochckpt.inspection import gc, leftovers, scan
 from epochckpt.inspection.rows import LeftoverRow
 from epochckpt.storage import PosixStore, Store, open_store
-from epochckpt.storage.object_store import ObjectStore
 from tests.support.killed import KilledJob
 
 Save = ocp.args.StandardSave
@@ -346,36 +345,69 @@ def left_in(directory: str, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None
     manager.close()
 
 
-def test_on_an_object_store_what_earlier_runs_left_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what the newest run wrote, which may be alive, nor the data of an epoch that was rolled back or replaced,
-    unless that is asked for."""
+def test_on_an_object_store_what_nobody_commits_any_more_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts, be they dead or begun long ago, and what a dead run wrote after it was swept; not what is not ours,
+    nor the data of an epoch that was rolled back or replaced, unless that is asked for."""
     directory = f"memory://{uuid.uuid4().hex}/"
-    monkeypatch.setattr(PutCommits, "sweep", lambda *_: None)  # what an open would remove by itself
+    monkeypatch.setattr(PutCommits, "remove_dead", lambda *_: None)  # what a claim would remove by itself
     with ec.CheckpointManager(directory, node=["a", "b"]) as manager:
         for epoch in (1, 2, 3):
             manager.save(epoch, args=Save({"x": np.arange(4) + epoch}))
         manager.wait_until_finished()
         manager.rollback_to(2)
+        incarnation = manager._commits.incarnation
     left_in(directory, 5, monkeypatch)
     left_in(directory, 6, monkeypatch)
     monkeypatch.undo()
     store = open_store(directory)
-    store.create("2/a/00ab00ab00ab00ab-2-1/node.json", b"{}")  # an upload has begun: its ids are another run's
-    found = gc.collect(directory)
-    assert {row.path.rpartition("/")[0] for row in found.rows} == {"5/a", "5/b"}
-    assert all(row.age_secs is None for row in found.rows)
-    assert {path.rpartition("/")[0] for path in found.kept} == {"6/a", "6/b", "2/a", ""}
-    removed = gc.collect(directory, delete=True)
-    assert paths(removed.rows) == paths(found.rows)
-    assert not store.exists("5")
-    assert all(store.exists(path) for path in ("3/a", "6/a", "2/a/00ab00ab00ab00ab-2-1"))
-    removed = gc.collect(directory, delete=True, epochs_too=True)
+    store.create(f"2/a/{incarnation}-2-7/late", b"x")
+    store.create("2/a/00ab00ab00ab00ab-2-1/node.json", b"{}")  # of no run that was here
+    assert gc.collect(directory).rows == ()  # all of it is too fresh
+    assert {path.partition("/")[0] for path in gc.collect(directory).kept} == {"2", "5", "6", aside_in(store)}
+    found = gc.collect(directory, clock=next_week)
+    assert [row.path.partition("/")[0] for row in found.rows] == ["2", "5", "6"]
+    assert [path.partition("/")[0] for path in found.kept] == [aside_in(store)]
+    manager = ec.CheckpointManager(directory, node=["a", "b"])
+    manager.save(7, args=Save({"x": np.arange(4) + 7}))
+    manager.wait_until_finished()
+    removed = gc.collect(directory, delete=True, clock=next_week)  # beside a run
+    assert paths(removed.rows)[0] == f"2/{incarnation}-2-7"
+    assert not any(store.exists(path) for path in ("5", "6", f"2/a/{incarnation}-2-7"))
+    assert all(store.exists(path) for path in ("3/a", "2/a/00ab00ab00ab00ab-2-1"))
+    manager.save(8, args=Save({"x": np.arange(4) + 8}))
+    manager.close()
+    removed = gc.collect(directory, delete=True, epochs_too=True, clock=next_week)
     assert [row.epochs for row in removed.rows] == [(3,)]
     assert not store.exists("3")
     with ec.CheckpointManager(directory, node=["a", "b"]) as manager:
-        assert manager.all_steps() == [1, 2]
-        for epoch in (1, 2):
+        assert manager.all_steps() == [1, 2, 7, 8]
+        for epoch in manager.all_steps():
             np.testing.assert_array_equal(manager.restore(epoch)["x"], np.arange(4) + epoch)
+
+
+def test_an_attempt_that_gc_takes_for_dead_is_never_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an object store: a save that wakes up after it finds that out at its commit; the next one succeeds."""
+    directory = f"memory://{uuid.uuid4().hex}/"
+    publish = PutCommits.publish
+
+    def late(*args: Any) -> Any:
+        monkeypatch.setattr(PutCommits, "publish", publish)
+        assert len(gc.collect(directory, delete=True, clock=next_week).rows) == 1
+        return publish(*args)
+
+    monkeypatch.setattr(PutCommits, "publish", late)
+    with ec.CheckpointManager(directory) as manager:
+        manager.save(1, args=Save({"x": np.arange(4)}))
+        with pytest.raises(ec.errors.SaveError, match="given up"):
+            manager.wait_until_finished()
+        assert manager.save(1, args=Save({"x": np.arange(4)}))
+        manager.wait_until_finished()
+        np.testing.assert_array_equal(manager.restore(1)["x"], np.arange(4))
+
+
+def aside_in(store: Store) -> str:
+    (name,) = [entry.name for entry in store.list("") if entry.name.startswith("rolled-back-")]
+    return name
 
 
 def test_epochs_in_a_todelete_folder_of_an_object_store_keep_their_data() -> None:
@@ -395,7 +427,7 @@ def test_epochs_in_a_todelete_folder_of_an_object_store_keep_their_data() -> Non
     assert store.exists("trash/1/epoch.json")
     (attempt,) = [entry.name for entry in store.list("1/process_0")]
     assert store.exists(f"1/default/process_0/{attempt}/default.safetensors")
-    removed = gc.collect(directory, delete=True, options=options, epochs_too=True)
+    removed = gc.collect(directory, delete=True, options=options, epochs_too=True, clock=next_week)
     assert paths(removed.rows) == ["trash"]
     assert not store.exists("1")
     assert not store.exists("trash")
@@ -428,60 +460,6 @@ def test_the_names_are_those_that_commits_give(tmp_path: pathlib.Path, monkeypat
     manager.save(4, args=Save({"x": np.zeros(1)}))
     manager.close()
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"2", "4"}
-
-
-@pytest.mark.parametrize("kind", ["fails for a moment", "is damaged"])
-def test_on_an_object_store_data_stays_whose_record_cannot_be_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record of an epoch that was rolled back says what its data is: without it nobody knows, so nothing goes."""
-    directory = f"memory://{uuid.uuid4().hex}/"
-    with ec.CheckpointManager(directory) as manager:
-        for epoch in (1, 2):
-            manager.save(epoch, args=Save({"x": np.arange(4)}))
-        manager.wait_until_finished()
-        manager.rollback_to(1)
-    store = open_store(directory)
-    (aside,) = [e.name for e in store.list("") if e.name.startswith("rolled-back-")]
-    read = ObjectStore.read
-
-    def fail(self: ObjectStore, path: str, **kwargs: Any) -> bytes:
-        if path == f"{aside}/2/epoch.json":
-            raise OSError(110, "Connection timed out")
-        return read(self, path, **kwargs)
-
-    if kind == "is damaged":
-        store.remove(f"{aside}/2/epoch.json")
-        store.create(f"{aside}/2/epoch.json", b"{")
-    else:
-        monkeypatch.setattr(ObjectStore, "read", fail)
-    swept: list[str] = []
-    monkeypatch.setattr(PutCommits, "sweep", lambda self, path: swept.append(path))
-    with ec.CheckpointManager(directory) as manager:
-        assert manager.all_steps() == [1]
-    assert not [path for path in swept if path.startswith("2/")]
-    assert gc.collect(directory).rows == ()
-
-
-def test_on_an_object_store_the_record_that_moves_meanwhile_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rollback between the looks: it copies a record before it takes it away, and is looked for in that order."""
-    directory = f"memory://{uuid.uuid4().hex}/"
-    with ec.CheckpointManager(directory) as manager:
-        for epoch in (1, 2):
-            manager.save(epoch, args=Save({"x": np.arange(4)}))
-        manager.wait_until_finished()
-        exists = ObjectStore.exists
-        done: list[int] = []
-
-        def rolled_back_meanwhile(self: ObjectStore, path: str) -> bool:
-            if path.startswith("1/") and not done:
-                done.append(1)
-                manager.rollback_to(1)
-            return exists(self, path)
-
-        commits = scan.open_commits(directory)
-        assert isinstance(commits, PutCommits)
-        monkeypatch.setattr(ObjectStore, "exists", rolled_back_meanwhile)
-        assert list(commits.unrecorded()) == []
-        assert done
 
 
 def test_an_epoch_is_not_deleted_where_its_place_in_the_todelete_folder_is_taken() -> None:

@@ -183,7 +183,7 @@ def test_another_epoch_of_that_number_is_replaced_only_if_asked(tmp_path: pathli
     send(tmp_path / "run", destination, replace=True)
     assert_is(destination)
     names = {entry.name for entry in open_store(destination).list("")}
-    assert {name for name in names if not name.startswith("incarnation-")} == {"3"}
+    assert names - {"_epochckpt"} == {"3"}
     (attempts,) = {len(open_store(destination).list(f"3/{node}")) for node in NODES} if target == "memory" else {1}
     assert attempts == 1
     if target == "posix":
@@ -345,8 +345,7 @@ def test_an_upload_that_another_has_overtaken_removes_nothing_of_it(
         return publish(*args)
 
     monkeypatch.setattr(PutCommits, "publish", late)
-    with pytest.raises(errors.UploadError, match="newer run"):
-        send(tmp_path / "run", bucket)
+    send(tmp_path / "run", bucket)
     assert_is(bucket)
 
 

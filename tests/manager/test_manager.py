@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,7 @@ from epochckpt.errors import (
     UnfinishedError,
     UnsupportedError,
 )
+from epochckpt.format import paths
 from epochckpt.manager import manager as manager_module
 from tests.support.managers import traced_memory
 
@@ -130,7 +132,12 @@ def no_space() -> None:
 
 
 def hold_commits(m: ec.CheckpointManager) -> Tap:
-    return Tap(m, "create", lambda path: path.endswith("epoch.json"))
+    return Tap(m, "create", is_record)
+
+
+def is_record(path: str) -> bool:
+    """Whether it is a commit record: that of a staged epoch, or of an attempt on an object store."""
+    return re.search(r"/(epoch|[0-9a-f]{16}-\d+-\d+)\.json$", path) is not None
 
 
 def hold_writes(m: ec.CheckpointManager) -> Tap:
@@ -517,7 +524,7 @@ def test_several_failures_are_raised_together_once(m: ec.CheckpointManager) -> N
 
 def test_a_failed_commit_leaves_no_epoch(directory: str, m: ec.CheckpointManager) -> None:
     """The record could not be written: nothing is visible, and nothing is in the way of the next try."""
-    tap = Tap(m, "create", lambda path: path.endswith("epoch.json"), no_space)
+    tap = Tap(m, "create", is_record, no_space)
     save(m, 0)
     with pytest.raises(SaveError):
         m.wait_until_finished()
@@ -537,10 +544,14 @@ def test_a_commit_that_hangs_is_never_called_failed_and_then_takes_place(
     if committing and store_of(m).renames:
         tap = Tap(m, "rename", lambda path: "/1-" in path)
     elif committing:
-        tap = hold_commits(m)
+        before = hold_commits(m)
+        assert save(m, 1)
+        assert before.reached.wait(WAIT_SECS)
+        tap = Tap(m, "replace", lambda path: path == paths.HEAD)
+        before.let_go()
     else:
         tap = Tap(m, "open_writer", is_data)
-    assert save(m, 1)
+    assert (committing and not store_of(m).renames) or save(m, 1)
     assert tap.reached.wait(WAIT_SECS)
     m._attempts.pending()[0].deadline = Deadline(0)
     m._attempts.drain()
@@ -1021,17 +1032,15 @@ def test_rollback_sets_later_epochs_aside(directory: str, m: ec.CheckpointManage
 
 def interrupt_rollback(m: ec.CheckpointManager) -> None:
     """Rolls back to 0 and fails after the newest epoch has been moved."""
-    if store_of(m).renames:
-        tap = Tap(m, "rename", lambda path: path == "2", no_space)
-    else:
-        tap = Tap(m, "remove", lambda path: path == "2/epoch.json", no_space)
+    tap = Tap(m, "rename", lambda path: path == "2", no_space)
     with pytest.raises(UnfinishedError, match="No space left"):
         m.rollback_to(0)
     tap.remove()
 
 
-def test_an_interrupted_rollback_is_obeyed_and_finished(directory: str) -> None:
+def test_an_interrupted_rollback_is_obeyed_and_finished(tmp_path: pathlib.Path) -> None:
     """Readers in between see its end state; the next write completes it."""
+    directory = str(tmp_path)
     m = ec.CheckpointManager(directory)
     save_all(m, range(4))
     interrupt_rollback(m)
@@ -1054,8 +1063,9 @@ def test_an_interrupted_rollback_is_obeyed_and_finished(directory: str) -> None:
     assert read_only(directory).all_steps() == [0, 1]
 
 
-def test_an_interrupted_rollback_can_be_repeated(directory: str) -> None:
+def test_an_interrupted_rollback_can_be_repeated(tmp_path: pathlib.Path) -> None:
     """By the manager that began it."""
+    directory = str(tmp_path)
     with ec.CheckpointManager(directory) as m:
         save_all(m, range(4))
         interrupt_rollback(m)
@@ -1157,10 +1167,11 @@ def test_status_of_every_kind(directory: str, m: ec.CheckpointManager) -> None:
         m.wait_until_finished()
     tap.remove()
     assert m.status(3).state == "failed"
-    store_of(m).remove("1/epoch.json")
-    store_of(m).create("1/epoch.json", b"{}")
+    record = "1/epoch.json" if store_of(m).renames else f"1/{m.save_id(1)}.json"
+    store_of(m).remove(record)
+    store_of(m).create(record, b"{}")
     assert m.status(1).state == "damaged"
-    assert "1/epoch.json" in m.status(1).detail
+    assert record in m.status(1).detail
     assert m.status(2).state == "committed"
 
 

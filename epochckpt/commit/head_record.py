@@ -1,0 +1,161 @@
+"""The head of a directory in an object store, `_epochckpt/head.json`: its epochs, and the run that may write there.
+
+A change is one conditional write of the whole, so that of two changes at one moment one sees the other. Readers take it
+in one request, and no listing tells them what there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from epochckpt.format import EpochRecord, checksums, parsing, paths
+
+_MAX_METRICS_BYTES = 8192  # of one epoch: larger ones are in its record only
+_MAX_PAST = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadEpoch:
+    """One committed epoch, as far as lists, policies and the next commit need it."""
+
+    attempt: str
+    started_ns: int
+    committed_ns: int
+    nbytes: int
+    nodes: int
+    secs: float  # the whole save
+    blocked_secs: float
+    metrics: Any  # it was saved with; None also where they are `large`
+    large: bool = False  # its metrics are in the record only
+    attached: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # metrics by source
+
+    unread: ClassVar[Mapping[str, Exception]] = {}
+
+    @classmethod
+    def of(cls, record: EpochRecord) -> Self:
+        """The entry of an epoch that is about to be committed."""
+        packed = checksums.seal({"metrics": checksums.pack_json(record.metrics, "metrics")})
+        large = len(packed) > _MAX_METRICS_BYTES
+        return cls(
+            record.attempt,
+            record.started_ns,
+            record.committed_ns,
+            record.nbytes,
+            len(record.nodes),
+            record.timings.get("secs", 0.0),
+            record.timings.get("blocked_secs", 0.0),
+            None if large else record.metrics,
+            large,
+        )
+
+    def with_attached(self, source: str, metrics: Mapping[str, Any]) -> Self:
+        """The entry with the metrics of a source, in place of its older ones."""
+        return dataclasses.replace(self, attached={**self.attached, source: metrics})
+
+    def to_json(self) -> dict[str, Any]:
+        attached = {source: checksums.pack_json(dict(m), "metrics") for source, m in self.attached.items()}
+        return {**vars(self), "metrics": checksums.pack_json(self.metrics, "metrics"), "attached": attached}
+
+    @classmethod
+    def from_json(cls, path: str, where: str, data: object) -> Self:
+        fields = parsing.Fields(path, data, f"{where}.")
+        attached = {
+            paths.check_recorded_name(path, source): parsing.user_data(parsing.Fields(path, {"m": found}), "m", dict)
+            for source, found in fields.mapping("attached").items()
+        }
+        numbers = {name: fields.integer(name) for name in ("started_ns", "committed_ns", "nbytes", "nodes")}
+        return cls(
+            attempt=paths.check_recorded_name(path, fields.text("attempt", 80)),
+            **numbers,
+            secs=fields.number("secs"),
+            blocked_secs=fields.number("blocked_secs"),
+            metrics=parsing.user_data(fields, "metrics"),
+            large=fields.boolean("large"),
+            attached=attached,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What the head says. Folders are those of epochs, relative to the directory; attempts are ids."""
+
+    incarnation: str = ""  # of the run that may write
+    owner: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its process: host, pid, claimed_ns
+    closed: bool = True  # it has said that it writes no more
+    past: tuple[str, ...] = ()  # earlier incarnations
+    epochs: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by folder
+    begun: Mapping[str, str] = dataclasses.field(default_factory=dict)  # folders, by attempt
+    dead: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the same: nobody reads their objects any more
+    aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
+    foreign: tuple[str, ...] = ()  # folders named like epochs that hold something else
+    change: str = ""  # unlike that of every other content
+
+    @property
+    def runs(self) -> set[str]:
+        """The incarnations that there have been."""
+        return {*self.past, self.incarnation}
+
+    @property
+    def named(self) -> set[str]:
+        """The attempts whose objects are kept: of epochs, and of those that were set aside."""
+        return {entry.attempt for entries in (self.epochs, self.aside) for entry in entries.values()}
+
+    def to_bytes(self) -> bytes:
+        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head", **vars(self)}
+        for name in ("epochs", "aside"):
+            head[name] = {folder: entry.to_json() for folder, entry in head[name].items()}
+        return checksums.seal(head)
+
+    def next(self, **changes: Any) -> Head:
+        """The head after a change."""
+        return dataclasses.replace(self, **changes, change=paths.new_id())
+
+    def claimed(self, owner: Mapping[str, Any], continues: str, foreign: tuple[str, ...]) -> Head:
+        """The head of the next incarnation: nothing that an earlier one has begun can be committed any more."""
+        number = 1 + (int(self.incarnation[:8]) if self.incarnation else 0)
+        begun = {a: f for a, f in self.begun.items() if a == continues}
+        return self.next(
+            incarnation=f"{number:08d}{paths.new_id()[:8]}",
+            owner=dict(owner),
+            closed=False,
+            past=(*self.past, *([self.incarnation] if self.incarnation else []))[-_MAX_PAST:],
+            begun=begun,
+            dead={**self.dead, **{a: f for a, f in self.begun.items() if a not in begun}},
+            foreign=foreign,
+        )
+
+
+def parse(path: str, data: bytes) -> Head:
+    """Parses the head; raises DamagedError, FormatError or FormatVersionError."""
+    fields = parsing.open_record(path, data, "head")
+
+    def folders(name: str) -> dict[str, str]:
+        found = fields.mapping(name)
+        for attempt, folder in found.items():
+            paths.check_recorded_name(path, attempt)
+            paths.check_recorded_name(path, folder, paths.is_part)
+        return found
+
+    def entries(name: str, folder: Any) -> dict[str, HeadEpoch]:
+        found = fields.mapping(name)
+        return {folder(f): HeadEpoch.from_json(path, f"{name}.{f}", e) for f, e in found.items()}
+
+    def aside(name: str) -> str:
+        into, _, folder = name.partition("/")
+        paths.check_recorded_name(path, into, paths.is_part)
+        return paths.join(into, paths.check_recorded_name(path, folder, paths.is_part))
+
+    return Head(
+        incarnation=fields.text("incarnation", 16),
+        owner=fields.mapping("owner"),
+        closed=fields.boolean("closed"),
+        past=tuple(paths.check_recorded_name(path, name) for name in fields.array("past")),
+        epochs=entries("epochs", lambda name: paths.check_recorded_name(path, name, paths.is_part)),
+        begun=folders("begun"),
+        dead=folders("dead"),
+        aside=entries("aside", aside),
+        foreign=tuple(paths.check_recorded_name(path, name, paths.is_part) for name in fields.array("foreign")),
+        change=fields.text("change", 16),
+    )
