@@ -9,6 +9,7 @@
 import datetime
 import errno
 import functools
+import importlib
 import os
 import re
 import threading
@@ -49,6 +50,9 @@ _STATUS = re.compile(r"status code: (\d+)")
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 401, 403, 404})  # by a server of credentials
 _CREDENTIALS = re.compile(r"//169\.254\.|//metadata\.google|token request")
+_FOREIGN = re.compile(r"unknown variant `(\w+)`")  # of Google's files of credentials
+_GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+_user: int | None = None  # the process that has sent requests: its threads are in no child of it
 
 
 @functools.cache
@@ -111,7 +115,28 @@ def _open(
         "backoff": {"init_backoff": first, "max_backoff": longest, "base": 2},
         "retry_timeout": _span(sum(retries) + _LARGE_SECS),
     }
-    return (stores.S3Store if scheme == "s3" else stores.GCSStore)(bucket, **shared), endpoint
+    if scheme == "s3":
+        return stores.S3Store(bucket, **shared), endpoint
+    try:
+        return stores.GCSStore(bucket, **shared), endpoint
+    except Exception as error:
+        if (kind := _FOREIGN.search(str(error))) is None:
+            raise
+        return stores.GCSStore(bucket, credential_provider=_google(kind[1]), **shared), endpoint
+
+
+def _google(kind: str) -> Any:
+    """Credentials of a kind that google-auth knows and the client does not, such as another cloud's account."""
+    try:
+        auth = importlib.import_module("google.auth")
+        from obstore.auth.google import GoogleCredentialProvider
+
+        return GoogleCredentialProvider(auth.default(scopes=[_GOOGLE_SCOPE])[0])
+    except ImportError as error:
+        raise InvalidArgumentError(
+            f"Google's credentials are of the kind {kind!r}, which needs google-auth: pip install google-auth requests"
+            "; without it the kinds 'service_account' and 'authorized_user', and the account of the machine, work"
+        ) from error
 
 
 def _profile(name: str) -> tuple[Any, str]:
@@ -313,6 +338,7 @@ class Client:
         """
         from obstore import exceptions
 
+        self._check_process()
         alone = threading.current_thread() is threading.main_thread()
         name, began, said, pauses = self.name(path), time.monotonic(), False, self._pauses()
         give_up_secs = sum(pauses) + 2 * _SILENT_SECS
@@ -347,6 +373,19 @@ class Client:
                     logging.warning("%s: %s has been failing for %.0f s: %s; trying on", name, doing, waited, why)
             threading.Event().wait(pause)
         raise AssertionError  # the last round returns or raises
+
+    def _check_process(self) -> None:
+        """Refuses a forked child, where the client would wait forever for threads that only the parent has."""
+        global _user
+        if self.kv is _memory():
+            return
+        if _user not in (None, os.getpid()):
+            raise UnsupportedError(
+                f"{self.root}: this process (pid {os.getpid()}) was forked off one that had used a bucket (pid "
+                f"{_user}), and cannot use one itself; start it with spawn, as multiprocessing.get_context('spawn') "
+                "does, or use buckets in one of the two only"
+            )
+        _user = os.getpid()
 
     def _final(self, error: Exception, why: str, status: int | None) -> Exception | None:
         """The error for an answer that no repetition changes, whatever was asked."""

@@ -29,6 +29,9 @@ _PAGE = 1000  # names in the answer to one request
 _REMOVE_ROUNDS = 16
 _KEPT, _KEPT_BYTES = 4, 16 << 20  # files whose versions are kept, and the largest of them
 _NO_VERSION = '"00000000000000000000000000000000"'
+_EARLY_BYTES = 4 * CHUNK_BYTES  # kept of pieces that come before their turn
+_LATE_SECS = 30.0  # without progress, before an early piece is taken all the same
+_STILL_SECS = 10.0  # without progress of an upload, before it is said
 
 
 class ObjectStore(Store):
@@ -235,7 +238,8 @@ class _Reader(Reader):
 class _Writer(Writer):
     """One new object. A small one is put by `finish`; a large one is uploaded in parts while it is written.
 
-    The upload takes the pieces in their order, and keeps those that come early. A write returns when there is room.
+    The upload takes the pieces in their order, and keeps those that come early. A write returns when there is room, and
+    waits while many are early; a thread that writes backwards would wait for itself, and waits for a bounded time.
     """
 
     def __init__(self, client: Client, path: str, size: int):
@@ -244,8 +248,8 @@ class _Writer(Writer):
         self._early: dict[int, bytes] = {}
         self._ready: deque[bytes] = deque()
         self._room = CHUNK_BYTES
-        self._written = self._next = 0
-        self._begun = self._closed = self._ended = False
+        self._written = self._next = self._early_bytes = self._taken = 0
+        self._begun = self._closed = self._ended = self._said = False
         self._upload: _threads.Future[None] | None = None
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
@@ -257,6 +261,10 @@ class _Writer(Writer):
                 raise ValueError(f"{self._name} is closed")
             if not view.nbytes:
                 return
+            self._wait_for_turn(offset)
+            if self._closed:
+                raise ValueError(f"{self._name} is closed")
+            self._early_bytes += view.nbytes
             self._early[offset] = bytes(view.cast("B"))
             self._written += view.nbytes
             if self._size > CHUNK_BYTES and not self._begun:
@@ -265,12 +273,35 @@ class _Writer(Writer):
                 self._ready.append(piece)
                 self._next += len(piece)
                 self._room -= len(piece)
+                self._early_bytes -= len(piece)
             self._lock.notify_all()
-            self._lock.wait_for(lambda: self._room > 0 or self._upload is None or self._ended)
+            seen = self._taken
+            while not self._lock.wait_for(lambda: self._room > 0 or self._upload is None or self._ended, _STILL_SECS):
+                seen = self._look(seen)
             if self._closed:
                 raise ValueError(f"{self._name} is closed")
         if self._ended and self._upload is not None:
             self._upload.result()
+
+    def _wait_for_turn(self, offset: int) -> None:
+        """Waits while too many pieces are early, as long as others make progress."""
+        before = self._next
+        while not self._lock.wait_for(
+            lambda: offset <= self._next or self._early_bytes < _EARLY_BYTES or self._closed or self._ended, _LATE_SECS
+        ):
+            if before == self._next:
+                return
+            before = self._next
+
+    def _look(self, seen: int) -> int:
+        """How much the upload has taken; says once that it was as much at the last look."""
+        if seen == self._taken and not self._said:
+            self._said = True
+            text = (
+                "%s: writing: the upload stands still after %d of %d bytes; the client repeats what fails and tries on"
+            )
+            logging.warning(text, self._name, seen, self._size)
+        return self._taken
 
     def _begin(self) -> None:
         self._begun = True
@@ -306,6 +337,7 @@ class _Writer(Writer):
                 self._room += len(piece)
                 self._lock.notify_all()
             sent += len(piece)
+            self._taken = sent
             yield piece
 
     def finish(self) -> None:
@@ -320,8 +352,11 @@ class _Writer(Writer):
             data = b"" if self._upload else b"".join(self._ready)
         if self._upload is None:
             self._client.put(self._path, data)
-        else:
-            self._upload.result()
+            return
+        seen = self._taken
+        while not self._upload.wait(_STILL_SECS):
+            seen = self._look(seen)
+        self._upload.result()
 
     def abort(self) -> None:
         """Ends the upload, which removes its parts, and frees the memory."""
@@ -332,5 +367,6 @@ class _Writer(Writer):
     def _end(self) -> None:
         self._ended = True
         self._early.clear()
+        self._early_bytes = 0
         self._ready.clear()
         self._lock.notify_all()

@@ -94,8 +94,9 @@ class Writer(ABC):
     def write(self, offset: int, data: memoryview | bytes) -> None:
         """Writes all of `data`, which is C-contiguous with items of any format, at a byte `offset`.
 
-        May be called by any thread; pieces must not overlap. A piece that reaches beyond the declared size, and a
-        closed writer, raise ValueError.
+        May be called by any thread; pieces must not overlap. They may come in any order; a store that takes them in
+        their order may have one that is far ahead wait for others. A piece that reaches beyond the declared size, and
+        a closed writer, raise ValueError.
         """
 
     @abstractmethod

@@ -5,11 +5,14 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import obstore
 import pytest
@@ -340,8 +343,12 @@ def pieces(writer_order: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("order", ["in order", "backwards", "in parallel"])
-def test_a_large_file_is_streamed_in_parts(order: str, cloud: Bucket, store: Store, chunks: None) -> None:
-    """It appears only when it is finished, whatever the order of its pieces."""
+def test_a_large_file_is_streamed_in_parts(
+    order: str, cloud: Bucket, store: Store, chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It appears only when it is finished, whatever the order of its pieces, even if too many are early."""
+    monkeypatch.setattr(object_store, "_EARLY_BYTES", 4 << 20)
+    monkeypatch.setattr(object_store, "_LATE_SECS", 0.02)
     data = os.urandom(LARGE)
     writer = store.open_writer("large", LARGE)
     view = memoryview(data)
@@ -371,7 +378,7 @@ def nth_write(number: int, fault: Fault, failed: list[Request]) -> Callable[[Req
     return decide
 
 
-@pytest.mark.parametrize("fault", ["lost", "status", "reset"])
+@pytest.mark.parametrize("fault", ["lost", "status", pytest.param("reset", marks=pytest.mark.slow)])
 def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket, store: Store, chunks: None) -> None:
     """One request of an upload fails: its beginning, each of its parts, its end."""
     data, number = os.urandom(LARGE), 0
@@ -401,6 +408,96 @@ def test_a_large_file_that_is_given_up_leaves_nothing(cloud: Bucket, store: Stor
             writer.write(0, b"x")
     assert counts.get("DELETE", 0) == 1, "the parts of the upload are removed"
     assert not store.exists("large")
+
+
+def test_what_comes_early_waits_for_what_is_late(
+    cloud: Bucket, store: Store, chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for early pieces is bounded, however many threads there are; nothing is lost when the late one comes."""
+    monkeypatch.setattr(object_store, "_EARLY_BYTES", CHUNK)
+    data, piece = os.urandom(3 * CHUNK), 1 << 20
+    writer: Any = store.open_writer("large", len(data))
+    calls = [lambda a=a: writer.write(a, data[a : a + piece]) for a in range(piece, len(data), piece)]
+    rest = threading.Thread(target=in_parallel, args=(calls,))
+    rest.start()
+    waiting = writer._lock._waiters  # of the threads that write; the upload waits, too
+    while len(waiting) < len(calls) - CHUNK // piece + 1:
+        assert rest.is_alive()
+        threading.Event().wait(0.005)
+    assert sum(map(len, writer._early.values())) == CHUNK
+    writer.write(0, data[:piece])
+    rest.join()
+    writer.finish()
+    assert store.read("large", limit_bytes=len(data)) == data
+
+
+def test_an_upload_that_stands_still_is_said(
+    cloud: Bucket, store: Store, chunks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, while it still tries; then it goes on."""
+    monkeypatch.setattr(object_store, "_STILL_SECS", 0.05)
+    held, data = threading.Event(), os.urandom(LARGE)
+    cloud.proxy.decide = lambda request: Fault(held=held) if request.kind in ("PUT", "POST") else None
+    writing_ = threading.Thread(target=write_file, args=(store, "large", data))
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "stands still" in record.getMessage():
+                said.append(record.getMessage())
+                held.set()
+
+    said: list[str] = []
+    heard = Heard()
+    logging.getLogger("absl").addHandler(heard)
+    try:
+        writing_.start()
+        assert held.wait(60)
+        writing_.join()
+    finally:
+        held.set()
+        logging.getLogger("absl").removeHandler(heard)
+    assert store.read("large", limit_bytes=LARGE) == data
+    assert len(said) == 1
+    assert f"{store.root}/large" in said[0]
+
+
+FORKED = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from epochckpt.errors import UnsupportedError
+from epochckpt.storage import open_store
+url, used = sys.argv[1:]
+store = open_store(url)
+if used == "used":
+    store.create("parent", b"1")
+child = os.fork()
+if not child:
+    try:
+        for one in (store, open_store(url)):
+            one.exists("parent")
+        open_store(url).create("child", b"1")
+        os._exit(0)
+    except UnsupportedError as error:
+        os._exit(7 if "start it with spawn" in str(error) and str(os.getppid()) in str(error) else 8)
+    except BaseException:
+        os._exit(9)
+_, status = os.waitpid(child, 0)
+store.create("after", b"1")
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)  # the client's threads are the same for all
+@pytest.mark.slow
+@pytest.mark.parametrize(("used", "code"), [("used", 7), ("unused", 0)])
+def test_a_forked_child_is_told_instead_of_waiting_for_ever(used: str, code: int, cloud: Bucket) -> None:
+    """A fresh client would not help it: the client's threads are the parent's. Before its use a fork is harmless."""
+    url = cloud.new_url()
+    words = [sys.executable, "-c", FORKED, url, used]
+    ended = subprocess.run(words, env={**os.environ, "PYTHONPATH": os.curdir}, timeout=60)
+    assert ended.returncode == code
+    names = {entry.name for entry in open_store(url).list("")}
+    assert names == {"used": {"parent", "after"}, "unused": {"child", "after"}}[used]
 
 
 def test_pieces_that_overlap_are_refused(cloud: Bucket, store: Store, chunks: None) -> None:

@@ -1,11 +1,15 @@
 """Endpoint, region, profile and the like of a bucket: in the query of its URL, in StorageOptions, in flags."""
 
 import copy
+import json
 import logging
 import pathlib
 import pickle
+import sys
 import threading
 import types
+import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +23,7 @@ from epochckpt.cli import main
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, StorageError
 from epochckpt.options import BucketSettings
 from epochckpt.storage import object_client, open_file, open_store, path_text, plain, with_settings
+from tests.support.gcs_server import Handler, Server
 from tests.support.job_runs import reading_job
 from tests.support.object_servers import BUCKET, Bucket, Fault
 
@@ -240,6 +245,69 @@ def test_a_profile_brings_credentials_region_and_endpoint(
     assert f"/{region}/s3/" in request.headers["authorization"]
     with pytest.raises(InvalidArgumentError, match="nobody"):
         open_store(f"{cloud.new_url()}?profile=nobody")
+
+
+class _Exchange(Handler):
+    """Google's exchange of tokens: what another cloud says of its account, for one of Google's."""
+
+    def do_POST(self) -> None:
+        self.server.asked.append(urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode()))
+        kinds = {"issued_token_type": "urn:ietf:params:oauth:token-type:access_token", "token_type": "Bearer"}
+        answer = json.dumps({"access_token": "of-google", "expires_in": 3600, **kinds}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+
+@pytest.fixture
+def exchange(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, list[str]]]]:
+    """Credentials of another cloud's account, and what their exchange was asked."""
+    server: Any = Server(("127.0.0.1", 0), _Exchange)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    (tmp_path / "subject").write_text("of-another-cloud")
+    account = {
+        "type": "external_account",
+        "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/pool/providers/it",
+        "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+        "token_url": f"http://127.0.0.1:{server.server_address[1]}/v1/token",
+        "credential_source": {"file": str(tmp_path / "subject")},
+    }
+    (tmp_path / "account.json").write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")
+    try:
+        yield server.asked
+    finally:
+        server.stop()
+        thread.join()
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_an_account_of_another_cloud_is_one_of_googles(
+    cloud: Bucket, query: str, exchange: list[dict[str, list[str]]]
+) -> None:
+    """Through google-auth: its token is asked for once."""
+    pytest.importorskip("google.auth")
+    store = open_store(f"{cloud.new_url()}?endpoint={cloud.proxy.url}")
+    store.create("a", b"1")
+    assert store.read("a", limit_bytes=1) == b"1"
+    assert {request.headers["authorization"] for request in cloud.proxy.requests} == {"Bearer of-google"}
+    assert exchange[0]["subject_token"] == ["of-another-cloud"]
+    assert len(exchange) <= 3  # one for each client of small, large and streamed requests
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_without_google_auth_it_is_said_what_works(
+    cloud: Bucket, query: str, exchange: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "google.auth", None)
+    url = f"{cloud.new_url()}?endpoint={cloud.proxy.url}&retries=7"
+    with pytest.raises(InvalidArgumentError, match=r"kind 'external_account', which needs google-auth: pip install"):
+        open_store(url)
+    open_store(f"{url}&anonymous=true").create("a", b"1")
 
 
 WRONG = {
