@@ -310,7 +310,7 @@ class Settings:
         kind, _, path = (self.metadata_handler or "").partition(":")
         if kind == "sqlite":
             return SqliteMetadataHandler(path)
-        return JsonMetadataHandler(path or None) if kind else None
+        return JsonMetadataHandler(with_settings(path, self.store) if path else None) if kind else None
 
     def manager(self, **overrides: Any) -> CheckpointManager:
         """Opens the directory; in a job of several processes all must do so.

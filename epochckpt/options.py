@@ -25,7 +25,9 @@ def _matching(pattern: str) -> Callable[[Any], str]:
 
 
 def _endpoint(value: Any) -> str:
-    return _matching(r"https?://[^/@?#\s]+/?")(value).rstrip("/")
+    # An epath.Path has removed a slash.
+    scheme, host = _matching(r"https?://?[^/@?#\s]+/?")(value).rstrip("/").split(":", 1)
+    return f"{scheme}://{host.lstrip('/')}"
 
 
 def _true_or_false(value: Any) -> bool:

@@ -1,17 +1,13 @@
 """What the tests share, and, set before anything imports jax, the platform that they see: four CPU devices."""
 
-import importlib
 import os
 import pathlib
 import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
-from typing import Any, ClassVar
 
-import fsspec.implementations.memory
 import pytest
-from etils import epath
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's threads. As many as a small machine has cores are too few: devices that wait for each other in a collective can
@@ -40,27 +36,6 @@ def _not_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(coordination.Preemption, "_asked", 0)
     monkeypatch.setattr(coordination.Preemption, "_heard", False)
-
-
-@pytest.fixture
-def gs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """`gs://` paths of etils lie in a file system of fsspec, in memory: these files by name. With `away` it fails."""
-
-    class Memory(fsspec.implementations.memory.MemoryFileSystem):
-        store: ClassVar[dict[str, Any]] = {}
-        pseudo_dirs: ClassVar[list[str]] = [""]
-        cachable = False
-
-        def exists(self, path: str, **kwargs: Any) -> bool:
-            if "away" in self.store:
-                raise OSError("the store is away")
-            return super().exists(path, **kwargs)
-
-    forget = epath.backend.fsspec_backend._get_filesystem.__func__.cache_clear
-    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "gcs", Memory)
-    forget()
-    yield Memory.store
-    forget()
 
 
 @pytest.fixture

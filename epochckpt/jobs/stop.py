@@ -25,12 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from etils import epath
 
 from epochckpt import _text, _units
 from epochckpt.errors import InvalidArgumentError, say
 from epochckpt.format import checksums
-from epochckpt.storage import expanded, path_text
+from epochckpt.storage import expanded, open_file, path_text, plain, with_settings
 
 Mode = Literal["max", "min"]
 _JSON = "$json"
@@ -310,23 +309,23 @@ preempted = _Preempted()
 class file_exists(Condition):
     """True after an epoch at whose end a file or folder exists: a way to end a run from outside.
 
-    The path is local, or one that etils reads (`gs://…`, `s3://…`). A look that fails is logged and counts as "not
-    there": an outage of storage ends no run.
+    The path is local, or a URL (`gs://…`, `s3://…`). A look that fails is logged and counts as "not there": an outage
+    of storage ends no run. A request to a bucket is repeated once, if the URL's query does not say otherwise.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         name = path_text(path, "file_exists(path)")
-        self._repr = f"file_exists({name!r})"
-        try:
-            self._path = epath.Path(expanded(name))
-        except KeyError:  # etils does not know the scheme
-            raise InvalidArgumentError(f"file_exists({name!r}): expected a local path, gs://… or s3://…") from None
+        self._is_url = "://" in name
+        self._repr = f"file_exists({(plain(name) if self._is_url else name)!r})"
+        self._path = os.fspath(with_settings(expanded(name), {"retries": 1}))
+        open_file(self._path)  # refuses what is no place for a file
 
     def holds(self, ctx: Context) -> bool:
         try:
-            return self._path.exists()
-        except ImportError:  # it could never look: not an outage
-            raise
+            if not self._is_url:
+                return os.path.exists(self._path)
+            store, name = open_file(self._path)
+            return store.exists(name)
         except Exception as error:  # every store has its own
             logging.warning("stop condition %r, epoch %d: cannot look: %s", self, ctx.epoch, say(error))
             return False

@@ -392,7 +392,9 @@ class Client:
         if "object with invalid path" in why:
             return UnsupportedError(f"{self.root}: an object's name is no path; rename or remove it: {why}")
         if "Received redirect" in why or status in (301, 307):
-            return AccessError(f"{self.root}: set AWS_REGION to the region of the bucket: {why}")
+            return AccessError(f"{self.root}: set AWS_REGION, or ?region=, to the region of the bucket: {why}")
+        if "UserProjectMissing" in why or "no user project provided" in why:
+            return AccessError(f"{self.root}: who reads this bucket pays; say ?requester_pays=<your project>: {why}")
         if "builder error" in why or "NotSupported" in type(error).__name__:
             return InvalidArgumentError(f"{self.root}: {why}")
         return self._no_bucket() if status == 404 and not _CREDENTIALS.search(why) else None

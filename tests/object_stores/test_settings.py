@@ -17,10 +17,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from absl import flags as absl_flags
+from etils import epath
 
 import epochckpt as ec
 from epochckpt.cli import main
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, StorageError
+from epochckpt.jobs import stop
 from epochckpt.options import BucketSettings
 from epochckpt.storage import object_client, open_file, open_store, path_text, plain, with_settings
 from tests.support.gcs_server import Handler, Server
@@ -53,9 +55,17 @@ def test_a_run_lives_in_a_url_with_a_query(
     plain_url = cloud.new_url()
     url, other = f"{plain_url}?{query}", f"{cloud.new_url()}/?{query}"
     beside = ec.metadata.JsonMetadataHandler(f"{plain_url}-beside/last.json?{query}")
+    stopped = ec.stop.file_exists(f"{plain_url}-beside/last.json?{query}")
+    seen = stop.Context(epoch=1, metrics={}, workspace={}, elapsed_secs=0.0, total_secs=0.0)
     for epoch, handler in ((1, ec.metadata.JsonMetadataHandler()), (2, beside)):
+        assert not stopped(seen)
         save(url, epoch, metadata_handler=handler)
         assert handler.last_epoch() == epoch
+    assert stopped(seen)
+    database = ec.metadata.SqliteMetadataHandler(tmp_path / "runs.db")
+    ec.CheckpointManager(url, metadata_handler=database).close()
+    database.set_params(f"{url}&retries=1", "x", ["n0"])
+    assert [(run.name, run.db_prefix) for run in database.runs()] == [(plain_url, plain_url)]
     assert list(ec.follow(url, timeout_secs=0)) == [1, 2]
     ec.attach_metrics(url, 2, {"accuracy": 0.5}, "evaluator")
     with ec.CheckpointManager(url) as manager:
@@ -92,7 +102,7 @@ def test_every_look_takes_a_url_with_a_query(
     run = ec.inspect(url)
     assert (run.directory, [row.epoch for row in run.epochs()]) == (name, [1, 2])
     assert "endpoint" not in repr(run) + run.to_html() + run[2].to_html()
-    one = ec.inspect(f"{name}/2/?{query}")
+    one = ec.inspect(epath.Path(f"{name}/2/?{query}"))
     assert (one.directory, [row.epoch for row in one.epochs()]) == (f"{name}/2", [2])
     assert run.diff(1, 1, directory=f"{url}&retries=2").rows
     calls = [["ls"], ["show"], ["verify"], ["diff", "1", "2"], ["stat", "2"], ["tree", "2"], ["gc"], ["ls", "--json"]]
