@@ -39,7 +39,7 @@ from epochckpt.manager import CheckpointManager, EpochStatus, NodeStatus, SaveRe
 from epochckpt.manager.evaluator import attach_metrics, follow
 from epochckpt.manager.export import Exported, export
 from epochckpt.manager.import_files import import_
-from epochckpt.manager.repair import repair_view
+from epochckpt.manager.repair import repair_head, repair_view
 from epochckpt.options import StorageOptions
 
 __version__ = "0.1.0"
@@ -81,6 +81,7 @@ __all__ = [
     "import_",
     "inspect",
     "metadata",
+    "repair_head",
     "repair_view",
     "stop",
 ]

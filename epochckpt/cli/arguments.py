@@ -73,7 +73,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     """The parser of the command line. What it parses has the function that runs the command as `run`."""
     top = argparse.ArgumentParser(
         "epochckpt",
-        description="Looks at checkpoints: reads only (but gc --delete and export), starts no JAX\n"
+        description="Looks at checkpoints: reads only (but gc --delete, repair --yes and export), starts no JAX\n"
         "backend, and needs nothing of the training code. Works beside a run that is saving.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -145,6 +145,9 @@ def parser(version: str) -> argparse.ArgumentParser:
     add("--rolled-back", action="store_true", help="also epochs that were rolled back or quarantined")
     add("--save-timeout", metavar="TIME", type=span, help="of the job, if longer than the default 10min")
     add("--todelete-subdir", metavar="NAME", help="the folder that this option of the manager names")
+
+    add = command(commands.repair, "gs://bucket/run", "gs://bucket/run --yes", marks=False)
+    add("--yes", action="store_true", help="write it")
 
     add = command(
         commands.export,

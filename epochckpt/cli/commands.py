@@ -30,8 +30,9 @@ from epochckpt.inspection.rows import DAMAGED, UNCHANGED, EpochDetail
 from epochckpt.inspection.select import narrowed
 from epochckpt.inspection.text import BAD, FAINT, GOOD, HEAD, WARN, Fact, render, safe
 from epochckpt.inspection.tree import ALL, Folding
-from epochckpt.manager import Verification, repair, status
+from epochckpt.manager import Verification, status
 from epochckpt.manager import export as exporting
+from epochckpt.manager import repair as repairing
 from epochckpt.options import StorageOptions
 
 _CHILDREN = 40  # shown of one group of a tree, where a depth is asked for
@@ -170,7 +171,7 @@ def _repaired(run: Inspection, one: Verification, output: Output) -> Verificatio
     if not one.view_damage and one.note != status.NO_VIEW:
         return one
     try:
-        made = repair.repair(run.commits, one.epoch)
+        made = repairing.repair(run.commits, one.epoch)
     except EpochNotFoundError:
         raise
     except EpochCheckpointError as error:
@@ -231,6 +232,30 @@ def gc(args: argparse.Namespace, output: Output) -> int:
     answer = {"deleted": bool(args.delete), **dataclasses.asdict(found), "nbytes": found.nbytes}
     output.rows(answer, lambda: Group(*_garbage(found, args.delete)))
     return UNREACHABLE if any(why.startswith(_FAILED) for why in found.kept.values()) else OK
+
+
+def repair(args: argparse.Namespace, output: Output) -> int:
+    """Make the record of which epochs a bucket directory has name all that are whole there.
+
+    For a record that is lost or damaged, and for epochs that were copied into the directory. Nothing is removed, and
+    nothing is written without --yes.
+    """
+    found = repairing.repair_head(args.directory, write=args.yes, options=options_of(args))
+
+    def lines() -> Iterator[RenderableType]:
+        if found.problem:
+            yield safe(found.problem, WARN)
+        if found.epochs or found.aside or found.problem:
+            epochs = ", ".join(map(str, found.epochs)) or "no epoch"
+            yield Text(f"{'taken in' if args.yes else 'can be taken in (--yes does so)'}: {epochs}", HEAD)
+            yield from (safe(f"  set aside: {folder}") for folder in found.aside)
+        else:
+            yield Text("nothing is to be repaired", HEAD)
+        for folder, why in found.left_out.items():
+            yield safe(f"  left alone: {folder}: {why}", WARN)
+
+    output.rows({"written": bool(args.yes), **dataclasses.asdict(found)}, lambda: Group(*lines()))
+    return OK
 
 
 def _garbage(found: Garbage, deleted: bool) -> Iterator[RenderableType]:

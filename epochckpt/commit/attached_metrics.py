@@ -104,6 +104,11 @@ def of_attempt(commits: Commits, folder: str, epoch: int, attempt: str) -> dict[
     if known is not None:
         about, found = known.get(epoch, ("", {}))
         return dict(found) if about == attempt else {}
+    return in_folder(commits, folder, epoch, attempt)
+
+
+def in_folder(commits: Commits, folder: str, epoch: int, attempt: str) -> dict[str, Mapping[str, Any]]:
+    """The same from the files in a folder; on object stores those are copies."""
     return read(commits, commits.store.find(paths.METRICS_PREFIX, folder), epoch, attempt)
 
 

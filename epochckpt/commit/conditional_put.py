@@ -14,8 +14,8 @@ aside are for people who copy folders, and for `repair`: nothing that the head t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -63,12 +63,11 @@ class PutCommits(Commits):
             AccessError, StorageError: storage does not give it.
         """
         try:
-            data = self.store.read(paths.HEAD, limit_bytes=records.MAX_RECORD_BYTES)
+            with self._access():
+                data = self.store.read(paths.HEAD, limit_bytes=records.MAX_RECORD_BYTES)
         except FileNotFoundError:
             self._seen = None
             return None
-        except OSError as error:
-            raise unreadable(f"{self.store.root}/{paths.HEAD}", error) from error
         if self._seen is None or self._seen[1] != data:
             self._seen = self._parsed(data), data
         return self._seen[0]
@@ -117,15 +116,24 @@ class PutCommits(Commits):
         """Writes the head, if it is still the old one; returns whether it was."""
         self._seen = None
         try:
-            if old is None:
-                self.store.create(paths.HEAD, new)
-            else:
-                self.store.replace(paths.HEAD, old, new)
+            with self._access():
+                if old is None:
+                    self.store.create(paths.HEAD, new)
+                else:
+                    self.store.replace(paths.HEAD, old, new)
         except (FileExistsError, FileNotFoundError):
             return False
+        return True
+
+    @contextmanager
+    def _access(self) -> Generator[None]:
+        """Gives errors of storage about the head the types that callers expect, and its URL."""
+        try:
+            yield
+        except (FileExistsError, FileNotFoundError):
+            raise
         except OSError as error:
             raise unreadable(f"{self.store.root}/{paths.HEAD}", error) from error
-        return True
 
     def _fenced(self, epoch: int, found: Head) -> FencedError:
         newest, own = int(found.incarnation[:8]), int(self.incarnation[:8])
@@ -350,6 +358,8 @@ class PutCommits(Commits):
             copy = parsing.read_record(self.store, path, parsing.parse_head)
             if copy is not None and copy.attempt in attempts:
                 gone.append(path)
+                if not copy.objects:  # the folder was copied from a file system
+                    gone += [paths.join(folder, below) for below in copy.sizes()]
                 gone += self.store.find(paths.METRICS_PREFIX, folder)
         self.store.remove_all(gone)
 
@@ -519,11 +529,25 @@ class PutCommits(Commits):
         with suppress(FencedError):
             self._change(lambda now: None if now.closed else now.next(closed=True), 0)
 
-    def rebuild(self, epochs: Mapping[str, EpochRecord]) -> None:
-        """Writes a head that names these epochs, by folder, in place of one that is lost or cannot be used."""
-        new = Head(epochs={folder: HeadEpoch.of(record) for folder, record in epochs.items()})
-        data = new.claimed(claiming.owner(), "", ()).next(closed=True).to_bytes()
-        self.store.put(paths.HEAD, data, draft="", replace=True)
+    def rebuild(self, new: Head, runs: Collection[str]) -> None:
+        """Writes a head in place of one that is lost or cannot be used; it follows these incarnations."""
+        last = max((run for run in runs if len(run) == 16 and run[:8].isdigit()), default="")
+        new = new.next(incarnation=last, past=tuple(sorted(run for run in runs if run != last)))
+        foreign = tuple(sorted(name for name, attempts in self._beside(new).items() if attempts is None))
+        new = new.claimed(claiming.owner(), "", foreign).next(closed=True)
+        with self._access():
+            self.store.put(paths.HEAD, new.to_bytes(), draft="", replace=True)
+        self._seen = None
+
+    def adopt(self, epochs: Mapping[str, HeadEpoch], aside: Mapping[str, HeadEpoch]) -> None:
+        """Adds epochs, by folder, and such that were set aside, to the head; what it names already stays."""
+
+        def edit(now: Head) -> Head | None:
+            both = {**epochs, **now.epochs}, {**aside, **now.aside}
+            foreign = tuple(name for name in now.foreign if name not in epochs)
+            return now.next(epochs=both[0], aside=both[1], foreign=foreign) if both != (now.epochs, now.aside) else None
+
+        self._change(edit, 0, fenced=False)
 
 
 def _record_path(folder: str, attempt: str) -> str:

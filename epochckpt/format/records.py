@@ -158,6 +158,14 @@ class EpochRecord:
             return paths.join(self.node_folder(node), paths.NODE_RECORD)
         return paths.join(self.node_folder(node, "" if file.name else file.item), file.path)
 
+    def sizes(self) -> dict[str, int]:
+        """The sizes of all files of nodes, by path relative to the epoch's folder."""
+        found: dict[str, int] = {}
+        for number, node in enumerate(self.nodes):
+            found[self.path(number)] = node.record_size
+            found |= {self.path(number, file): file.size for file in node.files}
+        return found
+
     def to_bytes(self) -> bytes:
         """The file's content."""
         fields: dict[str, Any] = {

@@ -1,11 +1,14 @@
-"""`repair_view`: rebuilds the Orbax view of an epoch from its record; no other process is needed."""
+"""Rebuilds from the records of epochs what follows from them: the Orbax view, and the head of a bucket."""
 
+import dataclasses
 import os
+from collections.abc import Mapping
 
 import orbax.checkpoint as ocp
 
-from epochckpt.commit import Commits, commits_of
-from epochckpt.errors import UnsupportedError
+from epochckpt.commit import Commits, commits_of, rebuild
+from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.manager.reader import epoch_number
 from epochckpt.orbax import StepNames, linked_view, object_view
 from epochckpt.storage import open_store
@@ -58,3 +61,52 @@ def repair(commits: Commits, epoch: int) -> list[str]:
     if record.objects:
         return object_view.repair(store, folder, record, lambda: commits.read_attempt(epoch) == record.attempt)
     return linked_view.repair(store, folder, record)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRepair:
+    """What `repair_head` has found, or written.
+
+    Attributes:
+        problem: what is wrong with the record of which epochs count; empty if it can be used.
+        epochs: numbers of whole epochs that it does not name.
+        aside: folders of epochs that were rolled back or kept, which it does not name.
+        left_out: folders that are named like epochs and cannot be used, and why; they are left alone.
+    """
+
+    problem: str
+    epochs: tuple[int, ...]
+    aside: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+
+def repair_head(
+    directory: str | os.PathLike[str], *, write: bool = True, options: ocp.CheckpointManagerOptions | None = None
+) -> HeadRepair:
+    """Makes the record of which epochs a bucket directory has (`_epochckpt/head.json`) name all that are whole there.
+
+    For a directory whose record is lost or damaged, and for folders of epochs that were copied into one. An epoch is
+    whole if its commit record can be read and all its files are there, in their sizes. Nothing is removed. A run that
+    is alive is fenced off where the record was lost or damaged.
+
+    Args:
+        directory: a URL.
+        write: write what was found; else it is only looked for.
+        options: the step name format, if it is not the default.
+
+    Raises:
+        InvalidArgumentError: the directory is not in an object store and has no such record; or a run may be alive that
+            has not closed the directory.
+        AccessError: no permission to list, read or write there.
+    """
+    commits = commits_of(open_store(directory), StepNames.of(options or ocp.CheckpointManagerOptions()))
+    if not isinstance(commits, PutCommits):
+        raise InvalidArgumentError(
+            f"{commits.store.root} is on a file system, where folders alone say which epochs there are: there is "
+            "nothing to repair. `epochckpt verify --repair-view` repairs what stock Orbax reads"
+        )
+    found = rebuild.look(commits)
+    if write and (found.problem or found.epochs or found.aside):
+        rebuild.write(commits, found)
+    numbers = sorted(commits.names.parse(folder) or 0 for folder in found.epochs)
+    return HeadRepair(found.problem, tuple(numbers), tuple(sorted(found.aside)), found.left_out)

@@ -29,6 +29,7 @@ class Fault:
         lost: the server does what was asked, and the connection breaks in place of the answer.
         cut: so many bytes of the answer's body arrive, then the connection breaks.
         held: the request waits until this is set.
+        heedless: the server does not hear of conditions.
     """
 
     delay_secs: float = 0.0
@@ -37,6 +38,7 @@ class Fault:
     lost: bool = False
     cut: int | None = None
     held: threading.Event | None = None
+    heedless: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,8 @@ class _Handler(Handler):
         if self._forward is None:
             self._forward = http.client.HTTPConnection("127.0.0.1", self.proxy.upstream, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
+        if fault.heedless:
+            headers = {name: value for name, value in headers.items() if "if-" not in name.lower()}
         self._forward.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
         answer = self._forward.getresponse()
         content = answer.read()

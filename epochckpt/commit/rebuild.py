@@ -1,0 +1,118 @@
+"""A head that is lost, or does not name all epochs of an object store, made anew from the epochs' own records.
+
+An epoch is taken in if all files that its record names are there in their sizes. Of several attempts in one folder
+that is the one whose record is `epoch.json`, or else the newest. Nothing is removed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Iterator, Mapping
+
+from epochckpt import errors
+from epochckpt.commit import attached_metrics
+from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.format import EpochRecord, parsing, paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Rebuilt:
+    """What a directory has that its head does not name."""
+
+    epochs: Mapping[str, HeadEpoch]  # by folder
+    aside: Mapping[str, HeadEpoch]  # by `<name>/<folder>`: epochs that were rolled back, or kept
+    left_out: Mapping[str, str]  # folders that are named like epochs and cannot be used, and why
+    problem: str = ""  # what is wrong with the head; empty: it can be used, and other epochs lie beside its own
+
+
+def look(commits: PutCommits) -> Rebuilt:
+    """Finds what the head should name and does not; it lists and reads, and changes nothing.
+
+    Raises:
+        InvalidArgumentError: the head can be used, and a run that may be alive has not closed the directory.
+    """
+    try:
+        head, problem = commits.head(), ""
+    except (errors.DamagedError, errors.FormatError) as error:
+        head, problem = None, errors.say(error)
+    if head is None:
+        problem = problem or f"{paths.HEAD} is missing"
+    known, epochs, left_out = head or Head(), dict[str, HeadEpoch](), dict[str, str]()
+    aside = dict[str, HeadEpoch]()
+    named = {*known.epochs, *known.begun.values(), *known.dead.values(), paths.HEAD.partition("/")[0]}
+    for name in [e.name for e in commits.store.list("") if e.is_folder and e.name not in named]:
+        if commits.names.parse(name) is None:
+            inner = [paths.join(name, e.name) for e in commits.store.list(name) if e.is_folder]
+            found = {kept: _record(commits, kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
+            aside |= {kept: HeadEpoch.of(record) for kept, record in found.items() if isinstance(record, EpochRecord)}
+            continue
+        record = _record(commits, name, name)
+        if isinstance(record, str):
+            left_out[name] = record
+        elif record.attempt not in known.named:
+            sources = attached_metrics.in_folder(commits, name, record.epoch, record.attempt)
+            epochs[name] = dataclasses.replace(HeadEpoch.of(record), attached=sources)
+    if head is not None and epochs and _may_be_alive(head):
+        owner = f"process {head.owner.get('pid')} on host {head.owner.get('host')}"
+        raise errors.InvalidArgumentError(
+            f"{commits.store.root}: a run ({owner}) has not closed it and may be alive. End it first; if it has ended, "
+            "claim() of a manager that is opened there and closed lets go of it"
+        )
+    aside = {kept: entry for kept, entry in aside.items() if entry.attempt not in {e.attempt for e in epochs.values()}}
+    return Rebuilt(epochs, aside, left_out, problem)
+
+
+def write(commits: PutCommits, found: Rebuilt) -> None:
+    """Writes what `look` has found. A run that is alive after all is fenced off where the head was lost."""
+    if found.problem:
+        attempts = [entry.attempt for entries in (found.epochs, found.aside) for entry in entries.values()]
+        commits.rebuild(Head(epochs=found.epochs, aside=found.aside), {a.partition("-")[0] for a in attempts})
+    else:
+        commits.adopt(found.epochs, found.aside)
+
+
+def _may_be_alive(head: Head) -> bool:
+    if head.closed:
+        return False
+    try:
+        if head.owner["host"] == socket.gethostname():
+            os.kill(head.owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, LookupError, TypeError, OverflowError):
+        pass
+    return True
+
+
+def _record(commits: PutCommits, where: str, folder: str) -> EpochRecord | str:
+    """The record of the epoch whose records are in one place and whose files are in its folder, or why not."""
+    epoch = commits.names.parse(folder)
+    sizes = {file.path: file.size for file in commits.store.files(folder)}
+    usable, reason = list[EpochRecord](), f"holds no commit record that can be used ({paths.EPOCH_RECORD})"
+    for path in _candidates(commits, where):
+        try:
+            record = parsing.read_record(commits.store, path, parsing.parse_head)
+        except (errors.DamagedError, errors.FormatError) as error:
+            reason = errors.say(error)
+            continue
+        if record is None or record.epoch != epoch:
+            continue
+        lacking = next((p for p, size in record.sizes().items() if sizes.get(p) != size), None)
+        if lacking is not None:
+            reason = f"{paths.join(folder, lacking)} is missing, or has another size than recorded"
+        elif path.endswith(f"/{paths.EPOCH_RECORD}"):
+            return record
+        else:
+            usable.append(record)
+    return max(usable, key=lambda record: record.committed_ns, default=reason)
+
+
+def _candidates(commits: PutCommits, where: str) -> Iterator[str]:
+    """The paths of an epoch's copied record, then of the records of its attempts."""
+    yield paths.join(where, paths.EPOCH_RECORD)
+    for entry in commits.store.list(where):
+        if not entry.is_folder and paths.attempt_in(entry.name) is not None:
+            yield paths.join(where, entry.name)

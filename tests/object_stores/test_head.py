@@ -1,0 +1,204 @@
+"""The head of a directory in an object store: what is refused without it, and how it is made anew."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import uuid
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt import errors
+from epochckpt.cli import main
+from epochckpt.commit import commits_of
+from epochckpt.format import paths
+from epochckpt.orbax import StepNames
+from epochckpt.storage import Store, open_store
+from epochckpt.storage.object_store import ObjectStore
+from tests.support.object_servers import Bucket, Fault
+
+Save = ocp.args.StandardSave
+Options = ocp.CheckpointManagerOptions
+
+
+def save(manager: ec.CheckpointManager, *epochs: int) -> None:
+    for epoch in epochs:
+        assert manager.save(epoch, args=Save({"w": jnp.full(3, epoch)}), metrics={"loss": float(epoch)})
+    manager.wait_until_finished()
+
+
+def values(url: str) -> dict[int, float]:
+    """What each epoch holds; all of it is verified."""
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        assert all(manager.verify(epoch).ok for epoch in manager.all_steps())
+        return {epoch: float(manager.restore(epoch)["w"][0]) for epoch in manager.all_steps()}
+
+
+def tree_of(store: Store) -> dict[str, bytes]:
+    """All objects of a directory."""
+    return {file.path: store.read(file.path, limit_bytes=file.size) for file in store.files("")}
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+@pytest.mark.parametrize("loss", ["removed", "damaged"])
+def test_a_lost_head_is_made_anew_from_the_records(url: str, loss: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing opens the directory before; then every epoch is there, those that were rolled back stay aside."""
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1, 2, 3)
+        ec.attach_metrics(url, 2, {"accuracy": 0.5}, "evaluator")
+        manager.rollback_to(2)
+        save(manager, 3)
+        fenced = ec.CheckpointManager(url)
+    store = open_store(url)
+    store.remove(paths.HEAD)
+    if loss == "damaged":
+        store.create(paths.HEAD, b"{")
+    kind = errors.NotACheckpointDirectoryError if loss == "removed" else errors.DamagedError
+    for look in (ec.CheckpointManager, lambda where: list(ec.follow(where, timeout_secs=0))):
+        with pytest.raises(kind) as caught:
+            look(url)
+        assert f"epochckpt repair {url}" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert main.main(["repair", url]) == 0
+    assert "can be taken in (--yes does so): 1, 2, 3" in capsys.readouterr().out
+    assert main.main(["repair", url, "--yes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["epochs"], len(found["aside"]), found["left_out"]) == ([1, 2, 3], 1, {})
+    assert values(url) == {1: 1, 2: 2, 3: 3}
+    with ec.CheckpointManager(url) as manager:
+        assert manager.metrics(2) == {"loss": 2.0, "accuracy": 0.5}
+        save(manager, 4)
+    fenced.close()
+    assert values(url) == {1: 1, 2: 2, 3: 3, 4: 4}
+    assert ec.repair_head(url) == ec.manager.repair.HeadRepair("", (), (), {})  # type: ignore[attr-defined]
+
+
+def test_a_run_that_was_alive_is_fenced_off_by_a_repair(url: str) -> None:
+    """The head that it knew is gone: its next save fails, and nothing of what was repaired changes."""
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+        open_store(url).remove(paths.HEAD)
+        assert manager.save(2, args=Save({"w": jnp.ones(3)}))
+        with pytest.raises(errors.SaveError, match="is gone"):
+            manager.wait_until_finished()
+        ec.repair_head(url)
+        assert manager.save(2, args=Save({"w": jnp.ones(3)}))
+        with pytest.raises(errors.FencedError):
+            manager.wait_until_finished()
+    assert values(url) == {1: 1}
+
+
+def test_only_whole_epochs_are_taken_in(url: str) -> None:
+    """A record without its data, and data without a record, are left alone, and said."""
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1, 2, 3, 4)
+        attempts = {epoch: manager.save_id(epoch) for epoch in manager.all_steps()}
+    store = open_store(url)
+    store.remove(paths.HEAD)
+    store.remove(f"2/default/process_0/{attempts[2]}/default.safetensors")
+    store.remove("3/epoch.json")  # the attempt's own record says as much
+    store.remove("4/epoch.json")
+    store.remove(f"4/{attempts[4]}.json")
+    before = tree_of(store)
+    found = ec.repair_head(url, write=False)
+    assert tree_of(store) == before
+    assert found.epochs == (1, 3)
+    assert f"2/default/process_0/{attempts[2]}/default.safetensors is missing" in found.left_out["2"]
+    assert "holds no commit record" in found.left_out["4"]
+    ec.repair_head(url)
+    assert values(url) == {1: 1, 3: 3}
+
+
+def test_epochs_that_were_copied_into_a_directory_are_taken_in(url: str, tmp_path: pathlib.Path) -> None:
+    """From another bucket directory, and from a file system; until then they are nobody's. A live run comes first."""
+    with ec.CheckpointManager(f"{url}-other") as other, ec.CheckpointManager(tmp_path / "run") as local:
+        save(other, 7)
+        save(local, 8)
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+    source, target = open_store(f"{url}-other"), open_store(url)
+    for path, data in tree_of(source).items():
+        if path.startswith("7/"):
+            target.create(path, data)
+    for path in (tmp_path / "run" / "8").rglob("*"):
+        if path.is_file():
+            target.create(f"8/{path.relative_to(tmp_path / 'run' / '8')}", path.read_bytes())
+    assert values(url) == {1: 1}
+    with ec.CheckpointManager(url) as manager:
+        manager.claim()
+        assert "epochckpt repair" in ec.CheckpointManager(url).foreign_folders()[7]
+        with pytest.raises(errors.InvalidArgumentError, match="may be alive"):
+            ec.repair_head(url)
+    assert ec.repair_head(url).epochs == (7, 8)
+    node_files = ["8/process_0/node.json", "8/process_0/default.safetensors", "8/epoch.json"]
+    assert set(tree_of(target)) >= set(node_files)
+    assert values(url) == {1: 1, 7: 7, 8: 8}
+    with ec.CheckpointManager(url) as manager:
+        manager.delete(8)
+        manager.delete(7)
+    assert not target.exists("7")
+    assert set(tree_of(target)) & set(node_files) == set()
+
+
+def test_a_directory_of_a_file_system_has_no_head(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="is on a file system"):
+        ec.repair_head(tmp_path)
+
+
+def test_a_store_that_does_not_enforce_conditions_is_refused(cloud: Bucket) -> None:
+    """Each of two runs would take itself for the only one: the first write there fails, and says why."""
+    cloud.proxy.decide = lambda request: Fault(heedless=True)
+    with ec.CheckpointManager(cloud.new_url()) as manager:
+        manager.save(1, args=Save({"w": jnp.ones(3)}))
+        with pytest.raises(errors.EpochCheckpointError, match="took a conditional write whose condition does not hold"):
+            manager.wait_until_finished()
+
+
+def test_requests_of_a_head(cloud: Bucket) -> None:
+    """Opening, following and saving cost the same, whatever the number of epochs."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        save(manager, *range(12))
+        with cloud.proxy.counted() as requests:
+            save(manager, 12)
+        assert sum(requests.values()) <= 9, requests
+    with cloud.proxy.counted() as requests, ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        assert len(manager.all_steps()) == 13
+    assert "LIST" not in requests
+    with cloud.proxy.counted() as requests:
+        assert list(ec.follow(url, after=11, timeout_secs=0)) == [12]
+    assert "LIST" not in requests
+
+
+def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
+    """Its objects carry the name of its attempt; what it wrote for an epoch that is there by now goes, too."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+        commits = manager._commits
+        commits.begin(2, dead := f"{commits.incarnation}-2-9")
+        commits.begin(1, again := f"{commits.incarnation}-1-9")
+        store = manager._store
+        for path in (f"2/process_0/{dead}/node.json", f"2/default/process_0/{dead}/x", f"1/process_0/{again}/x"):
+            store.create(path, b"x")
+    newer = commits_of(open_store(url), StepNames.of(Options()))
+    newer.claim()
+    seen = set[str]()
+    cloud.proxy.decide = lambda request: (
+        None if request.target in seen else seen.add(request.target) or Fault(lost=True)
+    )
+    newer.remove_dead(newer.head().dead)  # type: ignore[union-attr,attr-defined]
+    cloud.proxy.decide = lambda request: None
+    assert not [path for path in tree_of(store) if "-9/" in path]
+    newer.begin(3, f"{newer.incarnation}-3-0")
+    assert newer.head().dead == {}  # type: ignore[union-attr,attr-defined]
+    assert values(url) == {1: 1}
+    assert isinstance(store, ObjectStore)
+    np.testing.assert_array_equal(ec.CheckpointManager(url).restore(1)["w"], np.ones(3))
