@@ -365,7 +365,7 @@ class Client:
                     if status in _REFUSED or pause is None or waited > give_up_secs:
                         raise AccessError(f"{self.root}: found no credentials: {why}") from error
                 elif status in (401, 403):
-                    raise PermissionError(errno.EACCES, f"{doing} is not permitted: {why}", name) from error
+                    raise AccessError(f"{name}: {doing} is not permitted: {why}") from error
                 elif pause is None or waited > give_up_secs or status not in (None, *_PASSING):
                     raise StorageError(name, OSError(errno.EAGAIN, f"{doing} failed: {why}")) from error
                 if waited >= _QUIET_SECS and not said:
