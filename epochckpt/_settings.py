@@ -207,6 +207,10 @@ class Settings:
         replica_split_bytes: Replicated arrays above this size are written by several processes.
         orbax_view: Also write the index through which stock Orbax reads epochs; file systems only.
         verify: Check the blocks of arrays that are read against their checksums; other files always are.
+        mirror: Another directory, as a rule a bucket, that committed epochs are copied to in the background.
+        mirror_every: Copy every n-th committed epoch, and the newest at the end.
+        mirror_keep: Keep so many epochs in the mirror, the newest ones. None: all.
+        mirror_backlog: So many epochs may wait for the mirror; if there are more, the oldest is not mirrored.
         store: How a bucket is reached: name=value with & between them, as in a URL's query, which comes first. Names:
             endpoint, region, profile, requester_pays, anonymous, retries, first_retry_secs, longest_retry_secs,
             concurrency.
@@ -265,6 +269,10 @@ class Settings:
     replica_split_bytes: int = _of(_STORAGE.replica_split_bytes, _nbytes(), STORAGE)
     orbax_view: bool = _of(_STORAGE.orbax_view, _bool(), STORAGE)
     verify: bool = _of(_STORAGE.verify, _bool(), STORAGE)
+    mirror: str | None = _of(None, _PATH, STORAGE)
+    mirror_every: int = _of(_STORAGE.mirror_every, _integer(1), STORAGE)
+    mirror_keep: int | None = _of(_STORAGE.mirror_keep, _integer(1, NONE), STORAGE)
+    mirror_backlog: int = _of(_STORAGE.mirror_backlog, _integer(1), STORAGE)
     store: Mapping[str, Any] | None = _of(None, _STORE, STORAGE)
 
     # The run

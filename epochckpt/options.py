@@ -205,6 +205,14 @@ class StorageOptions:
         orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt (POSIX only).
         verify: check the checksum of every block of an array before its bytes reach the caller, which costs little.
             The files of handlers, JSON among them, are always checked.
+        mirror: another directory, as a rule a bucket (`gs://…`), that committed epochs of a directory on a file system
+            are copied to in the background; epochs that only the mirror has are listed and restored like others. See
+            docs/buckets.md.
+        mirror_every: copies every n-th committed epoch, by count, and the newest at `close()`.
+        mirror_keep: how many epochs the mirror keeps, the newest ones; None: all. What the directory itself keeps is
+            decided by Orbax's options.
+        mirror_backlog: how many epochs may wait for the mirror. They are not deleted meanwhile; if there are more, the
+            oldest is not mirrored, and a warning says so.
         store: how buckets are reached: `endpoint`, `region`, `profile`, `requester_pays`, `anonymous`, `retries`,
             `first_retry_secs`, `longest_retry_secs`, `concurrency`; see the page on buckets. What the query of a URL
             says comes first, the environment last. On file systems it says nothing.
@@ -221,6 +229,10 @@ class StorageOptions:
     restore_timeout_secs: float = 600.0
     orbax_view: bool = True
     verify: bool = True
+    mirror: str | None = None
+    mirror_every: int = 1
+    mirror_keep: int | None = None
+    mirror_backlog: int = 4
     store: Mapping[str, Any] = BucketSettings()
 
     def __post_init__(self) -> None:
@@ -230,6 +242,10 @@ class StorageOptions:
             if kind == "bool" and not isinstance(value, bool):
                 raise InvalidArgumentError(f"StorageOptions.{field.name} must be a bool, got {value!r}")
             if kind == "bool" or (value is None and kind.endswith("None")):
+                continue
+            if kind.startswith("str"):
+                if not isinstance(value, str) or not value:
+                    raise InvalidArgumentError(f"StorageOptions.{field.name} must be a path or URL, got {value!r}")
                 continue
             numbers = (int, float) if kind.startswith("float") else (int,)
             if isinstance(value, bool) or not isinstance(value, numbers) or not value > 0:

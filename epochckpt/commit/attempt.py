@@ -176,9 +176,11 @@ class Committed:
     epoch: int
     metrics: Any
     committed_ns: int
-    deleted: tuple[int, ...] = ()  # epochs that are deleted now
+    deleted: tuple[int, ...] = ()  # epochs that are gone now
+    remote: tuple[int, ...] = ()  # epochs that only the mirror has from now on
     attached: Mapping[int, Mapping[str, Any]] | None = None  # metrics attached to other epochs; None: unknown
     attempt: str = ""  # its attempt id, on the primary
+    hides: tuple[int, ...] = ()  # epochs that the primary takes out of sight in the directory itself
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -186,13 +188,15 @@ class Committed:
             "attached": None if self.attached is None else checksums.pack_by_number(self.attached, "metrics"),
             "committed_ns": self.committed_ns,
             "deleted": list(self.deleted),
+            "remote": list(self.remote),
         }
 
     @classmethod
     def from_wire(cls, epoch: int, wire: Mapping[str, Any]) -> Committed:
         metrics = checksums.unpack_json(wire["metrics"])
         attached = None if wire["attached"] is None else checksums.unpack_by_number(wire["attached"])
-        return cls(epoch, metrics, wire["committed_ns"], tuple(wire["deleted"]), attached)
+        deleted, remote = tuple(wire["deleted"]), tuple(wire["remote"])
+        return cls(epoch, metrics, wire["committed_ns"], deleted, remote, attached)
 
 
 def write_nodes(

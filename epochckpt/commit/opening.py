@@ -7,7 +7,7 @@ import dataclasses
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import orbax.checkpoint as ocp
@@ -39,6 +39,7 @@ class Survey:
     damaged: dict[int, ReplaceCondition]  # as far as known before, or as the files of the newest epochs tell
     foreign: dict[int, str]  # folders that are named like an epoch and are none, described, by number
     attached: dict[int, Any]  # metrics that were attached to epochs, by epoch, if the options need them
+    remote: tuple[int, ...] = ()  # those of the epochs that only the mirror has
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -46,13 +47,22 @@ class Survey:
             "damaged": [[epoch, found.attempt, found.damage] for epoch, found in self.damaged.items()],
             "foreign": sorted(self.foreign.items()),
             "attached": checksums.pack_by_number(self.attached, "metrics"),
+            "remote": list(self.remote),
         }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
         damaged = {epoch: ReplaceCondition(attempt, damage) for epoch, attempt, damage in wire["damaged"]}
         attached = checksums.unpack_by_number(wire["attached"])
-        return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached)
+        return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached, tuple(wire["remote"]))
+
+
+class Completing(Protocol):
+    """Knows more epochs of a directory than lie there: its mirror."""
+
+    def complete(self, local: Commits, survey: Survey) -> Survey:
+        """The survey of the directory with the epochs that the mirror has."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +94,14 @@ def _commits_at(
 
 
 def survey(
-    commits: Commits, options: ocp.CheckpointManagerOptions, known: Mapping[int, ReplaceCondition] | None = None
+    commits: Commits,
+    options: ocp.CheckpointManagerOptions,
+    known: Mapping[int, ReplaceCondition] | None = None,
+    mirror: Completing | None = None,
 ) -> Survey:
     """Looks at a directory; a `known` damaged epoch is still damaged, as long as the same attempt is there.
+
+    The `mirror` of the directory adds the epochs that it has.
 
     Where a newer epochckpt wrote the newest epoch, or storage does not give it, nothing is decided: that is an error.
     """
@@ -111,7 +126,8 @@ def survey(
         epochs.pop()
     needed = attached_metrics.are_needed(options)
     metrics = attached_metrics.of_epochs(commits, epochs, commits.read_attempt) if needed else {}
-    return Survey(epochs, damaged, foreign, metrics)
+    found = Survey(epochs, damaged, foreign, metrics)
+    return found if mirror is None else mirror.complete(commits, found)
 
 
 def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | None:
@@ -137,6 +153,7 @@ def open_directory(
     node: str | Sequence[str] | None,
     coordinator: Coordinator,
     item_names: Sequence[str] = (),
+    mirror: Completing | None = None,
 ) -> Opened:
     """Opens a directory for a manager: looks at it, and writes nothing but the directory itself where it is missing.
 
@@ -156,7 +173,7 @@ def open_directory(
     # The primary looks at the directory, once it knows every node's name. The other processes take its answer.
     prefix = ""
     if coordinator.processes == 1:
-        answer = _decide(directory, options, storage, names, own, item_names)
+        answer = _decide(directory, options, storage, names, own, item_names, mirror)
     else:
         if not coordinator.primary:
             try:
@@ -169,7 +186,7 @@ def open_directory(
 
         def decide() -> dict[str, Any]:
             nodes = _gather_nodes(coordinator, f"{base}/hello", own[0], wait)
-            return _decide(directory, options, storage, names, nodes, item_names)
+            return _decide(directory, options, storage, names, nodes, item_names, mirror)
 
         # The other processes wait longer: the primary may come late, and then waits for the latest of them.
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
@@ -218,6 +235,7 @@ def _decide(
     names: StepNames,
     nodes: Sequence[str],
     item_names: Sequence[str],
+    mirror: Completing | None,
 ) -> dict[str, Any]:
     """On the primary: looks at the directory; makes it if it is missing."""
     folders = {paths.folder_name(node) for node in nodes}
@@ -229,7 +247,7 @@ def _decide(
         _check_directory(store, options.create and not options.read_only)
         if not options.read_only:
             store.make_root()
-        found, moving = survey(commits, options), commits.moving()
+        found, moving = survey(commits, options, mirror=mirror), commits.moving()
     except (errors.NotACheckpointDirectoryError, errors.AccessError):  # a NotADirectoryError or PermissionError, too
         raise
     except NotADirectoryError as error:

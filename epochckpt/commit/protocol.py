@@ -415,12 +415,23 @@ class Commits(abc.ABC):
                 raise
             logging.warning("%s/%s is no JSON (%s): it is written anew", self.store.root, path, error)
         try:
-            if not self.store.exists(folder):
-                self.store.make_folder(folder)
-                self.store.sync_folder("")
+            self._make_folder(folder)
             self.store.put(path, data, draft=self._draft(), replace=old is not None)
         except FileExistsError:
             logging.info("%s was written by another process", path)
+
+    def overwrite(self, path: str, data: bytes) -> None:
+        """Primary: writes `folder/name` of the directory itself, or replaces it; FencedError as `publish`."""
+        try:
+            self._make_folder(path.rpartition("/")[0])
+            self.store.put(path, data, draft=self._draft(), replace=True)
+        except FileNotFoundError as error:
+            raise self.lost(0) from error
+
+    def _make_folder(self, folder: str) -> None:
+        if not self.store.exists(folder):
+            self.store.make_folder(folder)
+            self.store.sync_folder("")
 
     def _draft(self) -> str:
         """Where a small file is written before it is renamed; the next run removes it after a kill."""

@@ -12,8 +12,8 @@ import math
 import operator
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -76,6 +76,22 @@ class EpochInfo:
         return self._read()[2]
 
 
+class Mirrored(Protocol):
+    """What the primary knows of the directory's mirror, when it decides which epochs to delete."""
+
+    def waiting(self) -> Collection[int]:
+        """Epochs that are to be copied, or are being copied, and must stay until then."""
+        ...
+
+    def has(self, epoch: int) -> bool:
+        """Whether the mirror has an epoch, as this directory has it."""
+        ...
+
+    def pop_removed(self) -> list[int]:
+        """Epochs that the mirror has lost since the last call."""
+        ...
+
+
 class History:
     """The epochs that this process knows: committed, damaged, and requested ones.
 
@@ -83,11 +99,16 @@ class History:
     only on calls that every process makes alike, not on how far the background is. `damaged` epochs are on storage and
     cannot be restored; the next save of their number may replace them.
 
+    Of the committed epochs, the `remote` ones are only in the mirror. `mirror` is what the primary knows of it.
+
     Several threads and signal handlers use it without a lock: each change is one operation of a dict, see `_threads`.
     """
 
+    mirror: Mirrored | None = None
+
     def __init__(self, load: Callable[[int], EpochRecord | HeadEpoch]):
         self._load = load
+        self.remote: frozenset[int] = frozenset()
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}
         self.damaged: dict[int, ReplaceCondition] = {}
@@ -96,12 +117,13 @@ class History:
         """Starts anew from a look at storage."""
         self.damaged = survey.damaged
         self._committed = {e: EpochInfo(e, self._load) for e in sorted(survey.epochs)}  # any may have been replaced
+        self.remote = frozenset(survey.remote)
         self.forget_failed()
         self.attach(survey.attached)
 
     def adopt(self, epochs: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Replaces the committed epochs by those on storage; returns the new epochs, and those that are gone."""
-        before, now = self._committed, sorted(epochs)
+        """Replaces the committed epochs by those on storage, and in the mirror; returns the new and the lost ones."""
+        before, now = self._committed, sorted({*epochs, *self.remote})
         self._committed = {e: before.get(e) or EpochInfo(e, self._load) for e in now}
         return [e for e in now if e not in before], [e for e in before if e not in now]
 
@@ -116,6 +138,7 @@ class History:
         self._committed[epoch] = self._requested[epoch] = info
         if commit.attached is not None:
             self.attach(commit.attached)
+        self.remote = self.remote - {epoch} | {*commit.remote}
         self.drop(commit.deleted)
         self.damaged.pop(epoch, None)
 
@@ -129,6 +152,7 @@ class History:
         return {info.step: info.attached for info in list(self._committed.values()) if info.attached}
 
     def drop(self, epochs: Iterable[int]) -> None:
+        self.remote -= {*epochs}
         for epoch in epochs:
             self._committed.pop(epoch, None)
             self._requested.pop(epoch, None)
@@ -296,14 +320,23 @@ def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochIn
 
 def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOptions, fresh: Committed) -> Committed:
     """Completes a fresh commit with the epochs that are to be deleted, and with the attached metrics of the rest."""
-    infos = {i.step: i for i in history.committed() if i.step != fresh.epoch}
+    infos = {i.step: i for i in history.committed() if i.step != fresh.epoch and i.step not in history.remote}
     if attached_metrics.are_needed(options):
-        history.attach(attached_metrics.of_epochs(commits, infos, lambda epoch: infos[epoch].attempt))
+        attached = attached_metrics.of_epochs(commits, infos, lambda epoch: infos[epoch].attempt)
+        history.attach({e: found for e, found in history.attached().items() if e in history.remote} | attached)
     infos[fresh.epoch] = EpochInfo(fresh.epoch, (fresh.metrics, fresh.committed_ns, fresh.attempt))
     gone = superfluous(options, sorted(infos.values(), key=_STEP))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
-    deleted = tuple(epoch for epoch in gone if _may_delete(commits, epoch))
-    return dataclasses.replace(fresh, deleted=deleted, attached=history.attached())
+    if (mirror := history.mirror) is not None:
+        waiting = mirror.waiting()
+        gone = [epoch for epoch in gone if epoch not in waiting]
+    hides = tuple(epoch for epoch in gone if _may_delete(commits, epoch))
+    deleted, remote = hides, ()
+    if mirror is not None:
+        remote = tuple(epoch for epoch in hides if mirror.has(epoch))
+        lost = history.remote.intersection(mirror.pop_removed())
+        deleted = (*sorted(lost), *(epoch for epoch in hides if epoch not in remote))
+    return dataclasses.replace(fresh, deleted=deleted, remote=remote, hides=hides, attached=history.attached())
 
 
 def _may_delete(commits: Commits, epoch: int) -> bool:
@@ -339,9 +372,12 @@ def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
     return ReplaceCondition(record.attempt)
 
 
-def roll_back(commits: Commits, epoch: int) -> None:
-    """Quarantines every later epoch; UnfinishedError says that they no longer count, but could not be moved."""
+def roll_back(commits: Commits, epoch: int, remote: bool = False) -> None:
+    """Quarantines every later epoch; UnfinishedError says that they no longer count, but could not be moved.
+
+    The epoch itself may be `remote`, only in the mirror.
+    """
     commits.finish_rollback()  # of a call that was interrupted
-    later = tuple(e for e in commits.require(epoch) if e > epoch)
+    later = tuple(e for e in (commits.list_epochs() if remote else commits.require(epoch)) if e > epoch)
     if later:
         commits.roll_back(Rollback(epoch, later, paths.new_id()))

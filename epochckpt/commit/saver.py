@@ -336,11 +336,11 @@ class Attempts:
     def _conclude(self, attempt: Attempt, error: Exception | None) -> None:
         """Ends an attempt on this node, whatever happens."""
         failure: errors.SaveError | None = None
-        deleted: tuple[int, ...] = ()
+        deleted: tuple[int, ...] = ()  # here
         try:
             conclude = self._decide if self._coordinator.primary else self._await_verdict
             commit = conclude(attempt, error)
-            deleted = commit.deleted if self._coordinator.primary else ()
+            deleted = commit.hides
             self._history.commit(commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)

@@ -25,6 +25,7 @@ JSON_FILE = "metadata"  # the name Orbax's JSON handler uses inside an item's fo
 DATA_SUFFIX = ".safetensors"
 ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata
 LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where older versions of Orbax keep it
+MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore names that contain this
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")

@@ -6,6 +6,7 @@ storage anew, because others may be writing there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import orbax.checkpoint as ocp
 
 from epochckpt import _text
-from epochckpt.errors import EpochNotFoundError, InvalidArgumentError
+from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspection import diff as diffing
 from epochckpt.inspection import scan
 from epochckpt.inspection.epoch import Container, DiffView, EpochInspection
@@ -139,6 +140,10 @@ class Inspection(Container):
         number = epoch_number(epoch)
         if scan.find(self.commits, number) is not None:
             return EpochInspection(self.commits, number, self._latest_and_best)
+        with contextlib.suppress(EpochCheckpointError, OSError):  # the mirror does not answer
+            mirror = scan.mirror_of(self.commits)
+            if mirror is not None and number not in mirror[1].hidden and scan.find(mirror[0], number) is not None:
+                return EpochInspection(mirror[0], number, self._latest_and_best)
         rows = self.overview(None, check=False).epochs
         known = [row.epoch for row in rows if row.state in (COMMITTED, DAMAGED)]
         error = EpochNotFoundError(number, self.directory, known)

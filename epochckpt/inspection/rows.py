@@ -14,6 +14,7 @@ COMMITTED = "committed"
 DAMAGED = "damaged"  # it cannot be read, or files are missing or have other sizes than recorded
 IN_PROGRESS = "in progress"  # an attempt that something was written to lately
 ABANDONED = "abandoned"  # an attempt that failed or died
+LOCAL, MIRROR, BOTH = "local", "mirror", "both"  # tiers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class EpochRow:
     checked: bool = False  # whether the files were looked at, not only the record
     latest: bool = False
     best: bool = False  # by the metric that was asked for
+    tier: str = ""  # of a directory with a mirror, where it is: LOCAL, MIRROR or BOTH; empty if that is not known
 
     @property
     def secs(self) -> float | None:
@@ -97,6 +99,7 @@ class Overview:
     metric: str = ""  # by which `best` was decided
     mode: str = "max"  # or `min`
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
+    mirror: str = ""  # its path or URL, if the directory has one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,21 @@ from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.retention import best_of, rank
 from epochckpt.format import EpochRecord, paths
 from epochckpt.inspection import leftovers, suggest
-from epochckpt.inspection.rows import COMMITTED, DAMAGED, FOREIGN, EpochRow, LeftoverRow, NodeRow, Overview, flat
+from epochckpt.inspection.rows import (
+    BOTH,
+    COMMITTED,
+    DAMAGED,
+    FOREIGN,
+    LOCAL,
+    MIRROR,
+    EpochRow,
+    LeftoverRow,
+    NodeRow,
+    Overview,
+    flat,
+)
 from epochckpt.jobs.backends import base
+from epochckpt.manager.mirror_record import MirrorRecord, read_mirror_record
 from epochckpt.orbax import StepNames, step_names, steps
 from epochckpt.storage import Store, open_file, open_store
 
@@ -323,7 +336,47 @@ def look(
         raise errors.InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
     commits = open_commits(directory, options, single=True)
     with access(commits.store):
-        return _Scan(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
+        found = _Scan(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
+        return found if commits.names.only else _with_mirror(commits, found, limit)
+
+
+def mirror_of(commits: Commits) -> tuple[Commits, MirrorRecord] | None:
+    """The epochs of the directory's mirror, and what the directory knows of it; None without a mirror."""
+    record = read_mirror_record(commits.store) if commits.store.renames else None
+    return None if record is None else (commits_of(open_store(record.url), commits.names), record)
+
+
+def _with_mirror(commits: Commits, found: Overview, limit: int | None) -> Overview:
+    """The overview with the tier of each epoch, and with the epochs that only the mirror has, newest first."""
+    there: dict[int, EpochRow] = {}
+    url = ""
+    try:
+        if (mirror := mirror_of(commits)) is None:
+            return found
+        (elsewhere, record), shown = mirror, {row.epoch: row for row in found.epochs if row.state == COMMITTED}
+        url = record.url
+        epochs = set(elsewhere.list_epochs()) - record.hidden
+        copied = {e for e in epochs & shown.keys() if record.copies.get(e, ("", ""))[0] == shown[e].attempt}
+        copied |= {e for e in epochs & shown.keys() - copied if elsewhere.read_attempt(e) == shown[e].attempt}
+        oldest = min(shown, default=-1) if found.hidden else -1  # an older one may be here, too, without a row
+        remote = sorted((e for e in epochs - shown.keys() if e > oldest), reverse=True)[:limit]
+
+        def read_there(epoch: int) -> None:
+            row = read(elsewhere, elsewhere.folder(epoch), epoch)
+            if isinstance(row, EpochRow):
+                there[epoch] = dataclasses.replace(row, tier=MIRROR)
+
+        elsewhere.store.each(read_there, remote)
+    except (errors.EpochCheckpointError, OSError) as error:
+        return dataclasses.replace(
+            found, mirror=url, problems={**found.problems, url or paths.MIRROR_RECORD: str(error)}
+        )
+    rows = [
+        dataclasses.replace(row, tier=BOTH if row.epoch in copied else LOCAL) if row.state == COMMITTED else row
+        for row in found.epochs
+    ]
+    rows = sorted([*rows, *there.values()], key=lambda row: row.epoch)
+    return dataclasses.replace(found, epochs=tuple(rows), mirror=url)
 
 
 class _Scan:

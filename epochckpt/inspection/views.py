@@ -83,6 +83,8 @@ def _summary(found: rows.Overview) -> Iterator[Words]:
     for state in (rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED):
         if states[state]:
             yield Span(f"{_units.count(states[state])} {state}", _tone(state))
+    if found.mirror:
+        yield f"mirror {_text.shown(found.mirror, 60)}"
     for row in found.epochs:
         if row.latest:
             yield Span(f"{LATEST} latest {row.epoch}", Tone.LIVE)
@@ -153,6 +155,7 @@ def _epochs(found: rows.Overview) -> kinds.Table:
         (Column("slowest node", 7, least=14), slowest),
         (Column("committed", 8, tip="local time"), committed),
         (Column("by", 9), lambda row: Span(row.writer if mixed else "", Tone.FAINT)),
+        (Column("in", 5, tip="the directory itself (local), its mirror, or both"), lambda row: row.tier),
         below=remark,
     )
     return made._replace(recent=_RECENT)

@@ -137,6 +137,10 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
         _check_place(reader.store, target)
         return EpochCopy(reader, commits_of(target, names))
 
+    def publish(copy: EpochCopy) -> None:
+        copy.publish([entry for entry in copy.nodes if entry.name in nodes])
+        copy.leave()
+
     def upload_once() -> None:
         copy = exchange.together("opening of the upload", open_copy)
 
@@ -150,7 +154,7 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
             copy.commits.incarnation = incarnation
             with copy.giving_up() if exchange.primary else contextlib.nullcontext():
                 exchange.together("upload of the nodes' folders", uploading(lambda: copy.copy_nodes(here)))
-                exchange.broadcast("end of the upload", uploading(lambda: copy.publish(nodes)))
+                exchange.broadcast("end of the upload", uploading(lambda: publish(copy)))
 
     def upload(workspace: Workspace) -> None:
         if workspace.node in ran:  # the group runs again
@@ -180,6 +184,7 @@ def _node_upload(epoch: int, manager: Manager, asked: CopyUpload) -> Callable[[W
             if copy.begin(asked.replace):
                 with copy.giving_up():
                     copy.publish()
+                    copy.leave()
 
     return upload
 

@@ -1,8 +1,8 @@
 """One copy of an epoch in another directory, compared with its checksums on the way.
 
-A copy is a commit in the other directory (see `commit.protocol`): the primary claims that directory and makes room
-(`EpochCopy.begin`), processes copy the folders of nodes, and the primary publishes. Only the bytes are not new. No
-reader sees a copy before it is published, and the next claim of that directory sweeps what a killed copy leaves.
+A copy is a commit in the other directory (see `commit.protocol`): the primary makes room (`EpochCopy.begin`), processes
+copy the folders of nodes, and the primary publishes. Only the bytes are not new. No reader sees a copy before it is
+published, and the next claim of that directory sweeps what a killed copy leaves.
 """
 
 import contextlib
@@ -26,14 +26,25 @@ _THREADS = 2
 class EpochCopy:
     """One copy of an epoch in the making: the files that its records list, compared with their checksums on the way.
 
-    The Orbax view is built anew, because it is made of links that only some copies keep.
+    The Orbax view is built anew, because it is made of links that only some copies keep. The copy is made under the id
+    of an `attempt` of the other directory, or under that of the epoch itself.
     """
 
-    def __init__(self, reader: EpochReader, commits: Commits):
+    def __init__(self, reader: EpochReader, commits: Commits, attempt: str = ""):
         self._reader = EpochReader(reader.store, reader.folder, reader.record, _threads.Pool(_THREADS), verify=True)
-        self.commits, self._epoch, self._attempt = commits, reader.record.epoch, reader.record.attempt
+        self.commits, self._epoch, self._attempt = commits, reader.record.epoch, attempt or reader.record.attempt
         self._replaces: ReplaceCondition | None = None
         self._may_be_visible = False
+
+    @property
+    def nodes(self) -> tuple[NodeEntry, ...]:
+        """The nodes of the epoch."""
+        return self._reader.record.nodes
+
+    def make_room(self, replaces: ReplaceCondition | None) -> None:
+        """On the primary, which has claimed the destination: begins a copy, which may replace another epoch there."""
+        self._replaces = replaces
+        self.commits.begin(self._epoch, self._attempt)
 
     def begin(self, replace: bool) -> bool:
         """On the primary: claims the destination and makes room; False if the destination has this epoch, whole.
@@ -109,15 +120,15 @@ class EpochCopy:
         unsupported = record.orbax_unsupported if renames else None
         if renames and record.objects:  # a view could not be made where it was saved
             unsupported = {}
-        return dataclasses.replace(record, objects=not renames, orbax_unsupported=unsupported, orbax_view=None)
+        return dataclasses.replace(
+            record, attempt=self._attempt, objects=not renames, orbax_unsupported=unsupported, orbax_view=None
+        )
 
-    def copy_nodes(self, names: Collection[str]) -> None:
-        """Copies the folders of these nodes."""
-        for number, entry in enumerate(self._reader.record.nodes):
-            if entry.name in names:
-                self._copy_node(number, entry)
+    def copy_nodes(self, names: Collection[str]) -> list[NodeEntry]:
+        """Copies the folders of these nodes; returns the entries of their copies."""
+        return [self._copy_node(number, entry) for number, entry in enumerate(self.nodes) if entry.name in names]
 
-    def _copy_node(self, number: int, entry: NodeEntry) -> None:
+    def _copy_node(self, number: int, entry: NodeEntry) -> NodeEntry:
         reader, commits, target = self._reader, self.commits, self.commits.store
         base = commits.make_node_folder(self._epoch, self._attempt, entry.name)
         recorded = reader.node_record(number)
@@ -135,24 +146,31 @@ class EpochCopy:
             NodeFile(reader, number, file).copy(target, paths.join(base, file.path))
         # The record of the node is last.
         path = reader.path(number)
-        data = reader.guard(path, lambda: reader.store.read(path, limit_bytes=entry.record_size))
+        if recorded.attempt == self._attempt:
+            data = reader.guard(path, lambda: reader.store.read(path, limit_bytes=entry.record_size))
+        else:
+            data = dataclasses.replace(recorded, attempt=self._attempt).to_bytes()
         view = self._record.orbax_unsupported is not None
         commits.seal_node(self._epoch, self._attempt, entry.name, inner[::-1], data, view)
+        return dataclasses.replace(entry, record_size=len(data), record_digest=checksums.digest(data))
 
-    def publish(self, copied: Collection[str] = ()) -> None:
-        """On the primary: copies what is not `copied`, by node, makes the copy visible, and leaves the destination."""
-        reader, commits, epoch, record = self._reader, self.commits, self._epoch, self._record
-        self.copy_nodes({entry.name for entry in record.nodes} - set(copied))
+    def publish(self, copied: Collection[NodeEntry] = ()) -> None:
+        """On the primary: copies the nodes that are not `copied` yet, and makes the copy visible."""
+        reader, commits, epoch = self._reader, self.commits, self._epoch
+        there = {entry.name: entry for entry in copied}
+        there |= {e.name: e for e in self.copy_nodes({entry.name for entry in self.nodes} - there.keys())}
+        record = dataclasses.replace(self._record, nodes=tuple(there[entry.name] for entry in self.nodes))
         if record.orbax_unsupported is not None:
             record = commits.write_view(record, reader.pool.run)
         staged = commits.names.build(epoch)
         if isinstance(commits, RenameCommits):
             staged = commits.make_staging(epoch, self._attempt)
-        root, still_there = commits.store.root, functools.partial(reader.check_present, "it was being uploaded")
-        try:
-            self._check(staged, record)
-        except DamagedError as error:  # on stores without rename a manager that is opened there clears up, too
-            raise UploadError(epoch, root, f"the copy is not whole: {error}") from error
+        root, still_there = commits.store.root, functools.partial(reader.check_present, "it was being copied")
+        if record.attempt == reader.record.attempt:
+            try:
+                self._check(staged, record)
+            except DamagedError as error:  # on stores without rename a manager that is opened there clears up, too
+                raise UploadError(epoch, root, f"the copy is not whole: {error}") from error
         try:
             remove = commits.publish(epoch, self._attempt, record.to_bytes(), still_there, self._replaces)
         except UncertainError:
@@ -161,8 +179,11 @@ class EpochCopy:
         self._may_be_visible = True
         if remove is not None:
             _threads.logged(f"{root}: an epoch that was replaced", remove)
-        _threads.logged(f"{root}: the staging of an upload", commits.release)
-        logging.info("epoch %d was uploaded to %s", epoch, paths.join(root, commits.folder(epoch)))
+        logging.info("epoch %d was copied to %s", epoch, paths.join(root, commits.folder(epoch)))
+
+    def leave(self) -> None:
+        """On the primary: gives up the claim to the destination."""
+        _threads.logged(f"{self.commits.store.root}: the staging of a copy", self.commits.release)
 
     @contextlib.contextmanager
     def giving_up(self) -> Generator[None]:
@@ -173,5 +194,5 @@ class EpochCopy:
             what = f"{self.commits.store.root}: what a failed upload left"
             if not self._may_be_visible and not isinstance(error, EpochExistsError):
                 _threads.logged(what, lambda: self.commits.discard(self._epoch, self._attempt))
-            _threads.logged(what, self.commits.release)
+            self.leave()
             raise

@@ -25,6 +25,7 @@ from epochckpt.errors import EpochExistsError, FencedError, InvalidArgumentError
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import outcomes, status
 from epochckpt.manager.metadata_handlers import check_handler
+from epochckpt.manager.mirror import Mirror
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.reader import epoch_number, shown_path
 from epochckpt.manager.readers import Readers
@@ -110,13 +111,19 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._multi: bool | None = True if self._item_names else (False if self._handlers.single else None)
         group = self._options.multiprocessing_options
         coordinator = coordination.connect(self._options.read_only, group.primary_host, group.active_processes)
-        opened = opening.open_directory(directory, self._options, self._storage, node, coordinator, self._item_names)
+        self._mirror: Mirror | None = None
+        if self._storage.mirror is not None:
+            self._mirror = Mirror(self._storage.mirror, self._storage, self._options, lambda: self._nodes.hosted_names)
+        opened = opening.open_directory(
+            directory, self._options, self._storage, node, coordinator, self._item_names, self._mirror
+        )
         self._coordinator, self._commits, self._store = coordinator, opened.commits, opened.store
         self.root = self._store.root  # the directory as text: a path or URL
         self.address = self._store.address  # what opens it again: with the settings of a bucket as its query
         self._prefix = opened.prefix
-        self._history = History(self._commits.read_brief)
+        self._history = History(lambda epoch: self._readers.brief(epoch))
         self._history.reset(opened.survey)
+        self._history.mirror = self._mirror
         self._foreign = opened.survey.foreign
         self._policy = retention.save_policy(self._options)
         self._step_log = step_log.StepLog(logger)
@@ -127,8 +134,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             root_files[paths.ROOT_METADATA] = root_metadata(metadata)  # written with the claim; a reader never claims
         tells = coordinator.primary and not self._options.read_only
         self._notifier = HandlerNotifier(metadata_handler, tells)
-        self._listener = outcomes.Listener(self._commits, self._options, self._history, self._notifier, self._step_log)
-        self._claim = Claim(self._commits, opened.refused, self._listener.claimed, root_files)
+        outcome = self._commits, self._options, self._history, self._notifier, self._step_log
+        self._listener = outcomes.Listener(*outcome, self._mirror)
+        self._claim = Claim(self._commits, opened.refused, self._claimed, root_files)
         self._attempts = Attempts(opened, self._claim, self._storage, self._history, self._options, self._listener)
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
@@ -180,7 +188,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._nodes = self._attempts.nodes = nodes
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
         context, pool = items_lib.RestoreContext(self._handlers, nodes), _threads.Pool(self._storage.io_threads)
-        self._readers = Readers(self._commits, pool, self._storage.verify, context)
+        self._readers = Readers(self._commits, pool, self._storage.verify, context, self._mirror)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = Planner(nodes, self._storage, part_bytes)
         self._notifier.nodes(self.address, nodes.names)
@@ -233,7 +241,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """On every process: replaces the history by what the primary finds on storage."""
 
         def look() -> dict[str, Any]:
-            return opening.survey(self._commits, self._options, self._history.damaged).to_wire()
+            return opening.survey(self._commits, self._options, self._history.damaged, self._mirror).to_wire()
 
         survey = opening.Survey.from_wire(self._calls.answer("reload()", look, self._answer_secs))
         self._foreign = survey.foreign
@@ -470,7 +478,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         read = time.monotonic()
 
         def restore(epoch: int) -> Any:
-            return readers.open(epoch).restore(args)
+            return readers.read(epoch, lambda reader: reader.restore(args))
 
         if step is not None:
             step = epoch_number(step)
@@ -550,7 +558,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             ...     manager.restore_leaves(0, "params/*")
             {'params/b': -0.5, 'params/w': 1.5}
         """
-        return self._readers.open(epoch_number(epoch)).restore_leaves(patterns, item)
+        return self._readers.read(epoch_number(epoch), lambda reader: reader.restore_leaves(patterns, item))
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -587,7 +595,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def save_id(self, epoch: int) -> str:
         """The id of the save that committed an epoch; it changes when the epoch is replaced or saved anew."""
-        return self._readers.commits.read_head(epoch_number(epoch)).attempt
+        return self._readers.brief(epoch_number(epoch)).attempt
 
     def item_metadata(self, step: int) -> Any:
         """Shapes, dtypes and shardings of an epoch's items, as Orbax's metadata classes; reads no arrays."""
@@ -609,7 +617,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def nodes(self, epoch: int) -> list[str]:
         """Names of the nodes that wrote an epoch; none if stock Orbax wrote it."""
-        return [n.name for n in self._readers.commits.read_record(epoch_number(epoch)).nodes]
+        return [n.name for n in self._readers.open(epoch_number(epoch)).record.nodes]
 
     def node_path(self, node: str, epoch: int) -> epath.Path:
         """The folder of one node's files, in an object store only of its record and handlers' files.
@@ -637,7 +645,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._attempts.drain()
 
         def decide() -> None:
+            if self._is_remote(step):
+                self._withdraw(None, [step])
+                return
             self._commits.require(step)
+            self._withdraw(None, [step])
             self._attempts.remove(self._commits.hide(step, self._options.todelete_subdir))
 
         self._write("delete", step, decide)
@@ -662,10 +674,32 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         epoch = epoch_number(epoch)
         self._attempts.drain()
-        self._write("rollback_to", epoch, lambda: retention.roll_back(self._commits, epoch))
+
+        def decide() -> None:
+            remote = self._is_remote(epoch)
+            local = self._commits.list_epochs() if remote else self._commits.require(epoch)
+            self._withdraw(epoch, sorted(e for e in {*local, *self.all_steps()} if e > epoch))
+            retention.roll_back(self._commits, epoch, remote)
+
+        self._write("rollback_to", epoch, decide)
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
         self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
+
+    def _is_remote(self, epoch: int) -> bool:
+        """On the primary: whether only the mirror has an epoch."""
+        return self._mirror is not None and self._mirror.has(epoch) and epoch not in self._commits.list_epochs()
+
+    def _withdraw(self, to: int | None, epochs: Sequence[int]) -> None:
+        """On the primary: has the mirror follow a deletion, or a rollback, once that is recorded here."""
+        if (mirror := self._mirror) is not None and epochs:
+            _threads.start(lambda: mirror.withdraw(to, epochs)).result()
+
+    def _claimed(self, epochs: list[int]) -> None:
+        """On every process, when the directory is claimed: these epochs are committed there."""
+        self._listener.claimed(epochs)
+        if self._mirror is not None:
+            self._mirror.claimed(self._commits, self._coordinator, self._prefix, epochs)
 
     def _write(self, verb: str, epoch: int | None, decide: Callable[[], Any]) -> None:
         """The primary claims the directory, unless this manager has, and decides; every process learns of the claim.
@@ -715,6 +749,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return
         self._attempts.drain_removals()
         self._notifier.drain(self._storage.save_timeout_secs)
+        if self._mirror is not None:
+            self._mirror.close(self._storage.save_timeout_secs)
         self._ended = True  # not before: Ctrl-C may end the wait, and the next close() waits again
         if self._coordinator.primary:
             wait = self._storage.open_timeout_secs
@@ -740,6 +776,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _drain_at_exit(self) -> Callable[[], None]:
         """Begins to close; the returned call waits for the end, as long as a save may take. See `_threads`."""
         epochs, timeout_secs = [a.epoch for a in self._attempts.pending()], self._attempts.longest_secs
+        if self._mirror is not None:
+            timeout_secs += self._storage.save_timeout_secs
         deadline, closing = Deadline(timeout_secs), _threads.start(self.close)
 
         def left_to_do() -> str:

@@ -11,6 +11,7 @@ from absl import logging
 from epochckpt.commit import Attempt, Commits, History
 from epochckpt.commit.attempt import Committed
 from epochckpt.errors import SaveError, StorageBehindError
+from epochckpt.manager.mirror import Mirror
 from epochckpt.manager.notifier import HandlerNotifier
 from epochckpt.manager.status import SaveResult
 from epochckpt.orbax.step_log import StepLog
@@ -27,6 +28,7 @@ class Listener:
     _history: History
     _notifier: HandlerNotifier
     _log: StepLog
+    _mirror: Mirror | None = None
     _results: collections.deque[SaveResult] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_KEPT))
 
     def pop_results(self) -> list[SaveResult]:
@@ -47,6 +49,8 @@ class Listener:
             logging.warning(text, self._commits.store.root, told)
 
     def announce(self, attempt: Attempt, commit: Committed) -> None:
+        if self._mirror is not None:
+            self._mirror.committed(commit.epoch)
         self._notifier.committed(commit.epoch, attempt.node_secs)
         self._log.committed(attempt.log_entry, commit.committed_ns, attempt.elapsed_secs)
         callback = getattr(self._options.async_options, "post_finalization_callback", None)

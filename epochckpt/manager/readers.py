@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from absl import logging
 
 from epochckpt._threads import Pool
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.commit import Commits, commits_of
-from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, FormatError
+from epochckpt.commit.head_record import HeadEpoch
+from epochckpt.errors import (
+    DamagedError,
+    EpochCheckpointError,
+    EpochDeletedError,
+    EpochNotFoundError,
+    FormatError,
+    FormatVersionError,
+)
 from epochckpt.format import EpochRecord
 from epochckpt.manager.orbax_reader import OrbaxReader
 from epochckpt.manager.reader import CheckpointReader, NativeReader
@@ -17,12 +27,32 @@ from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.orbax import Handlers, OrbaxRecord
 from epochckpt.storage import open_store
 
+T = TypeVar("T")
+
+
+class MirrorCopies(Protocol):
+    """The copies of a directory's epochs in its mirror."""
+
+    def copy_of(self, epoch: int, commits: Commits) -> Commits | None:
+        """Where a copy of the epoch that `commits` has, or has lost, can be read; None if there is none."""
+        ...
+
 
 class Readers:
-    """Opens the epochs of one directory; by default for one node, with Orbax's handlers."""
+    """Opens the epochs of one directory; by default for one node, with Orbax's handlers.
 
-    def __init__(self, commits: Commits, pool: Pool, verify: bool = True, context: RestoreContext | None = None):
-        self.commits, self._pool, self._verify = commits, pool, verify
+    An epoch that is missing or damaged there is opened in the `mirror`, if that has it.
+    """
+
+    def __init__(
+        self,
+        commits: Commits,
+        pool: Pool,
+        verify: bool = True,
+        context: RestoreContext | None = None,
+        mirror: MirrorCopies | None = None,
+    ):
+        self.commits, self._pool, self._verify, self._mirror = commits, pool, verify, mirror
         self._context = context or RestoreContext(Handlers())
 
     def elsewhere(self, directory: str | os.PathLike[str], settings: Mapping[str, Any]) -> Readers:
@@ -34,6 +64,41 @@ class Readers:
 
     def open(self, epoch: int) -> CheckpointReader:
         """A reader of one epoch, whose record is read now; raises EpochNotFoundError, DamagedError or FormatError."""
+        return self.read(epoch, lambda reader: reader)
+
+    def read(self, epoch: int, use: Callable[[CheckpointReader], T]) -> T:
+        """What `use` makes of a reader of the epoch; of one in the mirror, where this one is missing or damaged."""
+        try:
+            return use(self._open(epoch))
+        except FormatVersionError:
+            raise
+        except (EpochNotFoundError, DamagedError, FormatError) as error:
+            there = self._elsewhere(epoch, error)
+            if there is None:
+                raise
+            return use(there.open(epoch))
+
+    def brief(self, epoch: int) -> EpochRecord | HeadEpoch:
+        """The attempt, time and metrics of an epoch; raises as `open` does."""
+        try:
+            return self.commits.read_brief(epoch)
+        except FormatVersionError:
+            raise
+        except (EpochNotFoundError, DamagedError, FormatError) as error:
+            there = self._elsewhere(epoch, error)
+            if there is None:
+                raise
+            return there.commits.read_brief(epoch)
+
+    def _elsewhere(self, epoch: int, error: EpochCheckpointError) -> Readers | None:
+        """Readers of the mirror, if that has the epoch."""
+        if self._mirror is None or (there := self._mirror.copy_of(epoch, self.commits)) is None:
+            return None
+        if not isinstance(error, EpochNotFoundError) or isinstance(error, EpochDeletedError):
+            logging.warning("epoch %d is read from its mirror %s: %s", epoch, there.store.root, error)
+        return Readers(there, self._pool, self._verify, self._context)
+
+    def _open(self, epoch: int) -> CheckpointReader:
         return self.of_record(self.commits.folder(epoch), self.commits.read_record(epoch))
 
     def of_record(self, folder: str, record: EpochRecord) -> CheckpointReader:
