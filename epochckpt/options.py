@@ -237,8 +237,10 @@ class StorageOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store", BucketSettings.of(self.store, "StorageOptions.store"))
-        for field in dataclasses.fields(self)[:-1]:
+        for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), str(field.type)
+            if isinstance(value, BucketSettings):
+                continue
             if kind == "bool" and not isinstance(value, bool):
                 raise InvalidArgumentError(f"StorageOptions.{field.name} must be a bool, got {value!r}")
             if kind == "bool" or (value is None and kind.endswith("None")):

@@ -21,7 +21,13 @@ from typing import Any, TypeVar
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.errors import AccessError, InvalidArgumentError, StorageError, UnsupportedError
+from epochckpt.errors import (
+    AccessError,
+    EpochCheckpointError,
+    InvalidArgumentError,
+    StorageError,
+    UnsupportedError,
+)
 from epochckpt.options import BucketSettings
 from epochckpt.storage.store import check_path, too_large
 
@@ -49,7 +55,8 @@ _UNNAMEABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 _STATUS = re.compile(r"status code: (\d+)")
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 401, 403, 404})  # by a server of credentials
-_CREDENTIALS = re.compile(r"//169\.254\.|//metadata\.google|token request")
+_CREDENTIALS = re.compile(r"//169\.254\.|//metadata\.google|token request|credential provider")
+_PROVIDER_AWAY = re.compile("Transport|Connect|Timeout|Retrieval")  # in the names of its errors
 _FOREIGN = re.compile(r"unknown variant `(\w+)`")  # of Google's files of credentials
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _user: int | None = None  # the process that has sent requests: its threads are in no child of it
@@ -129,9 +136,11 @@ def _google(kind: str) -> Any:
     """Credentials of a kind that google-auth knows and the client does not, such as another cloud's account."""
     try:
         auth = importlib.import_module("google.auth")
+        transport = importlib.import_module("google.auth.transport.requests")
         from obstore.auth.google import GoogleCredentialProvider
 
-        return GoogleCredentialProvider(auth.default(scopes=[_GOOGLE_SCOPE])[0])
+        ask: Any = functools.partial(transport.Request(), timeout=_SILENT_SECS)
+        return GoogleCredentialProvider(auth.default(scopes=[_GOOGLE_SCOPE], request=ask)[0], request=ask)
     except ImportError as error:
         raise InvalidArgumentError(
             f"Google's credentials are of the kind {kind!r}, which needs google-auth: pip install google-auth requests"
@@ -148,6 +157,8 @@ def _profile(name: str) -> tuple[Any, str]:
 
     files = botocore.session.Session(profile=name)
     found = ConfiguredEndpointProvider(files.full_config, files.get_scoped_config(), "s3").provide()
+    if files.get_credentials() is None:
+        raise AccessError(f"the profile {name!r} in ~/.aws has no credentials")
     return Boto3CredentialProvider(boto3.session.Session(botocore_session=files)), (found or "").rstrip("/")
 
 
@@ -207,7 +218,7 @@ class Client:
             self.kv, self.endpoint = client(_SILENT_SECS, (), environment)
             self._large, _ = client(_LARGE_SECS, (), environment)
             self._streams, _ = client(_LARGE_SECS, self._pauses(), environment)  # it repeats single parts itself
-        except InvalidArgumentError:
+        except EpochCheckpointError:
             raise
         except ImportError as error:
             problem = "a profile of ~/.aws is asked for, which needs boto3: pip install boto3"
@@ -362,7 +373,8 @@ class Client:
                 if (final := self._final(error, why, status)) is not None:
                     raise final from error
                 if _CREDENTIALS.search(why):
-                    if status in _REFUSED or pause is None or waited > give_up_secs:
+                    refused = "credential provider" in why and not _PROVIDER_AWAY.search(why)
+                    if refused or status in _REFUSED or pause is None or waited > give_up_secs:
                         raise AccessError(f"{self.root}: found no credentials: {why}") from error
                 elif status in (401, 403):
                     raise AccessError(f"{name}: {doing} is not permitted: {why}") from error

@@ -21,7 +21,7 @@ from etils import epath
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, StorageError
+from epochckpt.errors import AccessError, EpochCheckpointError, InvalidArgumentError, StorageError
 from epochckpt.jobs import stop
 from epochckpt.options import BucketSettings
 from epochckpt.storage import object_client, open_file, open_store, path_text, plain, with_settings
@@ -245,6 +245,7 @@ def test_a_profile_brings_credentials_region_and_endpoint(
     (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = of-mine\naws_secret_access_key = hidden\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     url = f"{cloud.new_url()}?profile=mine"
     region = "eu-west-3"
     if where == "url":
@@ -255,6 +256,9 @@ def test_a_profile_brings_credentials_region_and_endpoint(
     assert f"/{region}/s3/" in request.headers["authorization"]
     with pytest.raises(InvalidArgumentError, match="nobody"):
         open_store(f"{cloud.new_url()}?profile=nobody")
+    (tmp_path / "config").write_text("[profile empty]\nregion = eu-west-3\n")
+    with pytest.raises(AccessError, match=r"'empty' in ~/\.aws has no credentials"):
+        open_store(f"{cloud.new_url()}?profile=empty")
 
 
 class _Exchange(Handler):
@@ -263,18 +267,19 @@ class _Exchange(Handler):
     def do_POST(self) -> None:
         self.server.asked.append(urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode()))
         kinds = {"issued_token_type": "urn:ietf:params:oauth:token-type:access_token", "token_type": "Bearer"}
-        answer = json.dumps({"access_token": "of-google", "expires_in": 3600, **kinds}).encode()
-        self.send_response(200)
+        token = {"access_token": "of-google", "expires_in": 3600, **kinds}
+        answer = json.dumps({"error": "invalid_grant"} if self.server.refuses else token).encode()
+        self.send_response(400 if self.server.refuses else 200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
 
 
 @pytest.fixture
-def exchange(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, list[str]]]]:
-    """Credentials of another cloud's account, and what their exchange was asked."""
+def exchange(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Credentials of another cloud's account, and the server that exchanges them."""
     server: Any = Server(("127.0.0.1", 0), _Exchange)
-    server.asked = []
+    server.asked, server.refuses = [], False
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     (tmp_path / "subject").write_text("of-another-cloud")
@@ -289,29 +294,38 @@ def exchange(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
     monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")
     try:
-        yield server.asked
+        yield server
     finally:
         server.stop()
         thread.join()
 
 
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_an_account_of_another_cloud_is_one_of_googles(
-    cloud: Bucket, query: str, exchange: list[dict[str, list[str]]]
-) -> None:
+def test_an_account_of_another_cloud_is_one_of_googles(cloud: Bucket, query: str, exchange: Any) -> None:
     """Through google-auth: its token is asked for once."""
     pytest.importorskip("google.auth")
     store = open_store(f"{cloud.new_url()}?endpoint={cloud.proxy.url}")
     store.create("a", b"1")
     assert store.read("a", limit_bytes=1) == b"1"
     assert {request.headers["authorization"] for request in cloud.proxy.requests} == {"Bearer of-google"}
-    assert exchange[0]["subject_token"] == ["of-another-cloud"]
-    assert len(exchange) <= 3  # one for each client of small, large and streamed requests
+    assert exchange.asked[0]["subject_token"] == ["of-another-cloud"]
+    assert len(exchange.asked) <= 3  # one for each client of small, large and streamed requests
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_credentials_that_are_refused_are_an_error_at_once(cloud: Bucket, query: str, exchange: Any) -> None:
+    """No request reaches the store, and none is repeated."""
+    pytest.importorskip("google.auth")
+    exchange.refuses = True
+    url = cloud.new_url()
+    with pytest.raises(AccessError, match=f"{url}: found no credentials: .*invalid_grant"):
+        open_store(f"{url}?endpoint={cloud.proxy.url}").exists("a")
+    assert not cloud.proxy.requests
 
 
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_without_google_auth_it_is_said_what_works(
-    cloud: Bucket, query: str, exchange: list[Any], monkeypatch: pytest.MonkeyPatch
+    cloud: Bucket, query: str, exchange: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "google.auth", None)
     url = f"{cloud.new_url()}?endpoint={cloud.proxy.url}&retries=7"
