@@ -304,7 +304,7 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
             open_store("gs://bucket/run").list("")
 
 
-@pytest.mark.timeout(40)
+@pytest.mark.timeout(80)
 def test_ctrl_c_does_not_wait_for_an_answer(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is silent for longer than this test may take does not hold the main thread."""
     monkeypatch.setattr(object_client, "_SILENT_SECS", 85)
