@@ -351,16 +351,15 @@ class PutCommits(Commits):
 
     def _remove(self, folder: str, attempts: Collection[str]) -> None:
         """Removes the objects of some attempts; the copy of their record goes with them."""
-        path = paths.join(folder, paths.EPOCH_RECORD)
-        files = self.store.files(folder)
-        gone = [paths.join(folder, file.path) for file in files if paths.attempt_in(file.path) in attempts]
+        path, found = paths.join(folder, paths.EPOCH_RECORD), [file.path for file in self.store.files(folder)]
+        gone = [paths.join(folder, name) for name in found if paths.attempt_in(name) in attempts]
         with suppress(EpochCheckpointError):
-            copy = parsing.read_record(self.store, path, parsing.parse_head)
+            copy = parsing.read_record(self.store, path, parsing.parse_head) if paths.EPOCH_RECORD in found else None
             if copy is not None and copy.attempt in attempts:
                 gone.append(path)
                 if not copy.objects:  # the folder was copied from a file system
                     gone += [paths.join(folder, below) for below in copy.sizes()]
-                gone += self.store.find(paths.METRICS_PREFIX, folder)
+                gone += [paths.join(folder, name) for name in found if paths.parse_metrics_file(name)]
         self.store.remove_all(gone)
 
     def begin(self, epoch: int, attempt: str) -> None:

@@ -116,13 +116,14 @@ class Head:
         """The head of the next incarnation: nothing that an earlier one has begun can be committed any more."""
         number = 1 + (int(self.incarnation[:8]) if self.incarnation else 0)
         begun = {a: f for a, f in self.begun.items() if a == continues}
+        dead = {a: f for a, f in {**self.dead, **self.begun}.items() if a != continues}
         return self.next(
             incarnation=f"{number:08d}{paths.new_id()[:8]}",
             owner=dict(owner),
             closed=False,
             past=(*self.past, *([self.incarnation] if self.incarnation else []))[-_MAX_PAST:],
             begun=begun,
-            dead={**self.dead, **{a: f for a, f in self.begun.items() if a not in begun}},
+            dead=dead,
             foreign=foreign,
         )
 

@@ -82,11 +82,11 @@ class ObjectStore(Store):
         self._note(path, data, self._client.put(path, data))
 
     def open_writer(self, path: str, size: int) -> Writer:
-        """One request, for an early error."""
-        found, name = self._client.head(path), self._client.name(path)
+        """One request for a file that is uploaded in parts; a smaller one is refused by `finish` if it exists."""
+        name, _ = self._client.name(path), self._client.key(path)
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
-        if found is not None:
+        if size > CHUNK_BYTES and self._client.head(path) is not None:
             raise existing(name)
         return _Writer(self._client, path, size)
 

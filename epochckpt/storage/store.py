@@ -180,7 +180,10 @@ class Store(ABC):
 
     @abstractmethod
     def open_writer(self, path: str, size: int) -> Writer:
-        """Opens a new file of exactly `size` bytes; FileExistsError if there is one, FileNotFoundError as `create`."""
+        """Opens a new file of exactly `size` bytes; FileNotFoundError as `create`.
+
+        FileExistsError if there is one; object stores may notice that at `Writer.finish`.
+        """
 
     @abstractmethod
     def list(self, path: str) -> list[Entry]:

@@ -163,10 +163,10 @@ class StoreContract:
         assert store.size("data") == size
 
     def test_a_writer_never_replaces(self, store: Store) -> None:
-        """`open_writer` refuses an existing file, which keeps its content."""
+        """`open_writer`, or at the latest `finish`, refuses an existing file, which keeps its content."""
         write_file(store, "data", b"first")
         with pytest.raises(FileExistsError, match="data"):
-            store.open_writer("data", 6)
+            write_file(store, "data", b"second")
         assert store.read("data", limit_bytes=100) == b"first"
 
     def test_an_unfinished_file_is_not_finished(self, store: Store) -> None:
