@@ -2,7 +2,8 @@
 
 `epoch.json` alone says which bytes are needed and where they lie; the `node.json` of each node has the checksums. A
 range is read as the blocks that it touches, so that no unverified byte reaches the caller. A cell that fills a
-contiguous piece of its destination is read straight into it; other cells go through a buffer of a block or a row.
+contiguous piece of its destination is read straight into it; other cells go through a buffer of a block or a row. From
+an object store blocks that lie near each other come with one request.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ from epochckpt.format.records import MAX_RECORD_BYTES
 from epochckpt.storage import Reader, Store, writing
 
 _CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
+_CHECK_OBJECTS_FROM = 2**30  # the same where that is a request for each file
+_SPAN_BYTES = 16 * 2**20  # that one request reads
+_GAP_BYTES = 2**20  # that it reads in vain, where that saves another request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +81,8 @@ class NodeFile:
             if len(ends) != len(mine.xxh3):
                 raise FormatError(where, f"has {len(mine.xxh3)} checksums for the {len(ends)} blocks of {self.path}")
             self._sums = mine.xxh3
-        self._reader = reader = self.epoch.guard(self.path, lambda: self.epoch.store.open_reader(self.path))
+        size = self.size or None  # nothing is read of an empty file, so that it is looked for
+        self._reader = reader = self.epoch.guard(self.path, lambda: self.epoch.store.open_reader(self.path, size))
         try:
             self.check_size(lambda: reader.size)
         except BaseException:
@@ -103,7 +108,7 @@ class NodeFile:
         damage: list[EpochCheckpointError] | None = None,
         pool: Pool | None = None,
     ) -> None:
-        """Reads and verifies the whole file by blocks, in any order, with one block of memory per thread of the pool.
+        """Reads and verifies the whole file by blocks, in any order, with one request of memory per thread of the pool.
 
         `use` gets each block's offset and its bytes, which are valid only during the call. The errors of blocks that
         cannot be used go into `damage`; without it the first one is raised.
@@ -112,16 +117,21 @@ class NodeFile:
         largest = int(np.diff(self._ends, prepend=0).max(initial=0))
         local = threading.local()
 
-        def read(block: int) -> None:
-            if not hasattr(local, "buffer"):
+        def noting() -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext() if damage is None else _noting(damage)
+
+        def read(blocks: Sequence[int]) -> None:
+            if len(blocks) == 1 and not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(largest))
-            start, end = self._bounds(block)
-            with contextlib.nullcontext() if damage is None else _noting(damage):
-                self._read(block, local.buffer[: end - start], always=True)
-                use(start, local.buffer[: end - start])
+            with noting():
+                for block, piece in self._pieces(blocks, local.buffer if len(blocks) == 1 else None):
+                    with noting():
+                        self._verify(block, piece, always=True)
+                        use(self._bounds(block)[0], piece)
 
         try:
-            (pool or self.epoch.pool).run([functools.partial(read, b) for b in range(len(self._ends))])
+            spans = self._spans(range(len(self._ends)))
+            (pool or self.epoch.pool).run([functools.partial(read, blocks) for blocks in spans])
         finally:
             self.close()
 
@@ -137,17 +147,42 @@ class NodeFile:
     def _bounds(self, block: int) -> tuple[int, int]:
         return (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
 
-    def _read(self, block: int, into: memoryview, always: bool = False) -> None:
-        start, end = self._bounds(block)
+    def _spans(self, blocks: Iterable[int]) -> Iterator[list[int]]:
+        """Groups blocks, ascending, that are read together: on an object store those near each other."""
+        group: list[int] = []
+        longest = 0 if self.epoch.store.renames else _SPAN_BYTES
+        for block in blocks:
+            start, end = self._bounds(block)
+            if group and (end - self._bounds(group[0])[0] > longest or start - self._bounds(group[-1])[1] > _GAP_BYTES):
+                yield group
+                group = []
+            group.append(block)
+        if group:
+            yield group
+
+    def _pieces(self, blocks: Sequence[int], into: memoryview | None = None) -> Iterator[tuple[int, memoryview]]:
+        """Reads blocks with one call, into a buffer if one is given; gives each with its bytes, not verified."""
+        start, end = self._bounds(blocks[0])[0], self._bounds(blocks[-1])[1]
         reader = self._reader
         assert reader is not None, "tasks run while the file is open"
-        if start < end:
+        if into is None:
+            read = functools.partial(reader.read, start, end - start)
+        else:
+            into = into[: end - start]
             read = functools.partial(reader.read_into, start, into)
-            self.epoch.guard(self.path, read, f"bytes {start}-{end} cannot be read: ", lambda: self._leaf_at(start))
+        problem = f"bytes {start}-{end} cannot be read: "
+        found = self.epoch.guard(self.path, read, problem, lambda: self._leaf_at(start)) if start < end else b""
+        data = memoryview(found) if into is None else into
+        for block in blocks:
+            a, b = self._bounds(block)
+            yield block, data[a - start : b - start]
+
+    def _verify(self, block: int, piece: memoryview, always: bool = False) -> None:
         if self.epoch.verify or always:
-            found = f"{checksums.xxh3(into):016x}"
+            found = f"{checksums.xxh3(piece):016x}"
             if found != self._sums[block]:
                 self.epoch.check_present(f"{self.path} changed")
+                start, end = self._bounds(block)
                 problem = f"bytes {start}-{end} differ from what was written (xxh3 {self._sums[block]}, found {found})"
                 raise DamagedError(self.path, problem, self._leaf_at(start))
 
@@ -170,6 +205,7 @@ class ArrayFile(NodeFile):
         """Opens the file; returns tasks that read the wanted cells, given by their positions in the file."""
         self.open()
         tasks: list[Callable[[], None]] = []
+        whole: dict[int, memoryview] = {}  # destinations of blocks
         runs: dict[int, list[tuple[int, list[_Copy]]]] = collections.defaultdict(list)
         cells = np.array(sorted(wanted), dtype=np.int64)
         firsts = np.searchsorted(self._ends, self.offsets[cells], side="right").tolist()
@@ -182,12 +218,28 @@ class ArrayFile(NodeFile):
             if direct is not None and self._bounds(first)[0] == start and self._bounds(last)[1] == end:
                 for block in range(first, last + 1):  # the cell is whole blocks, which go straight to their place
                     a, b = self._bounds(block)
-                    tasks.append(functools.partial(self._read, block, direct[a - start : b - start]))
+                    whole[block] = direct[a - start : b - start]
             elif first == last:
                 runs[first].append((cell, wanted[cell]))
             else:
                 tasks.append(functools.partial(self._large, cell, wanted[cell]))
-        return tasks + [functools.partial(self._run, block, cells) for block, cells in runs.items()]
+        spans = self._spans(sorted(whole.keys() | runs.keys()))
+        return tasks + [functools.partial(self._deliver, blocks, whole, runs) for blocks in spans]
+
+    def _deliver(
+        self,
+        blocks: list[int],
+        whole: Mapping[int, memoryview],
+        runs: Mapping[int, list[tuple[int, list[_Copy]]]],
+    ) -> None:
+        """Reads blocks with one call; each goes to one destination as it is, or its whole cells to theirs."""
+        alone = whole.get(blocks[0]) if len(blocks) == 1 else None
+        for block, piece in self._pieces(blocks, alone):
+            self._verify(block, piece)
+            if alone is None and block in whole:
+                np.frombuffer(whole[block], np.uint8)[:] = np.frombuffer(piece, np.uint8)
+            elif alone is None:
+                self._spread(block, np.frombuffer(piece, np.uint8), runs[block])
 
     def _direct(self, cell: int, copies: list[_Copy]) -> memoryview | None:
         """The destination as bytes, if one whole cell goes to one contiguous place."""
@@ -198,11 +250,9 @@ class ArrayFile(NodeFile):
             return None
         return part.reshape(-1).view(np.uint8).data
 
-    def _run(self, block: int, cells: list[tuple[int, list[_Copy]]]) -> None:
-        """Reads a block with whole cells in it."""
-        start, end = self._bounds(block)
-        buffer = np.empty(end - start, dtype=np.uint8)
-        self._read(block, buffer.data)
+    def _spread(self, block: int, buffer: np.ndarray, cells: list[tuple[int, list[_Copy]]]) -> None:
+        """Takes whole cells out of a block."""
+        start, _ = self._bounds(block)
         for cell, copies in cells:
             raw = buffer[int(self.offsets[cell]) - start : int(self.offsets[cell + 1]) - start]
             array = self._array(cell, raw, self.item.cell_shape(int(self.part.leaves[cell])))
@@ -229,9 +279,12 @@ class ArrayFile(NodeFile):
         last = int(np.searchsorted(self._ends, end, side="left"))
         begin = self._bounds(first)[0]
         buffer = np.empty(self._bounds(last)[1] - begin, dtype=np.uint8)
+        whole = {}
         for block in range(first, last + 1):
             a, b = self._bounds(block)
-            self._read(block, buffer[a - begin : b - begin].data)
+            whole[block] = buffer[a - begin : b - begin].data
+        for blocks in self._spans(whole):
+            self._deliver(blocks, whole, {})
         sizes = [high - low for low, high in bounds]
         array = self._array(cell, buffer[start - begin : end - begin], (*sizes, *shape[len(sizes) :]))
         for copy in copies:
@@ -298,7 +351,7 @@ class EpochReader:
     def check_files(self, item: str, leaf: int, box: Box) -> None:
         """Checks the sizes of the files that hold a part of a leaf, before memory is allocated for it."""
         arrays = self._arrays(item)
-        if arrays.leaves[leaf].nbytes >= _CHECK_FROM:
+        if arrays.leaves[leaf].nbytes >= (_CHECK_FROM if self.store.renames else _CHECK_OBJECTS_FROM):
             for owner in sorted({arrays.owner(leaf, cell) for cell in arrays.cells_touching(leaf, box)}):
                 self._check_sizes(item, owner)
 

@@ -53,6 +53,7 @@ _SETTINGS = {  # that say which server and who asks, by scheme; the others are e
 _PREFIX = re.compile(r"(?:(?!\.{1,2}/)[^/]+/)*(?!\.{1,2}/?$)[^/]+/*")
 _UNNAMEABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 _STATUS = re.compile(r"status code: (\d+)")
+_BEYOND = re.compile(r"status code: 416|Invalid range")
 _PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 401, 403, 404})  # by a server of credentials
 _CREDENTIALS = re.compile(r"//169\.254\.|//metadata\.google|token request|credential provider")
@@ -272,6 +273,23 @@ class Client:
             if found.meta["size"] > limit_bytes:
                 raise too_large(self.name(path), found.meta["size"], limit_bytes)
             return bytes(found.bytes()), _version(found.meta)
+
+        return self.ask(path, "reading", get)
+
+    def get_range(self, path: str, start: int, length: int) -> tuple[memoryview, int]:
+        """Some bytes of an object, as far as it has them, and its size; EOFError if it ends before them."""
+        import obstore
+
+        key = self.key(path)
+
+        def get() -> tuple[memoryview, int]:
+            try:
+                found = obstore.get(self.kv, key, options={"range": (start, start + length)})
+                return memoryview(found.bytes()), found.meta["size"]
+            except obstore.exceptions.GenericError as error:
+                if _BEYOND.search(str(error)):
+                    raise EOFError(f"{self.name(path)} has no bytes from {start} on") from error
+                raise
 
         return self.ask(path, "reading", get)
 

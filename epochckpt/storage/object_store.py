@@ -7,13 +7,13 @@ several at a time, and never lie in memory as a whole. See `object_client` for w
 from __future__ import annotations
 
 import errno
-import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from epochckpt import _threads
@@ -70,12 +70,14 @@ class ObjectStore(Store):
         self._note(path, content, version)
         return content
 
-    def open_reader(self, path: str) -> Reader:
-        """One request, for its size."""
-        found = self._client.head(path)
-        if found is None:
-            raise missing(self._client.name(path))
-        return _Reader(self._client, path, found["size"])
+    def open_reader(self, path: str, size: int | None = None) -> Reader:
+        """One request, for its size, unless that is given."""
+        if size is None:
+            found = self._client.head(path)
+            if found is None:
+                raise missing(self._client.name(path))
+            return _Reader(self._client, path, found["size"])
+        return _Reader(self._client, path, size)
 
     def create(self, path: str, data: bytes) -> None:
         """One conditional write."""
@@ -209,26 +211,32 @@ class _Reader(Reader):
 
     @property
     def size(self) -> int:
-        """Length as it was when the object was opened."""
+        """Length as it was when the object was opened, or as the caller gave it."""
         return self._size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """One ranged read and one copy."""
-        import obstore
+        data = self.read(offset, buffer.nbytes)
+        if buffer.nbytes:
+            np.frombuffer(buffer, np.uint8)[:] = np.frombuffer(data, np.uint8)
 
-        client, length, name = self._client, buffer.nbytes, self._client.name(self._path)
+    def read(self, offset: int, length: int) -> memoryview:
+        """One ranged read, whose answer also says the size."""
+        name = self._client.name(self._path)
         if self._closed:
             raise ValueError(f"{name} is closed")
         if offset < 0:
             raise ValueError(f"{name}: offset {offset}; expected at least 0")
         if length and offset + length > self._size:
             raise EOFError(f"{name}: has {self._size} bytes, not the {length} from {offset} on")
-        if length:
-            get = functools.partial(obstore.get_range, client.kv, client.key(self._path), start=offset, length=length)
-            data = client.ask(self._path, "reading", get)
-            if len(data) != length:
-                raise EOFError(f"{name}: {len(data)} of {length} bytes at {offset}")
-            buffer.cast("B")[:] = memoryview(data)
+        if not length:
+            return memoryview(b"")
+        data, size = self._client.get_range(self._path, offset, length)
+        if size != self._size:
+            raise EOFError(f"{name}: has {size} bytes, {self._size} are expected")
+        if data.nbytes != length:
+            raise EOFError(f"{name}: {data.nbytes} of {length} bytes at {offset}")
+        return data
 
     def close(self) -> None:
         """Forgets the key; no connection was held."""

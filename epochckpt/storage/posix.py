@@ -100,7 +100,7 @@ class PosixStore(Store):
                 raise
         return True
 
-    def open_reader(self, path: str) -> PosixReader:
+    def open_reader(self, path: str, size: int | None = None) -> PosixReader:
         """One open(2) of a regular file; anything else is refused."""
         check_path(path, root_allowed=False)
         return patiently(self._name(path), lambda: self._open_reader(path))

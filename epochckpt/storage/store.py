@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
+import numpy as np
 from absl import logging
 
 from epochckpt import _threads
@@ -68,6 +69,12 @@ class Reader(ABC):
 
         May be called by any thread. The buffer is writable and C-contiguous, with items of any format.
         """
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """The bytes from `offset` on, in memory of their own; raises what `read_into` raises."""
+        buffer = np.empty(length, np.uint8).data
+        self.read_into(offset, buffer)
+        return buffer
 
     @abstractmethod
     def close(self) -> None:
@@ -162,8 +169,12 @@ class Store(ABC):
         return bytes(data)
 
     @abstractmethod
-    def open_reader(self, path: str) -> Reader:
-        """Opens a file for reading; FileNotFoundError if there is none."""
+    def open_reader(self, path: str, size: int | None = None) -> Reader:
+        """Opens a file for reading; FileNotFoundError if there is none.
+
+        `size` is the length that it has by what the caller knows: an object store need not ask for it then. There a
+        file that is missing, or has another length, is an error of the first read (EOFError for the length).
+        """
 
     def uncache(self, path: str) -> None:
         """Drops a durable file from the page cache, if the store has one; changes nothing else."""

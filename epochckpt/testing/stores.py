@@ -156,6 +156,20 @@ class StoreContract:
             with pytest.raises(ValueError, match="offset -1"):
                 reader.read_into(-1, memoryview(bytearray(1)))
 
+    def test_a_size_that_the_caller_knows_is_believed_until_a_read(self, store: Store) -> None:
+        """A file that is missing, or has another size, is an error at the latest then."""
+        store.create("data", b"0123456789")
+        with store.open_reader("data", 10) as reader:
+            assert reader.size == 10
+            assert reader.read(3, 4) == b"3456"
+        for size in (9, 11):
+            with store.open_reader("data", size) as reader:
+                if reader.size == size:
+                    with pytest.raises(EOFError, match="data"):
+                        reader.read(3, 4)
+        with pytest.raises(FileNotFoundError), store.open_reader("none", 10) as reader:
+            reader.read(3, 4)
+
     @pytest.mark.parametrize("size", [0, 1, 2, 3, 1000, (1 << 20) + 1])
     def test_size_is_exact(self, store: Store, size: int) -> None:
         """The size of a file is the number of bytes written, also around powers of two."""

@@ -17,8 +17,15 @@ import pytest
 
 import epochckpt as ec
 from epochckpt.cli import main
-from epochckpt.errors import AccessError, EpochCheckpointError, StorageBehindError, StorageError, UnsupportedError
-from epochckpt.storage import object_client
+from epochckpt.errors import (
+    AccessError,
+    DamagedError,
+    EpochCheckpointError,
+    StorageBehindError,
+    StorageError,
+    UnsupportedError,
+)
+from epochckpt.storage import Store, object_client, open_store
 from tests.support.bucket_jobs import VALUES
 from tests.support.job_runs import reading_job
 from tests.support.object_servers import BUCKET, Bucket, Fault, Request
@@ -67,7 +74,8 @@ def test_a_run_is_kept_and_continued(cloud: Bucket) -> None:
 
 @pytest.mark.slow
 def test_several_processes_save_and_others_restore(cloud: Bucket) -> None:
-    """Two save, sharded; two, and then one, restore another cut."""
+    """Two save, sharded; two, and then one, restore another cut. Both take an older epoch when one of them finds that
+    the newest has lost an object, which the other one does not read."""
     url = cloud.new_url()
     kept = run_worker(
         "tests.support.bucket_jobs:save_sharded", {"directory": url, "epochs": [1, 2, 3]}, 2, 2, env=cloud.environment
@@ -82,6 +90,9 @@ def test_several_processes_save_and_others_restore(cloud: Bucket) -> None:
             env=cloud.environment,
         )
         assert found == [[3, 3, VALUES.size // processes]] * processes
+    lose(open_store(url), files_of(url, 3)[1], "lost")
+    found = run_worker("tests.support.bucket_jobs:restore_newest", {"directory": url}, 2, 2, env=cloud.environment)
+    assert found == [[[2, 3], 2, [2]]] * 2
 
 
 def test_a_job_resumes_from_a_bucket(cloud: Bucket) -> None:
@@ -193,6 +204,100 @@ def test_a_store_that_goes_away_fails_a_save_and_no_more(cloud: Bucket, quick: N
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 3]
         np.testing.assert_array_equal(manager.restore(1)["w"], np.ones(3))
+
+
+def files_of(url: str, epoch: int) -> list[str]:
+    """The data files of an epoch, by node."""
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        record = manager._commits.read_record(epoch)
+        folder = manager._commits.folder(epoch)
+        return [f"{folder}/{record.path(n, node.files[0])}" for n, node in enumerate(record.nodes)]
+
+
+LOSSES: dict[str, Callable[[bytes], bytes | None]] = {
+    "lost": lambda data: None,
+    "empty": lambda data: b"",
+    "cut": lambda data: data[:-1],
+    "cut to its header": lambda data: data[:100],
+    "longer": lambda data: data + b"x",
+    "other bytes": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+}
+
+
+def lose(store: Store, path: str, loss: str) -> None:
+    """What becomes of an object."""
+    with store.open_reader(path) as reader:
+        data = LOSSES[loss](bytes(reader.read(0, reader.size)))
+    store.remove(path)
+    if data is not None:
+        store.create(path, data)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_restore_finds_what_became_of_an_object_and_takes_an_older_epoch(loss: str, cloud: Bucket) -> None:
+    """Opening looks at no file. The named epoch is an error; the newest that is whole is restored, verified, and the
+    next save takes the place of the damaged one."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        for epoch in (1, 2):
+            manager.save(epoch, args=Save(state(epoch)))
+    (path,) = files_of(url, 2)
+    lose(open_store(url), path, loss)
+    with ec.CheckpointManager(url) as manager:
+        assert manager.all_steps() == [1, 2]
+        with pytest.raises(DamagedError, match=path):
+            manager.restore(2)
+        assert not manager.verify(2).ok
+        assert manager.restore(None)["epoch"] == 1
+        assert manager.all_steps() == [1]
+        manager.save(2, args=Save(state(22)))
+        manager.wait_until_finished()
+        assert manager.restore(2)["epoch"] == 22
+
+
+def test_a_job_resumes_from_an_older_epoch_when_the_newest_has_lost_an_object(cloud: Bucket) -> None:
+    url, totals = cloud.new_url(), list[Any]()
+    with ec.CheckpointManager(url) as manager:
+        assert ec.JobRunner(reading_job(3, totals), manager)(ec.LocalSession()) == 3
+    lose(open_store(url), files_of(url, 3)[0], "lost")
+    with ec.CheckpointManager(url) as manager:
+        runner = ec.JobRunner(reading_job(4, []), manager)
+        assert runner(ec.LocalSession()) == 4
+        assert runner.result.resumed_from == 2
+        assert manager.all_steps() == [0, 1, 2, 3, 4]
+        assert manager.verify(3).ok
+
+
+@pytest.mark.parametrize("leaves", [1, 401])
+def test_a_restore_is_one_request_for_each_file_and_two_for_the_record(leaves: int, cloud: Bucket) -> None:
+    """The head, the record, what the node wrote, and one range of each of its files, however many leaves there are."""
+    url = cloud.new_url()
+    tree = {f"leaf{i}": jnp.full(64, float(i)) for i in range(leaves)}
+    with ec.CheckpointManager(url) as manager:
+        manager.save(1, args=ocp.args.Composite(state=Save(tree), config=ocp.args.JsonSave({"layers": 3})))
+        manager.wait_until_finished()
+        for epoch in range(2, 5):
+            manager.save(epoch, args=ocp.args.Composite(state=Save(tree)))
+    with cloud.proxy.counted() as counts:
+        reader = ec.CheckpointManager(url, options=Options(read_only=True))
+    assert set(counts) == {"GET"}
+    assert counts["GET"] <= 3
+    target = jax.tree.map(jnp.zeros_like, tree)
+    both = ocp.args.Composite(state=Restore(target), config=ocp.args.JsonRestore())
+    calls: dict[str, tuple[int, Callable[[], Any]]] = {
+        "with a target": (4, lambda: reader.restore(4, args=ocp.args.Composite(state=Restore(target)))),
+        "as it was saved": (4, lambda: reader.restore(4)),
+        "one leaf": (4, lambda: reader.restore_leaves(4, "leaf0")),
+        "the newest": (5, lambda: reader.restore(None)),
+        "with JSON": (5, lambda: reader.restore(1, args=both)),
+    }
+    for what, (expected, call) in calls.items():
+        with cloud.proxy.counted() as counts:
+            got = call()
+        assert counts == {"GET": expected}, what
+    assert got.config == {"layers": 3}
+    jax.tree.map(np.testing.assert_array_equal, got.state, tree)
+    reader.close()
 
 
 def held(go_on: threading.Event) -> Callable[[Request], Fault | None]:

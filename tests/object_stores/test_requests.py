@@ -532,6 +532,9 @@ def test_requests_are_few(cloud: Bucket, store: Store) -> None:
         with store.open_reader("small") as reader:
             reader.read_into(10, memoryview(bytearray(50)))
     assert counts == {"HEAD": 1, "PUT": 1, "GET": 1}
+    with cloud.proxy.counted() as counts, store.open_reader("small", 100) as reader:
+        assert reader.read(10, 50) == b"x" * 50
+    assert counts == {"GET": 1}
 
 
 def test_memory_is_shared_by_the_stores_of_a_process() -> None:

@@ -24,6 +24,18 @@ def save_sharded(directory: str, epochs: list[int]) -> list[int]:
         return manager.all_steps()
 
 
+def restore_newest(directory: str) -> list[Any]:
+    """The epochs that are listed, the one that all processes can restore as they saved it, and those listed then."""
+    sharding = NamedSharding(global_mesh((jax.device_count(), 1)), PartitionSpec("x"))
+    with ec.CheckpointManager(directory) as manager:
+        before = list(manager.all_steps())
+        target = {"w": jax.ShapeDtypeStruct(VALUES.shape, VALUES.dtype, sharding=sharding), "epoch": 0}
+        found = manager.restore(None, args=ocp.args.StandardRestore(target))
+        parts = [(shard.index, np.asarray(shard.data)) for shard in found["w"].addressable_shards]
+        assert all(np.array_equal(part, (VALUES + found["epoch"])[index]) for index, part in parts)
+        return [before, int(found["epoch"]), list(manager.all_steps())]
+
+
 def restore_sharded(directory: str, axis: int) -> list[Any]:
     """Restores the newest epoch, cut along another axis; returns what this process holds of it."""
     spec = PartitionSpec("x") if not axis else PartitionSpec(None, "x")

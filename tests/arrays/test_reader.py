@@ -1,0 +1,104 @@
+"""Reading parts of arrays from a store where each call is a request."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import epochckpt as ec
+from epochckpt.arrays import EpochReader, Request, reader
+from epochckpt.format import grid
+from epochckpt.storage import object_client
+
+BLOCK, SPAN, GAP = 4096, 20_000, 6_000
+TREE = {
+    "long": np.arange(12_000, dtype=np.int32).reshape(60, 200),  # several blocks
+    "rows": np.arange(3 * 2048, dtype=np.int16).reshape(3, 2048) * 3,  # three blocks
+    **{f"small{i}": np.full((7, 5 + i), i, np.uint8) for i in range(30)},  # many in a block
+    "empty": np.zeros((0, 4), np.float32),
+    "wide": np.arange(30_000, dtype=np.uint8).reshape(2, 15_000),
+}
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[EpochReader]:
+    """The arrays in a store that has no rename, in three files of many blocks each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_SPAN_BYTES", SPAN)
+        patch.setattr(reader, "_GAP_BYTES", GAP)
+        storage = ec.StorageOptions(block_bytes=BLOCK, part_bytes=40_000)
+        with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}", storage=storage) as manager:
+            manager.save(0, args=ocp.args.StandardSave(TREE))
+            manager.wait_until_finished()
+            native, _ = manager.source(0)
+            assert native is not None
+            yield native
+
+
+def boxes(name: str) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
+    """Parts of an array, also empty ones."""
+    axes = [
+        st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda pair: tuple(sorted(pair))) for n in TREE[name].shape
+    ]
+    return st.tuples(*axes)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_parts_are_read_with_few_requests(source: EpochReader, data: st.DataObject) -> None:
+    """Each value is right, and no request reads more than it may."""
+    arrays = source.record.items["default"].arrays
+    assert arrays is not None
+    numbers = {leaf.name: number for number, leaf in enumerate(arrays.leaves)}
+    names = data.draw(st.lists(st.sampled_from(sorted(TREE)), max_size=8, unique=True))
+    requests = []
+    for name in names:
+        box = data.draw(boxes(name))
+        requests.append(Request("default", numbers[name], box, np.empty(grid.box_shape(box), TREE[name].dtype)))
+    ranges: list[tuple[str, int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        ask = object_client.Client.get_range
+
+        def get_range(client: object_client.Client, path: str, start: int, length: int) -> tuple[memoryview, int]:
+            ranges.append((path, start, start + length))
+            return ask(client, path, start, length)
+
+        patch.setattr(object_client.Client, "get_range", get_range)
+        source.read(requests)
+    for name, request in zip(names, requests, strict=True):
+        np.testing.assert_array_equal(request.out, TREE[name][grid.slices(request.box)])
+    for path, start, end in ranges:
+        assert end - start <= SPAN, path
+    assert len(set(ranges)) == len(ranges)  # nothing is asked for twice
+
+
+def test_a_whole_restore_is_one_request_for_as_much_as_it_may_read(source: EpochReader) -> None:
+    """Every byte of the arrays once, in requests that are as large as allowed."""
+    arrays = source.record.items["default"].arrays
+    assert arrays is not None
+    lengths: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        ask = object_client.Client.get_range
+
+        def get_range(client: object_client.Client, path: str, start: int, length: int) -> tuple[memoryview, int]:
+            lengths.append(length)
+            return ask(client, path, start, length)
+
+        patch.setattr(object_client.Client, "get_range", get_range)
+        everything = [
+            Request("default", number, tuple((0, n) for n in leaf.shape), np.empty(leaf.shape, leaf.dtype))
+            for number, leaf in enumerate(arrays.leaves)
+        ]
+        source.read(everything)
+    files = source.files("default", 0)
+    assert len(files) > 1
+    assert sum(lengths) == sum(file.size - file.data_start for file in files)
+    assert len(lengths) <= sum(-(-(file.size - file.data_start) // (SPAN - BLOCK)) for file in files)
+    for request in everything:
+        np.testing.assert_array_equal(request.out, TREE[arrays.leaves[request.leaf].name])
