@@ -343,7 +343,7 @@ def look(
 def mirror_of(commits: Commits) -> tuple[Commits, MirrorRecord] | None:
     """The epochs of the directory's mirror, and what the directory knows of it; None without a mirror."""
     record = read_mirror_record(commits.store) if commits.store.renames else None
-    return None if record is None else (commits_of(open_store(record.url), commits.names), record)
+    return None if record is None else (commits_of(open_store(record.address), commits.names), record)
 
 
 def _with_mirror(commits: Commits, found: Overview, limit: int | None) -> Overview:

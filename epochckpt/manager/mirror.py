@@ -74,14 +74,14 @@ class Mirror:
     ):
         """`hosted` gives the names of this process's nodes, which are known once the directory is open."""
         store, names = open_store(url, settings=options.store), StepNames.of(policies)
-        self.url = store.root
+        self.url, self._address = store.root, store.address
         self._there = commits_of(store, names)  # to read
         self._copies = commits_of(store, names)  # to write, in the background
         self._options, self._policies, self._hosted = options, policies, hosted
         self._epochs: frozenset[int] = frozenset()  # that the mirror has, as far as known
         self._answered = False  # whether the mirror said so when the directory was opened
         self._removed: list[int] = []
-        self._record = MirrorRecord(self.url)
+        self._record = MirrorRecord(self.url, self._address)
         # The lock is taken by background threads only. It guards the record, and which epochs wait.
         self._lock = threading.Lock()
         self._due: list[int] = []  # epochs to be copied, in order
@@ -131,7 +131,7 @@ class Mirror:
         if record is not None and record.url != self.url:
             logging.warning("%s: its mirror was %s, and is %s from now on", local.store.root, record.url, self.url)
             record = None
-        self._record = record or MirrorRecord(self.url)
+        self._record = self._addressed(record)
         try:
             self._epochs, self._answered = frozenset(self._there.list_epochs()), True
         except StorageError as error:
@@ -150,13 +150,19 @@ class Mirror:
                     "or open an empty directory to go on from the mirror"
                 )
 
+    def _addressed(self, record: MirrorRecord | None) -> MirrorRecord:
+        """The record, or an empty one, with the settings of today."""
+        if record is None:
+            return MirrorRecord(self.url, self._address)
+        return dataclasses.replace(record, address=self._address)
+
     def _copy_exists(self, epoch: int, attempt: str | None) -> bool:
         there = self._there.read_attempt(epoch)
         return there is not None and self._record.is_copy(epoch, attempt, there)
 
     def copy_of(self, epoch: int, commits: Commits) -> Commits | None:
         """See `readers.MirrorCopies`. Any process may ask, at any time; storage is looked at."""
-        record = read_mirror_record(commits.store) or MirrorRecord(self.url)
+        record = self._addressed(read_mirror_record(commits.store))
         if record.url != self.url or epoch in record.hidden:
             return None
         there = self._there.read_attempt(epoch)
@@ -180,7 +186,7 @@ class Mirror:
             return
         with self._lock:
             record = read_mirror_record(local.store)  # of a run that was alive until now, perhaps
-            self._write(record if record is not None and record.url == self.url else self._record)
+            self._write(self._addressed(record) if record is not None and record.url == self.url else self._record)
             there = self._epochs - self._record.hidden
             newest = max(there, default=-1)
             self._due = [e for e in epochs if e in there and self._is_stale(e)]

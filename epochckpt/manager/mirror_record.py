@@ -29,12 +29,14 @@ class MirrorRecord:
     """The mirror of a directory.
 
     Attributes:
-        url: where it is; without anything secret.
+        url: where it is.
+        address: what opens it: the same, with the settings of a bucket. They hold nothing secret.
         copies: by epoch, the attempt here, and the attempt there that is its copy, once that is committed there.
         withdrawn: what the mirror has yet to follow, in order.
     """
 
     url: str
+    address: str
     copies: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     withdrawn: tuple[Withdrawal, ...] = ()
 
@@ -46,6 +48,7 @@ class MirrorRecord:
                 "version": paths.VERSION,
                 "record": "mirror",
                 "url": self.url,
+                "address": self.address,
                 "copies": [[epoch, *attempts] for epoch, attempts in sorted(self.copies.items())],
                 "withdrawn": [[each.to, list(each.epochs)] for each in self.withdrawn],
             }
@@ -74,7 +77,8 @@ def _parse(path: str, data: bytes) -> MirrorRecord:
         if not isinstance(row, list) or [type(value) for value in row] != [int, str, str]:
             raise FormatError(path, "holds a copy that is no [epoch, attempt, attempt]")
         copies[row[0]] = (row[1], row[2])
-    return MirrorRecord(fields.text("url"), copies, tuple(_withdrawal(path, row) for row in fields.array("withdrawn")))
+    withdrawn = tuple(_withdrawal(path, row) for row in fields.array("withdrawn"))
+    return MirrorRecord(fields.text("url"), fields.text("address"), copies, withdrawn)
 
 
 def _withdrawal(path: str, row: Any) -> Withdrawal:

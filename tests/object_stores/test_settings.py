@@ -145,6 +145,19 @@ def test_options_reach_a_bucket_and_a_url_comes_first(cloud: Bucket, query: str)
         assert manager.all_steps() == [1]
 
 
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_a_mirror_is_found_again_by_who_looks(cloud: Bucket, query: str, tmp_path: pathlib.Path) -> None:
+    """The directory knows how its mirror is reached, whether the URL said so or the options."""
+    one, other = cloud.new_url(), cloud.new_url()
+    by_options = ec.StorageOptions(mirror=other, store=BucketSettings.of(query, "test"))
+    by_url = ec.StorageOptions(mirror=f"{one}?{query}")
+    for url, storage in ((one, by_url), (other, by_options)):
+        directory = tmp_path / url.rpartition("/")[2]
+        save(str(directory), 1, storage=storage)
+        seen = ec.inspect(directory).overview()
+        assert (seen.mirror, seen.problems, [row.tier for row in seen.epochs]) == (url, {}, ["both"])
+
+
 def test_two_endpoints_are_two_directories(cloud: Bucket, query: str) -> None:
     name = cloud.new_url()
     one, same = open_store(f"{name}?{query}"), open_store(f"{name}/?{query}&retries=1&concurrency=2")
