@@ -205,7 +205,7 @@ class Settings:
             stores.
         block_bytes: Unit of writing, checksums and verified reading.
         replica_split_bytes: Replicated arrays above this size are written by several processes.
-        orbax_view: Also write the index through which stock Orbax reads epochs; file systems only.
+        orbax_view: Also write the index through which stock Orbax reads epochs; file systems and gs://.
         verify: Check the blocks of arrays that are read against their checksums; other files always are.
         mirror: Another directory, as a rule a bucket, that committed epochs are copied to in the background.
         mirror_every: Copy every n-th committed epoch, and the newest at the end.

@@ -202,7 +202,8 @@ class StorageOptions:
             do not compute in step stay behind after a pause.
         open_timeout_secs: how long construction, `reload`, `delete` and `rollback_to` wait for the other processes.
         restore_timeout_secs: how long `restore(None)` waits for the votes of the other processes.
-        orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt (POSIX only).
+        orbax_view: also write the small files that let stock Orbax read the epoch without epochckpt, on file
+            systems and, after the commit, in buckets of Google Cloud Storage.
         verify: check the checksum of every block of an array before its bytes reach the caller, which costs little.
             The files of handlers, JSON among them, are always checked.
         mirror: another directory, as a rule a bucket (`gs://…`), that committed epochs of a directory on a file system

@@ -24,6 +24,7 @@ from absl import logging
 from epochckpt import _threads
 from epochckpt.commit import claiming, head_record
 from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.commit.object_views import ObjectViews
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import (
     DamagedError,
@@ -52,6 +53,7 @@ class PutCommits(Commits):
         super().__init__(store, names)
         self._seen: tuple[Head, bytes] | None = None  # the head at the last look or change
         self._swept: set[str] = set()  # dead attempts of which nothing is left
+        self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
 
     # -- the head ------------------------------------------------------------------------------------------------
 
@@ -305,6 +307,7 @@ class PutCommits(Commits):
         if new.dead:
             logging.info("%s: removing what earlier runs left of %d saves", self.store.root, len(new.dead))
             _threads.start(lambda: _threads.logged(self.store.root, lambda: self.remove_dead(new.dead)))
+        _threads.start(lambda: _threads.logged(self.store.root, lambda: self._views.finish(new)))
 
     def remove_dead(self, dead: Mapping[str, str]) -> None:
         """Removes what attempts wrote that are dead, by attempt the folder."""
@@ -350,8 +353,9 @@ class PutCommits(Commits):
         return {attempt: folder for attempt, folder in strays.items() if attempt not in known}
 
     def _remove(self, folder: str, attempts: Collection[str]) -> None:
-        """Removes the objects of some attempts; the copy of their record goes with them."""
+        """Removes the objects of some attempts; the copy of their record goes with them, and first the Orbax view."""
         path, found = paths.join(folder, paths.EPOCH_RECORD), [file.path for file in self.store.files(folder)]
+        self._views.remove_all(folder, attempts, found)
         gone = [paths.join(folder, name) for name in found if paths.attempt_in(name) in attempts]
         with suppress(EpochCheckpointError):
             copy = parsing.read_record(self.store, path, parsing.parse_head) if paths.EPOCH_RECORD in found else None
@@ -377,6 +381,11 @@ class PutCommits(Commits):
 
     def data_folder(self, epoch: int, attempt: str, node: str, item: str) -> str:
         return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt, item))
+
+    def write_view(self, record: EpochRecord, run: Callable[[list[Callable[[], None]]], None]) -> EpochRecord:
+        """See Commits. The view is only planned and noted: `publish` returns what writes it, after the commit."""
+        del run
+        return self._views.plan(record)
 
     def publish(
         self, epoch: int, attempt: str, record: bytes, check: Callable[[], None], replaces: ReplaceCondition | None
@@ -427,13 +436,14 @@ class PutCommits(Commits):
                 raise SaveError(epoch, f"the head could not be changed: {error}") from error
         self._folders[epoch] = folder
         self._copy(paths.join(folder, paths.EPOCH_RECORD), lambda: record)
-        if old is None:
-            return None
-        if replaces is not None and replaces.damage:
+        was, kept = old, replaces is not None and bool(replaces.damage)
+        if was is not None and kept:
             logging.warning("%s: the damaged epoch %d was set aside as %s", self.store.root, epoch, aside)
-            self._copy_aside({aside: old})
-            return None
-        return partial(self.remove_dead, {old.attempt: folder})
+            self._copy_aside({aside: was})
+        steps = self._views.after_commit(folder, attempt, was.attempt if was else "")
+        if was is not None and not kept:
+            steps.append(partial(self.remove_dead, {was.attempt: folder}))
+        return partial(_all, steps) if steps else None
 
     def _give_up(self, epoch: int, attempt: str) -> bool:
         """Makes sure that an attempt is never committed, unless it has been; returns whether it has."""
@@ -495,6 +505,7 @@ class PutCommits(Commits):
         """Copies the records of epochs that were set aside, for people; their data objects stay where they are."""
         for kept, entry in entries.items():
             folder = kept.partition("/")[2]
+            _threads.logged(self.store.root, partial(self._views.remove, folder, entry.attempt))
             path = _record_path(folder, entry.attempt)
             read = partial(self.store.read, path, limit_bytes=records.MAX_RECORD_BYTES)
             self._copy(paths.join(kept, paths.EPOCH_RECORD), read)
@@ -547,6 +558,11 @@ class PutCommits(Commits):
             return now.next(epochs=both[0], aside=both[1], foreign=foreign) if both != (now.epochs, now.aside) else None
 
         self._change(edit, 0, fenced=False)
+
+
+def _all(steps: Collection[Callable[[], object]]) -> None:
+    for step in steps:
+        step()
 
 
 def _record_path(folder: str, attempt: str) -> str:

@@ -19,6 +19,7 @@ from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.errors import DamagedError, EpochExistsError, FormatError, UncertainError, UploadError, unreadable
 from epochckpt.format import EpochRecord, NodeEntry, checksums, paths
+from epochckpt.orbax import object_view
 
 _THREADS = 2
 
@@ -115,14 +116,12 @@ class EpochCopy:
 
     @functools.cached_property
     def _record(self) -> EpochRecord:
-        """The commit record of the copy: stores without rename have the attempt in their paths, and no Orbax view."""
-        record, renames = self._reader.record, self.commits.store.renames
-        unsupported = record.orbax_unsupported if renames else None
-        if renames and record.objects:  # a view could not be made where it was saved
-            unsupported = {}
-        return dataclasses.replace(
-            record, attempt=self._attempt, objects=not renames, orbax_unsupported=unsupported, orbax_view=None
-        )
+        """The commit record of the copy: on object stores the attempt is in the paths, and few have an Orbax view."""
+        record, store, unsupported = self._reader.record, self.commits.store, None
+        if store.renames or object_view.is_of_use(store):  # where it was saved perhaps none could be made
+            unsupported = {} if record.objects else record.orbax_unsupported
+        changes = {"objects": not store.renames, "orbax_unsupported": unsupported, "orbax_view": None}
+        return dataclasses.replace(record, attempt=self._attempt, **changes)
 
     def copy_nodes(self, names: Collection[str]) -> list[NodeEntry]:
         """Copies the folders of these nodes; returns the entries of their copies."""

@@ -1,6 +1,6 @@
 """The Orbax view of an epoch in an object store: written under its final names, once the epoch is committed.
 
-- `commit_success.txt`, without which stock Orbax takes no step and no item there for finished, is written last and goes
+- `commit_success.txt`, without which stock Orbax takes no item and no step there for finished, is written last and goes
   first. A kill in between leaves an epoch that epochckpt reads and stock Orbax does not see; the next claim of the
   directory, or `repair_view`, completes it.
 - A file is put if there is none of its name. One that is there gives way only to the attempt that still is the epoch: a
@@ -9,7 +9,7 @@
 For an epoch of one item and one node that is nine small objects, and one look at whether the epoch is still the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError, unreadable
 from epochckpt.format import EpochRecord
@@ -51,7 +51,8 @@ def put(store: Store, folder: str, view: View, still: Callable[[], bool]) -> boo
     store.each(lambda path: store.copy(layout.join(folder, view.copies[path]), layout.join(folder, path)), view.copies)
     if not still():
         return False
-    store.each(replace, markers)
+    store.each(replace, [path for path in markers if path != COMMIT])
+    replace(COMMIT)
     return True
 
 
@@ -60,8 +61,17 @@ def _is_marker(path: str) -> bool:
 
 
 def is_complete(store: Store, folder: str) -> bool:
-    """Whether a view was written to its end."""
-    return store.exists(layout.join(folder, COMMIT))
+    """Whether a view was written to its end. One request."""
+    try:
+        store.size(layout.join(folder, COMMIT))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def is_there(files: Container[str]) -> bool:
+    """Whether something of a view is among the files of an epoch's folder."""
+    return COMMIT in files or STEP_RECORD in files
 
 
 def remove(store: Store, folder: str, record: EpochRecord | None) -> None:

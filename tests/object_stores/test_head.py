@@ -168,7 +168,8 @@ def test_requests_of_a_head(cloud: Bucket) -> None:
         save(manager, *range(12))
         with cloud.proxy.counted() as requests:
             save(manager, 12)
-        assert sum(requests.values()) <= 9, requests
+        view = 10 if cloud.scheme == "gs" else 0  # for stock Orbax, after the commit
+        assert sum(requests.values()) <= 9 + view, requests
     with cloud.proxy.counted() as requests, ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
         assert len(manager.all_steps()) == 13
     assert "LIST" not in requests

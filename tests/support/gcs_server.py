@@ -268,6 +268,8 @@ class _Handler(Handler):
         if upload is not None:
             return self.answer_part(bucket, name, upload, expected)
         if self.command == "PUT":
+            if source := urllib.parse.unquote(self.headers.get("x-goog-copy-source", "")):
+                self.body = self.buckets.get(*source.lstrip("/").split("/", 1)).data
             blob = self.buckets.put(bucket, name, self.body, expected)
             return self.send(200, ETag=blob.etag, x_goog_generation=str(blob.generation))
         if self.command == "DELETE":

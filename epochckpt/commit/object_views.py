@@ -1,0 +1,100 @@
+"""The Orbax views of the epochs in a bucket: each is written once the head names its epoch, and goes when it does not.
+
+Another process may change the head meanwhile: `orbax.object_view` says what then holds.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Container
+from contextlib import suppress
+from functools import partial
+
+from epochckpt import _threads
+from epochckpt.commit.head_record import Head
+from epochckpt.errors import DamagedError, FormatError
+from epochckpt.format import EpochRecord
+from epochckpt.orbax import Views, object_view
+from epochckpt.orbax.view import View
+from epochckpt.storage import Store
+
+
+class ObjectViews:
+    """Writes and removes views in one directory.
+
+    Args:
+        store: the directory.
+        head: the head as it is now.
+        read: an attempt's record with its items, by folder and attempt; None if it is not there.
+    """
+
+    def __init__(self, store: Store, head: Callable[[], Head | None], read: Callable[[str, str], EpochRecord | None]):
+        self._store, self._head, self._read = store, head, read
+        self._wanted = object_view.is_of_use(store)
+        self._views = Views()
+        self._planned: tuple[str, View] | None = None  # of the attempt that is about to be committed
+        self._changing = threading.Lock()  # held while a view is written or removed
+
+    def plan(self, record: EpochRecord) -> EpochRecord:
+        """The record with the note of the view that its epoch will have; nothing is written."""
+        self._planned = None
+        if not self._wanted:
+            return record
+        view, noted = self._views.note(record)
+        self._planned = (record.attempt, view) if view is not None else None
+        return noted
+
+    def after_commit(self, folder: str, attempt: str, old: str) -> list[Callable[[], object]]:
+        """What writes the view of an epoch that is committed, in place of that of an `old` attempt if there is one."""
+        planned, self._planned = self._planned, None
+        if planned is None or planned[0] != attempt:
+            return []
+        what = f"{self._store.root}: stock Orbax does not see {folder}, which repair_view would change"
+        return [partial(_threads.logged, what, partial(self._show, folder, attempt, planned[1], old))]
+
+    def _show(self, folder: str, attempt: str, view: View, old: str = "") -> None:
+        def still() -> bool:
+            found = self._head()
+            entry = found.epochs.get(folder) if found is not None else None
+            return entry is not None and entry.attempt == attempt
+
+        with self._changing:
+            if old:
+                object_view.remove(self._store, folder, self._record(folder, old))
+            object_view.put(self._store, folder, view, still)
+
+    def remove(self, folder: str, attempt: str) -> None:
+        """Removes the view of an epoch that is none any more, unless its folder has another epoch by now."""
+        if not self._wanted:
+            return
+        with self._changing:
+            found = self._head()
+            if found is not None and folder not in found.epochs:
+                object_view.remove(self._store, folder, self._record(folder, attempt))
+
+    def remove_all(self, folder: str, attempts: Container[str], files: Collection[str]) -> None:
+        """The same for those attempts that were an epoch, by the files of the folder."""
+        names = [name.removesuffix(".json") for name in files if "/" not in name and name.endswith(".json")]
+        for attempt in names if object_view.is_there(files) else ():
+            if attempt in attempts:
+                self.remove(folder, attempt)
+
+    def finish(self, found: Head) -> None:
+        """Does what a run may have been killed in: the view of the newest epoch, and of those that were rolled back."""
+        if not self._wanted or not found.epochs:
+            return
+        for kept, entry in found.aside.items():
+            folder = kept.partition("/")[2]
+            lost = kept.startswith("rolled-back-") and folder not in found.epochs
+            if lost and object_view.is_complete(self._store, folder):
+                self.remove(folder, entry.attempt)
+        folder, entry = max(found.epochs.items(), key=lambda item: item[1].committed_ns)
+        if object_view.is_complete(self._store, folder):
+            return
+        record = self._record(folder, entry.attempt)
+        if record is not None and record.orbax_view is not None:
+            self._show(folder, entry.attempt, self._views.build(record))
+
+    def _record(self, folder: str, attempt: str) -> EpochRecord | None:
+        """An attempt's record; None if it is lost or damaged."""
+        with suppress(DamagedError, FormatError):
+            return self._read(folder, attempt)
+        return None

@@ -1,0 +1,286 @@
+"""The Orbax view in a bucket, and stock Orbax as its reader."""
+
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.format import paths
+from epochckpt.orbax import object_view
+from epochckpt.storage import open_store
+from tests.support import stock_buckets
+from tests.support.object_servers import Bucket, Fault, Request, bucket
+from tests.support.processes import run_worker
+
+Save, Options = ocp.args.StandardSave, ocp.CheckpointManagerOptions
+MARKER = "commit_success.txt"
+WAIT_SECS = 60
+
+
+@pytest.fixture(scope="module")
+def google() -> Iterator[Bucket]:
+    with bucket("gs") as made:
+        yield made
+
+
+@pytest.fixture
+def cloud(google: Bucket) -> Iterator[Bucket]:
+    """Without faults at the beginning and the end."""
+    google.proxy.requests.clear()
+    yield google
+    google.proxy.decide = lambda request: None
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": np.full((4, 3), value, np.float32), "n": value}
+
+
+def save(manager: ec.CheckpointManager, epoch: int, **arguments: Any) -> None:
+    assert manager.save(epoch, args=Save(state(epoch)), **arguments)
+    manager.wait_until_finished()
+
+
+def name_of(request: Request) -> str:
+    """The path of the object that a request is about, in the directory."""
+    return urllib.parse.unquote(request.target.partition("?")[0]).split("/", 3)[-1]
+
+
+def names(url: str) -> set[str]:
+    """All objects, by path."""
+    return {file.path for file in open_store(url).files("")}
+
+
+def whole(url: str, epoch: int) -> None:
+    """Asserts that an epoch and its view are as they should be."""
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        found = manager.verify(epoch)
+        assert found.ok
+        assert (found.view_damage, found.note) == ((), "")
+        assert object_view.is_complete(manager._store, str(epoch))
+
+
+def eventually(look: Callable[[], bool]) -> bool:
+    """Whether something that happens in the background happens."""
+    deadline, pause = time.monotonic() + WAIT_SECS, threading.Event()
+    while not look():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.01)
+    return True
+
+
+def in_view(url: str, epoch: int) -> set[str]:
+    """What there is of a view."""
+    found = {n for n in names(url) if n.startswith(f"{epoch}/") and not paths.attempt_in(n)}
+    return {n for n in found if not n.endswith(paths.EPOCH_RECORD)}
+
+
+def test_the_view_comes_after_the_commit_and_its_marks_last(cloud: Bucket) -> None:
+    """Nine small objects and one look; nothing before the verdict."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+    puts = [name_of(r) for r in cloud.proxy.requests if r.kind == "PUT"]
+    view = [name for name in puts if name in in_view(url, 1)]
+    assert len(view) == len(set(view)) == 9
+    commit = len(puts) - 1 - puts[::-1].index(paths.HEAD)  # the last change is that of `close`
+    commit = max(i for i, name in enumerate(puts[:commit]) if name == paths.HEAD)
+    assert all(puts.index(name) > commit for name in view)
+    assert view[-2:] == [f"1/default/{MARKER}", f"1/{MARKER}"]
+    whole(url, 1)
+
+
+def test_no_view_where_stock_orbax_cannot_read(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`memory://` stands for every other store; and `orbax_view=False`."""
+    with ec.CheckpointManager("memory://no-view") as manager:
+        save(manager, 1)
+    assert not in_view("memory://no-view", 1)
+    url = cloud.new_url()
+    with ec.CheckpointManager(url, storage=ec.StorageOptions(orbax_view=False)) as manager:
+        save(manager, 1)
+    assert not in_view(url, 1)
+    with pytest.raises(ec.errors.UnsupportedError, match="none was asked for"):
+        ec.repair_view(url, 1)
+
+
+@pytest.mark.parametrize("after", [0, 4, 7, 8])
+def test_a_view_that_was_cut_off_is_completed_by_the_next_claim(cloud: Bucket, after: int) -> None:
+    """Whatever was written of it: stock Orbax does not see the epoch meanwhile, and we do."""
+    url, done = cloud.new_url(), set[str]()
+
+    def refuse(request: Request) -> Fault | None:
+        name = name_of(request)
+        if request.kind != "PUT" or name.startswith("_epochckpt/") or paths.attempt_in(name) or "epoch.json" in name:
+            return None
+        done.add(name)
+        return Fault(status=403) if len(done) > after else None
+
+    with ec.CheckpointManager(url) as manager:
+        cloud.proxy.decide = refuse
+        save(manager, 1)
+    assert f"1/{MARKER}" not in names(url)
+    cloud.proxy.decide = lambda request: None
+    with ec.CheckpointManager(url) as manager:
+        assert manager.restore(1)["n"] == 1
+        manager.claim()
+        assert eventually(lambda: f"1/{MARKER}" in names(url))
+    whole(url, 1)
+
+
+def test_what_is_deleted_loses_its_view_first(cloud: Bucket) -> None:
+    """Its mark goes before anything else, and nothing stays; the others keep theirs."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        for epoch in (1, 2, 3):
+            save(manager, epoch)
+        cloud.proxy.requests.clear()
+        manager.delete(2)
+    removed = [name_of(r) for r in cloud.proxy.requests if r.kind == "DELETE"]
+    assert removed[0] in (f"2/{MARKER}", f"2/default/{MARKER}")
+    assert {n for n in names(url) if n.startswith("2/")} == set()
+    whole(url, 1)
+    whole(url, 3)
+
+
+def test_epochs_that_are_rolled_back_lose_their_view(cloud: Bucket) -> None:
+    """Their data stay, and the number has a view of its own again when it is saved anew."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        for epoch in (1, 2, 3):
+            save(manager, epoch)
+        manager.rollback_to(1)
+        assert not in_view(url, 2) | in_view(url, 3)
+        save(manager, 2)
+    whole(url, 2)
+    assert not in_view(url, 3)
+
+
+def test_an_epoch_that_is_replaced_has_the_view_of_the_new_one(cloud: Bucket) -> None:
+    """Another item, another tree: nothing of the old view stays."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        items = ocp.args.Composite(old=Save(state(1)), config=ocp.args.JsonSave({"a": 1}))
+        assert manager.save(1, args=items, metrics={"loss": 0.5})
+        manager.wait_until_finished()
+        before = in_view(url, 1)
+        assert "1/config/metadata" in before
+        manager.allow_overwrite(1)
+        assert manager.save(1, args=ocp.args.Composite(new=Save(state(2))))
+    now = in_view(url, 1)
+    assert not {n for n in now if n.startswith(("1/old/", "1/config/", "1/metrics/"))}
+    assert {n for n in now if n.startswith("1/new/")}
+    whole(url, 1)
+
+
+def test_a_damaged_view_is_found_and_repaired(cloud: Bucket) -> None:
+    """Files that are missing, cut or other; a copy of what a handler wrote; nothing else is touched."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        items = ocp.args.Composite(state=Save(state(1)), config=ocp.args.JsonSave({"a": 1}))
+        assert manager.save(1, args=items)
+    store = open_store(url)
+    store.remove("1/state/_METADATA")
+    store.put("1/state/index.0", b"x", draft="", replace=True)
+    store.put("1/config/metadata", b"{}", draft="", replace=True)
+    with ec.CheckpointManager(url) as manager:
+        damage = manager.verify(1)
+        assert damage.ok
+        assert len(damage.view_damage) == 3
+    assert ec.repair_view(url, 1) == ["config/metadata", "state/_METADATA", "state/index.0"]
+    whole(url, 1)
+    assert ec.repair_view(url, 1) == []
+    assert not store.find("view-")
+
+
+def test_a_run_that_was_paused_writes_over_no_newer_view(cloud: Bucket) -> None:
+    """Its epoch was rolled back and saved again by a newer run: the view stays the newer one's."""
+    url, reached, go = cloud.new_url(), threading.Event(), threading.Event()
+
+    def hold(request: Request) -> Fault | None:
+        name = name_of(request)
+        if request.kind != "PUT" or not name.startswith("2/default/") or paths.attempt_in(name) or reached.is_set():
+            return None
+        reached.set()
+        return Fault(held=go)
+
+    older = ec.CheckpointManager(url)
+    save(older, 1)
+    cloud.proxy.decide = hold
+    assert older.save(2, args=Save(state(20)))
+    assert reached.wait(WAIT_SECS)
+    with ec.CheckpointManager(url) as newer:
+        newer.rollback_to(1)
+        save(newer, 2)
+    go.set()
+    older.close()
+    whole(url, 2)
+
+
+def stock(cloud: Bucket, function: str, devices: int, **arguments: Any) -> Any:
+    """What a function of stock_buckets answers, in a process with so many devices."""
+    pytest.importorskip("gcsfs")  # how stock Orbax reaches gs://
+    env = {**cloud.environment, "TENSORSTORE_GCS_HTTP_URL": cloud.proxy.url}
+    (found,) = run_worker(f"tests.support.stock_buckets:{function}", arguments, 1, devices, timeout=110, env=env)
+    return found
+
+
+@pytest.mark.slow
+def test_stock_orbax_restores_all_items_without_being_told(cloud: Bucket) -> None:
+    """Arrays, JSON, a random key, metrics, metadata; what it cannot have stands in nobody's way."""
+    url = cloud.new_url()
+    key = jax.random.key(7)
+    items = ocp.args.Composite(
+        state=Save(stock_buckets.placed(stock_buckets.values(5))),
+        config=ocp.args.JsonSave({"a": [1]}),
+        key=ocp.args.JaxRandomKeySave(key),
+        own=ec.args.NodeSave({"position": 3}),
+    )
+    with ec.CheckpointManager(url) as manager:
+        assert manager.save(5, args=items, metrics={"loss": 0.5}, custom_metadata={"by": "us"})
+    whole(url, 5)
+    assert stock(cloud, "read_all", 4, directory=url, epoch=5) == {
+        "items": ["config", "key", "metrics", "own", "process_0", "state"],
+        "state": True,
+        "config": {"a": [1]},
+        "key": np.asarray(jax.random.key_data(key)).tolist(),
+        "metrics": {"loss": 0.5},
+        "custom": {"by": "us"},
+    }
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("devices", [8, 4, 1])
+def test_every_reader_of_stock_orbax_on_any_number_of_devices(cloud: Bucket, devices: int) -> None:
+    url = cloud.new_url()
+    with ec.CheckpointManager(url, storage=ec.StorageOptions(part_bytes=512)) as manager:
+        for epoch in (1, 2):
+            items = ocp.args.Composite(state=Save(stock_buckets.placed(stock_buckets.values(epoch))))
+            assert manager.save(epoch, args=items, metrics={"loss": 1.0 / epoch})
+    found = stock(cloud, "read", devices, directory=url, epoch=2, item="state")
+    assert found == {"wrong": [], "steps": [1, 2], "metrics": {"loss": 0.5}, "devices": devices}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["plain", "linen", "nnx"])
+def test_every_reader_restores_every_state_bit_for_bit(cloud: Bucket, name: str) -> None:
+    """As on a file system; in the saved and in another sharding."""
+    from tests.support import stock_states
+
+    pytest.importorskip("gcsfs")
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        assert manager.save(5, args=Save(stock_states.STATES[name]()))
+    env = {**cloud.environment, "TENSORSTORE_GCS_HTTP_URL": cloud.proxy.url}
+    arguments = {"directory": url, "epoch": 5, "state": name}
+    (found,) = run_worker("tests.support.stock_reader:read", arguments, 1, 4, timeout=300, env=env)
+    assert len(found) >= 10
+    assert {k: v for k, v in found.items() if v} == {}

@@ -1,0 +1,89 @@
+"""Stock Orbax in a bucket, on any number of devices, in a process where epochckpt cannot be imported."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+sys.modules.setdefault("epochckpt", None)  # type: ignore[arg-type]  # an import of it fails, unless the test has done so
+
+
+def values(epoch: int) -> dict[str, Any]:
+    """What an epoch holds, as NumPy arrays and numbers."""
+    rng = np.random.default_rng(epoch)
+    w = rng.normal(size=(16, 24)).astype(np.float32)
+    return {
+        "params": {"w": w, "half": w.astype(jnp.bfloat16)[:8], "scalar": np.float32(3)},
+        "step": epoch,
+    }
+
+
+def placed(tree: Any) -> Any:
+    """The same with arrays over all devices, whose number divides 8."""
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 1), ("x", "y"))
+
+    def put(x: Any) -> Any:
+        if not isinstance(x, np.ndarray | np.generic):
+            return x
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec("x") if x.ndim else PartitionSpec()))
+
+    return jax.tree.map(put, tree)
+
+
+def save(directory: str, epochs: list[int]) -> None:
+    """Stock Orbax saves, with metrics and an item of JSON."""
+    with ocp.CheckpointManager(directory) as manager:
+        for epoch in epochs:
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(placed(values(epoch))), config=ocp.args.JsonSave({"epoch": epoch})
+            )
+            manager.save(epoch, args=items, metrics={"loss": 1.0 / epoch})
+
+
+def read(directory: str, epoch: int, item: str) -> dict[str, Any]:
+    """What differs, by reader; and what stock Orbax knows of the directory."""
+    arrays = placed(values(epoch))
+    target = jax.tree.map(lambda x: ocp.utils.to_shape_dtype_struct(x) if isinstance(x, jax.Array) else x, arrays)
+    path = f"{directory}/{epoch}"
+    restore = ocp.args.StandardRestore(target)
+    pytree = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        steps, metrics = list(manager.all_steps()), manager.metrics(epoch)
+        composite = manager.restore(epoch, args=ocp.args.Composite(**{item: restore}))[item]
+    found = {
+        "Composite": composite,
+        "StandardCheckpointer": ocp.StandardCheckpointer().restore(f"{path}/{item}", target),
+        "PyTreeCheckpointer": ocp.PyTreeCheckpointer().restore(f"{path}/{item}", args=pytree),
+        "v1": ocp.v1.load_checkpointables(path, {item: target})[item],
+    }
+    expected = [np.asarray(x) for x in jax.tree.leaves(values(epoch))]
+    wrong = [
+        name
+        for name, tree in found.items()
+        if not all(np.array_equal(a, b) for a, b in zip(map(np.asarray, jax.tree.leaves(tree)), expected, strict=True))
+    ]
+    return {"wrong": wrong, "steps": steps, "metrics": metrics, "devices": jax.device_count()}
+
+
+def read_all(directory: str, epoch: int) -> dict[str, Any]:
+    """An epoch of several items, of which stock Orbax is told nothing."""
+    with ocp.CheckpointManager(directory) as manager:
+        found = manager.restore(epoch)
+        metadata = manager.metadata(epoch)
+    keys = {name: np.asarray(jax.random.key_data(found[name])).tolist() for name in ("key",)}
+    state = [np.asarray(x).tolist() for x in jax.tree.leaves(found["state"])]
+    expected = [np.asarray(x).tolist() for x in jax.tree.leaves(values(epoch))]
+    return {
+        "items": sorted(found.keys()),
+        "state": state == expected,
+        "config": found["config"],
+        **keys,
+        "metrics": metadata.metrics,
+        "custom": metadata.custom_metadata,
+    }
