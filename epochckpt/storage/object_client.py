@@ -60,7 +60,7 @@ _CREDENTIALS = re.compile(r"//169\.254\.|//metadata\.google|token request|creden
 _PROVIDER_AWAY = re.compile("Transport|Connect|Timeout|Retrieval")  # in the names of its errors
 _FOREIGN = re.compile(r"unknown variant `(\w+)`")  # of Google's files of credentials
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-_user: int | None = None  # the process that has sent requests: its threads are in no child of it
+_user: int | None = None  # the process that has used the client, whose threads are in no child of it
 
 
 @functools.cache
@@ -407,15 +407,14 @@ class Client:
     def _check_process(self) -> None:
         """Refuses a forked child, where the client would wait forever for threads that only the parent has."""
         global _user
-        if self.kv is _memory():
-            return
-        if _user not in (None, os.getpid()):
+        if _user is None:
+            _user = os.getpid()
+        if _user != os.getpid() and self.kv is not _memory():
             raise UnsupportedError(
                 f"{self.root}: this process (pid {os.getpid()}) was forked off one that had used a bucket (pid "
                 f"{_user}), and cannot use one itself; start it with spawn, as multiprocessing.get_context('spawn') "
                 "does, or use buckets in one of the two only"
             )
-        _user = os.getpid()
 
     def _final(self, error: Exception, why: str, status: int | None) -> Exception | None:
         """The error for an answer that no repetition changes, whatever was asked."""
