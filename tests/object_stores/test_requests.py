@@ -483,7 +483,8 @@ def in_child(name):
         os._exit(9)
 
 url = sys.argv[1]
-store, codes = open_store(url), [in_child("before")]
+store = open_store(url)
+codes = [in_child("before")]
 open_store("memory://forked").create("a", b"1")
 codes.append(in_child("memory"))
 store.create("parent", b"1")
