@@ -49,7 +49,7 @@ def boxes(name: str) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
     return st.tuples(*axes)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_parts_are_read_with_few_requests(source: EpochReader, data: st.DataObject) -> None:
     """Each value is right, and no request reads more than it may."""
