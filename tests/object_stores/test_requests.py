@@ -415,6 +415,7 @@ def test_what_comes_early_waits_for_what_is_late(
 ) -> None:
     """Memory for early pieces is bounded, however many threads there are; nothing is lost when the late one comes."""
     monkeypatch.setattr(object_store, "_EARLY_BYTES", CHUNK)
+    monkeypatch.setattr(object_store, "_LATE_SECS", 600.0)
     data, piece = os.urandom(3 * CHUNK), 1 << 20
     writer: Any = store.open_writer("large", len(data))
     calls = [lambda a=a: writer.write(a, data[a : a + piece]) for a in range(piece, len(data), piece)]
@@ -501,7 +502,7 @@ def test_a_forked_child_is_told_instead_of_waiting_for_ever(cloud: Bucket) -> No
     url = cloud.new_url()
     environment = {**os.environ, "PYTHONPATH": os.curdir}
     words = [sys.executable, "-c", FORKED, url]
-    ended = subprocess.run(words, env=environment, timeout=60, capture_output=True, text=True)
+    ended = subprocess.run(words, env=environment, timeout=110, capture_output=True, text=True)
     assert ended.stdout.split("\n")[0] == "[0, 7, 7]", ended
     assert {entry.name for entry in open_store(url).list("")} == {"before", "before2", "parent", "parent2"}
 
