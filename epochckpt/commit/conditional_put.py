@@ -285,11 +285,12 @@ class PutCommits(Commits):
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def claim(self, epoch: int = 0, continues: str = "") -> None:
+    def claim(self, epoch: int = 0, continues: str = "", check: Callable[[], None] = lambda: None) -> None:
         owner = claiming.owner()
         while True:
             old = self.head()
             data = self._seen[1] if self._seen else None
+            check()
             beside = self._beside(old or Head())
             if old is None and any(map(self._is_copy, beside)):
                 self.scan()  # raises

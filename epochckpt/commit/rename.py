@@ -46,7 +46,8 @@ class RenameCommits(Commits):
     def _is_foreign(self, folder: str) -> bool:
         return True  # our own deletions move a folder away before anything in it is removed
 
-    def claim(self, epoch: int = 0, continues: str = "") -> None:
+    def claim(self, epoch: int = 0, continues: str = "", check: Callable[[], None] = lambda: None) -> None:
+        check()
         self.incarnation = paths.new_id()
         self._begun.add(self.incarnation)
         self.store.make_root()  # deleted since it was opened, perhaps

@@ -286,7 +286,8 @@ class Mirror:
                     logging.info("%s: the mirror goes on, after %d failures", self.url, self._failures)
                     self._failures, pause = 0, _PAUSES_SECS[0]
             except FencedError as error:
-                logging.error("%s: nothing more is mirrored: %s", self.url, error.reason)
+                if not self._ended:
+                    logging.error("%s: nothing more is mirrored: %s", self.url, error.reason)
                 break
             except Exception as error:  # whatever it is, training does not depend on it
                 if not self._failures:
@@ -335,11 +336,12 @@ class Mirror:
 
     def _claim(self) -> None:
         """Claims the mirror: whatever an earlier run left there unfinished is removed."""
-        self._copies.claim()
+        self._copies.claim(check=self._check_claim)
         self._claimed = True
         found = frozenset(self._copies.list_epochs())
         known = self._epochs | self._record.hidden | self._record.copies.keys()
         if strangers := sorted(found - known):
+            self._check_claim()
             names = ", ".join(map(str, strangers[-20:]))
             since = "since this manager was opened" if self._answered else "from before; it did not answer then"
             raise FencedError(
@@ -348,6 +350,11 @@ class Mirror:
                 "there: open the directory again to go on from them",
             )
         self._epochs = found
+
+    def _check_claim(self) -> None:
+        """Raises FencedError if a newer run has taken over the directory: it has the mirror, too, or soon will."""
+        with self._lock:
+            self._write(self._record)
 
     def _follow(self, withdrawal: Withdrawal) -> None:
         """Gives up in the mirror what was deleted or rolled back here."""

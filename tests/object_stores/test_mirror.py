@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import pathlib
+import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +16,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt.commit import commits_of
+from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.errors import InvalidArgumentError, StorageError, UnsupportedError
 from epochckpt.format import paths
 from epochckpt.manager import mirror as mirror_module
+from epochckpt.orbax import StepNames
 from epochckpt.storage import Store, object_client, open_store
 from tests.support import mirror_jobs
 from tests.support.object_servers import Bucket, Fault, Request
@@ -66,11 +70,23 @@ def objects(store: Store, folder: str = "") -> Iterator[str]:
 
 
 def dead_objects(url: str) -> list[str]:
-    """Objects of attempts that are no epoch."""
-    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
-        alive = {manager.save_id(epoch) for epoch in manager.all_steps()}
+    """Objects of attempts that are no epoch, and were not set aside."""
+    commits = commits_of(open_store(url), StepNames.of(Options()))
+    assert isinstance(commits, PutCommits)
+    head = commits.head()
+    assert head is not None
+    alive = head.named
     found = {path: paths.attempt_in(path.partition("/")[2]) for path in objects(open_store(url))}
     return [path for path, attempt in found.items() if attempt is not None and attempt not in alive]
+
+
+def wait_until_swept(url: str) -> None:
+    """Waits until what killed and failed copies left is removed, which happens in the background."""
+    for _ in range(300):
+        if not dead_objects(url):
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(dead_objects(url))
 
 
 class Away:
@@ -88,6 +104,7 @@ class Away:
         self._proxy.decide = lambda request: None
 
 
+@pytest.mark.parametrize("server", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
 def test_epochs_reach_the_mirror_and_an_empty_disk_goes_on_from_there(cloud: Bucket, tmp_path: pathlib.Path) -> None:
     """What the directory has deleted is still there, and a replaced machine finds all of it."""
     url, directory = cloud.new_url(), tmp_path / "run"
@@ -240,6 +257,7 @@ def test_an_older_epoch_of_the_mirror_is_no_copy_of_a_newer_one(cloud: Bucket, t
 
 
 @GOOGLE
+@pytest.mark.slow
 def test_some_epochs_are_copied_and_kept(cloud: Bucket, tmp_path: pathlib.Path) -> None:
     """Every third, and the newest at the end; the mirror keeps two."""
     url, directory = cloud.new_url(), tmp_path / "run"
@@ -257,30 +275,81 @@ def test_some_epochs_are_copied_and_kept(cloud: Bucket, tmp_path: pathlib.Path) 
 
 
 @GOOGLE
-def test_a_newer_run_takes_the_mirror_over(cloud: Bucket, tmp_path: pathlib.Path, quick: None) -> None:
-    """What an older run is copying is not taken for a part of what the newer one copies."""
-    url, directory = cloud.new_url(), tmp_path / "run"
-    held, reached = threading.Event(), threading.Event()
+@pytest.mark.long
+def test_a_silent_mirror_holds_the_end_for_a_bounded_time(
+    cloud: Bucket, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, directory, held = cloud.new_url(), tmp_path / "run", threading.Event()
+    with opened(directory, url):
+        pass
+    manager = opened(directory, url, save_timeout_secs=5)
+    cloud.proxy.decide = lambda request: Fault(held=held)
+    save(manager, 0)
+    with caplog.at_level(logging.WARNING):
+        manager.close()
+    assert "is not done within 5 s" in caplog.text
+    assert "not mirrored: epoch 0" in caplog.text
+    held.set()
+    cloud.proxy.decide = lambda request: None
+    with opened(directory, url) as manager:
+        save(manager, 1)
+    assert mirrored(url) == [0, 1]
+
+
+def overtaken_at(cloud: Bucket, directory: pathlib.Path, number: int) -> bool:
+    """Pauses a run at its request of this number, while a newer one saves and mirrors; False if it makes fewer."""
+    url, count = cloud.new_url(), iter(range(10**6))
+    held, reached, done = threading.Event(), threading.Event(), threading.Event()
 
     def decide(request: Request) -> Fault | None:
-        if "safetensors" in request.target and not reached.is_set():
-            reached.set()
-            return Fault(held=held)
-        return None
+        if done.is_set() or reached.is_set() or next(count) < number:
+            return None
+        reached.set()
+        return Fault(held=held)
 
-    cloud.proxy.decide = decide
     older = opened(directory, url)
     save(older, 0)
-    assert reached.wait(30)
-    with opened(directory, url) as newer:
-        save(newer, 1)
-    assert mirrored(url) == [0, 1]
-    held.set()
     older.close()
-    assert mirrored(url) == [0, 1]
+    cloud.proxy.decide = decide
+    older = opened(directory, url)
+    save(older, 1)
+    closing = threading.Thread(target=older.close)
+    closing.start()
+    while not reached.wait(0.05):
+        if not closing.is_alive():
+            return False
     with opened(directory, url) as newer:
+        assert newer.all_steps() == [0, 1]
         save(newer, 2)
-    assert mirrored(url) == [0, 1, 2]
+        newer.delete(0)
+    done.set()
+    held.set()
+    closing.join()
+    assert mirrored(url)[-1] == 2
+    with opened(directory, url) as newest:
+        assert newest.all_steps() == [1, 2]
+        for epoch in (1, 2):
+            check(newest, epoch)
+        save(newest, 3)
+    assert mirrored(url) == [1, 2, 3]
+    return True
+
+
+@GOOGLE
+def test_a_newer_run_takes_the_mirror_over(cloud: Bucket, tmp_path: pathlib.Path, quick: None) -> None:
+    """What an older run is copying is not taken for a part of what the newer one copies."""
+    assert overtaken_at(cloud, tmp_path, 6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_run_that_was_paused_at_any_request_changes_nothing(
+    cloud: Bucket, tmp_path: pathlib.Path, quick: None
+) -> None:
+    number = 2  # after those of its opening
+    while overtaken_at(cloud, tmp_path / str(number), number):
+        number += 1
+    assert number > 8
 
 
 def test_a_mirror_of_another_directory_is_refused(tmp_path: pathlib.Path) -> None:
@@ -355,11 +424,8 @@ def kill_at(server: Bucket, directory: pathlib.Path, number: int) -> bool:
             assert epochs == [1, 2, 3]
         save(manager, 4)
     assert mirrored(url) == [*epochs, 4]
-    for _ in range(300):  # until what the killed run left is swept, in the background
-        if not dead_objects(url):
-            return True
-        threading.Event().wait(0.1)
-    raise AssertionError(dead_objects(url))
+    wait_until_swept(url)
+    return True
 
 
 @GOOGLE
@@ -375,3 +441,58 @@ def test_a_kill_at_any_request_loses_nothing(server: Bucket, tmp_path: pathlib.P
     while kill_at(server, tmp_path / str(number), number):
         number += 1
     assert number > 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_lost_whatever_happens(cloud: Bucket, tmp_path: pathlib.Path, quick: None, seed: int) -> None:
+    """Saves, deletions and rollbacks, a quarter of the requests fails, and the disk is lost again and again."""
+    url, directory, rng = cloud.new_url(), tmp_path / "run", random.Random(seed)
+    faults = Fault(status=500), Fault(status=429), Fault(reset=True), Fault(lost=True), Fault(cut=3)
+    saved: dict[int, int] = {}
+
+    def faulty(request: Request) -> Fault | None:
+        return rng.choice(faults) if rng.random() < 0.25 else None
+
+    def forget_others(epochs: Sequence[int]) -> None:
+        for epoch in {*saved} - {*epochs}:
+            del saved[epoch]
+
+    def follow(manager: ec.CheckpointManager) -> None:
+        """What both tiers have left out is not expected any more, but the newest is."""
+        assert max(manager.all_steps(), default=None) == max(saved, default=None)
+        assert {*manager.all_steps()} <= saved.keys()
+        forget_others(manager.all_steps())
+        for epoch in saved:
+            check(manager, epoch, shift=saved[epoch])
+
+    for _ in range(30):
+        cloud.proxy.decide = lambda request: None
+        if rng.random() < 0.3 and directory.exists():
+            shutil.rmtree(directory)
+        with opened(directory, url, keep=2, mirror_every=rng.choice([1, 1, 2])) as manager:
+            follow(manager)
+            cloud.proxy.decide = faulty
+            for epoch in range(max(saved, default=-1) + 1, max(saved, default=-1) + rng.randrange(2, 5)):
+                saved[epoch] = rng.randrange(1000)
+                save(manager, epoch, shift=saved[epoch])
+            forget_others(manager.all_steps())
+            if rng.random() < 0.3:
+                to = rng.choice(manager.all_steps())
+                manager.rollback_to(to)
+                forget_others([epoch for epoch in saved if epoch <= to])
+            if rng.random() < 0.3 and len(manager.all_steps()) > 1:
+                gone = rng.choice(manager.all_steps())
+                manager.delete(gone)
+                del saved[gone]
+            if rng.random() < 0.7:
+                cloud.proxy.decide = lambda request: None
+        cloud.proxy.decide = lambda request: None
+        with opened(directory, url, keep=2) as manager:  # the disk may be lost after this
+            follow(manager)
+            manager.claim()
+    assert mirrored(url)[-1] == max(saved)
+    with opened(directory, url) as manager:
+        manager.claim()
+    wait_until_swept(url)
