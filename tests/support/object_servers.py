@@ -30,6 +30,9 @@ class Fault:
         cut: so many bytes of the answer's body arrive, then the connection breaks.
         held: the request waits until this is set.
         heedless: the server does not hear of conditions.
+        withheld: called when the server has done what was asked; its answer goes on when this returns.
+        late: the connection breaks, and the server is asked when this returns: nobody hears its answer.
+        slow_secs: the answer's body comes in two pieces, the second so much later.
     """
 
     delay_secs: float = 0.0
@@ -39,6 +42,9 @@ class Fault:
     cut: int | None = None
     held: threading.Event | None = None
     heedless: bool = False
+    withheld: Callable[[], object] | None = None
+    late: Callable[[], object] | None = None
+    slow_secs: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +62,11 @@ class Request:
         listed = self.method == "GET" and any(word in query for word in ("list-type", "prefix=", "delimiter="))
         return "LIST" if listed or (self.method == "GET" and path.endswith("/o")) else self.method
 
+    @property
+    def writes(self) -> bool:
+        """Whether it may change something."""
+        return self.kind in ("PUT", "POST", "DELETE")
+
 
 class Proxy:
     """An HTTP proxy in front of one server. `decide` chooses the fault of each request; None lets it through."""
@@ -65,6 +76,7 @@ class Proxy:
         self.requests: list[Request] = []
         self.decide: Callable[[Request], Fault | None] = lambda request: None
         self.delay_secs = 0.0
+        self._under_way, self._changed = 0, threading.Condition()
         self._server = Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self.port: int = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -80,6 +92,23 @@ class Proxy:
         for request in self.requests[start:]:
             counts[request.kind] = counts.get(request.kind, 0) + 1
 
+    @contextmanager
+    def carrying_out(self) -> Iterator[None]:
+        """A request is under way during the block."""
+        with self._changed:
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def settle(self, timeout_secs: float) -> bool:
+        """Waits until no request is under way, also none whose client has gone; False if one still is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._under_way, timeout_secs)
+
     def close(self) -> None:
         """Ends the server; connections that are open break."""
         self._server.stop()
@@ -92,6 +121,10 @@ class _Handler(Handler):
 
     def do(self) -> None:
         """Forwards one request, with the fault that was decided."""
+        with self.proxy.carrying_out():
+            self._do()
+
+    def _do(self) -> None:
         request = Request(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
         self.proxy.requests.append(request)
         fault = self.proxy.decide(request) or Fault()
@@ -109,6 +142,9 @@ class _Handler(Handler):
             self.end_headers()
             self.wfile.write(text)
             return None
+        if fault.late is not None:
+            self.connection.shutdown(socket.SHUT_RDWR)
+            fault.late()
         if self._forward is None:
             self._forward = http.client.HTTPConnection("127.0.0.1", self.proxy.upstream, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")}
@@ -117,6 +153,10 @@ class _Handler(Handler):
         self._forward.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
         answer = self._forward.getresponse()
         content = answer.read()
+        if fault.late is not None:
+            return self.break_off()
+        if fault.withheld is not None:
+            fault.withheld()
         if fault.lost:
             return self.break_off()
         self.send_response_only(answer.status, answer.reason)
@@ -127,6 +167,11 @@ class _Handler(Handler):
         if length is not None and answer.status not in (204, 304):
             self.send_header("Content-Length", length)
         self.end_headers()
+        if fault.slow_secs:
+            self.wfile.write(content[: len(content) // 2])
+            self.wfile.flush()
+            threading.Event().wait(fault.slow_secs)
+            content = content[len(content) // 2 :]
         self.wfile.write(content if fault.cut is None else content[: fault.cut])
         return self.break_off() if fault.cut is not None and fault.cut < len(content) else None
 

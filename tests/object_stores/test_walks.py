@@ -1,0 +1,91 @@
+"""An older run that is paused, or dies, at any of its requests while a newer one takes over: see `support.walking`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import obstore
+import pytest
+
+from tests.support.object_servers import bucket
+from tests.support.walk_places import FORMS, MemoryPlace, Place, ServerPlace
+from tests.support.walking import NEWCOMERS, OPERATIONS, Walk
+
+
+@contextmanager
+def opened(scheme: str) -> Iterator[Place]:
+    """A place of this kind, ready for walks."""
+    if scheme == "memory":
+        place = MemoryPlace()
+        with place.watched():
+            yield place
+        return
+    with bucket(scheme) as made:
+        there = ServerPlace(made)
+        try:
+            with there.watched():
+                yield there
+        finally:
+            there.close()
+
+
+def check(walk: Walk, least: int) -> None:
+    print(f"{walk.cases} meetings, {len(walk.violations)} violations")
+    assert not walk.violations, "\n".join(walk.violations[:20])
+    assert walk.cases >= least
+
+
+@pytest.mark.parametrize(("operation", "newcomer"), [("save", "rolls back"), ("delete 2", "deletes and saves again")])
+def test_an_older_run_that_was_paused_harms_nothing(operation: str, newcomer: str) -> None:
+    """Paused, or killed and its request late, at each of its requests."""
+    with opened("memory") as place:
+        walk = Walk(place)
+        walk.along(operation, newcomer, ("before", "late"))
+        check(walk, 5)
+
+
+@pytest.mark.slow
+def test_an_older_run_that_was_paused_harms_nothing_on_a_server() -> None:
+    with opened("s3") as place:
+        walk = Walk(place)
+        walk.along("delete 2", "goes on", ("before", "lost", "again"))
+        check(walk, 6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(850)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("scheme", ["memory", "gs", "s3"])
+def test_no_older_run_ever_harms_a_newer_one(scheme: str, operation: str) -> None:
+    """Each operation, each request, each form of the pause, each newer run."""
+    with opened(scheme) as place:
+        walk = Walk(place, repairs=True)
+        for newcomer in NEWCOMERS:
+            walk.along(operation, newcomer)
+        check(walk, len(NEWCOMERS) * len(FORMS) if operation != "close" else 1)
+
+
+@contextmanager
+def conditions_off() -> Iterator[Callable[[], None]]:
+    """The returned call has the store take every write from then on, whatever its condition; `off(False)` ends that."""
+    put, unconditional = obstore.put, [False]
+
+    def put_anyway(*args: Any, mode: Any = None, **kwargs: Any) -> Any:
+        return put(*args, mode="overwrite" if unconditional[0] else mode, **kwargs)
+
+    def off() -> None:
+        unconditional[0] = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(obstore, "put", put_anyway)
+        yield off
+        unconditional[0] = False
+
+
+@pytest.mark.parametrize("operation", ["save", "delete 2"])
+def test_without_conditions_the_same_walk_finds_harm(operation: str) -> None:
+    """Negative control: from the moment that the older run goes on, its conditional writes always succeed."""
+    with opened("memory") as place, conditions_off() as off:
+        walk = Walk(place, off)
+        walk.along(operation, "goes on", ("before",))
+        assert walk.violations
