@@ -112,6 +112,11 @@ def parser(version: str) -> argparse.ArgumentParser:
     add("--limit", metavar="N", type=count, default=50, help="show the newest N; 0: all; default: 50")
     add("--no-check", action="store_true", help="read records only, do not look for missing files")
 
+    todelete = "the folder that this option of the manager names"
+    add = command(commands.du, "/data/run", "gs://bucket/run --json", marks=False)
+    add("--limit", metavar="N", type=count, default=50, help="show the newest N epochs; 0: all; default: 50")
+    add("--todelete-subdir", metavar="NAME", help=todelete)
+
     add = command(commands.show, "/data/run best --metric accuracy")
     _epoch(add)
     _unfolding(add)
@@ -144,7 +149,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     add("--older-than", metavar="TIME", type=span, default=86400.0, help=older)
     add("--rolled-back", action="store_true", help="also epochs that were rolled back or quarantined")
     add("--save-timeout", metavar="TIME", type=span, help="of the job, if longer than the default 10min")
-    add("--todelete-subdir", metavar="NAME", help="the folder that this option of the manager names")
+    add("--todelete-subdir", metavar="NAME", help=todelete)
 
     add = command(commands.repair, "gs://bucket/run", "gs://bucket/run --yes", marks=False)
     add("--yes", action="store_true", help="write it")

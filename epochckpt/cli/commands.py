@@ -79,6 +79,17 @@ def ls(args: argparse.Namespace, output: Output) -> int:
     return FOUND if any(row.state == DAMAGED for row in seen.epochs) else OK
 
 
+def du(args: argparse.Namespace, output: Output) -> int:
+    """Show what a directory takes up on storage: bytes, files and ages by epoch, attempt, and whatever else lies there.
+
+    Files with several names count once; symlinks are not followed. In a bucket it is one listing of all objects.
+    """
+    options = dataclasses.replace(options_of(args), todelete_subdir=args.todelete_subdir)
+    found = inspect(args.directory, options=options).du().usage
+    output.rows(found, lambda: render(views.usage(found, args.limit or None, hint="; --limit 0 shows all")))
+    return OK
+
+
 def show(args: argparse.Namespace, output: Output) -> int:
     """Show one epoch: what is known of it, its nodes, its items."""
     detail = epoch_of(opened(args), args.epoch, output).detail()

@@ -146,7 +146,7 @@ def _drawn(live: Live) -> Show:
 def under_way(event: Event) -> TextTable:
     """A save that is under way: how much of it is written, and by which node how much."""
     row, before = event.row, event.before
-    had = {node.name: node.nbytes for node in before.nodes} if before is not None else {}
+    had = {node.name: node.nbytes or 0 for node in before.nodes} if before is not None else {}
     names = list(had) + [node.name for node in row.nodes if node.name not in had]
     bar = Cell(drawing=None if event.done is None else Bar(event.done, 20, Tone.LIVE))
     strip = Cell(drawing=views.node_strip(row, names, had) if len(names) > 1 else None)

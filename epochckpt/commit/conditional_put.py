@@ -52,6 +52,7 @@ class PutCommits(Commits):
     def __init__(self, store: Store, names: StepNames):
         super().__init__(store, names)
         self._seen: tuple[Head, bytes] | None = None  # the head at the last look or change
+        self._entries: tuple[Head | None, dict[int, HeadEpoch]] = None, {}  # of a head, by epoch
         self._swept: set[str] = set()  # dead attempts of which nothing is left
         self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
 
@@ -73,6 +74,10 @@ class PutCommits(Commits):
         if self._seen is None or self._seen[1] != data:
             self._seen = self._parsed(data), data
         return self._seen[0]
+
+    def seen(self) -> Head | None:
+        """The head as of the last look or change, or of a look that is made now."""
+        return self._seen[0] if self._seen else self.head()
 
     def _parsed(self, data: bytes) -> Head:
         try:
@@ -153,12 +158,12 @@ class PutCommits(Commits):
         found = self.head()
         if found is None:
             beside = self._beside(Head())
-            if lost := sorted(name for name in beside if self._is_copy(name)):
+            if lost := next(filter(self._is_copy, sorted(beside)), ""):
                 raise NotACheckpointDirectoryError(
-                    f"{self.store.root} holds epochs ({paths.join(lost[0], paths.EPOCH_RECORD)}, …), but not the "
+                    f"{self.store.root} holds epochs ({paths.join(lost, paths.EPOCH_RECORD)}, …), but not the "
                     f"record of which ones count, {paths.HEAD}. If that is all there should be, `epochckpt repair "
                     f"{self.store.root}` writes it anew; one epoch is shown by `epochckpt show {self.store.root}/"
-                    f"{lost[0]}`"
+                    f"{lost}`"
                 )
             foreign = beside
         else:
@@ -177,9 +182,12 @@ class PutCommits(Commits):
 
     def entries(self) -> dict[int, HeadEpoch]:
         """What the head says of each epoch; as of the last look, or of one that is made now."""
-        found = self._seen[0] if self._seen else self.head()
-        self._take_folders(found or Head())
-        return {epoch: found.epochs[folder] for epoch, folder in self._folders.items()} if found else {}
+        found = self.seen()
+        if found is None or self._entries[0] is not found:
+            self._take_folders(found or Head())
+            epochs = {epoch: found.epochs[folder] for epoch, folder in self._folders.items()} if found else {}
+            self._entries = found, epochs
+        return self._entries[1]
 
     def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
         entry = self.entries().get(epoch)
@@ -194,6 +202,11 @@ class PutCommits(Commits):
         if self.names.only:
             return super().read_attempt(epoch)
         self.head()
+        return self.seen_attempt(epoch)
+
+    def seen_attempt(self, epoch: int) -> str | None:
+        if self.names.only:
+            return super().seen_attempt(epoch)
         entry = self.entries().get(epoch)
         return entry.attempt if entry else None
 
@@ -201,6 +214,10 @@ class PutCommits(Commits):
         if self.names.only:
             return super()._read(epoch, parse)
         self.head()
+        return self.read_seen(epoch, parse)
+
+    def read_seen(self, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head) -> EpochRecord:
+        """The commit record of an epoch that the head named at the last look; one request while it still does."""
         entry = self.entries().get(epoch)
         if entry is None:
             raise self._unknown(epoch)
@@ -236,7 +253,7 @@ class PutCommits(Commits):
     ) -> EpochRecord | None:
         if self.names.only or "/" in folder:
             return super().read_in(folder, epoch, parse)
-        found = (self._seen[0] if self._seen else self.head()) or Head()
+        found = self.seen() or Head()
         return self._record(folder, found.epochs[folder].attempt, parse) if folder in found.epochs else None
 
     def rollback(self) -> Rollback | None:
@@ -272,13 +289,15 @@ class PutCommits(Commits):
 
         def look(name: str) -> None:
             attempts, foreign = set[str](), not known.incarnation
-            for file in self.store.files(name, _LOOKED_AT) if known.incarnation else ():
-                attempt = paths.attempt_in(file.path)
+            files = [file.path for file in self.store.files(name, _LOOKED_AT)] if known.incarnation else []
+            for path in files:
+                attempt = paths.attempt_in(path)
                 if attempt is not None and attempt.partition("-")[0] in known.runs:
                     attempts.add(attempt)
-                elif file.path != paths.EPOCH_RECORD:
+                elif path != paths.EPOCH_RECORD:
                     foreign = True
-            beside[name] = None if foreign else attempts - known.named
+            copied = attempts and paths.EPOCH_RECORD in files  # by somebody: no sweep leaves both
+            beside[name] = None if foreign or copied else attempts - known.named
 
         self.store.each(look, [name for name in found if self.names.parse(name) is not None])
         return beside
@@ -341,17 +360,11 @@ class PutCommits(Commits):
         self.store.remove_tree(name)
         self.bury(dead)
 
-    def strays(self) -> dict[str, str]:
-        """Attempts of known runs that the head does not name any more, by id the folder. It lists all objects."""
-        found, strays = self.head() or Head(), dict[str, str]()
-        for file in self.store.files("") if found.incarnation else ():
-            folder, _, below = file.path.partition("/")
-            attempt = paths.attempt_in(below)
-            if attempt and self.names.parse(folder) is not None and attempt.partition("-")[0] in found.runs:
-                strays[attempt] = folder
-        now = self.head() or Head()  # what was begun meanwhile is no stray
-        known = {*now.named, *now.begun, *now.dead}
-        return {attempt: folder for attempt, folder in strays.items() if attempt not in known}
+    def clock_ns(self) -> int:
+        """The time by the store's clock, nanoseconds since 1970: that of a change of the head, which is made now."""
+        folder, _, name = paths.HEAD.partition("/")
+        self._change(lambda now: now.next(), 0, fenced=False)
+        return next(file.written_ns for file in self.store.files(folder) if file.path == name)
 
     def _remove(self, folder: str, attempts: Collection[str]) -> None:
         """Removes the objects of some attempts; the copy of their record goes with them, and first the Orbax view."""

@@ -7,13 +7,14 @@ in one request, and no listing tells them what there is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from epochckpt.format import EpochRecord, checksums, parsing, paths
 
 _MAX_METRICS_BYTES = 8192  # of one epoch: larger ones are in its record only
 _MAX_PAST = 4096
+_MAX_NODES = 16  # of an epoch: what more nodes took is in its record only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class HeadEpoch:
     metrics: Any  # it was saved with; None also where they are `large`
     large: bool = False  # its metrics are in the record only
     attached: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # metrics by source
+    node_secs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # that each wrote; empty if they are many
 
     unread: ClassVar[Mapping[str, Exception]] = {}
 
@@ -37,34 +39,46 @@ class HeadEpoch:
     def of(cls, record: EpochRecord) -> Self:
         """The entry of an epoch that is about to be committed."""
         packed = checksums.seal({"metrics": checksums.pack_json(record.metrics, "metrics")})
-        large = len(packed) > _MAX_METRICS_BYTES
+        large, few = len(packed) > _MAX_METRICS_BYTES, record.nodes[: _MAX_NODES + 1]
         return cls(
             record.attempt,
             record.started_ns,
             record.committed_ns,
             record.nbytes,
             len(record.nodes),
-            record.timings.get("secs", 0.0),
-            record.timings.get("blocked_secs", 0.0),
+            round(record.timings.get("secs", 0.0), 6),
+            round(record.timings.get("blocked_secs", 0.0), 6),
             None if large else record.metrics,
             large,
+            node_secs={node.name: round(node.secs, 6) for node in few} if len(few) <= _MAX_NODES else {},
         )
 
     def with_attached(self, source: str, metrics: Mapping[str, Any]) -> Self:
         """The entry with the metrics of a source, in place of its older ones."""
         return dataclasses.replace(self, attached={**self.attached, source: metrics})
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, nodes: list[list[str]]) -> dict[str, Any]:
+        """Its form in the head, which has the names of its nodes in `nodes`, once for many epochs."""
         attached = {source: checksums.pack_json(dict(m), "metrics") for source, m in self.attached.items()}
-        return {**vars(self), "metrics": checksums.pack_json(self.metrics, "metrics"), "attached": attached}
+        fields = {**vars(self), "metrics": checksums.pack_json(self.metrics, "metrics"), "attached": attached}
+        names = list(self.node_secs)
+        if names not in nodes:
+            nodes.append(names)
+        fields["node_secs"] = [nodes.index(names), *self.node_secs.values()]
+        return fields
 
     @classmethod
-    def from_json(cls, path: str, where: str, data: object) -> Self:
+    def from_json(cls, path: str, where: str, data: object, nodes: Sequence[Sequence[str]]) -> Self:
         fields = parsing.Fields(path, data, f"{where}.")
         attached = {
             paths.check_recorded_name(path, source): parsing.user_data(parsing.Fields(path, {"m": found}), "m", dict)
             for source, found in fields.mapping("attached").items()
         }
+        number, *secs = fields.array("node_secs") or [-1]
+        if type(number) is not int or not 0 <= number < len(nodes) or len(secs) != len(nodes[number]):
+            raise fields.fail("node_secs", "seconds of nodes that the head names")
+        if not all(type(s) in (int, float) and abs(s) < 1e300 for s in secs):
+            raise fields.fail("node_secs", "finite numbers")
         numbers = {name: fields.integer(name) for name in ("started_ns", "committed_ns", "nbytes", "nodes")}
         return cls(
             attempt=paths.check_recorded_name(path, fields.text("attempt", 80)),
@@ -74,6 +88,7 @@ class HeadEpoch:
             metrics=parsing.user_data(fields, "metrics"),
             large=fields.boolean("large"),
             attached=attached,
+            node_secs=dict(zip(nodes[number], secs, strict=True)),
         )
 
 
@@ -103,9 +118,10 @@ class Head:
         return {entry.attempt for entries in (self.epochs, self.aside) for entry in entries.values()}
 
     def to_bytes(self) -> bytes:
-        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head", **vars(self)}
+        nodes = list[list[str]]()
+        head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head", "nodes": nodes, **vars(self)}
         for name in ("epochs", "aside"):
-            head[name] = {folder: entry.to_json() for folder, entry in head[name].items()}
+            head[name] = {folder: entry.to_json(nodes) for folder, entry in head[name].items()}
         return checksums.seal(head)
 
     def next(self, **changes: Any) -> Head:
@@ -139,9 +155,16 @@ def parse(path: str, data: bytes) -> Head:
             paths.check_recorded_name(path, folder, paths.is_part)
         return found
 
+    nodes = fields.array("nodes")
+    for names in nodes:
+        if not isinstance(names, list):
+            raise fields.fail("nodes", "lists of names")
+        for name in names:
+            paths.check_recorded_name(path, name, paths.is_node_name)
+
     def entries(name: str, folder: Any) -> dict[str, HeadEpoch]:
         found = fields.mapping(name)
-        return {folder(f): HeadEpoch.from_json(path, f"{name}.{f}", e) for f, e in found.items()}
+        return {folder(f): HeadEpoch.from_json(path, f"{name}.{f}", e, nodes) for f, e in found.items()}
 
     def aside(name: str) -> str:
         into, _, folder = name.partition("/")

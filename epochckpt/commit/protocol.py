@@ -218,15 +218,18 @@ class Commits(abc.ABC):
         for number in range(len(record.nodes)):
             self.check_node(folder, record, number)
 
-    def check_node(self, folder: str, record: EpochRecord, number: int) -> None:
-        """The same as `check_shallow`, for one node of an epoch in a folder."""
+    def check_node(self, folder: str, record: EpochRecord, number: int, sizes: Mapping[str, int] | None = None) -> None:
+        """The same as `check_shallow`, for one node of an epoch in a folder, of which `sizes` may have all files."""
         node = record.nodes[number]
         for file, size in [(None, node.record_size), *((f, f.size) for f in node.files)]:
-            path = paths.join(folder, record.path(number, file))
+            inner = record.path(number, file)
+            path = paths.join(folder, inner)
             try:
-                found = self.store.size(path)
+                found = self.store.size(path) if sizes is None else sizes.get(inner)
             except OSError as error:
                 raise errors.unreadable(path, error) from error
+            if found is None:
+                raise errors.DamagedError(path, "is missing")
             if found != size:
                 raise errors.DamagedError(path, f"has {found} bytes, {size} were written")
 
@@ -383,6 +386,10 @@ class Commits(abc.ABC):
             return self.read_head(epoch).attempt
         except (errors.DamagedError, errors.FormatError, errors.EpochNotFoundError):
             return None
+
+    def seen_attempt(self, epoch: int) -> str | None:
+        """The same as of the last look at the directory, where such a look tells it."""
+        return self.read_attempt(epoch)
 
     def is_there(self, epoch: int, attempt: str, error: Exception) -> bool:
         """Whether an attempt has become the epoch although the decisive step has reported an error."""

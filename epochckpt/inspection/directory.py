@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 from epochckpt import _text
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspection import diff as diffing
-from epochckpt.inspection import scan
-from epochckpt.inspection.epoch import Container, DiffView, EpochInspection
+from epochckpt.inspection import scan, usage
+from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, UsageView
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
 from epochckpt.inspection.select import narrowed
 from epochckpt.manager.reader import epoch_number
@@ -104,8 +104,19 @@ class Inspection(Container):
         return scan.look(self._given, limit=limit, check=check, **asked)
 
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
-        """The row of every committed epoch, damaged ones too, ascending."""
+        """The row of every committed epoch, damaged ones too, ascending.
+
+        In an object store they are made without a request per epoch: see `EpochRow` for what is not known then.
+        """
         return [row for row in self.overview(None, check=check).epochs if row.state in (COMMITTED, DAMAGED)]
+
+    def du(self) -> UsageView:
+        """What the directory takes up on storage: bytes, files and their ages, by epoch and by everything else.
+
+        Every file is met once: that is one listing in an object store, a request for a thousand objects.
+        """
+        todelete = self._options.todelete_subdir if self._options else None
+        return UsageView(usage.measure(self.commits, todelete))
 
     @property
     def latest(self) -> EpochInspection | None:

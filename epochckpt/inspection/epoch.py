@@ -14,7 +14,18 @@ from epochckpt.errors import DamagedError, EpochDeletedError, EpochNotFoundError
 from epochckpt.format import paths
 from epochckpt.inspection import describe, plain, scan, stats
 from epochckpt.inspection.leaf_reader import open_reader
-from epochckpt.inspection.rows import DAMAGED, Diff, DiffRow, EpochDetail, EpochRow, ItemRow, LeafRow, LeafStats
+from epochckpt.inspection.rows import (
+    DAMAGED,
+    Diff,
+    DiffRow,
+    EpochDetail,
+    EpochRow,
+    ItemRow,
+    LeafRow,
+    LeafStats,
+    Usage,
+    UsageRow,
+)
 from epochckpt.inspection.select import narrowed, quoted
 from epochckpt.manager import CheckpointReader, Verification
 from epochckpt.manager.reader import ignore
@@ -100,6 +111,17 @@ class DiffView(Table[DiffRow]):
 
     def _rows(self) -> Diff:
         return self.diff
+
+
+class UsageView(Table[UsageRow]):
+    """What a directory takes up on storage, one row per epoch or other thing; `usage` also has the sums by kind."""
+
+    def __init__(self, usage: Usage):
+        super().__init__(usage.rows)
+        self.usage = usage
+
+    def _rows(self) -> Usage:
+        return self.usage
 
 
 class EpochInspection(Container):

@@ -5,7 +5,8 @@
   measured just before it goes, and once more out of sight: what was written to meanwhile goes back.
 - A run's staging folder itself stays: the run may be alive, and idle.
 - A rename takes a thing out of sight, durably; then its bytes go. The next removal finishes one that was killed.
-- On object stores an attempt is first declared dead in the head, so that it can never be committed.
+- On object stores an attempt is first declared dead in the head, so that it can never be committed. What no head of the
+  directory has named is not touched; age is that of the newest object.
 """
 
 import dataclasses
@@ -19,13 +20,13 @@ import orbax.checkpoint as ocp
 from epochckpt import _threads, _units
 from epochckpt.commit import Commits, placing
 from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.commit.head_record import Head
 from epochckpt.errors import EpochCheckpointError, InvalidArgumentError, say
 from epochckpt.format import paths
-from epochckpt.inspection import leftovers, scan
+from epochckpt.inspection import leftovers, objects, scan
 from epochckpt.inspection.leftovers import KEPT
-from epochckpt.inspection.rows import ATTEMPT, FOREIGN, ROLLED_BACK, EpochRow, LeftoverRow
+from epochckpt.inspection.rows import ATTEMPT, COMMITTED, DELETED, FOREIGN, OTHER, ROLLED_BACK, EpochRow, LeftoverRow
 from epochckpt.options import StorageOptions
-from epochckpt.storage import Store
 
 DAY_SECS = 86400.0
 
@@ -100,17 +101,26 @@ class _Search:
         self._commits, self._store = commits, commits.store
         self._older_than_secs, self._epochs_too, self._clock = older_than_secs, epochs_too, clock
         self._ahead_secs = 0.0  # of our clock before the storage's
-        self._home = ""  # a folder of our own, from the first removal on
+        self._home = ""  # from the first removal on a folder of our own, or in an object store that of the head
 
     def look(self, todelete_subdir: str | None) -> list[LeftoverRow]:
         """Everything that is no epoch, as it is now."""
-        found = leftovers.find(self._commits, self._now_ns(), todelete_subdir)
-        attempts = found.attempts
         if isinstance(self._commits, PutCommits):
-            now, strays = self._now_ns(), self._commits.strays()
-            attempts = [*leftovers.orphans(self._commits, now), *leftovers.orphans(self._commits, now, strays)]
-        rows = [_row(attempt, self._store) for attempt in attempts]
-        return sorted([*rows, *found.others], key=lambda row: row.path)
+            return self._in_bucket(self._commits, todelete_subdir)
+        found = leftovers.find(self._commits, self._now_ns(), todelete_subdir)
+        return sorted([*map(_row, found.attempts), *found.others], key=lambda row: row.path)
+
+    def _in_bucket(self, commits: PutCommits, todelete_subdir: str | None) -> list[LeftoverRow]:
+        things, now_ns = objects.all_things(commits, todelete_subdir), self._now_ns()
+        head = commits.seen() or Head()
+        found = list[LeftoverRow]()
+        for thing in things:
+            if thing.kind == ATTEMPT:
+                attempt = objects.attempt_row(commits, head, thing, now_ns)
+                found.append(dataclasses.replace(_row(attempt), path=thing.path))
+            elif thing.kind not in (COMMITTED, OTHER):
+                found.append(objects.leftover_row(thing, now_ns))
+        return found
 
     def _now_ns(self) -> int:
         """The time by our clock, or by the storage's if that is behind."""
@@ -126,8 +136,6 @@ class _Search:
             return "holds epochs; removed only when asked for"
         if row.kind == ROLLED_BACK and self._is_rolling_back(row.path):
             return "a rollback is under way"
-        if isinstance(self._commits, PutCommits) and row.kind not in (*KEPT, ATTEMPT):
-            return "not known on an object store"
         age, bound = row.age_secs or 0.0, self._older_than_secs
         if age < bound:
             return f"something was written to it {_units.secs(age)} ago; it may go after {_units.secs(bound)}"
@@ -144,8 +152,7 @@ class _Search:
     def remove(self, row: LeftoverRow) -> str:
         """Removes one thing; returns why not, or nothing."""
         if isinstance(self._commits, PutCommits):
-            _remove_objects(self._commits, row)
-            return ""
+            return self._remove_objects(self._commits, row)
         store, path = self._store, row.path
         if not self._home:
             self._home = f"{leftovers.GC_PREFIX}{paths.new_id()}{paths.TMP_SUFFIX}"
@@ -174,23 +181,28 @@ class _Search:
         store.remove_tree(away)
         return ""
 
+    def _remove_objects(self, commits: PutCommits, row: LeftoverRow) -> str:
+        """Removes an attempt, or epochs that were set aside, from an object store; returns why not, or nothing."""
+        if not self._home:
+            self._home = objects.OWN
+            self._ahead_secs = max(time.time() - commits.clock_ns() / 1e9, 0.0)
+        if reason := self.reason(dataclasses.replace(row, age_secs=(row.age_secs or 0.0) - self._ahead_secs)):
+            return reason
+        folder, _, name = row.path.rpartition("/")
+        if row.kind in (ATTEMPT, DELETED):
+            commits.bury({name: folder})
+        else:
+            commits.bury_aside(row.path)
+        return ""
+
     def end(self) -> None:
         """Removes our own folder, unless something is still in it."""
-        if self._home and not leftovers.names(self._store, self._home):
+        if self._home and self._store.renames and not leftovers.names(self._store, self._home):
             self._store.remove_tree(self._home)
             self._store.sync_folder("")
 
 
-def _row(attempt: EpochRow, store: Store) -> LeftoverRow:
-    """An attempt: its folder, or on an object store the folder of the epoch and the attempt's id."""
-    path = attempt.folder if store.renames else paths.join(attempt.folder, attempt.attempt)
-    return LeftoverRow(path, ATTEMPT, attempt.nbytes, attempt.age_secs, (attempt.epoch,), f"a save; {attempt.detail}")
-
-
-def _remove_objects(commits: PutCommits, row: LeftoverRow) -> None:
-    """Removes an attempt, or epochs that were set aside, from an object store."""
-    folder, _, name = row.path.rpartition("/")
-    if row.kind == ATTEMPT:
-        commits.bury({name: folder})
-    else:
-        commits.bury_aside(row.path)
+def _row(attempt: EpochRow) -> LeftoverRow:
+    """An attempt: its folder."""
+    detail = f"a save; {attempt.detail}"
+    return LeftoverRow(attempt.folder, ATTEMPT, attempt.nbytes, attempt.age_secs, (attempt.epoch,), detail)

@@ -10,16 +10,16 @@ import dataclasses
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from epochckpt import _units
 from epochckpt.commit import Commits, placing
-from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.errors import EpochCheckpointError
 from epochckpt.format import parsing, paths
 from epochckpt.inspection import rows
 from epochckpt.inspection.rows import EpochRow, LeftoverRow, NodeRow
-from epochckpt.storage import File, Store
+from epochckpt.storage import Store
 
 MAX_ENTRIES = 100_000
 """A larger tree, which is hardly one of checkpoints, is measured up to here."""
@@ -128,9 +128,18 @@ _NAMED = (
     (re.compile(f"(?s)export-{_STAGED}"), rows.ATTEMPT, "staging of an export"),
     (re.compile(f"(?s){GC_PREFIX}{_STAGED}"), rows.DELETED, "being removed, or left by a removal that was interrupted"),
 )
-_Found = tuple[str, str, tuple[int, ...], str]  # path, kind, epochs, detail
 _NO_NODES = frozenset({"metrics", "descriptor"})  # folders of the Orbax view; no node may be called so
 _VIEW = frozenset({"manifest.ocdbt", "_METADATA", "array_metadatas"})
+
+
+class Found(NamedTuple):
+    """Something that lies beside the epochs; it has not been measured."""
+
+    path: str
+    kind: str
+    epochs: tuple[int, ...]
+    detail: str
+    attempt: str = ""  # of a save in a run's staging folder: its id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,24 +152,44 @@ class Leftovers:
 
 
 def find(commits: Commits, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
-    """Finds and measures what lies in a directory; for attempts on object stores see `orphans`."""
+    """Finds and measures what lies in a POSIX directory; for object stores see `objects`."""
     found = Leftovers()
     store = commits.store
     for name, is_folder in names(store, ""):
         if not is_folder or commits.names.parse(name) is not None:
             continue
         try:
-            if _is_staging(name):
-                seen = _in_staging(commits, name, now_ns, found.attempts) if store.renames else ()
-            else:
-                seen = _in_directory(commits, name, todelete_subdir)
-            for path, kind, epochs, detail in seen:
-                row = row_of(store, path, kind, now_ns, epochs, detail)
-                if row is not None:
-                    found.others.append(row)
+            for each in classified(commits, name, todelete_subdir):
+                if each.attempt:
+                    row = _attempt(store, each, paths.parse_node_staging(name), now_ns)
+                    found.attempts.extend([row] if row is not None else [])
+                else:
+                    row = row_of(store, each.path, each.kind, now_ns, each.epochs, each.detail)
+                    found.others.extend([row] if row is not None else [])
         except OSError as error:
             found.problems[name] = str(error)
     return found
+
+
+def classified(commits: Commits, name: str, todelete_subdir: str | None = None) -> Iterator[Found]:
+    """What a folder of a POSIX directory is, or what is in it, by names; it is named like no epoch."""
+    if _is_staging(name):
+        yield from _in_staging(commits, name)
+    elif (known := kind_of(name, todelete_subdir)) is not None:
+        kind, detail = known
+        yield Found(name, kind, _epochs_in(commits, name) if kind in KEPT else (), detail)
+    elif (step := _orbax_step(commits, name)) is not None:
+        yield Found(name, rows.ORBAX_ATTEMPT, (step,), "a save of stock Orbax, under way or left over")
+
+
+def kind_of(name: str, todelete_subdir: str | None = None) -> tuple[str, str] | None:
+    """The kind of a folder beside the epochs, by its name, and what it is in words."""
+    for pattern, kind, detail in _NAMED:
+        if pattern.match(name):
+            return kind, detail
+    if name == todelete_subdir:
+        return rows.QUARANTINED, "deleted epochs, kept because of todelete_subdir"
+    return None
 
 
 def is_sign(commits: Commits, name: str) -> bool:
@@ -182,92 +211,39 @@ def _orbax_step(commits: Commits, name: str) -> int | None:
     return commits.names.parse(step) if suffix else None
 
 
-def _in_directory(commits: Commits, name: str, todelete_subdir: str | None) -> Iterator[_Found]:
-    """What a folder of the directory is, if it is none of a run's staging folders."""
-    for pattern, kind, detail in _NAMED:
-        if pattern.match(name):
-            yield name, kind, _epochs_in(commits, name) if kind in KEPT else (), detail
-            return
-    if name == todelete_subdir:
-        yield name, rows.QUARANTINED, _epochs_in(commits, name), "deleted epochs, kept because of todelete_subdir"
-    elif (step := _orbax_step(commits, name)) is not None:
-        yield name, rows.ORBAX_ATTEMPT, (step,), "a save of stock Orbax, under way or left over"
-
-
-def orphans(commits: PutCommits, now_ns: int, attempts: Mapping[str, str] | None = None) -> list[EpochRow]:
-    """Attempts on an object store that its head names as begun or dead, or the given ones, by id the folder."""
-    head = commits.head()
-    if head is None:
-        return []
-    asked, rows_ = {**head.begun, **head.dead} if attempts is None else attempts, []
-    for folder in sorted(set(asked.values())):
-        files: dict[str, list[File]] = {}
-        for file in commits.store.files(folder):
-            files.setdefault(paths.attempt_in(file.path) or "", []).append(file)
-        for attempt in sorted(a for a, where in asked.items() if where == folder and a in files):
-            rows_.append(_of_objects(commits, folder, attempt, files[attempt], attempt in head.begun, now_ns))
-    return rows_
-
-
-def _of_objects(
-    commits: PutCommits, folder: str, attempt: str, files: Sequence[File], begun: bool, now_ns: int
-) -> EpochRow:
-    """The row of an attempt that wrote these objects."""
-    nodes: dict[str, list[File]] = {}
-    for file in files:
-        node, found, _ = file.path.rpartition(f"/{attempt}/")
-        if found:
-            nodes.setdefault(node.rpartition("/")[2] or node, []).append(file)
-    parts = []
-    for node, written in nodes.items():
-        done = any(file.path.endswith(f"/{paths.NODE_RECORD}") for file in written)
-        size, state = sum(file.size for file in written), "written" if done else "writing"
-        parts.append(NodeRow(paths.shown_name(node), size, None, state))
-    age = max(now_ns - max(file.written_ns for file in files), 0) / 1e9
-    state, detail = rows.IN_PROGRESS, _progress(parts)
-    if not begun:
-        state, detail = rows.ABANDONED, f"{detail}; of an earlier run, which can no longer commit it"
-    elif age >= LIVE_SECS:
-        state, detail = rows.ABANDONED, f"{detail}; {_silence(age)}"
-    fields = {"folder": folder, "attempt": attempt, "nodes": tuple(parts), "nbytes": sum(f.size for f in files)}
-    started = min(file.written_ns for file in files)
-    epoch = commits.names.parse(folder) or 0
-    return EpochRow(epoch, state, detail=detail, started_ns=started, age_secs=age, **fields)
-
-
-def _silence(age_secs: float) -> str:
+def silence(age_secs: float) -> str:
+    """What to say of an attempt that nothing was written to for long."""
     return f"nothing was written for {_units.secs(age_secs)}: it failed, or its job was killed"
 
 
-def _in_staging(commits: Commits, home: str, now_ns: int, attempts: list[EpochRow]) -> Iterator[_Found]:
-    """What lies in a run's staging folder; its attempts go to `attempts`."""
+def _in_staging(commits: Commits, home: str) -> Iterator[Found]:
+    """What lies in a run's staging folder."""
     store = commits.store
     token = home.removesuffix(paths.TMP_SUFFIX).rpartition("-")[2]
-    node = paths.parse_node_staging(home)
     for name, is_folder in names(store, home):
         path = paths.join(home, name)
         tried, where, gone = _ATTEMPT.match(name), placing.parse_moving(name), placing.parse_removed(name)
         if not is_folder:
             continue
         if tried:
-            row = _attempt(store, path, int(tried[1]), f"{token}-{name}", node, now_ns)
-            attempts += [row] if row is not None else []
+            yield Found(path, rows.ATTEMPT, (int(tried[1]),), "", f"{token}-{name}")
         elif where is not None:
-            yield path, rows.QUARANTINED, (), f"an epoch on the move to {where}: the next run puts it there"
+            yield Found(path, rows.QUARANTINED, (), f"an epoch on the move to {where}: the next run puts it there")
         elif name.endswith(paths.TMP_SUFFIX) and any(placing.on_the_move(store, path)):
-            yield path, rows.QUARANTINED, (), "what an earlier run left, with an epoch on the move in it"
+            yield Found(path, rows.QUARANTINED, (), "what an earlier run left, with an epoch on the move in it")
         elif name.endswith(paths.TMP_SUFFIX):
-            yield path, rows.DELETED, (), "what an earlier run left, out of sight"
+            yield Found(path, rows.DELETED, (), "what an earlier run left, out of sight")
         elif gone is not None:
             epoch = commits.names.parse(gone)
             detail = "a deleted or replaced epoch, out of sight" if gone else "a failed save, or a draft, out of sight"
-            yield path, rows.DELETED, () if epoch is None else (epoch,), detail
+            yield Found(path, rows.DELETED, () if epoch is None else (epoch,), detail)
         else:
-            yield path, rows.FOREIGN, (), "not known"
+            yield Found(path, rows.FOREIGN, (), "not known")
 
 
-def _attempt(store: Store, path: str, epoch: int, attempt: str, node: str | None, now_ns: int) -> EpochRow | None:
+def _attempt(store: Store, found: Found, node: str | None, now_ns: int) -> EpochRow | None:
     """The row of an attempt, of one node or of all; None if it is gone: committed, or discarded."""
+    path, (epoch,) = found.path, found.epochs
     whole = extent(store, path)
     if whole is None:
         return None
@@ -277,15 +253,16 @@ def _attempt(store: Store, path: str, epoch: int, attempt: str, node: str | None
         parts = [(paths.join(path, name), name) for name, is_folder in names(store, path) if is_folder]
     nodes = [row for part in parts if (row := _node(store, *part)) is not None]
     age = whole.age_secs(now_ns) or 0.0
-    state, detail = rows.IN_PROGRESS, _progress(nodes)
+    state, detail = rows.IN_PROGRESS, progress(nodes)
     if age >= LIVE_SECS:
         state = rows.ABANDONED
-        detail += f"; {_silence(age)}"
-    fields = {"folder": path, "attempt": attempt, "nodes": tuple(nodes), "nbytes": whole.nbytes}
+        detail += f"; {silence(age)}"
+    fields = {"folder": path, "attempt": found.attempt, "nodes": tuple(nodes), "nbytes": whole.nbytes}
     return EpochRow(epoch, state, detail=whole.problem or detail, started_ns=whole.oldest_ns, age_secs=age, **fields)
 
 
-def _progress(nodes: Sequence[NodeRow]) -> str:
+def progress(nodes: Sequence[NodeRow]) -> str:
+    """How many nodes of an attempt have written their part."""
     done = sum(n.state == "written" for n in nodes)
     began = _units.several(len(nodes), "node", "nodes")
     return f"{done} of the {began} that began {'has' if done == 1 else 'have'} written"

@@ -22,7 +22,7 @@ class NodeRow:
     """One node's part of an epoch, or of an attempt at one."""
 
     name: str
-    nbytes: int  # of its files: in an epoch as recorded, in an attempt as they are now
+    nbytes: int | None  # of its files: in an epoch as recorded, in an attempt as they are now
     secs: float | None = None  # how long the node wrote
     state: str = COMMITTED  # or `damaged`; in an attempt `writing` or `written`
     detail: str = ""  # what is damaged
@@ -38,7 +38,7 @@ class EpochRow:
     detail: str = ""  # why the epoch is damaged, or what is known of the attempt
     folder: str = ""  # relative to the directory
     attempt: str = ""  # its id
-    nodes: tuple[NodeRow, ...] = ()  # none in a step of stock Orbax
+    nodes: tuple[NodeRow, ...] = ()  # none in a step of stock Orbax; of more than 16 as `notes`
     nbytes: int = 0
     started_ns: int | None = None
     committed_ns: int | None = None
@@ -46,8 +46,9 @@ class EpochRow:
     age_secs: float | None = None  # of an attempt: time since the last write to it
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # saved with the epoch, and attached later
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of metrics attached later, by metric
-    custom_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # without the runner's notes
-    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the runner (see `JobRunner`)
+    # Without the runner's notes, and these (see `JobRunner`); None in an object store if the record was not read.
+    custom_metadata: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
+    notes: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
     checked: bool = False  # whether the files were looked at, not only the record
     latest: bool = False
     best: bool = False  # by the metric that was asked for
@@ -73,6 +74,7 @@ QUARANTINED = "quarantined"  # a damaged epoch that was replaced
 DELETED = "deleted"  # moved out of sight; its bytes are not yet removed
 ORBAX_ATTEMPT = "orbax attempt"  # staging of stock Orbax
 FOREIGN = "foreign"  # named like an epoch, but not one
+OTHER = "other"  # records of the directory, and what nothing here made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ class LeftoverRow:
     path: str  # relative to the directory
     kind: str  # ATTEMPT, ROLLED_BACK, QUARANTINED, DELETED, ORBAX_ATTEMPT or FOREIGN
     nbytes: int
-    age_secs: float | None  # since the last write to it; None on an object store
+    age_secs: float | None  # since the last write to it
     epochs: tuple[int, ...] = ()  # the epochs in it, as far as its names say
     detail: str = ""
 
@@ -100,6 +102,62 @@ class Overview:
     mode: str = "max"  # or `min`
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
     mirror: str = ""  # its path or URL, if the directory has one
+
+
+@dataclasses.dataclass(frozen=True)
+class UsageRow:
+    """What one thing takes up on storage: an epoch, an attempt at one, or something else."""
+
+    kind: str  # COMMITTED, IN_PROGRESS, ABANDONED, a kind of leftovers, or OTHER
+    path: str  # relative to the directory
+    nbytes: int  # of its files, each counted once in all rows
+    files: int  # symlinks too
+    epochs: tuple[int, ...] = ()
+    oldest_ns: int | None = None  # when the oldest of its files was written
+    newest_ns: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KindUsage:
+    """What all things of a kind take up."""
+
+    kind: str
+    things: int
+    nbytes: int
+    files: int
+    oldest_ns: int | None
+    newest_ns: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a directory takes up on storage, with all that lies in it."""
+
+    directory: str  # path or URL
+    rows: tuple[UsageRow, ...]  # by kind, epochs ascending
+    problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def files(self) -> int:
+        """Files in all."""
+        return sum(row.files for row in self.rows)
+
+    @property
+    def kinds(self) -> tuple[KindUsage, ...]:
+        """The same by kind."""
+        found = []
+        for kind in dict.fromkeys(row.kind for row in self.rows):
+            some = [row for row in self.rows if row.kind == kind]
+            oldest = min((row.oldest_ns for row in some if row.oldest_ns is not None), default=None)
+            newest = max((row.newest_ns for row in some if row.newest_ns is not None), default=None)
+            sums = sum(row.nbytes for row in some), sum(row.files for row in some)
+            found.append(KindUsage(kind, len(some), *sums, oldest, newest))
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -15,9 +15,10 @@ from absl import logging
 from epochckpt import _text, errors
 from epochckpt.commit import Commits, attached_metrics, commits_of
 from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.commit.retention import best_of, rank
 from epochckpt.format import EpochRecord, paths
-from epochckpt.inspection import leftovers, suggest
+from epochckpt.inspection import leftovers, objects, suggest
 from epochckpt.inspection.rows import (
     BOTH,
     COMMITTED,
@@ -38,6 +39,9 @@ from epochckpt.storage import Store, open_file, open_store
 
 CHECKED_FILES = 2000
 """About how many files a look checks; the newest epochs come first."""
+
+CHECKED_REQUESTS = 10
+"""About how many requests a look at an object store takes to check files: two for an epoch of some hundred nodes."""
 
 _TRIES = 5  # looks at the files of an epoch that is replaced during each look
 _CAFFE2_NOTES, _CAFFE2_BLOBS = "notes", "blobs"  # keys that the managers of `ec.caffe2` use
@@ -75,14 +79,23 @@ def open_commits(
                 os.lstat(store.root)
             if not os.path.isdir(store.root):
                 raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.no_folder(store.root)}")
+        if in_bucket(commits) and commits.head() is not None:
+            return commits
         found = {entry.name: entry.is_folder for entry in store.list("")}
         if single and step_names.is_single(set(found)) and not step_names.is_item(store, set(found)):
             # The epoch that lies in the folder, seen from the directory above it.
             above, name = open_file(os.path.realpath(store.root) if store.renames else store.address)
             return commits_of(above, _OneName(name, step_names.number_of(store)))
+        if in_bucket(commits):
+            commits.scan()  # raises where there are epochs without a head
         if not any(_is_sign(commits, name, is_folder) for name, is_folder in reversed(found.items())):
             raise errors.NotACheckpointDirectoryError(f"{store.root} {suggest.folder(store, found)}")
     return commits
+
+
+def in_bucket(commits: Commits) -> TypeGuard[PutCommits]:
+    """Whether a head says which epochs there are."""
+    return isinstance(commits, PutCommits) and not commits.names.only
 
 
 @contextlib.contextmanager
@@ -106,17 +119,12 @@ def _is_sign(commits: Commits, name: str, is_folder: bool) -> bool:
     """Whether an entry shows that the directory is one of checkpoints."""
     if not is_folder:
         return name == paths.ROLLBACK_RECORD
-    if not commits.store.renames and name == paths.HEAD.partition("/")[0]:
-        return True
     epoch = commits.names.parse(name)
     return leftovers.is_sign(commits, name) if epoch is None else isinstance(read(commits, name, epoch), EpochRow)
 
 
 def folders_of(commits: Commits, entries: Mapping[str, bool], hidden: Collection[int]) -> dict[int, str]:
-    """The folder of each epoch that is not hidden, going by the names in the directory, or by its head."""
-    if isinstance(commits, PutCommits) and not commits.names.only:
-        epochs, foreign = commits.scan()
-        return {**foreign, **{epoch: commits.folder(epoch) for epoch in epochs}}
+    """The folder of each epoch that is not hidden, going by the names in a POSIX directory."""
     found: dict[int, str] = {}
     for name, is_folder in entries.items():
         epoch = commits.names.parse(name) if is_folder else None
@@ -135,6 +143,8 @@ def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> Ep
     damage. The row of a step of stock Orbax has no size, see `with_size`.
     """
     try:
+        if in_bucket(commits):
+            return _of_record(commits.read_seen(epoch), folder)
         record = commits.read_in(folder, epoch)
         if record is not None:
             return _of_record(record, folder)
@@ -142,18 +152,45 @@ def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> Ep
             return None
         return _of_orbax(commits, folder, epoch) or _of_nodes(commits, folder, epoch) or _of_none(commits, folder)
     except (errors.EpochCheckpointError, OSError) as error:
-        if sure and isinstance(error, errors.StorageError):
+        if _says_nothing(commits, error) or (sure and isinstance(error, errors.StorageError)):
             raise
         with contextlib.suppress(OSError):
-            if not commits.store.exists(folder):
+            if isinstance(error, errors.EpochNotFoundError) or not commits.store.exists(folder):
                 return None
         return EpochRow(epoch, DAMAGED, detail=errors.say(error), folder=folder)
 
 
+def _says_nothing(commits: Commits, error: Exception) -> bool:
+    """Whether an error of an object store is about the store, and not about what lies there."""
+    return not commits.store.renames and isinstance(error, errors.StorageError | errors.AccessError)
+
+
+def brief(commits: PutCommits, epoch: int, entry: HeadEpoch) -> EpochRow:
+    """The row of an epoch in an object store, as the head tells it; `read` and `checked` have the rest."""
+    metrics = entry.metrics if isinstance(entry.metrics, Mapping) else {"metrics": entry.metrics}
+    row = EpochRow(
+        epoch,
+        COMMITTED,
+        folder=commits.folder(epoch),
+        attempt=entry.attempt,
+        nodes=tuple(NodeRow(name, None, secs) for name, secs in entry.node_secs.items()),
+        nbytes=entry.nbytes,
+        started_ns=entry.started_ns,
+        committed_ns=entry.committed_ns,
+        blocked_secs=entry.blocked_secs,
+        metrics={} if entry.metrics is None else metrics,
+        custom_metadata=None,
+        notes=None,
+    )
+    return _with_sources(row, entry.attached)
+
+
 def find(commits: Commits, epoch: int) -> EpochRow | None:
     """The row of an epoch, as its record and attached metrics say; None if there is none of this number."""
-    if isinstance(commits, PutCommits):
+    if in_bucket(commits):
         commits.head()  # as it is now
+        if epoch not in commits.entries():
+            return None
     row = None if epoch in commits.hidden() else read(commits, commits.folder(epoch), epoch)
     if not isinstance(row, EpochRow):
         return None
@@ -177,7 +214,10 @@ def _with_attached(commits: Commits, row: EpochRow) -> EpochRow:
     """The row with the metrics that were attached later."""
     if row.state != COMMITTED or not row.attempt:
         return row
-    sources = attached_metrics.of_attempt(commits, row.folder, row.epoch, row.attempt)
+    return _with_sources(row, attached_metrics.of_attempt(commits, row.folder, row.epoch, row.attempt))
+
+
+def _with_sources(row: EpochRow, sources: Mapping[str, Mapping[str, Any]]) -> EpochRow:
     if not sources:
         return row
     metrics = attached_metrics.merge(row.metrics, sources)
@@ -218,8 +258,16 @@ def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     return dataclasses.replace(_of_record(record, folder), writer="orbax", detail=problems)
 
 
-def _nodes(record: EpochRecord | str, folder: str = "", commits: Commits | None = None) -> Iterator[NodeRow]:
-    """The nodes of an epoch; with `commits`, their files in its folder are looked at. A str says what is wrong."""
+def _nodes(
+    record: EpochRecord | str,
+    folder: str = "",
+    commits: Commits | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Iterator[NodeRow]:
+    """The nodes of an epoch; with `commits`, their files in its folder are looked at. A str says what is wrong.
+
+    `sizes` has the bytes of all files in the folder, where one request tells them.
+    """
     if isinstance(record, str):
         yield NodeRow(paths.shown_name(folder.rpartition("/")[2]), 0, None, DAMAGED, record)
         return
@@ -227,7 +275,7 @@ def _nodes(record: EpochRecord | str, folder: str = "", commits: Commits | None 
         state, detail = COMMITTED, ""
         try:
             if commits is not None:
-                commits.check_node(folder, record, number)
+                commits.check_node(folder, record, number, sizes)
         except (errors.EpochCheckpointError, OSError) as error:
             state, detail = DAMAGED, errors.say(error)
         yield NodeRow(node.name, node.nbytes, node.secs, state, detail)
@@ -239,8 +287,8 @@ def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     rows = [_of_record(record, folder) for record in found.values() if not isinstance(record, str)]
     if not rows:
         return None
-    custom = dict(rows[0].custom_metadata)
-    notes = next((n for r in rows if isinstance(n := r.custom_metadata.get(_CAFFE2_NOTES), Mapping)), {})
+    custom = dict(rows[0].custom_metadata or {})
+    notes = next((n for r in rows if isinstance(n := (r.custom_metadata or {}).get(_CAFFE2_NOTES), Mapping)), {})
     custom.pop(_CAFFE2_NOTES, None)
     blobs = custom.get(_CAFFE2_BLOBS)
     if isinstance(blobs, Mapping) and all(item == blob for item, blob in blobs.items()):
@@ -278,6 +326,15 @@ def checked(commits: Commits, row: EpochRow) -> EpochRow:
     An epoch that is replaced meanwhile is looked at again; one that is deleted keeps the row that it had.
     """
     for _ in range(_TRIES):
+        if in_bucket(commits):
+            found = _checked_objects(commits, row)
+            if found.state == COMMITTED:
+                return found
+            commits.head()
+            attempt = commits.seen_attempt(row.epoch)
+            if attempt in (None, found.attempt):
+                return row if attempt is None else found
+            continue
         if row.state == DAMAGED and not row.nodes:
             return row
         found = _checked(commits, row)
@@ -290,6 +347,20 @@ def checked(commits: Commits, row: EpochRow) -> EpochRow:
     return row
 
 
+def _checked_objects(commits: PutCommits, row: EpochRow) -> EpochRow:
+    """The row in full after a look at the objects: one request for the record and one for their sizes."""
+    try:
+        record = commits.read_seen(row.epoch)
+        fresh = _with_attached(commits, _of_record(record, row.folder))
+        nodes = list(_nodes(record, row.folder, commits, objects.sizes(commits, row.folder)))
+        return dataclasses.replace(_with_nodes(fresh, nodes), checked=True)
+    except (errors.EpochCheckpointError, OSError) as error:
+        if _says_nothing(commits, error):
+            raise
+        fields = {"state": DAMAGED, "detail": errors.say(error), "checked": True}
+        return dataclasses.replace(row, attempt=commits.seen_attempt(row.epoch) or row.attempt, **fields)
+
+
 def _checked(commits: Commits, row: EpochRow) -> EpochRow:
     try:
         if row.writer == "orbax":
@@ -297,10 +368,13 @@ def _checked(commits: Commits, row: EpochRow) -> EpochRow:
             return dataclasses.replace(row, checked=True)
         record = commits.read_in(row.folder, row.epoch)
         found = commits.read_per_node(row.folder, row.epoch) if record is None else {"": record}
-        each = (_nodes(one, paths.join(row.folder, name), commits) for name, one in found.items())
+        sizes = objects.sizes(commits, row.folder) if isinstance(commits, PutCommits) else None
+        each = (_nodes(one, paths.join(row.folder, name), commits, sizes) for name, one in found.items())
         nodes = list(itertools.chain.from_iterable(each))
         return dataclasses.replace(_with_nodes(row, nodes or row.nodes), checked=True)
     except (errors.EpochCheckpointError, OSError) as error:
+        if _says_nothing(commits, error):
+            raise
         return dataclasses.replace(row, state=DAMAGED, detail=errors.say(error), checked=True)
 
 
@@ -330,7 +404,8 @@ def look(
 
     The newest epochs up to the limit become rows. The best epoch and attempts always do, and so does the latest that
     can be read, unless the limit is 0. `check` looks at about `CHECKED_FILES` files: are they there, with the sizes
-    that were recorded?
+    that were recorded? In an object store it looks at about `CHECKED_REQUESTS / 2` epochs, and the rows of the others
+    are those of the head: no request is made for them.
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise errors.InvalidArgumentError(f"limit is a number of epochs, or None for all; got {limit!r}")
@@ -357,12 +432,15 @@ def _with_mirror(commits: Commits, found: Overview, limit: int | None) -> Overvi
         url = record.url
         epochs = set(elsewhere.list_epochs()) - record.hidden
         copied = {e for e in epochs & shown.keys() if record.copies.get(e, ("", ""))[0] == shown[e].attempt}
-        copied |= {e for e in epochs & shown.keys() - copied if elsewhere.read_attempt(e) == shown[e].attempt}
+        copied |= {e for e in epochs & shown.keys() - copied if elsewhere.seen_attempt(e) == shown[e].attempt}
         oldest = min(shown, default=-1) if found.hidden else -1  # an older one may be here, too, without a row
         remote = sorted((e for e in epochs - shown.keys() if e > oldest), reverse=True)[:limit]
 
         def read_there(epoch: int) -> None:
-            row = read(elsewhere, elsewhere.folder(epoch), epoch)
+            if in_bucket(elsewhere):
+                row = brief(elsewhere, epoch, elsewhere.entries()[epoch])
+            else:
+                row = read(elsewhere, elsewhere.folder(epoch), epoch)
             if isinstance(row, EpochRow):
                 there[epoch] = dataclasses.replace(row, tier=MIRROR)
 
@@ -389,12 +467,12 @@ class _Scan:
 
     def overview(self, limit: int | None, check: bool, todelete_subdir: str | None) -> Overview:
         commits, only = self._commits, self._commits.names.only
-        # Attempts first: one that is committed meanwhile is then seen in its new place.
-        found = leftovers.Leftovers() if only else leftovers.find(commits, time.time_ns(), todelete_subdir)
-        folders, read_rows = self._folders(), dict[int, EpochRow | LeftoverRow | None]()
-        commits.store.each(lambda e: read_rows.__setitem__(e, read(commits, folders[e], e)), list(folders))
-        self._rows = {epoch: row for epoch, row in read_rows.items() if isinstance(row, EpochRow)}
-        others = [*found.others, *(row for row in read_rows.values() if isinstance(row, LeftoverRow))]
+        if in_bucket(commits):
+            found = self._read_head(commits, limit, todelete_subdir)
+        else:
+            # Attempts first: one that is committed meanwhile is then seen in its new place.
+            found = leftovers.Leftovers() if only else leftovers.find(commits, time.time_ns(), todelete_subdir)
+            found.others.extend(self._read_all(self._folders()))
 
         # Which rows are shown: the newest, and those that are marked. A check may find that a marked epoch is damaged;
         # then another one is.
@@ -406,7 +484,7 @@ class _Scan:
             if self._metric is None:
                 self._update(self._attach, more)
             if check:
-                self._update(functools.partial(checked, commits), more if shown else _first(self._rows, more))
+                self._update(functools.partial(checked, commits), more if shown else self._first(more))
             shown |= more
             latest = max((epoch for epoch, row in self._rows.items() if row.state == COMMITTED), default=None)
             best = self._best()
@@ -417,10 +495,7 @@ class _Scan:
         rows = [dataclasses.replace(row, latest=e == latest, best=e == best) for e, row in sized.items()]
 
         committed = {row.attempt for row in rows}
-        attempts = [row for row in found.attempts if row.attempt not in committed]
-        if isinstance(commits, PutCommits) and not only:
-            attempts += leftovers.orphans(commits, time.time_ns())
-        epochs = [*rows, *attempts]
+        epochs = [*rows, *(row for row in found.attempts if row.attempt not in committed)]
         epochs.sort(key=lambda row: (row.epoch, row.state not in (COMMITTED, DAMAGED), row.attempt))
         hidden = [row for epoch, row in self._rows.items() if epoch not in shown]
         return Overview(
@@ -428,11 +503,43 @@ class _Scan:
             epochs=tuple(epochs),
             hidden=len(hidden),
             hidden_nbytes=sum(row.nbytes for row in hidden),
-            leftovers=tuple(sorted(others, key=lambda row: row.path)),
+            leftovers=tuple(sorted(found.others, key=lambda row: row.path)),
             metric=self._metric or "",
             mode=self._mode,
             problems={**found.problems, **self._problems, **self._no_metric()},
         )
+
+    def _read_head(self, commits: PutCommits, limit: int | None, todelete_subdir: str | None) -> leftovers.Leftovers:
+        """Makes the rows of an object store; returns what lies beside the epochs."""
+        entries = commits.entries()
+        found = objects.beside(commits, commits.seen() or Head(), time.time_ns(), todelete_subdir)
+        self._rows = {epoch: brief(commits, epoch, entry) for epoch, entry in entries.items()}
+        # Metrics that are too large for the head are in the record: they are read for what is shown, and to compare.
+        listed = entries if limit is None or self._metric is not None else sorted(entries)[-limit or len(entries) :]
+        self._read_all({epoch: commits.folder(epoch) for epoch in listed if entries[epoch].large})
+        return found
+
+    def _read_all(self, folders: Mapping[int, str]) -> list[LeftoverRow]:
+        """Reads the records of epochs into rows; returns what is none."""
+        found = dict[int, EpochRow | LeftoverRow | None]()
+        self._commits.store.each(lambda e: found.__setitem__(e, read(self._commits, folders[e], e)), list(folders))
+        self._rows |= {epoch: row for epoch, row in found.items() if isinstance(row, EpochRow)}
+        return [row for row in found.values() if isinstance(row, LeftoverRow)]
+
+    def _first(self, epochs: Collection[int]) -> list[int]:
+        """The newest of some epochs, at least one, that together cost as much as a look may."""
+        bucket, cost, chosen = in_bucket(self._commits), 0, list[int]()
+        entries = self._commits.entries() if in_bucket(self._commits) else {}
+        for epoch in sorted(epochs, reverse=True):
+            row = self._rows[epoch]
+            if bucket:
+                cost += 2 + 2 * (entries[epoch].nodes if epoch in entries else 0) // 1000
+            else:
+                cost += max(2 * len(row.nodes), 10 if row.writer == "orbax" else 1)
+            if cost > (CHECKED_REQUESTS if bucket else CHECKED_FILES) and chosen:
+                break
+            chosen.append(epoch)
+        return chosen
 
     def _folders(self) -> dict[int, str]:
         entries = {entry.name: entry.is_folder for entry in self._commits.store.list("")}
@@ -478,17 +585,6 @@ class _Scan:
         if not known:
             return {"": f"no epoch has metrics, so none is best by {self._metric!r}"}
         return {"": f"no epoch has the metric {self._metric!r}; {_text.near(self._metric, known)}"}
-
-
-def _first(rows: Mapping[int, EpochRow], epochs: Collection[int]) -> list[int]:
-    """The newest of some epochs, at least one, that together have about `CHECKED_FILES` files."""
-    files, chosen = 0, list[int]()
-    for epoch in sorted(epochs, reverse=True):
-        files += max(2 * len(rows[epoch].nodes), 10 if rows[epoch].writer == "orbax" else 1)
-        if files > CHECKED_FILES and chosen:
-            break
-        chosen.append(epoch)
-    return chosen
 
 
 def _value(metrics: Mapping[str, Any], name: str) -> float | None:

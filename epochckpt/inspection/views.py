@@ -26,6 +26,7 @@ _SLOWEST = 5
 _ITEMS = 40
 _FILES = 100
 _ENTRIES = 40  # of one epoch's or item's metrics, of its metadata, of the runner's notes
+_USED = 50  # epochs, and other things, whose use of storage is listed
 _LEAVES = 10  # of an item that stock Orbax cannot read
 
 _STATES = {  # tones and meanings
@@ -43,12 +44,16 @@ _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxoth
 Fact = tuple[str, Words]
 
 
-def of(found: rows.Overview | rows.EpochDetail | rows.ItemRow | rows.Diff | Sequence[rows.LeafStats]) -> list[Block]:
+def of(
+    found: rows.Overview | rows.EpochDetail | rows.ItemRow | rows.Diff | rows.Usage | Sequence[rows.LeafStats],
+) -> list[Block]:
     """The view of what an inspection found."""
     if isinstance(found, rows.Overview):
         return overview(found, hint="; .epochs() has the rows of all")
     if isinstance(found, rows.EpochDetail):
         return epoch(found)
+    if isinstance(found, rows.Usage):
+        return usage(found)
     if isinstance(found, rows.ItemRow):
         return item(found, found.nbytes)
     return diff(found) if isinstance(found, rows.Diff) else stats(found)
@@ -106,7 +111,7 @@ def _epochs(found: rows.Overview) -> kinds.Table:
     # Nodes of the newest epoch come first, in their order, then those that only older epochs have.
     nodes = list(dict.fromkeys(node.name for row in reversed(found.epochs) for node in row.nodes))
     mixed = any(row.writer != "epochckpt" for row in found.epochs)
-    before = {node.name: node.nbytes for row in found.epochs if row.latest for node in row.nodes}
+    before = {node.name: node.nbytes or 0 for row in found.epochs if row.latest for node in row.nodes}
 
     def measured(name: str) -> kinds.Cells[rows.EpochRow]:
         def show(row: rows.EpochRow) -> Cell:
@@ -150,7 +155,7 @@ def _epochs(found: rows.Overview) -> kinds.Table:
         ),
         (
             strip_column(len(nodes)),
-            lambda row: Cell(drawing=node_strip(row, nodes, before) if len(nodes) > 1 else None),
+            lambda row: Cell(drawing=node_strip(row, nodes, before) if len(nodes) > 1 and row.nodes else None),
         ),
         (Column("slowest node", 7, least=14), slowest),
         (Column("committed", 8, tip="local time"), committed),
@@ -174,20 +179,20 @@ def node_strip(row: rows.EpochRow, names: Sequence[str], before: Mapping[str, in
     """
     nodes = {node.name: node for node in row.nodes}
     longest = max((node.secs or 0.0 for node in row.nodes), default=0.0)
-    most = max((node.nbytes for node in row.nodes), default=0)
+    most = max((node.nbytes or 0 for node in row.nodes), default=0)
     slowest = row.slowest_node
 
     def mark(name: str) -> Mark:
         node = nodes.get(name)
         if node is None:
             return Mark(0.0, Tone.FAINT, -1.0, f"{_text.shown(name, 60)} · not in it")
-        known = [_text.shown(name, 60), _units.nbytes(node.nbytes), secs(node.secs)]
+        known = [_text.shown(name, 60), _nbytes(node.nbytes), secs(node.secs)]
         known += [node.state if node.state != rows.COMMITTED else "", node.detail]
         tip = " · ".join(filter(None, known))
         if node.state == rows.DAMAGED:
             return Mark(1.0, Tone.BAD, 2.0, tip)
         if row.state in (rows.IN_PROGRESS, rows.ABANDONED):
-            level = min(node.nbytes / max(before.get(name, most), 1), 1.0)
+            level = min((node.nbytes or 0) / max(before.get(name, most), 1), 1.0)
             return Mark(level, _tone(row.state), 1.0 - level, tip)  # the node that is behind is the one to see
         # Without a duration that makes sense, the bar is half as high as the slowest one.
         timed = node.secs is not None and 0 < longest < math.inf and node.secs <= longest
@@ -209,6 +214,55 @@ def leftovers(found: Sequence[rows.LeftoverRow]) -> kinds.Table:
         (Column("epochs", 3, least=8), lambda row: Span(", ".join(map(str, row.epochs[:20])), limit=40)),
         (Column("detail", 4, least=20), lambda row: Span(row.detail, Tone.FAINT)),
     )
+
+
+def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> list[Block]:
+    """What a directory takes up, by kind and by thing; of epochs the newest `limit`. `hint`: how to see all."""
+    kinds_ = found.kinds
+    view: list[Block] = [
+        Line(Span(found.directory, Tone.STRONG, 1000), title=True),
+        kinds.Summary((_units.nbytes(found.nbytes), _units.several(found.files, "file", "files"))),
+        table(
+            kinds_,
+            (Column("kind"), lambda each: _kind(each.kind)),
+            (Column("things", 2, right=True), lambda each: _units.count(each.things)),
+            (Column("bytes", 0, right=True), lambda each: _units.nbytes(each.nbytes)),
+            (Column("share", 1, right=True), lambda each: kinds.share(each.nbytes, found.nbytes)),
+            (Column("files", 1, right=True), lambda each: _units.count(each.files)),
+            (Column("oldest", 4, tip="when it was written"), lambda each: _written(each.oldest_ns)),
+            (Column("newest", 3, tip="when it was written"), lambda each: _written(each.newest_ns)),
+        ),
+        *kinds.problems(found.problems),
+    ]
+    epochs = [row for row in found.rows if row.kind == rows.COMMITTED]
+    hidden = 0 if limit is None else max(len(epochs) - limit, 0)
+    others = [row for row in found.rows if row.kind != rows.COMMITTED]
+    shown = table(
+        [*epochs[hidden:], *others[:_USED]],
+        (Column("epoch", 0, right=True), lambda row: ", ".join(map(str, row.epochs[:5]))),
+        (Column("kind", 1), lambda row: _kind(row.kind)),
+        (Column("bytes", 0, right=True), lambda row: _units.nbytes(row.nbytes)),
+        (Column("share", 2, right=True), lambda row: kinds.share(row.nbytes, found.nbytes)),
+        (Column("files", 2, right=True), lambda row: _units.count(row.files)),
+        (Column("newest", 3, tip="when it was written"), lambda row: _written(row.newest_ns)),
+        (Column("path", 4, least=12), lambda row: Span(row.path, Tone.FAINT)),
+    )
+    below: list[Block] = []
+    if hidden:
+        what = _units.several(hidden, "older epoch is", "older epochs are")
+        size = _units.nbytes(sum(row.nbytes for row in epochs[:hidden]))
+        below.append(_faint(f"… {what} not shown ({size}){hint}"))
+    if more := len(others) - _USED:
+        below += [_faint(f"… {_units.several(more, 'more thing', 'more things')}")] if more > 0 else []
+    return [*view, kinds.Section(Span("What takes it up", Tone.STRONG), (*below, shown))] if found.rows else view
+
+
+def _kind(kind: str) -> Words:
+    return Span(kind, _STATES.get(kind, (Tone.PLAIN if kind == rows.OTHER else Tone.WARN, ""))[0], 30)
+
+
+def _written(time_ns: int | None) -> Words:
+    return Span("" if time_ns is None else _units.when(time_ns), Tone.FAINT)
 
 
 def epoch(found: rows.EpochDetail) -> list[Block]:
@@ -251,7 +305,7 @@ def _facts(found: rows.EpochDetail) -> Iterator[Fact]:
         metrics.append(("metric", (f"{name} ", Span(figure(value), Tone.STRONG, 60), Span(source, Tone.FAINT))))
     yield from _first(metrics)
     yield from _metadata(row.custom_metadata)
-    yield from _first(_notes(row.notes))
+    yield from _first(_notes(row.notes or {}))
     if row.state == rows.COMMITTED:
         yield from _orbax(found)
 
@@ -339,7 +393,7 @@ def _nodes(row: rows.EpochRow) -> Iterator[Block]:
         listed,
         (Column("node", 0, least=20), lambda node: node.name),
         (Column("state", 2), lambda node: Span(node.state if node.state != rows.COMMITTED else "", _tone(node.state))),
-        (Column("bytes", 1, right=True), lambda node: _units.nbytes(node.nbytes)),
+        (Column("bytes", 1, right=True), lambda node: _nbytes(node.nbytes)),
         (Column("wrote for", 1, right=True), lambda node: secs(node.secs)),
         (Column("", 3), bar),
         (Column("detail", 4, least=20), lambda node: Span(node.detail, Tone.BAD)),
@@ -383,6 +437,11 @@ def figure(value: object) -> str:
     if isinstance(value, numbers.Real):
         return _units.number(value if isinstance(value, int) else float(value))
     return "" if value is None else value if isinstance(value, str) else _SHORT.repr(value)
+
+
+def _nbytes(value: int | None) -> str:
+    """A size; empty if it is not known."""
+    return "" if value is None else _units.nbytes(value)
 
 
 def _faint(words: str) -> Line:

@@ -1,27 +1,30 @@
 """Following a live run: what changes in a directory, as events. Only looks at storage.
 
-A look costs a listing of the directory and of what is under way. The record of an epoch is read once, when the epoch
-appears; those of the newest epoch and of damaged ones are read at every look, because another attempt may have their
-number by now. What comes and goes between two looks is not seen.
+A look costs a listing of the directory and of what is under way; on an object store it costs one request, for the head,
+and a listing of each attempt that is under way. The record of an epoch is read once, when the epoch appears; on POSIX
+those of the newest epoch and of damaged ones are read at every look, because another attempt may have their number by
+now. What comes and goes between two looks is not seen.
 """
 
 import dataclasses
 import math
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 
 from epochckpt._threads import Deadline
 from epochckpt.commit import Commits
 from epochckpt.errors import InvalidArgumentError
-from epochckpt.inspection import leftovers, scan
-from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow
+from epochckpt.inspection import leftovers, objects, scan
+from epochckpt.inspection.rows import ABANDONED, COMMITTED, DAMAGED, EpochRow, LeftoverRow
 
 PRESENT = "present"  # an epoch that was there before the first look
 SAVED = "committed"
 SAVING = "saving"  # an attempt that wrote something since the last look
 FAILED = "failed"  # an attempt that is gone and was not committed, or that wrote nothing for long
 DELETED = "deleted"  # an epoch is gone
+
+_IN_FULL = 5  # epochs of an object store whose records are read, the newest ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,24 +67,22 @@ class Watcher:
         """What has changed since the last look; all that is there at the first one."""
         now = time.time_ns()
         # Attempts first: one that is committed meanwhile is then seen in its new place, and not as failed.
-        attempts = {row.attempt: row for row in leftovers.find(self._commits, now).attempts}
+        attempts = {row.attempt: row for row in self._under_way(now)}
         gone = [row for attempt, row in self._attempts.items() if attempt not in attempts]
         # Their epochs are read again, and so is the newest one if another attempt has its number by now.
         again = {row.epoch for row in gone}
-        newest = self._epochs.get(self.last)
-        if newest is not None and self._commits.read_attempt(newest.epoch) not in (None, newest.attempt):
-            again.add(newest.epoch)
+        known = self._epochs.values() if scan.in_bucket(self._commits) else filter(None, [self._epochs.get(self.last)])
+        again |= {row.epoch for row in known if self._commits.seen_attempt(row.epoch) not in (None, row.attempt)}
         events = []
         before = self.newest
-        entries = dict(leftovers.names(self._commits.store, ""))
-        found = scan.folders_of(self._commits, entries, self._commits.hidden())
+        found = self._folders()
         for epoch in sorted(self._epochs.keys() - found.keys()):
             events.append(Event(DELETED, now, self._epochs.pop(epoch)))
         for epoch, folder in sorted(found.items()):
             known = self._epochs.get(epoch)
             if known is not None and known.state == COMMITTED and epoch not in again:
                 continue
-            row = scan.read(self._commits, folder, epoch, sure=True)
+            row = self._read(epoch, folder, found)
             if isinstance(row, EpochRow) and (known is None or (row.attempt and known.attempt != row.attempt)):
                 row = self._epochs[epoch] = scan.with_size(self._commits, row)
                 events.append(Event(SAVED, now, row, before))
@@ -101,6 +102,29 @@ class Watcher:
                 events.append(Event(SAVING, now, row, before, row.detail))
         self._attempts = attempts
         return events
+
+    def _under_way(self, now_ns: int) -> list[EpochRow]:
+        """The attempts that lie there, dead ones too; the head of an object store is read first."""
+        if not scan.in_bucket(self._commits):
+            return leftovers.find(self._commits, now_ns).attempts
+        head = self._commits.head()
+        if head is None:
+            self._commits.scan()  # raises where there are epochs without a head
+            return []
+        return objects.attempts(self._commits, head, now_ns)
+
+    def _folders(self) -> dict[int, str]:
+        """The folder of each epoch; in an object store as the head told it."""
+        if scan.in_bucket(self._commits):
+            return {epoch: self._commits.folder(epoch) for epoch in self._commits.entries()}
+        entries = dict(leftovers.names(self._commits.store, ""))
+        return scan.folders_of(self._commits, entries, self._commits.hidden())
+
+    def _read(self, epoch: int, folder: str, found: Collection[int]) -> EpochRow | LeftoverRow | None:
+        """The row of an epoch; in an object store the head's words, if many newer ones are there."""
+        if scan.in_bucket(self._commits) and sum(other > epoch for other in found) >= _IN_FULL:
+            return scan.brief(self._commits, epoch, self._commits.entries()[epoch])
+        return scan.read(self._commits, folder, epoch, sure=True)
 
 
 def watch(

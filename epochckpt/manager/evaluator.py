@@ -60,26 +60,30 @@ def follow(
     yielded: dict[int, str | None] = {}  # attempts by epoch, ascending; None: its record is damaged
     deadline, pause = Deadline(wait_secs), threading.Event()
     while True:
-        epochs = commits.list_epochs()
+        epochs, look, late = commits.list_epochs(), Deadline(interval_secs), False
         _forget_replaced(commits, epochs, yielded)
         last = next(reversed(yielded), -1 if after is None else after)
-        for epoch in (e for e in epochs if e > last):
-            attempt = commits.read_attempt(epoch)
+        for number, epoch in enumerate(e for e in epochs if e > last):
+            late = bool(number) and look.passed()
+            if late:
+                break  # the caller took its time: some of these may be deleted by now
+            attempt = commits.seen_attempt(epoch)
             if attempt is None and epoch not in commits.list_epochs():
                 continue  # deleted just now
             yielded[epoch] = attempt
             yield epoch
             deadline = Deadline(wait_secs)
-        if deadline.passed() or (stop is not None and stop()):
+        if (deadline.passed() and not late) or (stop is not None and stop()):
             return
-        pause.wait(max(0.0, min(interval_secs, deadline.left())))
+        if not late:
+            pause.wait(max(0.0, min(interval_secs, deadline.left())))
 
 
 def _forget_replaced(commits: Commits, epochs: Collection[int], yielded: dict[int, str | None]) -> None:
     """Forgets the newest epochs as far as they are gone or were saved anew; mostly reads one record."""
     for epoch in reversed(list(yielded)):
         if epoch in epochs:
-            attempt = commits.read_attempt(epoch)
+            attempt = commits.seen_attempt(epoch)
             if attempt is None or attempt == yielded[epoch]:
                 return
         del yielded[epoch]

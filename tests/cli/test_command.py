@@ -31,7 +31,7 @@ from tests.support.processes import ROOT
 
 Composite, Save = ocp.args.Composite, ocp.args.StandardSave
 NOBODY = 65534
-COMMANDS = ("ls", "show", "tree", "stat", "diff", "verify", "gc", "export", "watch")
+COMMANDS = ("ls", "du", "show", "tree", "stat", "diff", "verify", "gc", "export", "watch")
 
 
 class Said(NamedTuple):
@@ -112,6 +112,7 @@ def every_command(directory: object, to: object) -> dict[str, list[object]]:
     """A line of each that ends."""
     return {
         "ls": ["ls", directory],
+        "du": ["du", directory],
         "show": ["show", directory],
         "tree": ["tree", directory],
         "stat": ["stat", directory],

@@ -366,7 +366,7 @@ def test_on_an_object_store_what_nobody_commits_any_more_is_removed(monkeypatch:
     assert {path.partition("/")[0] for path in gc.collect(directory).kept} == {"2", "5", "6", aside_in(store)}
     found = gc.collect(directory, clock=next_week)
     assert [row.path.partition("/")[0] for row in found.rows] == ["2", "5", "6"]
-    assert [path.partition("/")[0] for path in found.kept] == [aside_in(store)]
+    assert list(found.kept) == ["2/a/00ab00ab00ab00ab-2-1/node.json", aside_in(store)]
     manager = ec.CheckpointManager(directory, node=["a", "b"])
     manager.save(7, args=Save({"x": np.arange(4) + 7}))
     manager.wait_until_finished()

@@ -47,3 +47,17 @@ def restore_sharded(directory: str, axis: int) -> list[Any]:
         parts = [(shard.index, np.asarray(shard.data)) for shard in found["w"].addressable_shards]
         assert all(np.array_equal(part, (VALUES + epoch)[index]) for index, part in parts)
         return [epoch, int(found["epoch"]), sum(part.size for _, part in parts)]
+
+
+def save_some(directory: str, epochs: list[int]) -> None:
+    """Saves epochs, one after the other."""
+    with ec.CheckpointManager(directory) as manager:
+        for epoch in epochs:
+            manager.save(epoch, args=ocp.args.StandardSave({"w": VALUES + epoch}))
+            manager.wait_until_finished()
+
+
+def upload(source: str, destination: str, epoch: int) -> None:
+    """Copies an epoch of a directory into another one."""
+    with ec.CheckpointManager(source) as manager:
+        ec.LocalSession().run(ec.CopyUpload(destination).build(epoch, manager))

@@ -228,9 +228,12 @@ def s3_server(*names: str) -> Iterator[int]:
 
 
 @contextmanager
-def bucket(scheme: str) -> Iterator[Bucket]:
-    """A bucket of this kind (`gs` or `s3`), and the environment in which clients find it."""
-    with s3_server(BUCKET) if scheme == "s3" else gcs_server(BUCKET, page=50) as upstream:
+def bucket(scheme: str, page: int = 50) -> Iterator[Bucket]:
+    """A bucket of this kind (`gs` or `s3`), and the environment in which clients find it.
+
+    A `page` of a listing has so many names on `gs`; the real services have 1000.
+    """
+    with s3_server(BUCKET) if scheme == "s3" else gcs_server(BUCKET, page=page) as upstream:
         proxy = Proxy(upstream if isinstance(upstream, int) else upstream[0])
         settings = {"STORAGE_EMULATOR_HOST": proxy.url}
         if scheme == "s3":

@@ -1,0 +1,236 @@
+"""What lies in a directory of an object store: the head says what counts, listings how much there is of it.
+
+An attempt's objects carry its id, so that one listing of everything sorts them: into epochs, attempts at one, what was
+set aside, what late writers left (strays), and what is not ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from epochckpt import _units
+from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.commit.head_record import Head
+from epochckpt.errors import AccessError
+from epochckpt.format import paths
+from epochckpt.inspection import rows
+from epochckpt.inspection.leftovers import KEPT, LIVE_SECS, Leftovers, kind_of, silence
+from epochckpt.inspection.leftovers import progress as progress_of
+from epochckpt.inspection.rows import EpochRow, LeftoverRow, NodeRow
+from epochckpt.storage import File
+
+OWN = paths.HEAD.partition("/")[0]
+
+_LISTED = 4  # folders of which one look at a directory lists the objects
+_PAGE = 1000  # objects of somebody else's folder that are counted
+
+
+@dataclasses.dataclass
+class Thing:
+    """Objects that belong together."""
+
+    path: str  # of an attempt `<folder>/<attempt>`; else the folder, or the name that was set aside
+    kind: str  # as that of a row: of an epoch, of a leftover, or `rows.OTHER`
+    epoch: int | None = None
+    attempt: str = ""
+    detail: str = ""
+    epochs: tuple[int, ...] = ()  # of what was set aside
+    files: list[File] = dataclasses.field(default_factory=list)  # by their paths in the directory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(file.size for file in self.files)
+
+    def age_secs(self, now_ns: int) -> float | None:
+        """How long ago one of them was written last."""
+        return max(now_ns - max(file.written_ns for file in self.files), 0) / 1e9 if self.files else None
+
+
+def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir: str | None = None) -> list[Thing]:
+    """The things that these objects are, by path; those of a folder or of all, by their paths in the directory."""
+    found = list(files)
+    aside = {entry.attempt: kept.partition("/")[0] for kept, entry in head.aside.items()}
+    copies = {folder for file in found if file.path == paths.join(folder := _folder(file), paths.EPOCH_RECORD)}
+    records = {attempt for file in found if (attempt := _recorded(file.path))}
+    unfinished = {**head.begun, **head.dead}
+    at = {folder: attempt for attempt, folder in unfinished.items()}
+    things = dict[str, Thing]()
+
+    def thing(file: File) -> Thing:
+        folder, _, below = file.path.partition("/")
+        attempt, epoch = paths.attempt_in(below) or "", commits.names.parse(folder)
+        if attempt in aside or folder in aside.values():
+            return _aside(commits, head, aside.get(attempt, folder), todelete_subdir)
+        if attempt not in unfinished:
+            entry = head.epochs.get(folder)
+            if entry is not None and attempt in ("", entry.attempt):
+                return Thing(folder, rows.COMMITTED, epoch, entry.attempt)
+            if not attempt and folder in at:
+                attempt = at[folder]
+        if unfinished.get(attempt) == folder:
+            if attempt in head.dead and attempt in records:
+                detail = "a deleted or replaced epoch, or a save that failed at its end: no reader looks at it"
+                return Thing(paths.join(folder, attempt), rows.DELETED, epoch, attempt, detail)
+            return Thing(paths.join(folder, attempt), rows.ATTEMPT, epoch, attempt)
+        if epoch is None:
+            return _other(commits, folder, todelete_subdir)
+        if is_stray(head, folder, attempt, copied=folder in copies):
+            return Thing(paths.join(folder, attempt), rows.ATTEMPT, epoch, attempt)
+        return Thing(folder if folder not in head.epochs else file.path, rows.FOREIGN, epoch, detail=_NOT_OURS)
+
+    for file in found:
+        made = thing(file)
+        things.setdefault(made.path, made).files.append(file)
+    for each in things.values():
+        if each.kind == rows.FOREIGN and each.path in copies:
+            each.detail = _copied(commits, each)
+    return sorted(things.values(), key=lambda each: each.path)
+
+
+def _folder(file: File) -> str:
+    return file.path.partition("/")[0]
+
+
+_NOT_OURS = "named like an epoch, and none: no run of this directory wrote it"
+
+
+def _copied(commits: PutCommits, thing: Thing) -> str:
+    """What to say of a folder with a commit record that is no epoch."""
+    numbers = {attempt.split("-")[1] for file in thing.files if (attempt := paths.attempt_in(file.path))}
+    if numbers and str(thing.epoch) not in numbers:
+        return f"a copy of epoch {', '.join(sorted(numbers))} under another number, which no reader looks at"
+    return f"an epoch that {paths.HEAD} does not name, such as a copy; `epochckpt repair {commits.store.root}` can help"
+
+
+def is_stray(head: Head, folder: str, attempt: str, *, copied: bool) -> bool:
+    """Whether an attempt that the head does not name was written by a run that it knows.
+
+    A folder with a commit record that is no epoch of the head is one that people have put there.
+    """
+    return attempt.partition("-")[0] in head.runs and (folder in head.epochs or not copied)
+
+
+def _recorded(path: str) -> str | None:
+    """The attempt whose commit record this is."""
+    name = path.partition("/")[2]
+    return paths.attempt_in(name) if name.endswith(".json") and "/" not in name else None
+
+
+def _aside(commits: PutCommits, head: Head, name: str, todelete_subdir: str | None) -> Thing:
+    kind, detail = kind_of(name, todelete_subdir) or (rows.QUARANTINED, "epochs that were deleted and kept")
+    folders = (kept.partition("/")[2] for kept in head.aside if kept.startswith(f"{name}/"))
+    epochs = sorted(epoch for folder in folders if (epoch := commits.names.parse(folder)) is not None)
+    return Thing(name, kind, detail=detail, epochs=tuple(epochs))
+
+
+def _other(commits: PutCommits, name: str, todelete_subdir: str | None) -> Thing:
+    """Something that is named like no epoch."""
+    if name != OWN and (kind_of(name, todelete_subdir) or ("", ""))[0] in KEPT:
+        return Thing(name, rows.FOREIGN, detail=f"named like what a run sets aside, but {paths.HEAD} does not name it")
+    return Thing(name, rows.OTHER)
+
+
+def all_things(commits: PutCommits, todelete_subdir: str | None = None) -> list[Thing]:
+    """All things in the directory, by one listing of everything. The head is read after it: it knows all attempts."""
+    files = commits.store.files("")
+    return sort(commits, commits.head() or Head(), files, todelete_subdir)
+
+
+def attempts(commits: PutCommits, head: Head, now_ns: int) -> list[EpochRow]:
+    """The attempts that have begun and written something: a listing for each."""
+    found = _listed(commits, head, sorted(set(head.begun.values())), None)
+    return [attempt_row(commits, head, each, now_ns) for each in found if each.attempt in head.begun]
+
+
+def beside(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | None = None) -> Leftovers:
+    """Attempts, and what else lies beside the epochs: one listing of the names, and of the objects of some folders."""
+    found, aside = Leftovers(), {kept.partition("/")[0] for kept in head.aside}
+    for name in sorted(aside):
+        nbytes = sum(entry.nbytes for kept, entry in head.aside.items() if kept.startswith(f"{name}/"))
+        each = _aside(commits, head, name, todelete_subdir)
+        found.others.append(LeftoverRow(name, each.kind, nbytes, None, each.epochs, each.detail))
+    try:
+        names = [entry.name for entry in commits.store.list("") if entry.is_folder and entry.name not in aside]
+    except AccessError as error:
+        found.problems["what lies beside the epochs"] = str(error)
+        return found
+    begun, dead = sorted(set(head.begun.values())), sorted(set(head.dead.values()))
+    known = {*head.epochs, *begun, *dead, *(kept.partition("/")[2] for kept in head.aside)}
+    unknown = [name for name in names if name not in known and commits.names.parse(name) is not None]
+    unknown += [name for name in names if _other(commits, name, todelete_subdir).kind == rows.FOREIGN]
+    folders = list(dict.fromkeys([*begun, *dead, *unknown]))
+    for each in _listed(commits, head, folders[:_LISTED], todelete_subdir, unknown):
+        if each.kind == rows.ATTEMPT:
+            found.attempts.append(attempt_row(commits, head, each, now_ns))
+        elif each.kind in (rows.FOREIGN, rows.DELETED):
+            found.others.append(leftover_row(each, now_ns))
+    if more := folders[_LISTED:]:
+        some = ", ".join(more[:8]) + (", …" if more[8:] else "")
+        what = _units.several(len(more), "more folder holds", "more folders hold")
+        found.problems[some] = f"{what} something other than an epoch; `epochckpt du {commits.store.root}` shows all"
+    return found
+
+
+def _listed(
+    commits: PutCommits,
+    head: Head,
+    folders: Iterable[str],
+    todelete_subdir: str | None,
+    others: Collection[str] = (),
+) -> list[Thing]:
+    """The things in some folders. Of those that are `others`, one page is looked at."""
+    found = dict[str, list[Thing]]()
+
+    def look(folder: str) -> None:
+        files = commits.store.files(folder, _PAGE if folder in others else None)
+        here = [dataclasses.replace(file, path=paths.join(folder, file.path)) for file in files]
+        found[folder] = sort(commits, head, here, todelete_subdir)
+        if folder in others and len(files) >= _PAGE:
+            for each in found[folder]:
+                each.detail += f" (the first {_units.count(len(files))} objects)"
+
+    commits.store.each(look, folders)
+    return [each for folder in sorted(found) for each in found[folder]]
+
+
+def attempt_row(commits: PutCommits, head: Head, thing: Thing, now_ns: int) -> EpochRow:
+    """The row of an attempt."""
+    nodes: dict[str, list[File]] = {}
+    for file in thing.files:
+        node, found, _ = file.path.rpartition(f"/{thing.attempt}/")
+        if found:
+            nodes.setdefault(node.rpartition("/")[2], []).append(file)
+    parts = []
+    for node, written in nodes.items():
+        done = any(file.path.endswith(f"/{paths.NODE_RECORD}") for file in written)
+        size, state = sum(file.size for file in written), "written" if done else "writing"
+        parts.append(NodeRow(paths.shown_name(node), size, None, state))
+    age, state, detail = thing.age_secs(now_ns) or 0.0, rows.IN_PROGRESS, progress_of(parts)
+    if thing.attempt not in head.begun:
+        state, detail = rows.ABANDONED, f"{detail}; it was given up, or is of an earlier run: it is never committed"
+    elif age >= LIVE_SECS:
+        state, detail = rows.ABANDONED, f"{detail}; {silence(age)}"
+    return EpochRow(
+        thing.epoch or 0,
+        state,
+        detail=detail,
+        folder=thing.path.partition("/")[0],
+        attempt=thing.attempt,
+        nodes=tuple(parts),
+        nbytes=thing.nbytes,
+        started_ns=min(file.written_ns for file in thing.files),
+        age_secs=age,
+    )
+
+
+def leftover_row(thing: Thing, now_ns: int) -> LeftoverRow:
+    """The row of what is neither an epoch nor an attempt."""
+    epochs = thing.epochs or (() if thing.epoch is None else (thing.epoch,))
+    return LeftoverRow(thing.path, thing.kind, thing.nbytes, thing.age_secs(now_ns), epochs, thing.detail)
+
+
+def sizes(commits: PutCommits, folder: str) -> Mapping[str, int]:
+    """Bytes of the objects in a folder, by path in it."""
+    return {file.path: file.size for file in commits.store.files(folder)}

@@ -1,0 +1,141 @@
+"""What a directory takes up on storage, by what lies in it: in one pass over its files, or by one listing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+
+from epochckpt.commit import Commits
+from epochckpt.commit.conditional_put import PutCommits
+from epochckpt.commit.head_record import Head
+from epochckpt.format import paths
+from epochckpt.inspection import leftovers, objects, rows, scan
+from epochckpt.inspection.rows import EpochRow, Usage, UsageRow
+from epochckpt.storage import File
+
+_ORDER = (
+    rows.COMMITTED,
+    rows.IN_PROGRESS,
+    rows.ABANDONED,
+    rows.ROLLED_BACK,
+    rows.QUARANTINED,
+    rows.DELETED,
+    rows.ATTEMPT,
+    rows.ORBAX_ATTEMPT,
+    rows.FOREIGN,
+    rows.OTHER,
+)
+_Thing = tuple[str, tuple[int, ...]]  # kind, epochs
+
+
+def measure(commits: Commits, todelete_subdir: str | None = None) -> Usage:
+    """Measures a directory, which jobs may be writing to: sizes and times of files, as they are met.
+
+    A file with several names counts once, where it is met first; a symlink counts as a file without bytes, and is not
+    followed.
+    """
+    with scan.access(commits.store):
+        if scan.in_bucket(commits):
+            return _made(commits, _in_bucket(commits, todelete_subdir), {})
+        if isinstance(commits, PutCommits):
+            only = commits.names.only
+            files = [File(only, file.size, file.written_ns) for file in commits.store.files(only)]
+            return _made(commits, _rows({only: (rows.COMMITTED, _numbers(commits, only))}, files), {})
+        problems = dict[str, str]()
+        things = _things(commits, todelete_subdir, problems)
+        found = _rows(things, _walk(commits.store.root, commits.names.only, problems))
+        return _made(commits, found, problems)
+
+
+def _made(commits: Commits, found: list[UsageRow], problems: dict[str, str]) -> Usage:
+    found.sort(key=lambda row: (_ORDER.index(row.kind), row.epochs, row.path))
+    return Usage(scan.place(commits), tuple(found), problems)
+
+
+def _numbers(commits: Commits, folder: str) -> tuple[int, ...]:
+    epoch = commits.names.parse(folder)
+    return () if epoch is None else (epoch,)
+
+
+def _in_bucket(commits: PutCommits, todelete_subdir: str | None) -> list[UsageRow]:
+    things = objects.all_things(commits, todelete_subdir)
+    head, now_ns = commits.seen() or Head(), time.time_ns()
+    found = []
+    for thing in things:
+        kind, epochs = thing.kind, thing.epochs or (() if thing.epoch is None else (thing.epoch,))
+        if kind == rows.ATTEMPT:
+            kind = objects.attempt_row(commits, head, thing, now_ns).state
+        found.append(_row(thing.path, (kind, epochs), thing.files))
+    return found
+
+
+def _row(path: str, thing: _Thing, files: list[File]) -> UsageRow:
+    times = [file.written_ns for file in files]
+    size = sum(file.size for file in files)
+    return UsageRow(thing[0], path, size, len(files), thing[1], min(times, default=None), max(times, default=None))
+
+
+def _things(commits: Commits, todelete_subdir: str | None, problems: dict[str, str]) -> dict[str, _Thing]:
+    """What lies in a POSIX directory, by path; by names, but for folders that are named like epochs."""
+    epochs, foreign = commits.scan()
+    things: dict[str, _Thing] = {commits.folder(epoch): (rows.COMMITTED, (epoch,)) for epoch in epochs}
+    for epoch, name in foreign.items():
+        per_node = isinstance(scan.read(commits, name, epoch), EpochRow)
+        things[name] = rows.COMMITTED if per_node else rows.FOREIGN, (epoch,)
+    for epoch in commits.hidden():
+        things[commits.folder(epoch)] = rows.ROLLED_BACK, (epoch,)
+    for name, is_folder in leftovers.names(commits.store, ""):
+        if is_folder and name not in things and not commits.names.only:
+            try:
+                for each in leftovers.classified(commits, name, todelete_subdir):
+                    things[each.path] = each.kind, each.epochs
+            except OSError as error:
+                problems[name] = str(error)
+    return things
+
+
+def _rows(things: dict[str, _Thing], files: Iterator[File] | list[File]) -> list[UsageRow]:
+    """The files by the things that they belong to; those of a save are of one that is under way, or dead."""
+    found = dict[str, list[File]]({path: [] for path in things})
+    for file in files:
+        first, second, *_ = *file.path.split("/"), ""
+        inner = paths.join(first, second)
+        found.setdefault(inner if inner in things else first, []).append(file)
+    made = []
+    for path, some in found.items():
+        kind, epochs = things.get(path, (rows.OTHER, ()))
+        if kind == rows.ATTEMPT and "/" in path:
+            newest = max((file.written_ns for file in some), default=0)
+            live = time.time_ns() - newest < leftovers.LIVE_SECS * 1e9
+            kind = rows.IN_PROGRESS if live else rows.ABANDONED
+        made.append(_row(path, (kind, epochs), some))
+    return made
+
+
+def _walk(root: str, only: str, problems: dict[str, str]) -> Iterator[File]:
+    """Every file below a folder, or below one folder in it, each inode once; in the order of their names."""
+    seen = set[tuple[int, int]]()
+    waiting = [only]
+    while waiting:
+        folder = waiting.pop()
+        below = list[str]()
+        try:
+            with os.scandir(os.path.join(root, folder)) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    path = paths.join(folder, entry.name)
+                    with contextlib.suppress(FileNotFoundError):
+                        found = entry.stat(follow_symlinks=False)
+                        if stat.S_ISDIR(found.st_mode):
+                            below.append(path)
+                        elif found.st_nlink == 1 or (found.st_dev, found.st_ino) not in seen:
+                            if found.st_nlink > 1:
+                                seen.add((found.st_dev, found.st_ino))
+                            yield File(path, found.st_size if stat.S_ISREG(found.st_mode) else 0, found.st_mtime_ns)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            problems[folder or "."] = str(error)
+        waiting += reversed(below)
