@@ -22,7 +22,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.commit import claiming, head_record
+from epochckpt.commit import claiming, head_record, surroundings
 from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.commit.object_views import ObjectViews
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
@@ -30,6 +30,7 @@ from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
     EpochExistsError,
+    EpochNotFoundError,
     FencedError,
     FormatError,
     NotACheckpointDirectoryError,
@@ -39,10 +40,9 @@ from epochckpt.errors import (
     unreadable,
 )
 from epochckpt.format import EpochRecord, parsing, paths, records
-from epochckpt.orbax import StepNames
+from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Store
 
-_LOOKED_AT = 1000  # objects of a folder whose origin is not known
 _ROUNDS = 1000  # of a change that others are always ahead of
 
 
@@ -53,6 +53,7 @@ class PutCommits(Commits):
         super().__init__(store, names)
         self._seen: tuple[Head, bytes] | None = None  # the head at the last look or change
         self._entries: tuple[Head | None, dict[int, HeadEpoch]] = None, {}  # of a head, by epoch
+        self._headless: Head | None = None  # what there is of stock Orbax, while there is no head
         self._swept: set[str] = set()  # dead attempts of which nothing is left
         self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
 
@@ -157,7 +158,7 @@ class PutCommits(Commits):
             return super().scan()
         found = self.head()
         if found is None:
-            beside = self._beside(Head())
+            beside, stock = self._beside(Head())
             if lost := next(filter(self._is_copy, sorted(beside)), ""):
                 raise NotACheckpointDirectoryError(
                     f"{self.store.root} holds epochs ({paths.join(lost, paths.EPOCH_RECORD)}, …), but not the "
@@ -165,16 +166,17 @@ class PutCommits(Commits):
                     f"{self.store.root}` writes it anew; one epoch is shown by `epochckpt show {self.store.root}/"
                     f"{lost}`"
                 )
-            foreign = beside
+            self._headless = Head(stock=stock)
+            foreign = beside.keys() - stock.keys()
         else:
-            foreign = dict.fromkeys(found.foreign)
-        self._take_folders(found or Head())
+            foreign = found.foreign
+        self._take_folders(found or self._headless or Head())
         numbers = {name: self.names.parse(name) for name in foreign}
         return sorted(self._folders), {e: name for name, e in numbers.items() if e is not None}
 
     def _take_folders(self, found: Head) -> None:
         folders: dict[int, str] = {}
-        for folder in found.epochs:
+        for folder in found.listed:
             epoch = self.names.parse(folder)
             if epoch is not None and (epoch not in folders or folder == self.names.build(epoch)):
                 folders[epoch] = folder
@@ -183,10 +185,12 @@ class PutCommits(Commits):
     def entries(self) -> dict[int, HeadEpoch]:
         """What the head says of each epoch; as of the last look, or of one that is made now."""
         found = self.seen()
-        if found is None or self._entries[0] is not found:
-            self._take_folders(found or Head())
-            epochs = {epoch: found.epochs[folder] for epoch, folder in self._folders.items()} if found else {}
-            self._entries = found, epochs
+        if found is None and self._headless is None:
+            self.scan()
+        found = found or self._headless or Head()
+        if self._entries[0] is not found:
+            self._take_folders(found)
+            self._entries = found, {epoch: found.listed[folder] for epoch, folder in self._folders.items()}
         return self._entries[1]
 
     def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
@@ -222,6 +226,10 @@ class PutCommits(Commits):
         if entry is None:
             raise self._unknown(epoch)
         folder = self._folders[epoch]
+        if paths.attempt_in(entry.attempt) is None:  # of stock Orbax
+            if not self._is_orbax(folder):  # deleted since
+                raise EpochNotFoundError(epoch, self.store.root, [e for e in self.entries() if e != epoch])
+            return steps.read(self.store, folder, epoch)
         while True:
             record = self._record(folder, entry.attempt, parse)
             if record is not None:
@@ -278,29 +286,11 @@ class PutCommits(Commits):
             )
         return super().obstacle(folder)
 
-    def _beside(self, known: Head) -> dict[str, set[str] | None]:
-        """Folders named like epochs of which the head names none, with the dead attempts of its runs in them.
-
-        None: what is there is not ours.
-        """
-        named = {*known.epochs, *known.begun.values(), *known.dead.values()}
-        found = [e.name for e in self.store.list("") if e.is_folder and e.name not in named]
-        beside = dict[str, set[str] | None]()
-
-        def look(name: str) -> None:
-            attempts, foreign = set[str](), not known.incarnation
-            files = [file.path for file in self.store.files(name, _LOOKED_AT)] if known.incarnation else []
-            for path in files:
-                attempt = paths.attempt_in(path)
-                if attempt is not None and attempt.partition("-")[0] in known.runs:
-                    attempts.add(attempt)
-                elif path != paths.EPOCH_RECORD:
-                    foreign = True
-            copied = attempts and paths.EPOCH_RECORD in files  # by somebody: no sweep leaves both
-            beside[name] = None if foreign or copied else attempts - known.named
-
-        self.store.each(look, [name for name in found if self.names.parse(name) is not None])
-        return beside
+    def _beside(self, known: Head) -> tuple[dict[str, set[str] | None], dict[str, HeadEpoch]]:
+        """See `surroundings.folders`; and those of them that are steps of stock Orbax."""
+        found = surroundings.folders(self.store, self.names, known)
+        others = [name for name, attempts in found.items() if attempts is None]
+        return found, surroundings.steps_in(self.store, self.names, others, known.stock)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -310,13 +300,13 @@ class PutCommits(Commits):
             old = self.head()
             data = self._seen[1] if self._seen else None
             check()
-            beside = self._beside(old or Head())
+            beside, stock = self._beside(old or Head())
             if old is None and any(map(self._is_copy, beside)):
                 self.scan()  # raises
-            foreign = tuple(sorted(name for name, attempts in beside.items() if attempts is None))
-            new = (old or Head()).claimed(owner, continues, foreign)
+            foreign = sorted(n for n, attempts in beside.items() if attempts is None and n not in stock)
+            new = (old or Head()).claimed(owner, continues, tuple(foreign))
             strays = {attempt: name for name, attempts in beside.items() for attempt in attempts or ()}
-            new = new.next(dead={**new.dead, **strays})
+            new = new.next(stock=stock, dead={**new.dead, **strays})
             if self._put(data, new.to_bytes()):
                 break
             logging.info("%s: another run claims it at this moment", self.store.root)
@@ -385,6 +375,10 @@ class PutCommits(Commits):
         self._swept.discard(attempt)
 
         def edit(now: Head) -> Head | None:
+            if folder in now.stock:
+                raise SaveError(
+                    epoch, f"{self.store.root}/{folder} is a step of stock Orbax, which nothing replaces here"
+                )
             dead = {a: f for a, f in now.dead.items() if a != attempt}
             return None if attempt in now.begun else now.next(begun={**now.begun, attempt: folder}, dead=dead)
 
@@ -478,6 +472,8 @@ class PutCommits(Commits):
         folder, gone = self.folder(epoch), dict[str, HeadEpoch]()  # by where it is kept, or its folder
 
         def edit(now: Head) -> Head | None:
+            if folder in now.stock:
+                raise surroundings.kept(self.store, [epoch])
             if folder not in now.epochs:
                 return None
             entry, changes = now.epochs[folder], _without(now, folder)
@@ -502,6 +498,8 @@ class PutCommits(Commits):
         moved = dict[str, HeadEpoch]()
 
         def edit(now: Head) -> Head | None:
+            if kept := [e for e in map(self.names.parse, now.stock) if e in rollback.epochs]:
+                raise surroundings.kept(self.store, kept)
             changes = {"epochs": dict(now.epochs), "aside": dict(now.aside)}
             for folder in list(now.epochs):
                 if self.names.parse(folder) in rollback.epochs:
@@ -557,8 +555,9 @@ class PutCommits(Commits):
         """Writes a head in place of one that is lost or cannot be used; it follows these incarnations."""
         last = max((run for run in runs if len(run) == 16 and run[:8].isdigit()), default="")
         new = new.next(incarnation=last, past=tuple(sorted(run for run in runs if run != last)))
-        foreign = tuple(sorted(name for name, attempts in self._beside(new).items() if attempts is None))
-        new = new.claimed(claiming.owner(), "", foreign).next(closed=True)
+        beside, stock = self._beside(new)
+        foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
+        new = new.claimed(claiming.owner(), "", foreign).next(closed=True, stock=stock)
         with self._access():
             self.store.put(paths.HEAD, new.to_bytes(), draft="", replace=True)
         self._seen = None

@@ -103,6 +103,7 @@ class Head:
     epochs: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by folder
     begun: Mapping[str, str] = dataclasses.field(default_factory=dict)  # folders, by attempt
     dead: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the same: nobody reads their objects any more
+    stock: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # steps of stock Orbax, by folder
     aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
     foreign: tuple[str, ...] = ()  # folders named like epochs that hold something else
     change: str = ""  # unlike that of every other content
@@ -120,9 +121,14 @@ class Head:
     def to_bytes(self) -> bytes:
         nodes = list[list[str]]()
         head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head", "nodes": nodes, **vars(self)}
-        for name in ("epochs", "aside"):
+        for name in ("epochs", "stock", "aside"):
             head[name] = {folder: entry.to_json(nodes) for folder, entry in head[name].items()}
         return checksums.seal(head)
+
+    @property
+    def listed(self) -> dict[str, HeadEpoch]:
+        """What counts as an epoch, by folder."""
+        return {**self.stock, **self.epochs}
 
     def next(self, **changes: Any) -> Head:
         """The head after a change."""
@@ -177,6 +183,7 @@ def parse(path: str, data: bytes) -> Head:
         closed=fields.boolean("closed"),
         past=tuple(paths.check_recorded_name(path, name) for name in fields.array("past")),
         epochs=entries("epochs", lambda name: paths.check_recorded_name(path, name, paths.is_part)),
+        stock=entries("stock", lambda name: paths.check_recorded_name(path, name, paths.is_part)),
         begun=folders("begun"),
         dead=folders("dead"),
         aside=entries("aside", aside),

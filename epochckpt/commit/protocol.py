@@ -276,8 +276,8 @@ class Commits(abc.ABC):
         """Whether a folder without a commit record is not ours, and no remainder of ours either."""
 
     def _is_orbax(self, folder: str) -> bool:
-        """Whether a folder without a commit record is a step that stock Orbax finished; we read them on POSIX only."""
-        return self.store.renames and steps.is_step(self.store, folder, lambda n: self.names.parse(n) is not None)
+        """Whether a folder without a commit record is a step that stock Orbax finished."""
+        return steps.is_step(self.store, folder, lambda n: self.names.parse(n) is not None)
 
     def lost_records(self, folder: str) -> bool:
         """Whether a foreign folder is an epoch of ours that lost its records."""

@@ -330,7 +330,7 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
     if (mirror := history.mirror) is not None:
         waiting = mirror.waiting()
         gone = [epoch for epoch in gone if epoch not in waiting]
-    hides = tuple(epoch for epoch in gone if _may_delete(commits, epoch))
+    hides = tuple(epoch for epoch in gone if _may_delete(commits, infos[epoch]))
     deleted, remote = hides, ()
     if mirror is not None:
         remote = tuple(epoch for epoch in hides if mirror.has(epoch))
@@ -339,10 +339,13 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
     return dataclasses.replace(fresh, deleted=deleted, remote=remote, hides=hides, attached=history.attached())
 
 
-def _may_delete(commits: Commits, epoch: int) -> bool:
+def _may_delete(commits: Commits, info: EpochInfo) -> bool:
     """Whether an epoch that no caller has named may be deleted: a step of stock Orbax must be one without doubt."""
-    if not commits.store.renames or commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
-        return True  # on object stores only epochs of the head are deleted
+    if not commits.store.renames:
+        return paths.attempt_in(info.attempt) is not None  # steps of stock Orbax are kept there
+    epoch = info.step
+    if commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
+        return True
     try:
         sure = commits.read_record(epoch).sure
     except EpochNotFoundError:  # as every other epoch

@@ -181,6 +181,7 @@ def brief(commits: PutCommits, epoch: int, entry: HeadEpoch) -> EpochRow:
         metrics={} if entry.metrics is None else metrics,
         custom_metadata=None,
         notes=None,
+        writer="orbax" if paths.attempt_in(entry.attempt) is None else "epochckpt",
     )
     return _with_sources(row, entry.attached)
 
@@ -251,7 +252,7 @@ def _of_record(record: EpochRecord, folder: str) -> EpochRow:
 def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     """The row of a step of stock Orbax; None if the folder is none."""
     store = commits.store
-    if not store.renames or not steps.is_step(store, folder, lambda name: commits.names.parse(name) is not None):
+    if not steps.is_step(store, folder, lambda name: commits.names.parse(name) is not None):
         return None
     record = steps.read(store, folder, epoch)
     problems = "; ".join(f"{path} {problem}" for path, problem in record.problems.items())

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from epochckpt import args as own
@@ -25,7 +26,7 @@ from epochckpt.format import ArrayItem, Box, Leaf, grid, parsing, paths
 from epochckpt.manager.reader import PIECE_ELEMENTS, CheckpointReader, ignore
 from epochckpt.manager.status import EpochStatus, Verification
 from epochckpt.orbax import OrbaxRecord, handlers, steps
-from epochckpt.orbax.leaves import OrbaxItem, errno_in, in_bands
+from epochckpt.orbax.leaves import OrbaxItem, errno_in, in_bands, local_folder
 
 NOTE = (
     "written by stock Orbax, which keeps no checksums: checked was only whether it is whole and can be read, "
@@ -65,15 +66,21 @@ class OrbaxReader(CheckpointReader):
             return restore_tree(source, name, request, self._shardings(name, arrays, request.fallback_sharding))
         if isinstance(args, own.RenamedRestore):
             raise items.contradiction(name, recorded or kind, args)
-        path = self.path / self.record.folders[name]
         if kind == "json" and (args is None or isinstance(args, ocp.args.JsonRestore)):
-            with self._readable(name):
+            with self._readable(name), self._local(name) as path:
                 return ocp.JsonCheckpointHandler().restore(path, args=args or ocp.args.JsonRestore())
         handler, args = self._handler(name, recorded, args)
         if handlers.kind_of(handler) == "other":  # what it raises is its own affair
-            return handler.restore(path, args=args)
-        with self._readable(name):
+            with self._local(name) as path:
+                return handler.restore(path, args=args)
+        with self._readable(name), self._local(name) as path:
             return (handler() if isinstance(handler, type) else handler).restore(path, args=args)
+
+    @contextlib.contextmanager
+    def _local(self, name: str) -> Generator[epath.Path]:
+        """The folder of an item for a handler of Orbax's; of a bucket a copy, which goes when the handler returns."""
+        with local_folder(self.store, self._at(name)) as folder:
+            yield epath.Path(folder)
 
     def _handler(self, name: str, recorded: str, args: Any) -> tuple[Any, Any]:
         """The handler of an item that is neither arrays nor JSON, and its argument."""

@@ -10,14 +10,16 @@ import base64
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import json
 import math
 import os
 import re
+import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ _PLACEHOLDER = "PLACEHOLDER://"
 _BARE_PATH, _BARE_HANDLER = (("k", "checkpoint"),), "ArrayCheckpointHandler"  # what that handler calls its only leaf
 _TOLERATED = (ValueError, IndexError, RecursionError, OSError, NotImplementedError)  # what tensorstore raises
 
+_RETRIES = {"max_retries": 8, "initial_delay": "0.2s", "max_delay": "8s"}  # of a request to a bucket: half a minute
 _READS = 128  # under way at the same time, as many as Orbax has
 _NUMBERS = 1024  # read ahead when one is asked for: they are a few bytes each
 _READ_BYTES = 2**31  # bound on the decoded chunks of these reads; what has more is read alone
@@ -82,7 +85,12 @@ class OrbaxItem:
         self._folder = os.path.join(store.root, at)
         self.custom_metadata: Any = None
         self._fill = self._zarr3 = False
-        limits = {"file_io_concurrency": {"limit": _READS}, "cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}}
+        limits: dict[str, Any] = {
+            "file_io_concurrency": {"limit": _READS},
+            "gcs_request_concurrency": {"limit": _READS},
+            "gcs_request_retries": _RETRIES,
+            "cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES},
+        }
         self._context = ts.Context(limits)
         self._ocdbt = store.exists(paths.join(at, steps.OCDBT))
         self._cached: tuple[str, ts.TensorStore | None] = ("", None)
@@ -211,7 +219,8 @@ class OrbaxItem:
         path = paths.join(self._at, steps.AGGREGATE)
         if not self._store.exists(path):
             raise DamagedError(paths.join(self._at, steps.TREE_RECORD), "is missing; expected the tree of the item")
-        tree = flax_msgpack.load(os.path.join(self._folder, steps.AGGREGATE))
+        with local_folder(self._store, self._at, [steps.AGGREGATE]) as folder:
+            tree = flax_msgpack.load(os.path.join(folder, steps.AGGREGATE))
         pairs, _ = tree_lib.flatten(tree)
         away = {p: v.removeprefix(_PLACEHOLDER) for p, v in pairs if isinstance(v, str) and v.startswith(_PLACEHOLDER)}
         arrays = self._zarr_arrays(list(away.values()))
@@ -337,9 +346,12 @@ class OrbaxItem:
 
     def _kvstore(self, param: str = "") -> dict[str, Any]:
         files = {"driver": "file", "path": f"{self._folder}/"}
+        if not self._store.renames:
+            bucket, _, path = self._folder.removeprefix("gs://").partition("/")
+            files = {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
         if self._ocdbt:
             return {"driver": "ocdbt", "base": files, "path": param, "cache_pool": "cache_pool#ocdbt"}
-        return {**files, "path": f"{self._folder}/{param}"}
+        return {**files, "path": f"{files['path']}{param}"}
 
     @contextlib.contextmanager
     def _tensorstore(self, name: str) -> Generator[None]:
@@ -354,6 +366,8 @@ class OrbaxItem:
             if "PERMISSION_DENIED" in str(error):
                 raise unreadable(self._at, PermissionError(str(error)[:500])) from error
             code = error.errno if isinstance(error, OSError) else errno_in(error)
+            if _PASSING.search(str(error)):
+                raise StorageError(self._at, OSError(errno.EAGAIN, str(error)[:500])) from error
             if code and is_passing(found := OSError(code, str(error)[:500])):
                 raise StorageError(self._at, found) from error
             if "RESOURCE_EXHAUSTED" in str(error):
@@ -472,6 +486,26 @@ def _dtype(name: Any) -> np.dtype[Any]:
     return found.newbyteorder("=")
 
 
+@contextlib.contextmanager
+def local_folder(store: Store, at: str, names: Collection[str] | None = None) -> Generator[str]:
+    """A path of a folder, or of these files in it, that any program can read; of a bucket a copy that is removed."""
+    if store.renames:
+        yield os.path.join(store.root, at)
+        return
+    with tempfile.TemporaryDirectory(prefix="epochckpt-") as folder:
+
+        def fetch(name: str) -> None:
+            place = os.path.join(folder, name)
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            with store.open_reader(paths.join(at, name)) as reader, open(place, "wb") as file:
+                for piece in reader.pieces():
+                    file.write(piece)
+
+        store.each(fetch, [file.path for file in store.files(at)] if names is None else names)
+        yield folder
+
+
+_PASSING = re.compile("UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED|ABORTED")  # of a store that is away, or refuses
 _ERRNO = re.compile(r"os_error_code='(\d+)'")
 
 

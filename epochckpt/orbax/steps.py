@@ -1,8 +1,8 @@
 """Steps that stock Orbax wrote: which folders are steps, what their small files say, and what is missing.
 
-Reads JSON and lists folders, on POSIX only; `orbax.leaves` reads the arrays. Retention deletes steps, so a name alone
-proves nothing: a sweep has `<seed>/<step>`, TensorFlow writes `checkpoint`, zarr `.zarray`. A folder that is named like
-an epoch and has no `epoch.json` is
+Reads JSON and lists folders, on POSIX and on `gs://`; `orbax.leaves` reads the arrays. Retention deletes steps, so a
+name alone proves nothing: a sweep has `<seed>/<step>`, TensorFlow writes `checkpoint`, zarr `.zarray`. A folder that is
+named like an epoch and has no `epoch.json` is
 
 | what it holds | what it is |
 | --- | --- |
@@ -12,7 +12,8 @@ an epoch and has no `epoch.json` is
 | a folder that is named like no epoch, and is no step itself, with such a `_METADATA` | a step without its record |
 | anything else | foreign: refused |
 
-Orbax renames a finished step into place, so its folder under its final name is finished unless files were lost.
+Orbax renames a finished step into place, so its folder under its final name is finished unless files were lost. On
+`gs://` it writes it in place, and `commit_success.txt` last: without that file the folder is foreign.
 """
 
 import dataclasses
@@ -55,8 +56,8 @@ _JSON_HANDLER = "JsonCheckpointHandler"  # also what the view says of a node's f
 
 def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
     """Whether a folder without a commit record of ours is a step of stock Orbax; a deleted one is not."""
-    if os.path.islink(_full(store, folder)):
-        return False
+    if os.path.islink(_full(store, folder)) if store.renames else not store.root.startswith("gs://"):
+        return False  # Orbax saves to no other store
 
     def holds_tree() -> bool:
         if _has_tree(store, folder, entries):
@@ -68,6 +69,8 @@ def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
 
     try:
         entries = look(store, folder)
+        if not store.renames and entries.get(COMMIT) != "file":  # there Orbax writes it in place, and this file last
+            return False
         try:
             record = step_record(store, folder)
         except StorageError:  # a bad sector: it does not matter where the folder is a step without it, too
@@ -135,6 +138,8 @@ def _json(store: Store, path: str, problems: dict[str, str], unread: dict[str, S
 
 def look(store: Store, at: str) -> dict[str, str]:
     """The entries of a folder by name: `folder`, `link` (not followed), `file`, or `other`: a pipe or a device."""
+    if not store.renames:
+        return {entry.name: "folder" if entry.is_folder else "file" for entry in store.list(at)}
     place = _full(store, at)
 
     def read() -> list[tuple[str, str]]:
@@ -150,6 +155,12 @@ def check_files(store: Store, at: str) -> None:
     That is a symlink that leads out of the directory, which could be any file of this user's; a pipe, for which
     TensorStore would wait for ever; metadata so large that TensorStore, which reads it whole, would end the process.
     """
+    for file in () if store.renames else store.files(at):
+        *_, above, name = f"{at}/{file.path}".split("/")
+        if (name in _SMALL or above == ARRAY_RECORDS) and file.size > MAX_BYTES:
+            raise _too_large(paths.join(at, file.path), file.size)
+    if not store.renames:
+        return
     root = os.path.realpath(store.root)
     waiting, seen = [(at, os.path.realpath(_full(store, at)))], set[str]()
     while waiting:
@@ -178,8 +189,11 @@ def check_files(store: Store, at: str) -> None:
                 except OSError:  # reading it will fail, too
                     continue
                 if size > MAX_BYTES:
-                    problem = f"has {size} bytes; expected at most {MAX_BYTES} of such a file: it is not read"
-                    raise DamagedError(path, problem)
+                    raise _too_large(path, size)
+
+
+def _too_large(path: str, size: int) -> DamagedError:
+    return DamagedError(path, f"has {size} bytes; expected at most {MAX_BYTES} of such a file: it is not read")
 
 
 def _kind(entry: os.DirEntry[str]) -> str:
@@ -303,7 +317,10 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
         logging.warning("%s/%s %s; the step is read without it", store.root, path, problem)
     committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
     attempt = f"orbax-{committed}"
-    if committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
+    if committed is None and not store.renames:
+        committed = max(file.written_ns for file in store.files(folder))
+        attempt = f"orbax-folder-{committed}"
+    elif committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
         found = patiently(folder, lambda: os.stat(os.path.join(store.root, folder)))
         committed, attempt = found.st_mtime_ns, f"orbax-folder-{found.st_ino}"
     started = _nanoseconds(info.get("init_timestamp_nsecs"))
@@ -432,6 +449,8 @@ def unexpected(path: str, error: Exception) -> FormatError:
 
 def nbytes(store: Store, folder: str) -> int:
     """Bytes of all files of a step; folders behind symlinks, and what is no file, are none of it."""
+    if not store.renames:
+        return sum(file.size for file in store.files(folder))
     total, waiting = 0, [folder]
     while waiting:
         at = waiting.pop()

@@ -284,3 +284,51 @@ def test_every_reader_restores_every_state_bit_for_bit(cloud: Bucket, name: str)
     (found,) = run_worker("tests.support.stock_reader:read", arguments, 1, 4, timeout=300, env=env)
     assert len(found) >= 10
     assert {k: v for k, v in found.items() if v} == {}
+
+
+@pytest.mark.slow
+def test_what_stock_orbax_wrote_is_read_continued_and_kept(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, JSON, metrics; beside epochs of ours; nothing of it is deleted by retention, or replaced."""
+    url = cloud.new_url()
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", cloud.proxy.url)
+    assert stock(cloud, "save", 4, directory=url, epochs=[1, 2]) is None
+    before = names(url)
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as reader:
+        assert list(reader.all_steps()) == [1, 2]
+        assert reader.metrics(2) == {"loss": 0.5}
+    options = Options(max_to_keep=1, best_fn=lambda metrics: -metrics["loss"])
+    with ec.CheckpointManager(url, options=options) as manager:
+        target = stock_buckets.abstract(2)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), config=ocp.args.JsonRestore())
+        found = manager.restore(2, args=items)
+        assert stock_buckets.equal(found.state, 2)
+        assert found.config == {"epoch": 2}
+        assert manager.verify(2).ok
+        for epoch in (3, 4):
+            items = ocp.args.Composite(state=Save(state(epoch)))
+            assert manager.save(epoch, args=items, metrics={"loss": 0.1 / epoch})
+        manager.wait_until_finished()
+        assert list(manager.all_steps()) == [1, 2, 4]
+        with pytest.raises(ec.errors.UnsupportedError, match="stock Orbax"):
+            manager.delete(1)
+    assert [(row.epoch, row.writer) for row in ec.inspect(url).epochs()] == [
+        (1, "orbax"),
+        (2, "orbax"),
+        (4, "epochckpt"),
+    ]
+    with ec.CheckpointManager(url) as again:
+        assert list(again.all_steps()) == [1, 2, 4]
+        assert stock_buckets.equal(again.restore(1)["state"], 1)
+        assert again.restore(4)["state"]["n"] == 4
+    assert before <= names(url)
+
+
+def test_an_unfinished_step_of_stock_orbax_is_none(cloud: Bucket) -> None:
+    """Without its mark it is foreign: it is not read, and nothing is saved over it."""
+    url = cloud.new_url()
+    store = open_store(url)
+    store.create("1/_CHECKPOINT_METADATA", b'{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1}')
+    store.create("1/default/d/0", b"x")
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as reader:
+        assert list(reader.all_steps()) == []
+    assert names(url) == {"1/_CHECKPOINT_METADATA", "1/default/d/0"}

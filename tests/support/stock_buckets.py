@@ -38,7 +38,8 @@ def placed(tree: Any) -> Any:
 
 def save(directory: str, epochs: list[int]) -> None:
     """Stock Orbax saves, with metrics and an item of JSON."""
-    with ocp.CheckpointManager(directory) as manager:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: -metrics["loss"])  # else Orbax writes no metrics
+    with ocp.CheckpointManager(directory, options=options) as manager:
         for epoch in epochs:
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave(placed(values(epoch))), config=ocp.args.JsonSave({"epoch": epoch})
@@ -46,10 +47,21 @@ def save(directory: str, epochs: list[int]) -> None:
             manager.save(epoch, args=items, metrics={"loss": 1.0 / epoch})
 
 
+def abstract(epoch: int) -> Any:
+    """What to restore an epoch as."""
+    tree = placed(values(epoch))
+    return jax.tree.map(lambda x: ocp.utils.to_shape_dtype_struct(x) if isinstance(x, jax.Array) else x, tree)
+
+
+def equal(found: Any, epoch: int) -> bool:
+    """Whether a tree holds what an epoch does."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(values(epoch)), strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
 def read(directory: str, epoch: int, item: str) -> dict[str, Any]:
     """What differs, by reader; and what stock Orbax knows of the directory."""
-    arrays = placed(values(epoch))
-    target = jax.tree.map(lambda x: ocp.utils.to_shape_dtype_struct(x) if isinstance(x, jax.Array) else x, arrays)
+    target = abstract(epoch)
     path = f"{directory}/{epoch}"
     restore = ocp.args.StandardRestore(target)
     pytree = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
@@ -62,12 +74,7 @@ def read(directory: str, epoch: int, item: str) -> dict[str, Any]:
         "PyTreeCheckpointer": ocp.PyTreeCheckpointer().restore(f"{path}/{item}", args=pytree),
         "v1": ocp.v1.load_checkpointables(path, {item: target})[item],
     }
-    expected = [np.asarray(x) for x in jax.tree.leaves(values(epoch))]
-    wrong = [
-        name
-        for name, tree in found.items()
-        if not all(np.array_equal(a, b) for a, b in zip(map(np.asarray, jax.tree.leaves(tree)), expected, strict=True))
-    ]
+    wrong = [name for name, tree in found.items() if not equal(tree, epoch)]
     return {"wrong": wrong, "steps": steps, "metrics": metrics, "devices": jax.device_count()}
 
 
