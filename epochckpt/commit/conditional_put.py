@@ -169,7 +169,7 @@ class PutCommits(Commits):
             self._headless = Head(stock=stock)
             foreign = beside.keys() - stock.keys()
         else:
-            foreign = found.foreign
+            foreign = [name for name in found.foreign if name not in found.epochs]
         self._take_folders(found or self._headless or Head())
         numbers = {name: self.names.parse(name) for name in foreign}
         return sorted(self._folders), {e: name for name, e in numbers.items() if e is not None}
