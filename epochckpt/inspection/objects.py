@@ -109,7 +109,7 @@ def is_stray(head: Head, folder: str, attempt: str, *, copied: bool) -> bool:
 
     A folder with a commit record that is no epoch of the head is one that people have put there.
     """
-    return attempt.partition("-")[0] in head.runs and (folder in head.epochs or not copied)
+    return head.knows(attempt) and (folder in head.epochs or not copied)
 
 
 def _listed_in(commits: PutCommits, head: Head) -> dict[str, HeadEpoch]:

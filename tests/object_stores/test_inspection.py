@@ -77,7 +77,7 @@ def lengthen(url: str, count: int) -> None:
         metrics = {"loss": 2.0 + epoch / 1000, "accuracy": epoch / 1234.5}
         return dataclasses.replace(like, attempt=f"{head.incarnation}-{epoch}-0", metrics=metrics)
 
-    found._change(
+    found.change(
         lambda now: now.next(epochs={**{str(e): older(e) for e in range(count)}, **now.epochs}), 0, fenced=False
     )
 
@@ -402,7 +402,7 @@ def test_many_dead_saves_do_not_cost_many_requests(cloud: Bucket) -> None:
     begun = {f"{head.incarnation}-{epoch}-0": str(epoch) for epoch in range(10, 30)}
     for attempt, folder in begun.items():
         found.store.create(f"{folder}/process_0/{attempt}/node.json", b"half")
-    found._change(lambda now: now.next(begun=begun), 0, fenced=False)
+    found.change(lambda now: now.next(begun=begun), 0, fenced=False)
     with within(cloud, BUDGET):
         seen = scan.look(url)
     attempts = [row for row in seen.epochs if row.state != COMMITTED]
