@@ -321,6 +321,8 @@ class PutCommits(Commits):
                 break
             logging.info("%s: another run claims it at this moment", self.store.root)
         self.store.check_conditions(paths.HEAD, new.to_bytes())
+        if old is None:
+            self._views.guard()
         if old is not None and not old.closed:
             claiming.report_takeover(self.store.root, lambda: old.owner)
         self.incarnation = new.incarnation
