@@ -79,8 +79,7 @@ class Older:
         with open_run(self.url, read_only=True) as manager:
             self.save_id = manager.save_id(2)
         if self.operation.claimed:
-            self.manager = open_run(self.url, max_to_keep=self.operation.keep)
-            self.manager.claim()
+            self.open().claim()
 
     def perform(self, pause: Pause) -> None:
         """On a thread of its own, to the end of what it does in the background."""
@@ -96,7 +95,8 @@ class Older:
     def open(self) -> ec.CheckpointManager:
         """The manager, which may have to be opened."""
         if self.manager is None:
-            self.manager = open_run(self.url, max_to_keep=self.operation.keep)
+            keep, aside = self.operation.keep, self.operation.aside
+            self.manager = open_run(self.url, max_to_keep=keep, todelete_subdir=aside)
         return self.manager
 
 
@@ -113,6 +113,7 @@ class Operation:
         adds: the epoch that it saves, and what that holds.
         uploads: it needs a directory to upload from.
         dead: an attempt of a run that was killed lies in the directory.
+        aside: the subfolder that keeps what is deleted.
     """
 
     perform: Callable[[Older], object]
@@ -123,6 +124,7 @@ class Operation:
     adds: tuple[int, int] = (3, 31)
     uploads: bool = False
     dead: bool = False
+    aside: str | None = None
 
 
 WITH_3 = BASE | {3: tag_of(3, OLDER)}
@@ -171,6 +173,12 @@ OPERATIONS = {
         lambda older: older.open().delete(2),
         lambda found: found in (BASE, without(BASE, 2)),
         lambda found: 2 not in found,
+    ),
+    "set 2 aside": Operation(
+        lambda older: older.open().delete(2),
+        lambda found: found in (BASE, without(BASE, 2)),
+        lambda found: 2 not in found,
+        aside="trash",
     ),
     "delete 0": Operation(
         lambda older: older.open().delete(0),
