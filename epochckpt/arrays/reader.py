@@ -424,7 +424,7 @@ class EpochReader:
 
     def check_present(self, detail: str) -> None:
         """Raises EpochDeletedError unless the commit record is still the one this reader began with."""
-        path = paths.join(self.folder, paths.EPOCH_RECORD)
+        path = paths.join(self.folder, self.record.name)
         try:
             now = parsing.read_record(self.store, path, parsing.parse_head)
         except (DamagedError, FormatError):

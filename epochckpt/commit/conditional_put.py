@@ -14,6 +14,7 @@ aside are for people who copy folders, and for `repair`: nothing that the head t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -54,7 +55,8 @@ class PutCommits(Commits):
         self._seen: tuple[Head, bytes] | None = None  # the head at the last look or change
         self._entries: tuple[Head | None, dict[int, HeadEpoch]] = None, {}  # of a head, by epoch
         self._headless: Head | None = None  # what there is of stock Orbax, while there is no head
-        self._swept: set[str] = set()  # dead attempts of which nothing is left
+        self._looks, self._last = itertools.count(1), 0  # threads look at it and change it at the same time
+        self.swept: set[str] = set()  # dead attempts of which nothing is left
         self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
 
     # -- the head ------------------------------------------------------------------------------------------------
@@ -66,15 +68,23 @@ class PutCommits(Commits):
             DamagedError, FormatError: it cannot be used; `repair` rebuilds it.
             AccessError, StorageError: storage does not give it.
         """
+        found = self._look()
+        return found and found[0]
+
+    def _look(self) -> tuple[Head, bytes] | None:
+        number, seen = next(self._looks), self._seen
         try:
-            with self._access():
+            with self.access():
                 data = self.store.read(paths.HEAD, limit_bytes=records.MAX_RECORD_BYTES)
         except FileNotFoundError:
-            self._seen = None
-            return None
-        if self._seen is None or self._seen[1] != data:
-            self._seen = self._parsed(data), data
-        return self._seen[0]
+            return self._note(number, None)
+        return self._note(number, seen if seen is not None and seen[1] == data else (self._parsed(data), data))
+
+    def _note(self, number: int, seen: tuple[Head, bytes] | None) -> tuple[Head, bytes] | None:
+        """Keeps what a look or a change has found, unless one that began later has ended before."""
+        if number > self._last:
+            self._last, self._seen = number, seen
+        return seen
 
     def seen(self) -> Head | None:
         """The head as of the last look or change, or of a look that is made now."""
@@ -87,17 +97,16 @@ class PutCommits(Commits):
             error.add_note(f"`epochckpt repair {self.store.root}` rebuilds it from the records of the epochs")
             raise
 
-    def _change(self, edit: Callable[[Head], Head | None], epoch: int, *, fenced: bool = True) -> Head:
+    def change(self, edit: Callable[[Head], Head | None], epoch: int, *, fenced: bool = True) -> Head:
         """Changes the head, again until nobody else was faster; returns it, with the change.
 
         `edit` returns the new head, or None where this one says it already. FencedError: another incarnation has
         claimed; without `fenced` any may make the change.
         """
-        seen = self._seen
+        seen, fresh = self._seen, False
         for _ in range(_ROUNDS):
             if seen is None:
-                self.head()
-                seen = self._seen
+                seen, fresh = self._look(), True
             if seen is None:
                 raise StorageError(self.store.root, FileNotFoundError(f"its head, {paths.HEAD}, is gone"))
             old, data = seen
@@ -105,36 +114,38 @@ class PutCommits(Commits):
             try:
                 new = edit(old)
             except EpochCheckpointError:
-                if late:
+                if fresh and late:
                     raise self._fenced(epoch, old) from None
-                raise
-            if new is None:
+                if fresh:
+                    raise
+                new = None
+            if new is not None and not late:
+                new = new.next(dead={a: f for a, f in new.dead.items() if a not in self.swept})
+                if self._put(data, new):
+                    return new
+            elif fresh and new is None:
                 return old
-            if late:
+            elif fresh:
                 raise self._fenced(epoch, old)
-            new = new.next(dead={a: f for a, f in new.dead.items() if a not in self._swept})
-            fresh = new.to_bytes()
-            if self._put(data, fresh):
-                self._seen = new, fresh
-                return new
-            seen = None
+            seen = None  # what is remembered may be of long ago
         raise StorageError(self.store.root, OSError(f"its head, {paths.HEAD}, changes all the time"))
 
-    def _put(self, old: bytes | None, new: bytes) -> bool:
+    def _put(self, old: bytes | None, new: Head) -> bool:
         """Writes the head, if it is still the old one; returns whether it was."""
-        self._seen = None
+        data = new.to_bytes()
         try:
-            with self._access():
+            with self.access():
                 if old is None:
-                    self.store.create(paths.HEAD, new)
+                    self.store.create(paths.HEAD, data)
                 else:
-                    self.store.replace(paths.HEAD, old, new)
+                    self.store.replace(paths.HEAD, old, data)
         except (FileExistsError, FileNotFoundError):
             return False
+        self._note(next(self._looks), (new, data))
         return True
 
     @contextmanager
-    def _access(self) -> Generator[None]:
+    def access(self) -> Generator[None]:
         """Gives errors of storage about the head the types that callers expect, and its URL."""
         try:
             yield
@@ -158,7 +169,7 @@ class PutCommits(Commits):
             return super().scan()
         found = self.head()
         if found is None:
-            beside, stock = self._beside(Head())
+            beside, stock = self.beside(Head())
             if lost := next(filter(self._is_copy, sorted(beside)), ""):
                 raise NotACheckpointDirectoryError(
                     f"{self.store.root} holds epochs ({paths.join(lost, paths.EPOCH_RECORD)}, …), but not the "
@@ -169,7 +180,7 @@ class PutCommits(Commits):
             self._headless = Head(stock=stock)
             foreign = beside.keys() - stock.keys()
         else:
-            foreign = found.foreign
+            foreign = [name for name in found.foreign if name not in found.epochs]
         self._take_folders(found or self._headless or Head())
         numbers = {name: self.names.parse(name) for name in foreign}
         return sorted(self._folders), {e: name for name, e in numbers.items() if e is not None}
@@ -286,7 +297,7 @@ class PutCommits(Commits):
             )
         return super().obstacle(folder)
 
-    def _beside(self, known: Head) -> tuple[dict[str, set[str] | None], dict[str, HeadEpoch]]:
+    def beside(self, known: Head) -> tuple[dict[str, set[str] | None], dict[str, HeadEpoch]]:
         """See `surroundings.folders`; and those of them that are steps of stock Orbax."""
         found = surroundings.folders(self.store, self.names, known)
         others = [name for name, attempts in found.items() if attempts is None]
@@ -294,66 +305,54 @@ class PutCommits(Commits):
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def claim(self, epoch: int = 0, continues: str = "", check: Callable[[], None] = lambda: None) -> None:
+    def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
         owner = claiming.owner()
         while True:
-            old = self.head()
-            data = self._seen[1] if self._seen else None
+            old, data = self._look() or (None, None)
             check()
-            beside, stock = self._beside(old or Head())
+            beside, stock = self.beside(old or Head())
             if old is None and any(map(self._is_copy, beside)):
                 self.scan()  # raises
             foreign = sorted(n for n, attempts in beside.items() if attempts is None and n not in stock)
-            new = (old or Head()).claimed(owner, continues, tuple(foreign))
+            new = (old or Head()).claimed(owner, tuple(foreign))
             strays = {attempt: name for name, attempts in beside.items() for attempt in attempts or ()}
             new = new.next(stock=stock, dead={**new.dead, **strays})
-            if self._put(data, new.to_bytes()):
+            if self._put(data, new):
                 break
             logging.info("%s: another run claims it at this moment", self.store.root)
         self.store.check_conditions(paths.HEAD, new.to_bytes())
+        if old is None:
+            self._views.guard()
         if old is not None and not old.closed:
             claiming.report_takeover(self.store.root, lambda: old.owner)
-        self._seen, self.incarnation = (new, new.to_bytes()), new.incarnation
+        self.incarnation = new.incarnation
+        for name in sorted(name for name, attempts in beside.items() if attempts is not None):
+            _threads.logged(f"{self.store.root}/{name}: a copy of a record stays", partial(self._tidy, name, new))
         if new.dead:
             logging.info("%s: removing what earlier runs left of %d saves", self.store.root, len(new.dead))
             _threads.start(lambda: _threads.logged(self.store.root, lambda: self.remove_dead(new.dead)))
         _threads.start(lambda: _threads.logged(self.store.root, lambda: self._views.finish(new)))
 
+    def _tidy(self, folder: str, now: Head) -> None:
+        """Removes the copies of a record and of metrics where there is no epoch, but for those that are set aside."""
+        attempt = surroundings.copied_attempt(self.store, folder)
+        kept = {where: entry for where, entry in now.aside.items() if entry.attempt == attempt}
+        if kept:
+            self._copy_aside(kept)
+        elif attempt is None or now.knows(attempt):
+            copies = [] if attempt is None else [paths.join(folder, paths.EPOCH_RECORD)]
+            self.store.remove_all([*copies, *self.store.find(paths.METRICS_PREFIX, folder)])
+
     def remove_dead(self, dead: Mapping[str, str]) -> None:
         """Removes what attempts wrote that are dead, by attempt the folder."""
         for folder in sorted(set(dead.values())):
             self._remove(folder, {attempt for attempt, where in dead.items() if where == folder})
-        self._swept |= dead.keys()
-
-    def bury(self, attempts: Mapping[str, str]) -> None:
-        """Removes attempts, by id the folder, also those that a run has begun: from now on they are dead."""
-
-        def edit(now: Head) -> Head | None:
-            begun = {a: f for a, f in now.begun.items() if a not in attempts}
-            dead = {a: f for a, f in now.begun.items() if a in attempts}
-            return now.next(begun=begun, dead={**now.dead, **dead}) if dead else None
-
-        named = self._change(edit, 0, fenced=False).named
-        self.remove_dead({a: f for a, f in attempts.items() if a not in named})
-        self._change(lambda now: now.next() if self._swept & now.dead.keys() else None, 0, fenced=False)
-
-    def bury_aside(self, name: str) -> None:
-        """Removes the epochs that were set aside under a name."""
-
-        def edit(now: Head) -> Head | None:
-            gone = {kept: entry for kept, entry in now.aside.items() if kept.startswith(f"{name}/")}
-            attempts = {entry.attempt: kept.partition("/")[2] for kept, entry in gone.items()}
-            aside = {kept: entry for kept, entry in now.aside.items() if kept not in gone}
-            return now.next(aside=aside, dead={**now.dead, **attempts}) if gone else None
-
-        dead = self._change(edit, 0, fenced=False).dead
-        self.store.remove_tree(name)
-        self.bury(dead)
+        self.swept |= dead.keys()
 
     def clock_ns(self) -> int:
         """The time by the store's clock, nanoseconds since 1970: that of a change of the head, which is made now."""
         folder, _, name = paths.HEAD.partition("/")
-        self._change(lambda now: now.next(), 0, fenced=False)
+        self.change(lambda now: now.next(), 0, fenced=False)
         return next(file.written_ns for file in self.store.files(folder) if file.path == name)
 
     def _remove(self, folder: str, attempts: Collection[str]) -> None:
@@ -368,21 +367,21 @@ class PutCommits(Commits):
                 if not copy.objects:  # the folder was copied from a file system
                     gone += [paths.join(folder, below) for below in copy.sizes()]
                 gone += [paths.join(folder, name) for name in found if paths.parse_metrics_file(name)]
-        self.store.remove_all(gone)
+        # A reader that misses something looks for the record: it is gone first.
+        self.store.remove_all([path for path in gone if path.count("/") == 1])
+        self.store.remove_all([path for path in gone if path.count("/") > 1])
 
     def begin(self, epoch: int, attempt: str) -> None:
         folder = self.names.build(epoch)
-        self._swept.discard(attempt)
 
         def edit(now: Head) -> Head | None:
             if folder in now.stock:
                 raise SaveError(
                     epoch, f"{self.store.root}/{folder} is a step of stock Orbax, which nothing replaces here"
                 )
-            dead = {a: f for a, f in now.dead.items() if a != attempt}
-            return None if attempt in now.begun else now.next(begun={**now.begun, attempt: folder}, dead=dead)
+            return None if attempt in now.begun else now.next(begun={**now.begun, attempt: folder})
 
-        self._change(edit, epoch)
+        self.change(edit, epoch)
 
     def node_folder(self, epoch: int, attempt: str, node: str) -> str:
         return paths.join(self.names.build(epoch), paths.part_folder(paths.folder_name(node), attempt))
@@ -401,11 +400,7 @@ class PutCommits(Commits):
         folder = self.names.build(epoch)
         path, aside = _record_path(folder, attempt), paths.join(f"damaged-{paths.new_id()}", folder)
         entry = HeadEpoch.of(parsing.parse_head(path, record))
-        try:
-            self.store.create(path, record)
-        except FileExistsError:  # another upload of the same attempt has come that far
-            if self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES) != record:
-                raise
+        self.store.create(path, record)
         check()
         old: HeadEpoch | None = None
 
@@ -429,7 +424,7 @@ class PutCommits(Commits):
 
         # The decisive step: one conditional write.
         try:
-            self._change(edit, epoch)
+            self.change(edit, epoch)
         except (FencedError, SaveError):
             raise
         except (EpochCheckpointError, OSError) as error:
@@ -443,7 +438,7 @@ class PutCommits(Commits):
             if not committed:
                 raise SaveError(epoch, f"the head could not be changed: {error}") from error
         self._folders[epoch] = folder
-        self._copy(paths.join(folder, paths.EPOCH_RECORD), lambda: record)
+        _threads.logged(f"{self.store.root}: the copy of a record", lambda: self._copy_record(folder, attempt, record))
         was, kept = old, replaces is not None and bool(replaces.damage)
         if was is not None and kept:
             logging.warning("%s: the damaged epoch %d was set aside as %s", self.store.root, epoch, aside)
@@ -453,6 +448,17 @@ class PutCommits(Commits):
             steps.append(partial(self.remove_dead, {was.attempt: folder}))
         return partial(_all, steps) if steps else None
 
+    def _copy_record(self, folder: str, attempt: str, record: bytes) -> None:
+        """Copies the record of a committed epoch; that of a newer one stays, however late this is."""
+        path = paths.join(folder, paths.EPOCH_RECORD)
+        with suppress(FileExistsError):
+            self.store.create(path, record)
+            return
+        there = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)  # of the epoch that gave way
+        entry = (self.head() or Head()).epochs.get(folder)
+        if entry is not None and entry.attempt == attempt:
+            self.store.replace(path, there, record)
+
     def _give_up(self, epoch: int, attempt: str) -> bool:
         """Makes sure that an attempt is never committed, unless it has been; returns whether it has."""
         folder = self.names.build(epoch)
@@ -460,13 +466,12 @@ class PutCommits(Commits):
         def edit(now: Head) -> Head | None:
             return now.next(**_without(now, folder, attempt, dead=True)) if attempt in now.begun else None
 
-        entry = self._change(edit, epoch).epochs.get(folder)
+        entry = self.change(edit, epoch).epochs.get(folder)
         return entry is not None and entry.attempt == attempt
 
     def discard(self, epoch: int, attempt: str) -> None:
-        with suppress(FencedError):  # a newer upload writes the same attempt
-            if not self._give_up(epoch, attempt):
-                self.remove_dead({attempt: self.names.build(epoch)})
+        if not self._give_up(epoch, attempt):
+            self.remove_dead({attempt: self.names.build(epoch)})
 
     def hide(self, epoch: int, into: str | None = None) -> Callable[[], None]:
         folder, gone = self.folder(epoch), dict[str, HeadEpoch]()  # by where it is kept, or its folder
@@ -487,7 +492,7 @@ class PutCommits(Commits):
             gone[kept] = entry
             return now.next(**changes)
 
-        self._change(edit, epoch)
+        self.change(edit, epoch)
         self._folders.pop(epoch, None)
         if into is not None:
             self._copy_aside(gone)
@@ -507,7 +512,7 @@ class PutCommits(Commits):
                     moved[key] = changes["aside"][key] = changes["epochs"].pop(folder)
             return now.next(**changes) if changes["epochs"] != now.epochs else None
 
-        self._change(edit, rollback.about)
+        self.change(edit, rollback.about)
         self._copy_aside(moved)
 
     def _move_rolled_back(self, rollback: Rollback) -> None:
@@ -543,34 +548,13 @@ class PutCommits(Commits):
                 return None
             return now.next(epochs={**now.epochs, folder: entry.with_attached(source, metrics)})
 
-        found = self._change(edit, epoch, fenced=False).epochs.get(folder)
+        found = self.change(edit, epoch, fenced=False).epochs.get(folder)
         return found is not None and found.attempt == attempt
 
     def release(self) -> None:
         """See Commits. The head stays, and the next incarnation counts on from it."""
         with suppress(FencedError):
-            self._change(lambda now: None if now.closed else now.next(closed=True), 0)
-
-    def rebuild(self, new: Head, runs: Collection[str]) -> None:
-        """Writes a head in place of one that is lost or cannot be used; it follows these incarnations."""
-        last = max((run for run in runs if len(run) == 16 and run[:8].isdigit()), default="")
-        new = new.next(incarnation=last, past=tuple(sorted(run for run in runs if run != last)))
-        beside, stock = self._beside(new)
-        foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
-        new = new.claimed(claiming.owner(), "", foreign).next(closed=True, stock=stock)
-        with self._access():
-            self.store.put(paths.HEAD, new.to_bytes(), draft="", replace=True)
-        self._seen = None
-
-    def adopt(self, epochs: Mapping[str, HeadEpoch], aside: Mapping[str, HeadEpoch]) -> None:
-        """Adds epochs, by folder, and such that were set aside, to the head; what it names already stays."""
-
-        def edit(now: Head) -> Head | None:
-            both = {**epochs, **now.epochs}, {**aside, **now.aside}
-            foreign = tuple(name for name in now.foreign if name not in epochs)
-            return now.next(epochs=both[0], aside=both[1], foreign=foreign) if both != (now.epochs, now.aside) else None
-
-        self._change(edit, 0, fenced=False)
+            self.change(lambda now: None if now.closed else now.next(closed=True), 0)
 
 
 def _all(steps: Collection[Callable[[], object]]) -> None:

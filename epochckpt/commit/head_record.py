@@ -108,10 +108,9 @@ class Head:
     foreign: tuple[str, ...] = ()  # folders named like epochs that hold something else
     change: str = ""  # unlike that of every other content
 
-    @property
-    def runs(self) -> set[str]:
-        """The incarnations that there have been."""
-        return {*self.past, self.incarnation}
+    def knows(self, attempt: str) -> bool:
+        """Whether one of the runs here has made an attempt."""
+        return attempt.partition("-")[0] in {*self.past, self.incarnation}
 
     @property
     def named(self) -> set[str]:
@@ -134,18 +133,16 @@ class Head:
         """The head after a change."""
         return dataclasses.replace(self, **changes, change=paths.new_id())
 
-    def claimed(self, owner: Mapping[str, Any], continues: str, foreign: tuple[str, ...]) -> Head:
+    def claimed(self, owner: Mapping[str, Any], foreign: tuple[str, ...]) -> Head:
         """The head of the next incarnation: nothing that an earlier one has begun can be committed any more."""
         number = 1 + (int(self.incarnation[:8]) if self.incarnation else 0)
-        begun = {a: f for a, f in self.begun.items() if a == continues}
-        dead = {a: f for a, f in {**self.dead, **self.begun}.items() if a != continues}
         return self.next(
             incarnation=f"{number:08d}{paths.new_id()[:8]}",
             owner=dict(owner),
             closed=False,
             past=(*self.past, *([self.incarnation] if self.incarnation else []))[-_MAX_PAST:],
-            begun=begun,
-            dead=dead,
+            begun={},
+            dead={**self.dead, **self.begun},
             foreign=foreign,
         )
 

@@ -11,8 +11,9 @@ from functools import partial
 from epochckpt import _threads
 from epochckpt.commit.head_record import Head
 from epochckpt.errors import DamagedError, FormatError
-from epochckpt.format import EpochRecord
+from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import Views, object_view
+from epochckpt.orbax.steps import COMMIT
 from epochckpt.orbax.view import View
 from epochckpt.storage import Store
 
@@ -32,6 +33,13 @@ class ObjectViews:
         self._views = Views()
         self._planned: tuple[str, View] | None = None  # of the attempt that is about to be committed
         self._changing = threading.Lock()  # held while a view is written or removed
+
+    def guard(self) -> None:
+        """Marks the head's folder as whole: `cleanup_tmp_directories` of stock Orbax removes every other folder."""
+        if self._wanted:
+            path = paths.join(paths.HEAD.partition("/")[0], COMMIT)
+            what = f"{self._store.root}: {path} is missing"
+            _threads.logged(what, lambda: self._store.put(path, b"", draft="", replace=True))
 
     def plan(self, record: EpochRecord) -> EpochRecord:
         """The record with the note of the view that its epoch will have; nothing is written."""

@@ -295,13 +295,12 @@ class Commits(abc.ABC):
         )
 
     @abc.abstractmethod
-    def claim(self, epoch: int = 0, continues: str = "", check: Callable[[], None] = lambda: None) -> None:
+    def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
         """Makes this the newest incarnation: fences off older ones, finishes a rollback, sweeps their leftovers.
 
-        After a failure in the middle of it, a second call makes another incarnation. An attempt that `continues` under
-        the id of another incarnation, such as an upload's, is not swept. Errors name `epoch`. FencedError says that
-        another run has claimed at the same moment, and is the later one. `check` raises what keeps this run from
-        claiming; on object stores no other run's claim comes between a check and the claim.
+        After a failure in the middle of it, a second call makes another incarnation. Errors name `epoch`. FencedError
+        says that another run has claimed at the same moment, and is the later one. `check` raises what keeps this run
+        from claiming; on object stores no other run's claim comes between a check and the claim.
         """
 
     @abc.abstractmethod

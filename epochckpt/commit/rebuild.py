@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from epochckpt import errors
-from epochckpt.commit import attached_metrics
+from epochckpt.commit import attached_metrics, claiming
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.format import EpochRecord, parsing, paths
@@ -41,18 +41,20 @@ def look(commits: PutCommits) -> Rebuilt:
     if head is None:
         problem = problem or f"{paths.HEAD} is missing"
     known, epochs, left_out = head or Head(), dict[str, HeadEpoch](), dict[str, str]()
-    aside = dict[str, HeadEpoch]()
     named = {*known.epochs, *known.begun.values(), *known.dead.values(), paths.HEAD.partition("/")[0]}
-    for name in [e.name for e in commits.store.list("") if e.is_folder and e.name not in named]:
-        if commits.names.parse(name) is None:
-            inner = [paths.join(name, e.name) for e in commits.store.list(name) if e.is_folder]
-            found = {kept: _record(commits, kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
-            aside |= {kept: HeadEpoch.of(record) for kept, record in found.items() if isinstance(record, EpochRecord)}
-            continue
-        record = _record(commits, name, name)
+    names = [entry.name for entry in commits.store.list("") if entry.is_folder and entry.name not in named]
+    # What was set aside is no epoch any more.
+    aside, is_aside = dict[str, HeadEpoch](), known.named
+    for name in (name for name in names if commits.names.parse(name) is None):
+        inner = [paths.join(name, entry.name) for entry in commits.store.list(name) if entry.is_folder]
+        found = {kept: _record(commits, kept, kept.partition("/")[2]) for kept in inner if kept not in known.aside}
+        aside |= {kept: HeadEpoch.of(record) for kept, record in found.items() if isinstance(record, EpochRecord)}
+    is_aside |= {entry.attempt for entry in aside.values()}
+    for name in (name for name in names if commits.names.parse(name) is not None):
+        record = _record(commits, name, name, is_aside)
         if isinstance(record, str):
             left_out[name] = record
-        elif record.attempt not in known.named:
+        else:
             sources = attached_metrics.in_folder(commits, name, record.epoch, record.attempt)
             epochs[name] = dataclasses.replace(HeadEpoch.of(record), attached=sources)
     if head is not None and epochs and _may_be_alive(head):
@@ -61,17 +63,30 @@ def look(commits: PutCommits) -> Rebuilt:
             f"{commits.store.root}: a run ({owner}) has not closed it and may be alive. End it first; if it has ended, "
             "claim() of a manager that is opened there and closed lets go of it"
         )
-    aside = {kept: entry for kept, entry in aside.items() if entry.attempt not in {e.attempt for e in epochs.values()}}
     return Rebuilt(epochs, aside, left_out, problem)
 
 
 def write(commits: PutCommits, found: Rebuilt) -> None:
     """Writes what `look` has found. A run that is alive after all is fenced off where the head was lost."""
-    if found.problem:
-        attempts = [entry.attempt for entries in (found.epochs, found.aside) for entry in entries.values()]
-        commits.rebuild(Head(epochs=found.epochs, aside=found.aside), {a.partition("-")[0] for a in attempts})
-    else:
-        commits.adopt(found.epochs, found.aside)
+    if not found.problem:
+        commits.change(lambda now: _with(now, found), 0, fenced=False)
+        return
+    attempts = [entry.attempt for entries in (found.epochs, found.aside) for entry in entries.values()]
+    runs = {attempt.partition("-")[0] for attempt in attempts}
+    last = max((run for run in runs if len(run) == 16 and run[:8].isdigit()), default="")
+    head = Head(incarnation=last, past=tuple(sorted(runs - {last})), epochs=found.epochs, aside=found.aside)
+    beside, stock = commits.beside(head)
+    foreign = tuple(sorted(n for n, attempts in beside.items() if attempts is None and n not in stock))
+    head = head.claimed(claiming.owner(), foreign).next(closed=True, stock=stock)
+    with commits.access():
+        commits.store.put(paths.HEAD, head.to_bytes(), draft="", replace=True)
+
+
+def _with(now: Head, found: Rebuilt) -> Head | None:
+    """The head with the epochs that were found; what it names already stays."""
+    epochs, aside = {**found.epochs, **now.epochs}, {**found.aside, **now.aside}
+    foreign = tuple(name for name in now.foreign if name not in epochs)
+    return now.next(epochs=epochs, aside=aside, foreign=foreign) if (epochs, aside) != (now.epochs, now.aside) else None
 
 
 def _may_be_alive(head: Head) -> bool:
@@ -87,8 +102,11 @@ def _may_be_alive(head: Head) -> bool:
     return True
 
 
-def _record(commits: PutCommits, where: str, folder: str) -> EpochRecord | str:
-    """The record of the epoch whose records are in one place and whose files are in its folder, or why not."""
+def _record(commits: PutCommits, where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:
+    """The record of the epoch whose records are in one place and whose files are in its folder, or why not.
+
+    The attempts `but` are passed over.
+    """
     epoch = commits.names.parse(folder)
     sizes = {file.path: file.size for file in commits.store.files(folder)}
     usable, reason = list[EpochRecord](), f"holds no commit record that can be used ({paths.EPOCH_RECORD})"
@@ -98,7 +116,7 @@ def _record(commits: PutCommits, where: str, folder: str) -> EpochRecord | str:
         except (errors.DamagedError, errors.FormatError) as error:
             reason = errors.say(error)
             continue
-        if record is None or record.epoch != epoch:
+        if record is None or record.epoch != epoch or record.attempt in but:
             continue
         lacking = next((p for p, size in record.sizes().items() if sizes.get(p) != size), None)
         if lacking is not None:

@@ -46,7 +46,7 @@ class RenameCommits(Commits):
     def _is_foreign(self, folder: str) -> bool:
         return True  # our own deletions move a folder away before anything in it is removed
 
-    def claim(self, epoch: int = 0, continues: str = "", check: Callable[[], None] = lambda: None) -> None:
+    def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
         check()
         self.incarnation = paths.new_id()
         self._begun.add(self.incarnation)

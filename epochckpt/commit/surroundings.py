@@ -1,10 +1,11 @@
 """What lies beside the epochs that the head of a bucket names, in folders that are named like epochs."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 from epochckpt.commit.head_record import Head, HeadEpoch
-from epochckpt.errors import UnsupportedError
-from epochckpt.format import paths
+from epochckpt.errors import DamagedError, FormatError, UnsupportedError
+from epochckpt.format import parsing, paths
 from epochckpt.orbax import StepNames, object_view, steps
 from epochckpt.storage import Store
 
@@ -21,20 +22,26 @@ def folders(store: Store, names: StepNames, known: Head) -> dict[str, set[str] |
     beside = dict[str, set[str] | None]()
 
     def look(name: str) -> None:
-        attempts, foreign = set[str](), not known.incarnation
         files = [file.path for file in store.files(name, _LOOKED_AT)] if known.incarnation else []
-        for path in files:
-            attempt = paths.attempt_in(path)
-            if attempt is not None and attempt.partition("-")[0] in known.runs:
-                attempts.add(attempt)
-            elif path != paths.EPOCH_RECORD:
-                foreign = True
-        copied = attempts and paths.EPOCH_RECORD in files  # by somebody: no sweep leaves both
+        attempts = {attempt for path in files if (attempt := paths.attempt_in(path)) and known.knows(attempt)}
+        copy = copied_attempt(store, name) if paths.EPOCH_RECORD in files else None
         # Beside attempts of ours other files are what is left of an Orbax view.
-        beside[name] = None if copied or (foreign and not attempts) else attempts - known.named
+        only_metrics = all(map(paths.parse_metrics_file, files)) and files
+        ours = attempts or only_metrics or (copy is not None and known.knows(copy))
+        # No sweep leaves an attempt with the copy of its record: somebody has put an epoch back.
+        put_back = copy in attempts and copy not in known.named
+        beside[name] = attempts - known.named if ours and not put_back else None
 
     store.each(look, [name for name in found if names.parse(name) is not None])
     return beside
+
+
+def copied_attempt(store: Store, folder: str) -> str | None:
+    """The attempt whose record was copied into an epoch's folder; None without a usable copy."""
+    with suppress(DamagedError, FormatError):
+        copy = parsing.read_record(store, paths.join(folder, paths.EPOCH_RECORD), parsing.parse_head)
+        return copy and copy.attempt
+    return None
 
 
 def steps_in(

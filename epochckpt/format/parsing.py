@@ -185,6 +185,7 @@ def _epoch_record(fields: Fields, trees: bool) -> EpochRecord:
     per_node = "per_node" in fields.data and fields.boolean("per_node")
     if per_node and len(nodes) != 1:
         raise fields.fail("per_node", "one node")
+    copied_from = fields.text("copied_from", 80) if "copied_from" in fields.data else ""
     return EpochRecord(
         fields.integer("epoch"),
         paths.check_recorded_name(fields.path, fields.text("attempt", 80)),
@@ -201,6 +202,7 @@ def _epoch_record(fields: Fields, trees: bool) -> EpochRecord:
         _unsupported(fields),
         _view(fields),
         per_node,
+        copied_from,
     )
 
 

@@ -134,6 +134,7 @@ class EpochRecord:
     # (length, xxh3-128) of the Orbax view's files, by path in the epoch's folder; its links follow from the rest.
     orbax_view: Mapping[str, tuple[int, str]] | None = None
     per_node: bool = False  # one node only, whose files lie beside the record, see `jobs.caffe2_epochs`
+    copied_from: str = ""  # the attempt that a copy was made of, if it could not keep that id
 
     # of a step of stock Orbax these are fields: see `OrbaxRecord`
     stock: ClassVar[bool] = False
@@ -144,6 +145,16 @@ class EpochRecord:
     def nbytes(self) -> int:
         """Bytes of all nodes' files."""
         return sum(n.nbytes for n in self.nodes)
+
+    @property
+    def name(self) -> str:
+        """The name of its file, in the epoch's folder; on object stores `epoch.json` is a copy of it."""
+        return f"{self.attempt}.json" if self.objects else paths.EPOCH_RECORD
+
+    @property
+    def origin(self) -> str:
+        """The attempt that saved it; copies of one epoch have the same."""
+        return self.copied_from or self.attempt
 
     def node_folder(self, node: int, item: str = "") -> str:
         """Folder of a node's record and handlers' files, or of its data files of an item; relative to the epoch's."""
@@ -175,8 +186,9 @@ class EpochRecord:
             "metrics": checksums.pack_json(self.metrics, "metrics"),
             "custom_metadata": checksums.pack_json(dict(self.custom_metadata), "custom_metadata"),
         }
-        if not self.per_node:
-            del fields["per_node"]
+        for name in ("per_node", "copied_from"):
+            if not fields[name]:
+                del fields[name]
         return _seal("epoch", fields)
 
 

@@ -190,9 +190,9 @@ class _Search:
             return reason
         folder, _, name = row.path.rpartition("/")
         if row.kind in (ATTEMPT, DELETED):
-            commits.bury({name: folder})
+            _bury(commits, {name: folder})
         else:
-            commits.bury_aside(row.path)
+            _bury_aside(commits, row.path)
         return ""
 
     def end(self) -> None:
@@ -206,3 +206,30 @@ def _row(attempt: EpochRow) -> LeftoverRow:
     """An attempt: its folder."""
     detail = f"a save; {attempt.detail}"
     return LeftoverRow(attempt.folder, ATTEMPT, attempt.nbytes, attempt.age_secs, (attempt.epoch,), detail)
+
+
+def _bury(commits: PutCommits, attempts: Mapping[str, str]) -> None:
+    """Removes attempts, by id the folder, also those that a run has begun: from now on they are dead."""
+
+    def edit(now: Head) -> Head | None:
+        begun = {a: f for a, f in now.begun.items() if a not in attempts}
+        dead = {a: f for a, f in now.begun.items() if a in attempts}
+        return now.next(begun=begun, dead={**now.dead, **dead}) if dead else None
+
+    named = commits.change(edit, 0, fenced=False).named
+    commits.remove_dead({a: f for a, f in attempts.items() if a not in named})
+    commits.change(lambda now: now.next() if commits.swept & now.dead.keys() else None, 0, fenced=False)
+
+
+def _bury_aside(commits: PutCommits, name: str) -> None:
+    """Removes the epochs that were set aside under a name."""
+
+    def edit(now: Head) -> Head | None:
+        gone = {kept: entry for kept, entry in now.aside.items() if kept.startswith(f"{name}/")}
+        attempts = {entry.attempt: kept.partition("/")[2] for kept, entry in gone.items()}
+        aside = {kept: entry for kept, entry in now.aside.items() if kept not in gone}
+        return now.next(aside=aside, dead={**now.dead, **attempts}) if gone else None
+
+    dead = commits.change(edit, 0, fenced=False).dead
+    commits.store.remove_tree(name)
+    _bury(commits, dead)

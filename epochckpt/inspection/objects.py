@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from epochckpt import _units
 from epochckpt.commit.conditional_put import PutCommits
-from epochckpt.commit.head_record import Head
+from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.errors import AccessError
 from epochckpt.format import paths
 from epochckpt.inspection import rows
@@ -54,7 +54,7 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
     aside = {entry.attempt: kept.partition("/")[0] for kept, entry in head.aside.items()}
     copies = {folder for file in found if file.path == paths.join(folder := _folder(file), paths.EPOCH_RECORD)}
     records = {attempt for file in found if (attempt := _recorded(file.path))}
-    unfinished = {**head.begun, **head.dead}
+    unfinished, listed = {**head.begun, **head.dead}, _listed_in(commits, head)
     at = {folder: attempt for attempt, folder in unfinished.items()}
     things = dict[str, Thing]()
 
@@ -64,8 +64,8 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
         if attempt in aside or folder in aside.values():
             return _aside(commits, head, aside.get(attempt, folder), todelete_subdir)
         if attempt not in unfinished:
-            entry = head.epochs.get(folder)
-            if entry is not None and attempt in ("", entry.attempt):
+            entry = listed.get(folder)
+            if entry is not None and (attempt in ("", entry.attempt) or folder not in head.epochs):
                 return Thing(folder, rows.COMMITTED, epoch, entry.attempt)
             if not attempt and folder in at:
                 attempt = at[folder]
@@ -78,7 +78,7 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
             return _other(commits, folder, todelete_subdir)
         if is_stray(head, folder, attempt, copied=folder in copies):
             return Thing(paths.join(folder, attempt), rows.ATTEMPT, epoch, attempt)
-        return Thing(folder if folder not in head.epochs else file.path, rows.FOREIGN, epoch, detail=_NOT_OURS)
+        return Thing(folder if folder not in listed else file.path, rows.FOREIGN, epoch, detail=_NOT_OURS)
 
     for file in found:
         made = thing(file)
@@ -109,7 +109,12 @@ def is_stray(head: Head, folder: str, attempt: str, *, copied: bool) -> bool:
 
     A folder with a commit record that is no epoch of the head is one that people have put there.
     """
-    return attempt.partition("-")[0] in head.runs and (folder in head.epochs or not copied)
+    return head.knows(attempt) and (folder in head.epochs or not copied)
+
+
+def _listed_in(commits: PutCommits, head: Head) -> dict[str, HeadEpoch]:
+    """What counts as an epoch, by folder; steps of stock Orbax also where there is no head."""
+    return {**{commits.folder(epoch): entry for epoch, entry in commits.entries().items()}, **head.listed}
 
 
 def _recorded(path: str) -> str | None:
@@ -157,7 +162,7 @@ def beside(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | 
         found.problems["what lies beside the epochs"] = str(error)
         return found
     begun, dead = sorted(set(head.begun.values())), sorted(set(head.dead.values()))
-    known = {*head.epochs, *begun, *dead, *(kept.partition("/")[2] for kept in head.aside)}
+    known = {*_listed_in(commits, head), *begun, *dead, *(kept.partition("/")[2] for kept in head.aside)}
     unknown = [name for name in names if name not in known and commits.names.parse(name) is not None]
     unknown += [name for name in names if _other(commits, name, todelete_subdir).kind == rows.FOREIGN]
     folders = list(dict.fromkeys([*begun, *dead, *unknown]))

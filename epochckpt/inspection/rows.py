@@ -286,3 +286,9 @@ def flat(metrics: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
+
+
+def number_in(metrics: Mapping[str, Any], name: str) -> float | None:
+    """One metric as a number, `a/b` also that of `{"a": {"b": …}}`; None if it is absent or no number."""
+    value = metrics[name] if name in metrics else flat(metrics).get(name) if "/" in name else None
+    return None if isinstance(value, bool) or not isinstance(value, int | float) else value

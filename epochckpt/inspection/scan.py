@@ -30,7 +30,7 @@ from epochckpt.inspection.rows import (
     LeftoverRow,
     NodeRow,
     Overview,
-    flat,
+    number_in,
 )
 from epochckpt.jobs.backends import base
 from epochckpt.manager.mirror_record import MirrorRecord, read_mirror_record
@@ -144,7 +144,7 @@ def read(commits: Commits, folder: str, epoch: int, *, sure: bool = False) -> Ep
     """
     try:
         if in_bucket(commits):
-            return _of_record(commits.read_seen(epoch), folder)
+            return _of_any(commits.read_seen(epoch), folder)
         record = commits.read_in(folder, epoch)
         if record is not None:
             return _of_record(record, folder)
@@ -254,9 +254,16 @@ def _of_orbax(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
     store = commits.store
     if not steps.is_step(store, folder, lambda name: commits.names.parse(name) is not None):
         return None
-    record = steps.read(store, folder, epoch)
+    return _of_any(steps.read(store, folder, epoch), folder)
+
+
+def _of_any(record: EpochRecord, folder: str) -> EpochRow:
+    """The row of an epoch of ours, or of a step of stock Orbax."""
+    row = _of_record(record, folder)
+    if not isinstance(record, steps.OrbaxRecord):
+        return row
     problems = "; ".join(f"{path} {problem}" for path, problem in record.problems.items())
-    return dataclasses.replace(_of_record(record, folder), writer="orbax", detail=problems)
+    return dataclasses.replace(row, writer="orbax", detail=problems)
 
 
 def _nodes(
@@ -352,7 +359,10 @@ def _checked_objects(commits: PutCommits, row: EpochRow) -> EpochRow:
     """The row in full after a look at the objects: one request for the record and one for their sizes."""
     try:
         record = commits.read_seen(row.epoch)
-        fresh = _with_attached(commits, _of_record(record, row.folder))
+        fresh = _with_attached(commits, _of_any(record, row.folder))
+        if isinstance(record, steps.OrbaxRecord):
+            steps.check(commits.store, row.folder, record)
+            return dataclasses.replace(fresh, checked=True)
         nodes = list(_nodes(record, row.folder, commits, objects.sizes(commits, row.folder)))
         return dataclasses.replace(_with_nodes(fresh, nodes), checked=True)
     except (errors.EpochCheckpointError, OSError) as error:
@@ -574,21 +584,15 @@ class _Scan:
         """The best epoch, the later of equals."""
         if self._metric is None:
             return None
-        values = {e: _value(row.metrics, self._metric) for e, row in self._rows.items() if row.state == COMMITTED}
+        values = {e: number_in(row.metrics, self._metric) for e, row in self._rows.items() if row.state == COMMITTED}
         return best_of({epoch: None if value is None else rank(value, self._mode) for epoch, value in values.items()})
 
     def _no_metric(self) -> dict[str, str]:
         """Why no epoch is best."""
         rows = self._rows.values()
-        if self._metric is None or any(_value(row.metrics, self._metric) is not None for row in rows):
+        if self._metric is None or any(number_in(row.metrics, self._metric) is not None for row in rows):
             return {}
         known = sorted({name for row in rows for name in row.metrics})
         if not known:
             return {"": f"no epoch has metrics, so none is best by {self._metric!r}"}
         return {"": f"no epoch has the metric {self._metric!r}; {_text.near(self._metric, known)}"}
-
-
-def _value(metrics: Mapping[str, Any], name: str) -> float | None:
-    """One metric as a number, `a/b` also that of `{"a": {"b": …}}`; None if it is absent or no number."""
-    value = metrics[name] if name in metrics else flat(metrics).get(name) if "/" in name else None
-    return None if isinstance(value, bool) or not isinstance(value, int | float) else value

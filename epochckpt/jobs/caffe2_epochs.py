@@ -130,12 +130,12 @@ class NodeCommits(RenameCommits):
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def claim(self, epoch: int = 0, continues: str = "", check: Callable[[], None] = lambda: None) -> None:
+    def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
         """Takes this job's place in the order of jobs for this node; `begin` then takes over from those before it.
 
         NotACheckpointDirectoryError: the directory is missing. AccessError: it may not be written.
         """
-        del epoch, continues
+        del epoch
         check()
         if self.incarnation:
             return

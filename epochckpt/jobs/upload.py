@@ -138,7 +138,7 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
         return EpochCopy(reader, commits_of(target, names))
 
     def publish(copy: EpochCopy) -> None:
-        copy.publish([entry for entry in copy.nodes if entry.name in nodes])
+        copy.publish([copy.entry(number) for number, entry in enumerate(copy.nodes) if entry.name in nodes])
         copy.leave()
 
     def upload_once() -> None:

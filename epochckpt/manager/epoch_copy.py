@@ -28,14 +28,21 @@ class EpochCopy:
     """One copy of an epoch in the making: the files that its records list, compared with their checksums on the way.
 
     The Orbax view is built anew, because it is made of links that only some copies keep. The copy is made under the id
-    of an `attempt` of the other directory, or under that of the epoch itself.
+    of an `attempt` of the other directory. By default that is the id of the epoch itself, or on stores without rename,
+    where attempts share a folder, the first one of the claim.
     """
 
     def __init__(self, reader: EpochReader, commits: Commits, attempt: str = ""):
         self._reader = EpochReader(reader.store, reader.folder, reader.record, _threads.Pool(_THREADS), verify=True)
-        self.commits, self._epoch, self._attempt = commits, reader.record.epoch, attempt or reader.record.attempt
+        self.commits, self._epoch, self._given = commits, reader.record.epoch, attempt
         self._replaces: ReplaceCondition | None = None
         self._may_be_visible = False
+
+    @property
+    def _attempt(self) -> str:
+        if self._given or self.commits.store.renames:
+            return self._given or self._reader.record.attempt
+        return f"{self.commits.incarnation}-{self._epoch}-0"
 
     @property
     def nodes(self) -> tuple[NodeEntry, ...]:
@@ -56,16 +63,11 @@ class EpochCopy:
         # A run that saves there is fenced off only for a copy that is to be made.
         if self._is_there(replace):
             return False
-        commits.claim(epoch, continues=self._attempt)
+        commits.claim(epoch)
         with self.giving_up():
             if self._is_there(replace):  # since that look
                 commits.release()
                 return False
-            if not commits.store.renames:  # the copy's objects have the names of those that an earlier upload has left
-                if self._replaces is not None and self._replaces.attempt == self._attempt:
-                    commits.hide(epoch)()
-                    self._replaces = None
-                commits.discard(epoch, self._attempt)
             commits.begin(epoch, self._attempt)
         return True
 
@@ -81,7 +83,7 @@ class EpochCopy:
         if record is None:
             raise self._in_the_way("no epoch")
         self._replaces = ReplaceCondition(record.attempt)
-        if record.attempt != self._attempt:
+        if record.origin != self._reader.record.origin:
             if not replace:
                 raise self._in_the_way(f"another one (attempt {record.attempt})")
             return False
@@ -120,8 +122,9 @@ class EpochCopy:
         record, store, unsupported = self._reader.record, self.commits.store, None
         if store.renames or object_view.is_of_use(store):  # where it was saved perhaps none could be made
             unsupported = {} if record.objects else record.orbax_unsupported
+        origin = record.origin if self._attempt != record.origin else ""
         changes = {"objects": not store.renames, "orbax_unsupported": unsupported, "orbax_view": None}
-        return dataclasses.replace(record, attempt=self._attempt, **changes)
+        return dataclasses.replace(record, attempt=self._attempt, copied_from=origin, **changes)
 
     def copy_nodes(self, names: Collection[str]) -> list[NodeEntry]:
         """Copies the folders of these nodes; returns the entries of their copies."""
@@ -144,14 +147,22 @@ class EpochCopy:
         for file in of_handlers:
             NodeFile(reader, number, file).copy(target, paths.join(base, file.path))
         # The record of the node is last.
-        path = reader.path(number)
-        if recorded.attempt == self._attempt:
-            data = reader.guard(path, lambda: reader.store.read(path, limit_bytes=entry.record_size))
-        else:
-            data = dataclasses.replace(recorded, attempt=self._attempt).to_bytes()
-        view = self._record.orbax_unsupported is not None
+        data, view = self._node_record(number), self._record.orbax_unsupported is not None
         commits.seal_node(self._epoch, self._attempt, entry.name, inner[::-1], data, view)
-        return dataclasses.replace(entry, record_size=len(data), record_digest=checksums.digest(data))
+        return self.entry(number)
+
+    def _node_record(self, number: int) -> bytes:
+        """The copy of a node's record."""
+        reader, path = self._reader, self._reader.path(number)
+        recorded = reader.node_record(number)
+        if recorded.attempt == self._attempt:
+            return reader.guard(path, lambda: reader.store.read(path, limit_bytes=self.nodes[number].record_size))
+        return dataclasses.replace(recorded, attempt=self._attempt).to_bytes()
+
+    def entry(self, number: int) -> NodeEntry:
+        """The entry of a node in the record of the copy."""
+        data = self._node_record(number)
+        return dataclasses.replace(self.nodes[number], record_size=len(data), record_digest=checksums.digest(data))
 
     def publish(self, copied: Collection[NodeEntry] = ()) -> None:
         """On the primary: copies the nodes that are not `copied` yet, and makes the copy visible."""
@@ -165,7 +176,7 @@ class EpochCopy:
         if isinstance(commits, RenameCommits):
             staged = commits.make_staging(epoch, self._attempt)
         root, still_there = commits.store.root, functools.partial(reader.check_present, "it was being copied")
-        if record.attempt == reader.record.attempt:
+        if not self._given:
             try:
                 self._check(staged, record)
             except DamagedError as error:  # on stores without rename a manager that is opened there clears up, too

@@ -139,7 +139,7 @@ def test_the_best_epoch(tmp_path: pathlib.Path, metrics: list[Any], metric: str,
 def test_a_metric_that_has_the_very_name_is_found_without_the_others(
     saved: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan, "flat", None)
+    monkeypatch.setattr(rows, "flat", None)
     assert [row.epoch for row in scan.look(saved, metric="loss").epochs if row.best]
 
 

@@ -42,6 +42,7 @@ ITEM = rows.ItemRow(
 )
 STATS = rows.LeafStats("i", "n", LEAF, 3, 1, 1, 0, -math.inf, math.inf, math.nan, None, 5.0, (0.0, 1.0), (3,))
 CHANGE = rows.DiffRow("i", "n", HOSTILE, rows.RETYPED, LEAF, None, math.nan, math.inf, 1.0, 5, HOSTILE)
+USED = rows.UsageRow(rows.OTHER, HOSTILE, 5, 2, (1,), 1, 2)
 REMAIN = rows.LeftoverRow(HOSTILE, "attempt", 5, 3.5, (1, 2), HOSTILE)
 EVERY: list[Any] = [
     NODE,
@@ -56,6 +57,9 @@ EVERY: list[Any] = [
     rows.Overview(HOSTILE, (EPOCH,), 3, 5, (REMAIN,), "loss", "min", {HOSTILE: HOSTILE}),
     rows.EpochDetail(EPOCH, (ITEM,), {HOSTILE: {HOSTILE: HOSTILE}}),
     rows.Diff(HOSTILE, 1, 2, (CHANGE,), HOSTILE),
+    rows.Usage(HOSTILE, (USED,), {HOSTILE: HOSTILE}),
+    USED,
+    *rows.Usage(HOSTILE, (USED,)).kinds,
 ]
 
 

@@ -237,7 +237,7 @@ def test_a_subset_reads_only_its_own_bytes(tmp_path: pathlib.Path, monkeypatch: 
     opened: list[str] = []
     original = posix.PosixStore.open_reader
     monkeypatch.setattr(
-        posix.PosixStore, "open_reader", lambda self, path: (opened.append(path), original(self, path))[1]
+        posix.PosixStore, "open_reader", lambda self, path, *more: (opened.append(path), original(self, path, *more))[1]
     )
     ec.LocalSession().run(single(tmp_path).load_blobs_from_checkpoint([BIAS], 1))
     data = [path for path in opened if path.endswith(".safetensors")]

@@ -335,7 +335,7 @@ def bucket() -> str:
 def test_an_upload_that_another_has_overtaken_removes_nothing_of_it(
     tmp_path: pathlib.Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have the same attempt, and so objects of the same names; the one that wakes up late leaves them alone."""
+    """The one that wakes up late has an attempt of its own, which is dead."""
     save(tmp_path / "run")
     publish = PutCommits.publish
 
@@ -345,7 +345,8 @@ def test_an_upload_that_another_has_overtaken_removes_nothing_of_it(
         return publish(*args)
 
     monkeypatch.setattr(PutCommits, "publish", late)
-    send(tmp_path / "run", bucket)
+    with pytest.raises(errors.UploadError, match="newer run"):
+        send(tmp_path / "run", bucket)
     assert_is(bucket)
 
 

@@ -27,7 +27,8 @@ Options = ocp.CheckpointManagerOptions
 
 def save(manager: ec.CheckpointManager, *epochs: int) -> None:
     for epoch in epochs:
-        assert manager.save(epoch, args=Save({"w": jnp.full(3, epoch)}), metrics={"loss": float(epoch)})
+        args = Save({"w": jnp.full(3, epoch)})
+        assert manager.save(epoch, args=args, metrics={"loss": float(epoch)}, force=True)
     manager.wait_until_finished()
 
 
@@ -52,7 +53,7 @@ def url() -> str:
 def test_a_lost_head_is_made_anew_from_the_records(url: str, loss: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing opens the directory before; then every epoch is there, those that were rolled back stay aside."""
     with ec.CheckpointManager(url) as manager:
-        save(manager, 1, 2, 3)
+        save(manager, 1, 2, 3, 4)
         ec.attach_metrics(url, 2, {"accuracy": 0.5}, "evaluator")
         manager.rollback_to(2)
         save(manager, 3)
@@ -68,9 +69,10 @@ def test_a_lost_head_is_made_anew_from_the_records(url: str, loss: str, capsys: 
         assert f"epochckpt repair {url}" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert main.main(["repair", url]) == 0
     assert "can be taken in (--yes does so): 1, 2, 3" in capsys.readouterr().out
+    left_out = "holds no commit record that can be used (epoch.json)"
     assert main.main(["repair", url, "--yes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["epochs"], len(found["aside"]), found["left_out"]) == ([1, 2, 3], 1, {})
+    assert (found["epochs"], len(found["aside"]), found["left_out"]) == ([1, 2, 3], 2, {"4": left_out})
     assert values(url) == {1: 1, 2: 2, 3: 3}
     with ec.CheckpointManager(url) as manager:
         assert manager.metrics(2) == {"loss": 2.0, "accuracy": 0.5}
@@ -203,3 +205,73 @@ def test_what_a_killed_run_began_is_removed_by_the_next(cloud: Bucket) -> None:
     assert values(url) == {1: 1}
     assert isinstance(store, ObjectStore)
     np.testing.assert_array_equal(ec.CheckpointManager(url).restore(1)["w"], np.ones(3))
+
+
+def test_what_comes_late_to_an_epoch_that_is_gone_is_in_nobodys_way(url: str) -> None:
+    """Copies of a record and of metrics, or objects of a dead attempt: no epoch, and removed by the next claim."""
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1, 2, 3, 4)
+        ec.attach_metrics(url, 2, {"accuracy": 0.5}, "evaluator")
+        store, attempt = open_store(url), manager.save_id(3)
+        written = tree_of(store)
+        manager.delete(2)
+        manager.delete(3)
+    for path, data in written.items():
+        if path in ("2/epoch.json", "2/_metrics-evaluator.json") or (path.startswith("3/") and path != "3/epoch.json"):
+            store.create(path, data)
+    with ec.CheckpointManager(url) as manager:
+        assert manager.all_steps() == [1, 4]
+        manager.claim()
+        assert not manager.foreign_folders()
+        manager._commits.remove_dead({attempt: "3"})  # type: ignore[attr-defined]  # that the claim does behind
+        assert not store.exists("2")
+        assert not store.exists("3")
+        save(manager, 2, 3)
+    assert values(url) == {1: 1, 2: 2, 3: 3, 4: 4}
+
+
+def test_a_deleted_epoch_that_is_put_back_is_taken_in(url: str) -> None:
+    """From a backup, with its record: no claim takes it for what a dead run left."""
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1, 2)
+        backup = {path: data for path, data in tree_of(open_store(url)).items() if path.startswith("1/")}
+        manager.delete(1)
+    for path, data in backup.items():
+        open_store(url).create(path, data)
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 3)
+        assert manager.all_steps() == [2, 3]
+    assert ec.repair_head(url).epochs == (1,)
+    assert values(url) == {1: 1, 2: 2, 3: 3}
+
+
+def test_a_late_copy_of_a_record_never_hides_a_newer_one(url: str) -> None:
+    """The older run stands still before it copies the record of its epoch, which is then saved anew."""
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+        commits, record = manager._commits, open_store(url).read("1/epoch.json", limit_bytes=2**20)
+        older = manager.save_id(1)
+        manager.allow_overwrite(1)
+        save(manager, 1)
+        commits._copy_record("1", older, record)  # type: ignore[attr-defined]
+        assert json.loads(open_store(url).read("1/epoch.json", limit_bytes=2**20))["attempt"] == manager.save_id(1)
+
+
+def test_a_rollback_that_was_killed_on_the_way_is_completed_by_the_next_claim(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is decided in the head; the copies for people follow."""
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(manager._commits, "_copy_aside", lambda entries: None)
+            manager.rollback_to(1)
+    store = open_store(url)
+    assert store.exists("2/epoch.json")
+    with ec.CheckpointManager(url) as manager:
+        manager.claim()
+        (aside,) = [entry.name for entry in store.list("") if entry.name.startswith("rolled-back-")]
+        assert store.exists(f"{aside}/2/epoch.json")
+        assert not store.exists("2/epoch.json")
+        save(manager, 2)
+    assert values(url) == {1: 1, 2: 2}
