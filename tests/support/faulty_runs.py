@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -60,14 +60,11 @@ class FaultyRun:
         seed: of the choices.
         rate: of all requests, how many meet a fault.
         hard_rate: the same for refusals that are not repeated.
-        leave_out: names of steps that are not taken.
     """
 
-    def __init__(
-        self, bucket: Bucket, seed: int, rate: float = 0.25, hard_rate: float = 0.002, leave_out: Sequence[str] = ()
-    ):
+    def __init__(self, bucket: Bucket, seed: int, rate: float = 0.25, hard_rate: float = 0.002):
         self._bucket, self._rng, self._fault_rng = bucket, random.Random(seed), random.Random(seed + 1)
-        self._rate, self._hard_rate, self._leave_out, self._lock = rate, hard_rate, leave_out, threading.Lock()
+        self._rate, self._hard_rate, self._lock = rate, hard_rate, threading.Lock()
         self.faults: collections.Counter[str] = collections.Counter()
         self.steps: collections.Counter[str] = collections.Counter()
         self.violations: list[str] = []
@@ -323,7 +320,7 @@ class FaultyRun:
         with self._lock:
             self._dies_at = self._rng.randrange(1, 14)
         victims = [self.save_next, self.save_next, self.replace, self.delete, self.roll_back]
-        self._rng.choice([step for step in victims if step.__name__ not in self._leave_out])()
+        self._rng.choice(victims)()
         if self._dies_at != -1:  # the step ended before, or did nothing: it is killed all the same, without a word
             self._open()
 
@@ -335,8 +332,6 @@ class FaultyRun:
             self.save_next: 10, self.replace: 3, self.delete: 3, self.roll_back: 2, self.attach: 2, self.restore: 4,
             self.verify: 1, self.reopen: 2, self.collect: 1, self.look_beside: 1, self.kill: 3,
         }  # fmt: skip
-        for name in self._leave_out:
-            steps.pop(getattr(self, name))
         (chosen,) = self._rng.choices(list(steps), list(steps.values()))
         self._what = chosen.__name__
         self.steps[self._what] += 1
@@ -354,14 +349,14 @@ class FaultyRun:
         os.environ[self._endpoint] = self._bucket.proxy.url
 
 
-def run(bucket: Bucket, seed: int, faults: int, retries: int = 12, leave_out: Sequence[str] = ()) -> FaultyRun:
+def run(bucket: Bucket, seed: int, faults: int, retries: int = 12) -> FaultyRun:
     """Steps until so many faults were met. The pauses before retries are short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(object_client, "_PAUSES_SECS", (0.001,) * retries)
         patch.setattr(object_client, "_SILENT_SECS", SILENT_SECS)
         for module in (object_client, object_store):
             patch.setattr(module, "CHUNK_BYTES", CHUNK)
-        found = FaultyRun(bucket, seed, leave_out=leave_out)
+        found = FaultyRun(bucket, seed)
         try:
             while found.faults.total() < faults and len(found.violations) < 20:
                 found.step()
