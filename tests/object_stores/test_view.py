@@ -255,6 +255,20 @@ def test_stock_orbax_restores_all_items_without_being_told(cloud: Bucket) -> Non
     }
 
 
+@pytest.mark.slow
+def test_a_clean_up_of_stock_orbax_leaves_committed_epochs(cloud: Bucket) -> None:
+    """It removes every folder without a mark; those of the head and of epochs have one."""
+    url = cloud.new_url()
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+        save(manager, 2)
+    assert stock(cloud, "clean_up", 1, directory=url) == [1, 2]
+    whole(url, 1)
+    whole(url, 2)
+    with ec.CheckpointManager(url) as manager:
+        assert manager.restore(2)["n"] == 2
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("devices", [8, 4, 1])

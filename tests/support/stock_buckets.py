@@ -94,3 +94,10 @@ def read_all(directory: str, epoch: int) -> dict[str, Any]:
         "metrics": metadata.metrics,
         "custom": metadata.custom_metadata,
     }
+
+
+def clean_up(directory: str) -> list[int]:
+    """Opens a directory with a manager that removes what stock Orbax takes for unfinished; returns its steps."""
+    options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True)
+    with ocp.CheckpointManager(directory, options=options) as manager:
+        return list(manager.all_steps())
