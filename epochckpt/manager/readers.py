@@ -68,27 +68,23 @@ class Readers:
 
     def read(self, epoch: int, use: Callable[[CheckpointReader], T]) -> T:
         """What `use` makes of a reader of the epoch; of one in the mirror, where this one is missing or damaged."""
-        try:
-            return use(self._open(epoch))
-        except FormatVersionError:
-            raise
-        except (EpochNotFoundError, DamagedError, FormatError) as error:
-            there = self._elsewhere(epoch, error)
-            if there is None:
-                raise
-            return use(there.open(epoch))
+        return self._either(epoch, lambda readers: use(readers._open(epoch)))
 
     def brief(self, epoch: int) -> EpochRecord | HeadEpoch:
         """The attempt, time and metrics of an epoch; raises as `open` does."""
+        return self._either(epoch, lambda readers: readers.commits.read_brief(epoch))
+
+    def _either(self, epoch: int, ask: Callable[[Readers], T]) -> T:
+        """The answer of these readers, or of the mirror's where an epoch is missing here or damaged."""
         try:
-            return self.commits.read_brief(epoch)
+            return ask(self)
         except FormatVersionError:
             raise
         except (EpochNotFoundError, DamagedError, FormatError) as error:
             there = self._elsewhere(epoch, error)
             if there is None:
                 raise
-            return there.commits.read_brief(epoch)
+            return ask(there)
 
     def _elsewhere(self, epoch: int, error: EpochCheckpointError) -> Readers | None:
         """Readers of the mirror, if that has the epoch."""
