@@ -185,7 +185,7 @@ class StorageOptions:
     True
 
     Attributes:
-        io_threads: threads that write or read one node's files.
+        io_threads: threads that write or read one node's files; more read from a bucket, see its `concurrency`.
         block_bytes: unit of writing, hashing and verified reading; a checksum is kept per block.
         part_bytes: a node's data file is continued in another one past this size; None: the store's own preference
             (no limit on POSIX, 256 MiB on object stores).

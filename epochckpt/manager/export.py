@@ -107,7 +107,7 @@ def export(
     commits = commits_of(store, StepNames.of(options or ocp.CheckpointManagerOptions()))
     place = _destination(destination, store)
     tensor_options = export_formats.TensorOptions(separator, max_file_bytes, max_buffer_bytes, skip_unsupported)
-    readers = Readers(commits, _threads.Pool(StorageOptions().io_threads))
+    readers = Readers(commits, _threads.Pool(max(StorageOptions().io_threads, store.concurrency)))
 
     def run(number: int) -> Exported:
         reader = readers.open(number).native

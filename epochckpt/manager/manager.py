@@ -187,7 +187,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _take_nodes(self, nodes: Nodes) -> None:
         self._nodes = self._attempts.nodes = nodes
         self._coordinator.nodes = nodes.names if nodes.processes > 1 else ()
-        context, pool = items_lib.RestoreContext(self._handlers, nodes), _threads.Pool(self._storage.io_threads)
+        context = items_lib.RestoreContext(self._handlers, nodes)
+        pool = _threads.Pool(max(self._storage.io_threads, self._store.concurrency))
         self._readers = Readers(self._commits, pool, self._storage.verify, context, self._mirror)
         part_bytes = self._storage.part_bytes or self._store.preferred_part_bytes
         self._planner = Planner(nodes, self._storage, part_bytes)

@@ -130,7 +130,7 @@ class Store(ABC):
         root: the directory as the user sees it: an absolute path or a URL.
         renames: folders can be renamed atomically (POSIX). Other stores can only put a file if it is absent.
         preferred_part_bytes: largest file that suits this store; None for any size.
-        concurrency: how many small requests at once suit it.
+        concurrency: how many requests at once suit it.
         endpoint: the server of a bucket, if it is not the cloud's own; else empty.
     """
 
