@@ -17,7 +17,7 @@ def folders(store: Store, names: StepNames, known: Head) -> dict[str, set[str] |
 
     None: what is there is not ours.
     """
-    named = {*known.epochs, *known.begun.values(), *known.dead.values()}
+    named = {*known.epochs, *known.begun.values()}
     found = [e.name for e in store.list("") if e.is_folder and e.name not in named]
     beside = dict[str, set[str] | None]()
 
@@ -29,7 +29,7 @@ def folders(store: Store, names: StepNames, known: Head) -> dict[str, set[str] |
         only_metrics = all(map(paths.parse_metrics_file, files)) and files
         ours = attempts or only_metrics or (copy is not None and known.knows(copy))
         # No sweep leaves an attempt with the copy of its record: somebody has put an epoch back.
-        put_back = copy in attempts and copy not in known.named
+        put_back = copy in attempts and copy not in {*known.named, *known.dead}
         beside[name] = attempts - known.named if ours and not put_back else None
 
     store.each(look, [name for name in found if names.parse(name) is not None])
