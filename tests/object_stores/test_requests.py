@@ -378,7 +378,9 @@ def nth_write(number: int, fault: Fault, failed: list[Request]) -> Callable[[Req
     return decide
 
 
-@pytest.mark.parametrize("fault", ["lost", "status", pytest.param("reset", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fault", ["lost", *(pytest.param(name, marks=pytest.mark.slow) for name in ("status", "reset"))]
+)
 def test_a_large_file_survives_a_fault_in_any_request(fault: str, cloud: Bucket, store: Store, chunks: None) -> None:
     """One request of an upload fails: its beginning, each of its parts, its end."""
     data, number = os.urandom(LARGE), 0
