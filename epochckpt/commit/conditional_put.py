@@ -278,9 +278,9 @@ class PutCommits(Commits):
     def rollback(self) -> Rollback | None:
         return None  # it is one change of the head
 
-    def attached(self) -> Mapping[int, tuple[str, Mapping[str, Mapping[str, Any]]]]:
+    def attached(self) -> Mapping[int, tuple[str, Mapping[str, Mapping[str, Any]]]] | None:
         if self.names.only:
-            return {}
+            return None  # the folder has copies
         return {epoch: (entry.attempt, entry.attached) for epoch, entry in self.entries().items() if entry.attached}
 
     def _is_foreign(self, folder: str) -> bool:

@@ -82,6 +82,15 @@ def test_a_lost_head_is_made_anew_from_the_records(url: str, loss: str, capsys: 
     assert ec.repair_head(url) == ec.manager.repair.HeadRepair("", (), (), {})  # type: ignore[attr-defined]
 
 
+def test_the_folder_of_one_epoch_shows_what_was_attached_to_it(url: str) -> None:
+    """As on a file system, though the head lies above it."""
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 1)
+    ec.attach_metrics(url, 1, {"accuracy": 0.5}, "evaluator")
+    (row,) = ec.inspect(f"{url}/1").epochs()
+    assert row.metrics == {"loss": 1.0, "accuracy": 0.5}
+
+
 def test_a_run_that_was_alive_is_fenced_off_by_a_repair(url: str) -> None:
     """The head that it knew is gone: its next save fails, and nothing of what was repaired changes."""
     with ec.CheckpointManager(url) as manager:
