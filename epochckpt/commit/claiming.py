@@ -37,30 +37,41 @@ def read_owner(store: Store, path: str) -> Any:
     return json.loads(store.read(path, limit_bytes=_MAX_BYTES))
 
 
+def has_ended(owner: Any) -> bool:
+    """Whether the process that made a claim is known to have ended; it is not known of another host's."""
+    try:
+        if owner["host"] == socket.gethostname() and owner["pid"] > 0:
+            os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, LookupError, TypeError, OverflowError):
+        logging.debug("%r does not tell whether its process is alive", owner, exc_info=True)
+    return False
+
+
 def report_takeover(root: str, read: Callable[[], Any]) -> None:
     """Logs that a run which has not closed the directory is fenced off from now on; `read` gives that run's owner.
 
     It is a warning, unless that run's process is known to have ended: then it was killed, and no live run is harmed.
     """
-    owner = ""
+    who, ended = "", False
     try:  # it only serves the message, and may be anything
         found = read()
+        ended = has_ended(found)
         ago = _units.secs(max(time.time_ns() - found["claimed_ns"], 0) / 1e9)
-        owner = f" (process {found['pid']:d} on host {found['host']:.200}, which claimed it {ago} ago)"
+        who = f" (process {found['pid']:d} on host {found['host']:.200}, which claimed it {ago} ago)"
         if (found["host"], found["pid"]) == (socket.gethostname(), os.getpid()):
-            owner += ", which is this process"
-        elif found["host"] == socket.gethostname() and found["pid"] > 0:
-            os.kill(found["pid"], 0)
-    except ProcessLookupError:
-        logging.info("%s: takes over from a run that has ended without closing it%s", root, owner)
-        return
+            who += ", which is this process"
     except (OSError, ValueError, ArithmeticError, RecursionError, LookupError, TypeError):
         logging.debug("%s: nothing tells whether the run before is alive", root, exc_info=True)
+    if ended:
+        logging.info("%s: takes over from a run that has ended without closing it%s", root, who)
+        return
     logging.warning(
         "%s: this process takes over from a run that did not close the directory%s. If it is alive, its next save "
         "fails with FencedError: only the newest run that writes may save here. To look at a run, write nothing",
         root,
-        owner,
+        who,
     )
 
 

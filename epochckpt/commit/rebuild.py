@@ -7,8 +7,6 @@ that is the one whose record is `epoch.json`, or else the newest. Nothing is rem
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 from collections.abc import Container, Iterator, Mapping
 
 from epochckpt import errors
@@ -57,7 +55,7 @@ def look(commits: PutCommits) -> Rebuilt:
         else:
             sources = attached_metrics.in_folder(commits, name, record.epoch, record.attempt)
             epochs[name] = dataclasses.replace(HeadEpoch.of(record), attached=sources)
-    if head is not None and epochs and _may_be_alive(head):
+    if head is not None and epochs and not head.closed and not claiming.has_ended(head.owner):
         owner = f"process {head.owner.get('pid')} on host {head.owner.get('host')}"
         raise errors.InvalidArgumentError(
             f"{commits.store.root}: a run ({owner}) has not closed it and may be alive. End it first; if it has ended, "
@@ -87,19 +85,6 @@ def _with(now: Head, found: Rebuilt) -> Head | None:
     epochs, aside = {**found.epochs, **now.epochs}, {**found.aside, **now.aside}
     foreign = tuple(name for name in now.foreign if name not in epochs)
     return now.next(epochs=epochs, aside=aside, foreign=foreign) if (epochs, aside) != (now.epochs, now.aside) else None
-
-
-def _may_be_alive(head: Head) -> bool:
-    if head.closed:
-        return False
-    try:
-        if head.owner["host"] == socket.gethostname():
-            os.kill(head.owner["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, LookupError, TypeError, OverflowError):
-        pass
-    return True
 
 
 def _record(commits: PutCommits, where: str, folder: str, but: Container[str] = ()) -> EpochRecord | str:

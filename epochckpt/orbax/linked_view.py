@@ -78,13 +78,18 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
         except PermissionError as error:  # a link that leads out of the directory, for example
             problem = f"cannot be read: {error}"
         except OSError as error:
-            found = unreadable(at, error)
-            if not isinstance(found, DamagedError):
-                raise
-            problem = found.problem
+            problem = damage_of(at, error)
         if problem:
             damage[path] = DamagedError(at, problem)
     return damage
+
+
+def damage_of(path: str, error: OSError) -> str:
+    """The damage that an error of storage tells of; raises the error if it tells of none."""
+    found = unreadable(path, error)
+    if not isinstance(found, DamagedError):
+        raise error
+    return found.problem
 
 
 def compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: bytes | None) -> str:

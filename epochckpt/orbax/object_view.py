@@ -11,10 +11,10 @@ For an epoch of one item and one node that is nine small objects, and one look a
 
 from collections.abc import Callable, Container
 
-from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError, unreadable
+from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError
 from epochckpt.format import EpochRecord
 from epochckpt.format import paths as layout
-from epochckpt.orbax.linked_view import compare_file, same
+from epochckpt.orbax.linked_view import compare_file, damage_of, same
 from epochckpt.orbax.steps import COMMIT, STEP_RECORD
 from epochckpt.orbax.view import View, Views, copies
 from epochckpt.storage import Store
@@ -104,10 +104,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
                 problem = compare_file(store, at, (record.orbax_view or {})[path], view.files.get(path))
             there.append(path)
         except OSError as error:
-            found = unreadable(at, error)
-            if not isinstance(found, DamagedError):
-                raise
-            problem = found.problem
+            problem = damage_of(at, error)
         if problem:
             damage[path] = DamagedError(at, problem)
 
