@@ -211,6 +211,7 @@ class Settings:
         mirror_every: Copy every n-th committed epoch, and the newest at the end.
         mirror_keep: Keep so many epochs in the mirror, the newest ones. None: all.
         mirror_backlog: So many epochs may wait for the mirror; if there are more, the oldest is not mirrored.
+        local_disks: The directory is on a disk of each process's own; needs a mirror.
         store: How a bucket is reached: name=value with & between them, as in a URL's query, which comes first. Names:
             endpoint, region, profile, requester_pays, anonymous, retries, first_retry_secs, longest_retry_secs,
             concurrency.
@@ -273,6 +274,7 @@ class Settings:
     mirror_every: int = _of(_STORAGE.mirror_every, _integer(1), STORAGE)
     mirror_keep: int | None = _of(_STORAGE.mirror_keep, _integer(1, NONE), STORAGE)
     mirror_backlog: int = _of(_STORAGE.mirror_backlog, _integer(1), STORAGE)
+    local_disks: bool = _of(_STORAGE.local_disks, _bool(), STORAGE)
     store: Mapping[str, Any] | None = _of(None, _STORE, STORAGE)
 
     # The run
@@ -423,6 +425,7 @@ RULES = (
     *(Rule(name, "read_only", False, "where everything is only read, nothing is saved or deleted") for name in _WRITES),
     Rule("keep_period", "max_to_keep", True, "without it every epoch is kept"),
     Rule("keep_time_interval_secs", "max_to_keep", True, "without it every epoch is kept"),
+    Rule("local_disks", "mirror", True, "no disk has the whole of an epoch, so a host that is replaced needs a mirror"),
     Rule("best_mode", "best_metric", True, "without it no epoch is ranked"),
     Rule("keep_checkpoints_without_metrics", "best_metric", True, "without it no epoch is ranked"),
     Rule("keep_checkpoints_without_metrics", "max_to_keep", True, "without it every epoch is kept"),

@@ -214,6 +214,9 @@ class StorageOptions:
             decided by Orbax's options.
         mirror_backlog: how many epochs may wait for the mirror. They are not deleted meanwhile; if there are more, the
             oldest is not mirrored, and a warning says so.
+        local_disks: each process of the job has a disk of its own, and the directory is another one on each: it is
+            to be on a file system, and needs a `mirror`. A process keeps there what its devices hold, and reads the
+            rest from the mirror. In a job of one process it says nothing.
         store: how buckets are reached: `endpoint`, `region`, `profile`, `requester_pays`, `anonymous`, `retries`,
             `first_retry_secs`, `longest_retry_secs`, `concurrency`; see the page on buckets. What the query of a URL
             says comes first, the environment last. On file systems it says nothing.
@@ -234,6 +237,7 @@ class StorageOptions:
     mirror_every: int = 1
     mirror_keep: int | None = None
     mirror_backlog: int = 4
+    local_disks: bool = False
     store: Mapping[str, Any] = BucketSettings()
 
     def __post_init__(self) -> None:
@@ -256,4 +260,9 @@ class StorageOptions:
         if not 4096 <= self.block_bytes <= 256 * 2**20:
             raise InvalidArgumentError(
                 f"StorageOptions.block_bytes must be between 4 KiB and 256 MiB, got {self.block_bytes}"
+            )
+        if self.local_disks and self.mirror is None:
+            raise InvalidArgumentError(
+                "StorageOptions.local_disks needs a mirror: no disk has the whole of an epoch, so that a host which is "
+                "replaced could not go on. Name a bucket that all hosts reach"
             )

@@ -171,6 +171,8 @@ def open_directory(
             f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
             f"{coordinator.processes}; pass the one name of this process's node"
         )
+    if storage.local_disks and coordinator.processes > 1:
+        raise errors.UnsupportedError("local_disks: several processes with a disk each are not supported yet")
     # The primary looks at the directory, once it knows every node's name. The other processes take its answer.
     prefix = ""
     if coordinator.processes == 1:

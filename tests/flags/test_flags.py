@@ -298,7 +298,7 @@ NEEDED = {rule.name: rule.other for rule in RULES if rule.needed}
 def test_a_flagfile_means_the_same_settings(values: dict[str, Any]) -> None:
     """Any values of any settings, printed and read by absl as it reads a file; or refused, if no line can hold one."""
     if NEEDED.keys() & values.keys():
-        values = {**values, "max_to_keep": 3, "best_metric": "loss"}
+        values = {**values, "max_to_keep": 3, "best_metric": "loss", "mirror": "gs://bucket/run"}
     settings, made = Settings(**values), parsed()
     for name in values:
         made.flag_values[f"ckpt_{name}"].value = getattr(settings, name)

@@ -57,6 +57,7 @@ SAMPLES: dict[str, Any] = {
     "mirror_every": 10,
     "mirror_keep": 3,
     "mirror_backlog": 2,
+    "local_disks": True,
     "store": {"endpoint": "http://localhost:9000", "anonymous": True, "retries": 3},
     "metadata_handler": "sqlite:/tmp/runs.sqlite",
     "resume": 12,
@@ -72,6 +73,7 @@ SAMPLES: dict[str, Any] = {
     "follow_timeout_secs": 60.0,
 }
 BESIDE = {
+    "local_disks": ["mirror"],
     "keep_period": ["max_to_keep"],
     "keep_time_interval_secs": ["max_to_keep"],
     "best_mode": ["best_metric"],
