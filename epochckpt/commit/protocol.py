@@ -422,7 +422,7 @@ class Commits(abc.ABC):
                 raise
             logging.warning("%s/%s is no JSON (%s): it is written anew", self.store.root, path, error)
         try:
-            self._make_folder(folder)
+            self.make_folder(folder)
             self.store.put(path, data, draft=self._draft(), replace=old is not None)
         except FileExistsError:
             logging.info("%s was written by another process", path)
@@ -430,14 +430,16 @@ class Commits(abc.ABC):
     def overwrite(self, path: str, data: bytes) -> None:
         """Primary: writes `folder/name` of the directory itself, or replaces it; FencedError as `publish`."""
         try:
-            self._make_folder(path.rpartition("/")[0])
+            self.make_folder(path.rpartition("/")[0])
             self.store.put(path, data, draft=self._draft(), replace=True)
         except FileNotFoundError as error:
             raise self.lost(0) from error
 
-    def _make_folder(self, folder: str) -> None:
+    def make_folder(self, folder: str) -> None:
+        """Makes a folder of the directory itself, durably, unless it is there."""
         if not self.store.exists(folder):
-            self.store.make_folder(folder)
+            with contextlib.suppress(FileExistsError):
+                self.store.make_folder(folder)
             self.store.sync_folder("")
 
     def _draft(self) -> str:

@@ -26,6 +26,7 @@ DATA_SUFFIX = ".safetensors"
 ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata
 LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where older versions of Orbax keep it
 MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
+HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `commit.host_record`
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore names that contain this
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -39,7 +40,7 @@ _ESCAPED, _HEX, _UNSAFE = "x-", re.compile(r"-([0-9a-f]{2})"), re.compile(r"[^A-
 _RESERVED = frozenset(
     {EPOCH_RECORD, NODE_RECORD, "_CHECKPOINT_METADATA", "commit_success.txt", "metrics", "descriptor"}
 )
-_ASIDE = ("rolled-back-", "damaged-")  # prefixes of folders with quarantined epochs
+_ASIDE = ("rolled-back-", "damaged-", "partial-")  # prefixes of folders with quarantined epochs
 _OWN = frozenset({".", "..", ROOT_METADATA[0], ROLLBACK_RECORD, HEAD.partition("/")[0]})
 MAX_NAME = 120
 _MAX_PART = 255  # bytes, of most file systems

@@ -125,6 +125,11 @@ _STAGED = rf"(.*-)?[0-9a-f]{{8,16}}{re.escape(paths.TMP_SUFFIX)}\Z"
 _NAMED = (
     (re.compile(r"rolled-back-[0-9a-f]{16}\Z"), rows.ROLLED_BACK, "quarantined by rollback_to"),
     (re.compile(r"damaged-[0-9a-f]{16}\Z"), rows.QUARANTINED, "a damaged epoch that was replaced"),
+    (
+        re.compile(r"partial-[0-9a-f]{16}\Z"),
+        rows.QUARANTINED,
+        "parts of epochs that other hosts lack",
+    ),
     (re.compile(f"(?s)export-{_STAGED}"), rows.ATTEMPT, "staging of an export"),
     (re.compile(f"(?s){GC_PREFIX}{_STAGED}"), rows.DELETED, "being removed, or left by a removal that was interrupted"),
 )
@@ -196,7 +201,7 @@ def is_sign(commits: Commits, name: str) -> bool:
     """Whether a folder that is named like no epoch shows that the directory is one of checkpoints."""
     if _is_staging(name) or _orbax_step(commits, name) is not None:
         return True
-    if name.startswith(("rolled-back-", "damaged-")):  # also what people have named so
+    if name.startswith(("rolled-back-", "damaged-", "partial-")):  # also what people have named so
         return bool(_epochs_in(commits, name))
     return name == paths.ROOT_METADATA[0] and commits.store.exists(paths.join(*paths.ROOT_METADATA))
 
