@@ -142,8 +142,17 @@ def asked_for(args: Any, names: Iterable[str], default_item: bool) -> tuple[dict
     return (dict.fromkeys(names), default_item) if args is None else (named(args), not options.is_multi(args))
 
 
+def found_as(name: str, names: Collection[str]) -> str:
+    """What an item is called among the items of an epoch: the one unnamed item has had several names in Orbax."""
+    if name in names or name not in paths.UNNAMED:
+        return name
+    others = [other for other in paths.UNNAMED if other in names]
+    return others[0] if len(others) == 1 else name
+
+
 def chosen_arrays(epoch: int, arrays: Sequence[str], item: str | None) -> str:
     """The named item of arrays, or the only one; InvalidArgumentError, which lists the items, if there is none."""
+    item = item and found_as(item, arrays)
     if item is None and len(arrays) == 1:
         return arrays[0]
     if item is None or item not in arrays:

@@ -21,6 +21,7 @@ ROLLBACK_RECORD = "rollback.json"
 HEAD = "_epochckpt/head.json"  # on object stores, see `commit.head_record`
 OWNER_FILE = "owner.json"  # in an incarnation's folder: the process that claimed the directory
 DEFAULT_ITEM = "default"
+UNNAMED = (DEFAULT_ITEM, "pytree", "state")  # what Orbax calls the one unnamed item: v0; older v1; v1
 JSON_FILE = "metadata"  # the name Orbax's JSON handler uses inside an item's folder
 DATA_SUFFIX = ".safetensors"
 ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's own metadata

@@ -86,8 +86,9 @@ class CheckpointReader(abc.ABC):
 
     def restore(self, args: Any) -> Any:
         """The items that `args` names, or all as they were saved: a Composite, or the item if it is unnamed."""
-        wanted, single = items.asked_for(args, self.item_kinds(), self.record.default_item)
-        found = {name: self.restore_item(name, arg) for name, arg in wanted.items()}
+        names = self.item_kinds()
+        wanted, single = items.asked_for(args, names, self.record.default_item)
+        found = {name: self.restore_item(items.found_as(name, names), arg) for name, arg in wanted.items()}
         values = {name: value for name, value in found.items() if not isinstance(value, Nothing)}
         return values.get(paths.DEFAULT_ITEM) if single else ocp.args.Composite(**values)
 

@@ -14,7 +14,7 @@ from epochckpt._threads import Pool
 from epochckpt.errors import AccessError, DamagedError, EpochDeletedError, UnsupportedError, unreadable
 from epochckpt.format import EpochRecord, NodeEntry, checksums
 from epochckpt.format import paths as layout
-from epochckpt.orbax.view import Run, View, Views
+from epochckpt.orbax.view import ALIAS_FILE, Run, View, Views
 from epochckpt.storage import Store
 
 _PREFIX = "view-"  # of folders that repairs work in
@@ -38,7 +38,7 @@ def write(store: Store, folder: str, record: EpochRecord, view: View, run: Run) 
             raise io.UnsupportedOperation("see link_node")
         _make(store, view, folder, run)
     except io.UnsupportedOperation:
-        for name in view.folders:
+        for name in (*view.aliases, *view.folders):
             store.remove_tree(layout.join(folder, name))
         if store.root not in _warned:
             _warned.add(store.root)
@@ -61,10 +61,10 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
     """
     if record.orbax_view is None:
         return {}
-    view = Views().build(record)
-    links = view.links | view.node_links
+    view = _expected(record)
+    links = view.links | view.node_links | view.aliases
     nodes = {record.node_folder(number): entry for number, entry in enumerate(record.nodes)}
-    places = [os.path.join(store.root, folder, path) for path in (*record.orbax_view, *view.links)]
+    places = [os.path.join(store.root, folder, path) for path in (*record.orbax_view, *view.links, *view.aliases)]
     if not any(map(os.path.lexists, places)):
         return None
     damage = {}
@@ -74,7 +74,7 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
             if path in record.orbax_view:
                 problem = compare_file(store, at, record.orbax_view[path], view.files.get(path))
             else:
-                problem = _compare_link(store, folder, nodes, path, links[path])
+                problem = _compare_link(store, folder, nodes, path, links[path], view)
         except PermissionError as error:  # a link that leads out of the directory, for example
             problem = f"cannot be read: {error}"
         except OSError as error:
@@ -82,6 +82,12 @@ def check(store: Store, folder: str, record: EpochRecord) -> dict[str, DamagedEr
         if problem:
             damage[path] = DamagedError(at, problem)
     return damage
+
+
+def _expected(record: EpochRecord) -> View:
+    """The view of a committed epoch; without aliases where it was made when there were none."""
+    view = Views().build(record)
+    return view if ALIAS_FILE in (record.orbax_view or ()) else dataclasses.replace(view, aliases={})
 
 
 def damage_of(path: str, error: OSError) -> str:
@@ -103,7 +109,7 @@ def compare_file(store: Store, path: str, recorded: tuple[int, str], fresh: byte
     return ""
 
 
-def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], path: str, target: str) -> str:
+def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], path: str, target: str, view: View) -> str:
     """What is wrong with a link, or with the copy of what it led to that lies in its place; `nodes` by folder."""
     place = os.path.join(store.root, folder, path)
     itself = os.path.normpath(os.path.join(os.path.dirname(path), target))
@@ -111,15 +117,24 @@ def _compare_link(store: Store, folder: str, nodes: Mapping[str, NodeEntry], pat
         return ""
     if not os.path.lexists(place):
         return "is missing"
-    # A link to a node stands for the node's data files of the item, any other one for a file.
+    # A link to a node stands for the node's data files of the item, an alias for an item, any other one for a file.
     files, item = [""], path.split("/")[0]
     if itself in nodes:
-        files = [file.path for file in nodes[itself].files if file.item == item and file.data_start]
+        files = _data_files(nodes[itself], item)
+    elif path in view.aliases:
+        below = f"{itself}/"
+        files = [at.removeprefix(below) for at in view.files if at.startswith(below)]
+        linked = (at.removeprefix(below) for at in view.links if at.startswith(below))
+        files += [layout.join(node, file) for node in linked for file in _data_files(nodes[node], itself)]
     for file in files:
         original = layout.join(itself, file)
         if not same(store, layout.join(folder, path, file), layout.join(folder, original)):
             return f"does not lead to {target}" if os.path.islink(place) else f"is no copy of {original}"
     return ""
+
+
+def _data_files(node: NodeEntry, item: str) -> list[str]:
+    return [file.path for file in node.files if file.item == item and file.data_start]
 
 
 def same(store: Store, one: str, other: str) -> bool:
@@ -135,14 +150,16 @@ def repair(store: Store, folder: str, record: EpochRecord) -> list[str]:
     epoch's, so that a view never comes to an epoch that has taken this one's place meanwhile.
     """
     where = f"{store.root}/{folder}"
-    damage, view = check(store, folder, record), Views().build(record)
-    links = view.links | view.node_links
+    damage, view = check(store, folder, record), _expected(record)
+    links = view.links | view.node_links | view.aliases
     wrong = {*(record.orbax_view or ()), *links} if damage is None else damage.keys()
     by_node = view.node_links.keys()  # in a node's folder, of which nothing else is exchanged
     parts = sorted(wrong & by_node | {path.split("/")[0] for path in wrong - by_node})
     if not parts:
         return []
-    ours = {path.split("/")[0] for path in (*view.folders, *view.files)} - {entry.folder for entry in record.nodes}
+    ours = {path.split("/")[0] for path in (*view.folders, *view.files, *view.aliases)} - {
+        entry.folder for entry in record.nodes
+    }
     if unknown := [part for part in parts if part not in ours | by_node]:
         raise UnsupportedError(
             f"{where}: this epochckpt makes no {', '.join(unknown)}, which belongs to the epoch's Orbax view: another "
@@ -182,7 +199,7 @@ def _make(store: Store, view: View, folder: str, run: Run, part: str = "") -> No
 
     for path in of(view.folders):
         store.make_folder(place(path))
-    links = view.links | view.node_links if part else view.links
+    links = view.links | view.aliases | (view.node_links if part else {})
     for path in of(links):
         store.link(place(path), links[path])
     run([functools.partial(store.create, place(path), view.files[path]) for path in of(view.files)])

@@ -6,6 +6,7 @@ OCDBT database points into the nodes' data files, through a symlink per node: it
     <item>/manifest.ocdbt index.0 _METADATA _sharding _strings.json array_metadatas/process_0
     <item>/<node> -> ../<node>                for items of arrays
     <item>/<file> -> ../<node>/<item>/<file>  for what handlers wrote, JSON among it
+    state, pytree -> default                  the one unnamed item, by the names that Orbax's v1 looks for
     <node>/metadata -> node.json              so that Orbax may take a node's folder for an item; by the node itself
     metrics/metrics  _CHECKPOINT_METADATA  commit_success.txt
 
@@ -51,6 +52,7 @@ _KEY_HANDLERS = {
 _TEXT = "string"
 _BARE_PATH: KeyPath = (("k", "checkpoint"),)  # what Orbax calls an array that is not in a tree
 
+ALIAS_FILE = f"{layout.DEFAULT_ITEM}/{layout.JSON_FILE}"  # where the view of an epoch has aliases
 _COMMITTED_BY_US = b"epochckpt committed this epoch.\n"  # see orbax.steps: so it is never taken for one of Orbax's
 _MAX_NOTED = 100  # leaves that a record names as unsupported
 _FEW = 3
@@ -81,6 +83,7 @@ class View:
     folders: list[str] = dataclasses.field(default_factory=list)  # to be made, in this order
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)  # content by path
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # target by path
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # item by other name, as a link in a file system
     node_links: dict[str, str] = dataclasses.field(default_factory=dict)  # the same; each node makes its own
     copies: dict[str, str] = dataclasses.field(default_factory=dict)  # in an object store: see `copies`
     # Reasons by leaf name, by item; the leaf name `*` stands for the whole item.
@@ -144,6 +147,8 @@ class Views:
                     view.files[f"{name}/{layout.JSON_FILE}"] = _stand_in({"item": name, "not for Orbax": lost})
             else:
                 handlers[name] = handler
+        if beside_nodes and record.default_item and not record.objects:
+            _add_aliases(view, handlers, {node.folder for node in record.nodes})
         if record.metrics is not None:
             view.folders.append("metrics")
             view.files["metrics/metrics"] = json.dumps(record.metrics).encode()
@@ -215,6 +220,15 @@ def _add_files(view: View, record: EpochRecord, name: str) -> None:
             if not record.objects:
                 view.links[file.path] = f"{'../' * len(parents)}{record.path(number, file)}"
     view.folders += sorted(folders)  # parents first
+
+
+def _add_aliases(view: View, handlers: dict[str, str], nodes: Container[str]) -> None:
+    """Adds the other names of an unnamed tree. Orbax v0, asked for all items, reads the small JSON in their place."""
+    item = layout.DEFAULT_ITEM
+    if ALIAS_FILE not in view.links and f"{item}/_METADATA" in view.files:
+        view.aliases = {name: item for name in layout.UNNAMED if name != item and name not in nodes}
+        handlers.update(dict.fromkeys(view.aliases, JSON_HANDLER))
+        view.files[ALIAS_FILE] = _stand_in({"item": item, "also called": ", ".join(view.aliases)})
 
 
 def copies(record: EpochRecord) -> dict[str, str]:

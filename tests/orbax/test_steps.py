@@ -341,9 +341,16 @@ def test_steps_of_the_v1_api_are_restored(tmp_path: pathlib.Path) -> None:
         assert manager.all_steps() == [1, 2]
         (got,) = manager.restore(1).values()
         assert stock_states.differences(got, tree) == []
+        for name in ("default", "pytree", "state"):  # Orbax's v1 has called it by either of the last two
+            assert manager.restore(1, args=Composite(**{name: Restore(tree)}))[name]["step"] == 3
+            assert list(manager.restore_leaves(1, "st*", item=name)) == ["step"]
         several = manager.restore(None, args=Composite(a=Restore(stock_states.abstract(tree, reshard=True)), b=None))
         assert stock_states.differences(several["a"], tree) == []
         assert stock_states.differences(several["b"], {"y": np.ones(2)}) == []
+    with ec.CheckpointManager(tmp_path, options=READ_ONLY) as manager:
+        assert stock_states.differences(manager.restore(1, args=Restore(tree)), tree) == []
+        with pytest.raises(errors.UnknownNameError, match="no item 'default'; it has: a, b"):
+            manager.restore(2, args=Restore(tree))
 
 
 def test_a_step_that_is_older_than_orbax_metadata_is_restored(tmp_path: pathlib.Path) -> None:

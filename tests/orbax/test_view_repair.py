@@ -321,3 +321,58 @@ def test_the_view_of_nodes_whose_folders_have_escaped_names(tmp_path: pathlib.Pa
     assert ec.repair_view(tmp_path / "run", 5) == ["state"]
     assert link.is_symlink()
     assert verify(tmp_path / "run").view_damage == ()
+
+
+def test_the_other_names_of_the_unnamed_item_are_part_of_the_view(tmp_path: pathlib.Path) -> None:
+    """`state` and `pytree`: every damage is found and repaired; in a copy they may be folders, each with all bytes."""
+    run, folder = tmp_path / "run", tmp_path / "run" / "5"
+    with ec.CheckpointManager(run) as manager:
+        manager.save(5, args=Save(stock_states.plain()))
+    before = contents(folder)
+    assert (before["state"], before["pytree"]) == ("default", "default")
+    for name, damage in LINK_DAMAGE.items():
+        damage(folder / "state")
+        found = verify(run)
+        assert found.ok
+        assert [getattr(error, "path", "") for error in found.view_damage] == ["5/state"], name
+        assert ec.repair_view(run, 5) == ["state"]
+        assert contents(folder) == before
+    copy = pathlib.Path(shutil.copytree(run, tmp_path / "copy"))
+    assert not (copy / "5" / "pytree").is_symlink()
+    assert verify(copy).view_damage == ()
+    for path in ("pytree/_METADATA", "pytree/process_0/default.safetensors"):
+        flip(copy / "5" / path, 0.9)
+        assert [getattr(error, "path", "") for error in verify(copy).view_damage] == ["5/pytree"]
+        assert ec.repair_view(copy, 5) == ["pytree"]
+        assert (copy / "5" / "pytree").is_symlink()
+        shutil.rmtree(copy)
+        shutil.copytree(run, copy)
+
+
+def test_views_from_before_the_other_names_are_whole(tmp_path: pathlib.Path) -> None:
+    """Such an epoch lacks the links, and its record the small file: nothing is missed, and repairs add no link."""
+    folder = tmp_path / "5"
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(5, args=Save(stock_states.plain()))
+    for path in ("state", "pytree", "default/metadata"):
+        (folder / path).unlink()
+    assert len(verify(tmp_path).view_damage) == 3
+    record = parse_epoch("5/epoch.json", (folder / "epoch.json").read_bytes())
+    view = {path: row for path, row in (record.orbax_view or {}).items() if path != "default/metadata"}
+    (folder / "epoch.json").write_bytes(dataclasses.replace(record, orbax_view=view).to_bytes())
+    assert verify(tmp_path).view_damage == ()
+    (folder / "default" / "index.0").unlink()
+    assert ec.repair_view(tmp_path, 5) == ["default"]
+    assert not (folder / "state").exists()
+    assert verify(tmp_path).view_damage == ()
+
+
+@pytest.mark.parametrize("node", ["state", "metadata"])
+def test_a_node_may_have_one_of_these_names(tmp_path: pathlib.Path, node: str) -> None:
+    """Then the item lacks the name; stock Orbax finds it by the others."""
+    with ec.CheckpointManager(tmp_path, node=node) as manager:
+        manager.save(5, args=Save({"x": np.ones(3)}))
+    assert not (tmp_path / "5" / "state").is_symlink()
+    assert (tmp_path / "5" / "pytree").is_symlink() == (node == "state")
+    assert verify(tmp_path).view_damage == ()
+    assert ocp.StandardCheckpointer().restore(tmp_path / "5" / "default").keys() == {"x"}

@@ -62,6 +62,12 @@ def _evaluator(directory: str, epoch: int, target: Any) -> Any:
     return _manager(directory, epoch, target)
 
 
+def _trainer(directory: str, epoch: int, target: Any) -> Any:
+    with ocp.v1.training.Checkpointer(directory) as checkpointer:
+        assert checkpointer.latest.step == epoch
+        return checkpointer.load(epoch, target)
+
+
 READERS: dict[str, Callable[[str, int, Any], Any]] = {
     "v0 CheckpointManager": _manager,
     "v0 CheckpointManager with items": _composite,
@@ -72,6 +78,9 @@ READERS: dict[str, Callable[[str, int, Any], Any]] = {
 }
 if hasattr(ocp.v1, "load"):  # not in older ones
     READERS["v1 load"] = lambda d, e, t: ocp.v1.load(f"{d}/{e}", t)
+    READERS["v1 Checkpointer"] = _trainer
+else:
+    READERS["v1 load_pytree"] = lambda d, e, t: ocp.v1.load_pytree(f"{d}/{e}", t)
 
 
 def without_target(directory: str, epoch: int) -> dict[str, Any]:
