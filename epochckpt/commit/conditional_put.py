@@ -15,7 +15,7 @@ aside are for people who copy folders, and for `repair`: nothing that the head t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -24,7 +24,8 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.commit import claiming, head_record, surroundings
-from epochckpt.commit.head_record import Head, HeadEpoch
+from epochckpt.commit.departures import Departures
+from epochckpt.commit.head_record import Head, HeadEpoch, send_off
 from epochckpt.commit.object_views import ObjectViews
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import (
@@ -58,6 +59,7 @@ class PutCommits(Commits):
         self._looks, self._last = itertools.count(1), 0  # threads look at it and change it at the same time
         self.swept: set[str] = set()  # dead attempts of which nothing is left
         self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
+        self.departures = Departures(store, self.head, self.change)
 
     # -- the head ------------------------------------------------------------------------------------------------
 
@@ -300,8 +302,8 @@ class PutCommits(Commits):
     def beside(self, known: Head) -> tuple[dict[str, set[str] | None], dict[str, HeadEpoch]]:
         """See `surroundings.folders`; and those of them that are steps of stock Orbax."""
         found = surroundings.folders(self.store, self.names, known)
-        others = [name for name, attempts in found.items() if attempts is None]
-        return found, surroundings.steps_in(self.store, self.names, others, known.stock)
+        others = [name for name, attempts in found.items() if attempts is None or name in known.stock]
+        return found, surroundings.steps_in(self.store, self.names, others, known)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -313,10 +315,11 @@ class PutCommits(Commits):
             beside, stock = self.beside(old or Head())
             if old is None and any(map(self._is_copy, beside)):
                 self.scan()  # raises
-            foreign = sorted(n for n, attempts in beside.items() if attempts is None and n not in stock)
-            new = (old or Head()).claimed(owner, tuple(foreign))
+            leaving = {folder: step for folder, step in (old or Head()).leaving.items() if folder not in stock}
+            others = beside.keys() - stock.keys() - leaving.keys()
+            new = (old or Head()).claimed(owner, tuple(sorted(n for n in others if beside[n] is None)))
             strays = {attempt: name for name, attempts in beside.items() for attempt in attempts or ()}
-            new = new.next(stock=stock, dead={**new.dead, **strays})
+            new = new.next(stock=stock, leaving=leaving, dead={**new.dead, **strays})
             if self._put(data, new):
                 break
             logging.info("%s: another run claims it at this moment", self.store.root)
@@ -331,7 +334,12 @@ class PutCommits(Commits):
         if new.dead:
             logging.info("%s: removing what earlier runs left of %d saves", self.store.root, len(new.dead))
             _threads.start(lambda: _threads.logged(self.store.root, lambda: self.remove_dead(new.dead)))
-        _threads.start(lambda: _threads.logged(self.store.root, lambda: self._views.finish(new)))
+
+        def finish() -> None:
+            self._depart(new.leaving)
+            _threads.logged(self.store.root, lambda: self._views.finish(new))
+
+        _threads.start(finish)
 
     def _tidy(self, folder: str, now: Head) -> None:
         """Removes the copies of a record and of metrics where there is no epoch, but for those that are set aside."""
@@ -373,12 +381,12 @@ class PutCommits(Commits):
 
     def begin(self, epoch: int, attempt: str) -> None:
         folder = self.names.build(epoch)
+        if folder in (self.seen() or Head()).leaving:
+            self.departures.end(folder, self.incarnation)
 
         def edit(now: Head) -> Head | None:
-            if folder in now.stock:
-                raise SaveError(
-                    epoch, f"{self.store.root}/{folder} is a step of stock Orbax, which nothing replaces here"
-                )
+            if folder in now.leaving:
+                raise SaveError(epoch, f"{self.store.root}/{folder}: a deleted step of stock Orbax is not gone yet")
             return None if attempt in now.begun else now.next(begun={**now.begun, attempt: folder})
 
         self.change(edit, epoch)
@@ -406,7 +414,7 @@ class PutCommits(Commits):
 
         def edit(now: Head) -> Head | None:
             nonlocal old
-            there = now.epochs.get(folder)
+            there = now.listed.get(folder)
             if there is not None and there.attempt == attempt:
                 return None
             if attempt not in now.begun:
@@ -414,12 +422,10 @@ class PutCommits(Commits):
             if there is not None and (replaces is None or replaces.attempt not in (None, there.attempt)):
                 where = f"{self.store.root}/{folder}"
                 raise SaveError(epoch, f"{where} exists already; delete() or rollback_to() make room")
-            old, changes = there, _without(now, folder, attempt)
+            old, changes = there, now.without(folder, attempt=attempt)
             changes["epochs"][folder] = entry
-            if there is not None and replaces is not None and replaces.damage:
-                changes["aside"][aside] = there
-            elif there is not None:
-                changes["dead"][there.attempt] = folder
+            if there is not None:
+                send_off(changes, folder, there, aside if replaces is not None and replaces.damage else None)
             return now.next(**changes)
 
         # The decisive step: one conditional write.
@@ -443,8 +449,11 @@ class PutCommits(Commits):
         if was is not None and kept:
             logging.warning("%s: the damaged epoch %d was set aside as %s", self.store.root, epoch, aside)
             self._copy_aside({aside: was})
-        steps = self._views.after_commit(folder, attempt, was.attempt if was else "")
-        if was is not None and not kept:
+        stock = was is not None and was.stock
+        steps = self._views.after_commit(folder, attempt, was.attempt if was and not stock else "")
+        if stock:
+            steps.insert(0, partial(self._depart, [folder]))
+        elif was is not None and not kept:
             steps.append(partial(self.remove_dead, {was.attempt: folder}))
         return partial(_all, steps) if steps else None
 
@@ -464,7 +473,7 @@ class PutCommits(Commits):
         folder = self.names.build(epoch)
 
         def edit(now: Head) -> Head | None:
-            return now.next(**_without(now, folder, attempt, dead=True)) if attempt in now.begun else None
+            return now.next(**now.without(folder, attempt=attempt, dead=True)) if attempt in now.begun else None
 
         entry = self.change(edit, epoch).epochs.get(folder)
         return entry is not None and entry.attempt == attempt
@@ -477,18 +486,12 @@ class PutCommits(Commits):
         folder, gone = self.folder(epoch), dict[str, HeadEpoch]()  # by where it is kept, or its folder
 
         def edit(now: Head) -> Head | None:
-            if folder in now.stock:
-                raise surroundings.kept(self.store, [epoch])
-            if folder not in now.epochs:
+            if folder not in now.listed:
                 return None
-            entry, changes = now.epochs[folder], _without(now, folder)
-            kept = paths.join(into or "", folder)
-            if into is None:
-                changes["dead"][entry.attempt] = folder
-            elif kept in now.aside:
+            entry, changes, kept = now.listed[folder], now.without(folder), paths.join(into or "", folder)
+            if kept in now.aside:
                 raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
-            else:
-                changes["aside"][kept] = entry
+            send_off(changes, folder, entry, None if into is None else kept)
             gone[kept] = entry
             return now.next(**changes)
 
@@ -497,20 +500,21 @@ class PutCommits(Commits):
         if into is not None:
             self._copy_aside(gone)
             return lambda: None
+        if any(entry.stock for entry in gone.values()):
+            return lambda: self.departures.end(folder, self.incarnation)
         return lambda: self.remove_dead({entry.attempt: folder for entry in gone.values()})
 
     def roll_back(self, rollback: Rollback) -> None:
         moved = dict[str, HeadEpoch]()
 
         def edit(now: Head) -> Head | None:
-            if kept := [e for e in map(self.names.parse, now.stock) if e in rollback.epochs]:
-                raise surroundings.kept(self.store, kept)
-            changes = {"epochs": dict(now.epochs), "aside": dict(now.aside)}
-            for folder in list(now.epochs):
-                if self.names.parse(folder) in rollback.epochs:
-                    key = paths.join(rollback.folder or "", folder)
-                    moved[key] = changes["aside"][key] = changes["epochs"].pop(folder)
-            return now.next(**changes) if changes["epochs"] != now.epochs else None
+            later = {folder: e for folder, e in now.listed.items() if self.names.parse(folder) in rollback.epochs}
+            changes = now.without(*later)
+            for folder, entry in later.items():
+                kept = paths.join(rollback.folder or "", folder)
+                send_off(changes, folder, entry, kept)
+                moved[kept] = entry
+            return now.next(**changes) if later else None
 
         self.change(edit, rollback.about)
         self._copy_aside(moved)
@@ -518,10 +522,22 @@ class PutCommits(Commits):
     def _move_rolled_back(self, rollback: Rollback) -> None:
         del rollback  # it is done at once
 
+    def _depart(self, folders: Iterable[str]) -> None:
+        """Moves or removes steps of stock Orbax that are no epochs any more; the next claim does what fails."""
+        for folder in folders:
+            what = f"{self.store.root}/{folder}: what is left of a step of stock Orbax stays for now"
+            _threads.logged(what, partial(self.departures.end, folder, self.incarnation))
+
     def _copy_aside(self, entries: Mapping[str, HeadEpoch]) -> None:
-        """Copies the records of epochs that were set aside, for people; their data objects stay where they are."""
+        """Copies the records of epochs that were set aside, for people; their data objects stay where they are.
+
+        Steps of stock Orbax are moved.
+        """
         for kept, entry in entries.items():
             folder = kept.partition("/")[2]
+            if entry.stock:
+                self._depart([folder])
+                continue
             _threads.logged(self.store.root, partial(self._views.remove, folder, entry.attempt))
             path = _record_path(folder, entry.attempt)
             read = partial(self.store.read, path, limit_bytes=records.MAX_RECORD_BYTES)
@@ -564,19 +580,3 @@ def _all(steps: Collection[Callable[[], object]]) -> None:
 
 def _record_path(folder: str, attempt: str) -> str:
     return paths.join(folder, f"{attempt}.json")
-
-
-def _without(now: Head, folder: str, attempt: str = "", *, dead: bool = False) -> dict[str, dict[str, Any]]:
-    """What a change may change, as dicts of its own: the epoch of a folder is gone, and the attempt is not begun.
-
-    `dead`: the epoch stays, and the attempt is dead.
-    """
-    changes: dict[str, dict[str, Any]] = {
-        name: dict(getattr(now, name)) for name in ("epochs", "begun", "dead", "aside")
-    }
-    changes["begun"].pop(attempt, None)
-    if dead:
-        changes["dead"][attempt] = folder
-    else:
-        changes["epochs"].pop(folder, None)
-    return changes

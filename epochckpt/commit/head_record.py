@@ -35,6 +35,11 @@ class HeadEpoch:
 
     unread: ClassVar[Mapping[str, Exception]] = {}
 
+    @property
+    def stock(self) -> bool:
+        """Whether stock Orbax wrote it."""
+        return paths.attempt_in(self.attempt) is None
+
     @classmethod
     def of(cls, record: EpochRecord) -> Self:
         """The entry of an epoch that is about to be committed."""
@@ -93,6 +98,14 @@ class HeadEpoch:
 
 
 @dataclasses.dataclass(frozen=True)
+class Leaving:
+    """A step of stock Orbax that is no epoch any more, and of which objects lie in its folder."""
+
+    attempt: str
+    to: str  # the folder of the directory that they are moved to; empty: they are removed
+
+
+@dataclasses.dataclass(frozen=True)
 class Head:
     """What the head says. Folders are those of epochs, relative to the directory; attempts are ids."""
 
@@ -105,6 +118,7 @@ class Head:
     dead: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the same: nobody reads their objects any more
     stock: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # steps of stock Orbax, by folder
     aside: Mapping[str, HeadEpoch] = dataclasses.field(default_factory=dict)  # by `<name>/<folder>`: rolled back, kept
+    leaving: Mapping[str, Leaving] = dataclasses.field(default_factory=dict)  # by folder; see `commit.departures`
     foreign: tuple[str, ...] = ()  # folders named like epochs that hold something else
     change: str = ""  # unlike that of every other content
 
@@ -122,6 +136,7 @@ class Head:
         head = {"format": paths.FORMAT, "version": paths.VERSION, "record": "head", "nodes": nodes, **vars(self)}
         for name in ("epochs", "stock", "aside"):
             head[name] = {folder: entry.to_json(nodes) for folder, entry in head[name].items()}
+        head["leaving"] = {folder: [step.attempt, step.to] for folder, step in self.leaving.items()}
         return checksums.seal(head)
 
     @property
@@ -132,6 +147,22 @@ class Head:
     def next(self, **changes: Any) -> Head:
         """The head after a change."""
         return dataclasses.replace(self, **changes, change=paths.new_id())
+
+    def without(self, *folders: str, attempt: str = "", dead: bool = False) -> dict[str, dict[str, Any]]:
+        """What a change may change, as dicts of its own: the epochs of folders are gone, and the attempt is not begun.
+
+        `dead`: the epochs stay, and the attempt is dead.
+        """
+        names = ("epochs", "stock", "begun", "dead", "aside", "leaving")
+        changes: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in names}
+        changes["begun"].pop(attempt, None)
+        for folder in folders:
+            if dead:
+                changes["dead"][attempt] = folder
+            else:
+                changes["epochs"].pop(folder, None)
+                changes["stock"].pop(folder, None)
+        return changes
 
     def claimed(self, owner: Mapping[str, Any], foreign: tuple[str, ...]) -> Head:
         """The head of the next incarnation: nothing that an earlier one has begun can be committed any more."""
@@ -145,6 +176,16 @@ class Head:
             dead={**self.dead, **self.begun},
             foreign=foreign,
         )
+
+
+def send_off(changes: dict[str, dict[str, Any]], folder: str, entry: HeadEpoch, kept: str | None) -> None:
+    """Notes in a change what becomes of an epoch that counts no more: it is kept, as `<name>/<folder>`, or dead."""
+    if kept is not None:
+        changes["aside"][kept] = entry
+    if entry.stock:
+        changes["leaving"][folder] = Leaving(entry.attempt, (kept or "").partition("/")[0])
+    elif kept is None:
+        changes["dead"][entry.attempt] = folder
 
 
 def parse(path: str, data: bytes) -> Head:
@@ -174,6 +215,13 @@ def parse(path: str, data: bytes) -> Head:
         paths.check_recorded_name(path, into, paths.is_part)
         return paths.join(into, paths.check_recorded_name(path, folder, paths.is_part))
 
+    def leaving(found: object) -> Leaving:
+        if not isinstance(found, list) or len(found) != 2:
+            raise fields.fail("leaving", "attempts, and where they go")
+        attempt, to = found
+        paths.check_recorded_name(path, attempt)
+        return Leaving(attempt, paths.check_recorded_name(path, to, paths.is_part) if to != "" else "")
+
     return Head(
         incarnation=fields.text("incarnation", 16),
         owner=fields.mapping("owner"),
@@ -184,6 +232,10 @@ def parse(path: str, data: bytes) -> Head:
         begun=folders("begun"),
         dead=folders("dead"),
         aside=entries("aside", aside),
+        leaving={
+            paths.check_recorded_name(path, folder, paths.is_part): leaving(found)
+            for folder, found in (fields.mapping("leaving") if "leaving" in fields.data else {}).items()
+        },
         foreign=tuple(paths.check_recorded_name(path, name, paths.is_part) for name in fields.array("foreign")),
         change=fields.text("change", 16),
     )

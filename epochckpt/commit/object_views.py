@@ -75,7 +75,7 @@ class ObjectViews:
             return
         with self._changing:
             found = self._head()
-            if found is not None and folder not in found.epochs:
+            if found is not None and folder not in found.listed and folder not in found.leaving:
                 object_view.remove(self._store, folder, self._record(folder, attempt))
 
     def remove_all(self, folder: str, attempts: Container[str], files: Collection[str]) -> None:
@@ -91,7 +91,7 @@ class ObjectViews:
             return
         for kept, entry in found.aside.items():
             folder = kept.partition("/")[2]
-            lost = kept.startswith("rolled-back-") and folder not in found.epochs
+            lost = kept.startswith("rolled-back-") and folder not in found.epochs and not entry.stock
             if lost and object_view.is_complete(self._store, folder):
                 self.remove(folder, entry.attempt)
         folder, entry = max(found.epochs.items(), key=lambda item: item[1].committed_ns)

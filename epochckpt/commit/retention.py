@@ -111,6 +111,7 @@ class History:
         self.remote: frozenset[int] = frozenset()
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}
+        self._gone: dict[int, None] = {}  # epochs that another run has deleted, and that count as requested so far
         self.damaged: dict[int, ReplaceCondition] = {}
 
     def reset(self, survey: Survey) -> None:
@@ -125,7 +126,16 @@ class History:
         """Replaces the committed epochs by those on storage, and in the mirror; returns the new and the lost ones."""
         before, now = self._committed, sorted({*epochs, *self.remote})
         self._committed = {e: before.get(e) or EpochInfo(e, self._load) for e in now}
-        return [e for e in now if e not in before], [e for e in before if e not in now]
+        gone = [e for e in before if e not in now]
+        self._gone.update(dict.fromkeys(gone))
+        return [e for e in now if e not in before], gone
+
+    def forget_gone(self) -> None:
+        """What others have deleted may be requested again; all processes call it at the same point of training."""
+        for epoch in list(self._gone):
+            self._gone.pop(epoch, None)
+            if epoch not in self._committed:
+                self._requested.pop(epoch, None)
 
     def fail(self, attempt: Attempt) -> None:
         """An epoch was requested, and could not be saved."""
@@ -341,10 +351,13 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
 
 def _may_delete(commits: Commits, info: EpochInfo) -> bool:
     """Whether an epoch that no caller has named may be deleted: a step of stock Orbax must be one without doubt."""
-    if not commits.store.renames:
-        return paths.attempt_in(info.attempt) is not None  # steps of stock Orbax are kept there
     epoch = info.step
-    if commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
+    if not commits.store.renames:
+        if paths.attempt_in(info.attempt) is not None:
+            return True
+        if (commits.store.root, epoch) in _left_alone:
+            return False
+    elif commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
         return True
     try:
         sure = commits.read_record(epoch).sure
@@ -367,7 +380,8 @@ def _may_delete(commits: Commits, info: EpochInfo) -> bool:
 def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
     """The condition that allows a save to replace an epoch as it is on storage now."""
     record = commits.read_record(epoch)
-    if record.stock or commits.folder(epoch) != commits.names.build(epoch):
+    moves = record.stock and commits.store.renames
+    if moves or commits.folder(epoch) != commits.names.build(epoch):
         raise InvalidArgumentError(
             f"epoch {epoch} ({commits.store.root}/{commits.folder(epoch)}) was written by stock Orbax, or under "
             "another step name format, and cannot be replaced in one step; delete() makes room for it"

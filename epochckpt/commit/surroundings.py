@@ -1,12 +1,12 @@
 """What lies beside the epochs that the head of a bucket names, in folders that are named like epochs."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 
 from epochckpt.commit.head_record import Head, HeadEpoch
-from epochckpt.errors import DamagedError, FormatError, UnsupportedError
+from epochckpt.errors import DamagedError, FormatError
 from epochckpt.format import parsing, paths
-from epochckpt.orbax import StepNames, object_view, steps
+from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Store
 
 _LOOKED_AT = 1000  # objects of a folder whose origin is not known
@@ -17,7 +17,7 @@ def folders(store: Store, names: StepNames, known: Head) -> dict[str, set[str] |
 
     None: what is there is not ours.
     """
-    named = {*known.epochs, *known.begun.values()}
+    named = {*known.epochs, *known.begun.values()} - known.stock.keys()
     found = [e.name for e in store.list("") if e.is_folder and e.name not in named]
     beside = dict[str, set[str] | None]()
 
@@ -44,26 +44,17 @@ def copied_attempt(store: Store, folder: str) -> str | None:
     return None
 
 
-def steps_in(
-    store: Store, names: StepNames, among: Collection[str], known: Mapping[str, HeadEpoch]
-) -> dict[str, HeadEpoch]:
-    """The folders that are finished steps of stock Orbax; `known` are those that were so before."""
-    found = {folder: known[folder] for folder in among if folder in known}
+def steps_in(store: Store, names: StepNames, among: Collection[str], known: Head) -> dict[str, HeadEpoch]:
+    """The folders that are finished steps of stock Orbax; those that were so before are not looked at again."""
+    found = {folder: known.stock[folder] for folder in among if folder in known.stock}
 
     def look(folder: str) -> None:
         epoch = names.parse(folder)
         if epoch is not None and steps.is_step(store, folder, lambda name: names.parse(name) is not None):
-            found[folder] = HeadEpoch.of(steps.read(store, folder, epoch))
+            step, gone = HeadEpoch.of(steps.read(store, folder, epoch)), known.leaving.get(folder)
+            if gone is None or gone.attempt != step.attempt:
+                found[folder] = step
 
-    if object_view.is_of_use(store):
-        store.each(look, [folder for folder in among if folder not in known])
+    if steps.saves_to(store):
+        store.each(look, [folder for folder in among if folder not in known.stock])
     return found
-
-
-def kept(store: Store, epochs: Sequence[int | None]) -> UnsupportedError:
-    """The error for whoever would delete steps of stock Orbax in a bucket, or set them aside."""
-    shown = ", ".join(map(str, epochs))
-    return UnsupportedError(
-        f"{store.root}: epochs of stock Orbax in a bucket ({shown}) are read and kept, not deleted or rolled back: "
-        "remove their folders with a tool of the cloud; the next run that writes there knows of it"
-    )

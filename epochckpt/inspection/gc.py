@@ -189,7 +189,9 @@ class _Search:
         if reason := self.reason(dataclasses.replace(row, age_secs=(row.age_secs or 0.0) - self._ahead_secs)):
             return reason
         folder, _, name = row.path.rpartition("/")
-        if row.kind in (ATTEMPT, DELETED):
+        if row.kind == DELETED and not folder:  # a step of stock Orbax
+            commits.departures.end(name)
+        elif row.kind in (ATTEMPT, DELETED):
             _bury(commits, {name: folder})
         else:
             _bury_aside(commits, row.path)
@@ -226,10 +228,13 @@ def _bury_aside(commits: PutCommits, name: str) -> None:
 
     def edit(now: Head) -> Head | None:
         gone = {kept: entry for kept, entry in now.aside.items() if kept.startswith(f"{name}/")}
-        attempts = {entry.attempt: kept.partition("/")[2] for kept, entry in gone.items()}
+        attempts = {entry.attempt: kept.partition("/")[2] for kept, entry in gone.items() if not entry.stock}
         aside = {kept: entry for kept, entry in now.aside.items() if kept not in gone}
-        return now.next(aside=aside, dead={**now.dead, **attempts}) if gone else None
+        leaving = {f: dataclasses.replace(step, to="") if step.to == name else step for f, step in now.leaving.items()}
+        return now.next(aside=aside, leaving=leaving, dead={**now.dead, **attempts}) if gone else None
 
-    dead = commits.change(edit, 0, fenced=False).dead
+    now = commits.change(edit, 0, fenced=False)
+    for folder in (folder for folder, step in now.leaving.items() if not step.to):
+        commits.departures.end(folder)
     commits.store.remove_tree(name)
-    _bury(commits, dead)
+    _bury(commits, now.dead)

@@ -63,6 +63,10 @@ def sort(commits: PutCommits, head: Head, files: Iterable[File], todelete_subdir
         attempt, epoch = paths.attempt_in(below) or "", commits.names.parse(folder)
         if attempt in aside or folder in aside.values():
             return _aside(commits, head, aside.get(attempt, folder), todelete_subdir)
+        if not attempt and folder in head.leaving and folder not in head.epochs:
+            if to := head.leaving[folder].to:
+                return _aside(commits, head, to, todelete_subdir)
+            return Thing(folder, rows.DELETED, epoch, detail="a deleted step of stock Orbax: no reader looks at it")
         if attempt not in unfinished:
             entry = listed.get(folder)
             if entry is not None and (attempt in ("", entry.attempt) or folder not in head.epochs):
@@ -161,7 +165,7 @@ def beside(commits: PutCommits, head: Head, now_ns: int, todelete_subdir: str | 
     except AccessError as error:
         found.problems["what lies beside the epochs"] = str(error)
         return found
-    begun, dead = sorted(set(head.begun.values())), sorted(set(head.dead.values()))
+    begun, dead = sorted(set(head.begun.values())), sorted({*head.dead.values(), *head.leaving})
     known = {*_listed_in(commits, head), *begun, *dead, *(kept.partition("/")[2] for kept in head.aside)}
     unknown = [name for name in names if name not in known and commits.names.parse(name) is not None]
     unknown += [name for name in names if _other(commits, name, todelete_subdir).kind == rows.FOREIGN]

@@ -337,7 +337,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             raise EpochExistsError(
                 f"{self.root}: epoch {step} exists or is being saved; delete() or rollback_to() make room, "
                 f"allow_overwrite() lets the next save take its place (in Orbax's words: Checkpoint for step {step} "
-                "already exists)"
+                "already exists). If another run has deleted it since this manager looked, reload() or claim() tells"
             )
         if step in self._foreign and overwrite is None:
             raise EpochExistsError(
@@ -406,7 +406,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         meanwhile, the save fails. A save that fails, or that raises, has used the permission up: call this again.
 
         Raises:
-            InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only.
+            InvalidArgumentError: stock Orbax wrote the epoch (on a file system), or this manager is read only.
         """
         epoch = epoch_number(epoch)
         self._check_may_write("allow_overwrite")
@@ -699,6 +699,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _claimed(self, epochs: list[int]) -> None:
         """On every process, when the directory is claimed: these epochs are committed there."""
         self._listener.claimed(epochs)
+        if self._coordinator.processes == 1:
+            self._history.forget_gone()
         if self._mirror is not None:
             self._mirror.claimed(self._commits, self._coordinator, self._prefix, epochs)
 
@@ -720,6 +722,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             call = f"{verb}({'' if epoch is None else epoch})"
             claim = self._calls.answer(call, claimed, self._answer_secs)
             _threads.start(lambda: self._claim.learn(claim)).result()
+            self._history.forget_gone()
         except FencedError as error:
             self._claim.note(error)
             raise

@@ -17,9 +17,8 @@ import json
 import math
 import os
 import re
-import tempfile
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from epochckpt.errors import DamagedError, EpochCheckpointError, StorageError, U
 from epochckpt.format import ArrayItem, Box, ItemRecord, KeyPath, Leaf, flax_msgpack, grid, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.orbax import steps
+from epochckpt.orbax.item_files import TensorFiles, local_folder
 from epochckpt.storage import Store
 
 UNKNOWN = "unknown"  # kind of a leaf that cannot be looked into: it is damaged, or a user's type handler wrote it
@@ -39,7 +39,6 @@ _PLACEHOLDER = "PLACEHOLDER://"
 _BARE_PATH, _BARE_HANDLER = (("k", "checkpoint"),), "ArrayCheckpointHandler"  # what that handler calls its only leaf
 _TOLERATED = (ValueError, IndexError, RecursionError, OSError, NotImplementedError)  # what tensorstore raises
 
-_RETRIES = {"max_retries": 8, "initial_delay": "0.2s", "max_delay": "8s"}  # of a request to a bucket: half a minute
 _READS = 128  # under way at the same time, as many as Orbax has
 _NUMBERS = 1024  # read ahead when one is asked for: they are a few bytes each
 _READ_BYTES = 2**31  # bound on the decoded chunks of these reads; what has more is read alone
@@ -82,15 +81,10 @@ class OrbaxItem:
 
     def __init__(self, store: Store, at: str, epoch: int, handler: str = "", bare: bool = False):
         self._store, self._at, self._epoch = store, at, epoch
-        self._folder = os.path.join(store.root, at)
         self.custom_metadata: Any = None
         self._fill = self._zarr3 = False
-        limits: dict[str, Any] = {
-            "file_io_concurrency": {"limit": _READS},
-            "gcs_request_concurrency": {"limit": _READS},
-            "gcs_request_retries": _RETRIES,
-            "cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES},
-        }
+        self._files = TensorFiles(store, at)
+        limits = self._files.resources(_READS) | {"cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}}
         self._context = ts.Context(limits)
         self._ocdbt = store.exists(paths.join(at, steps.OCDBT))
         self._cached: tuple[str, ts.TensorStore | None] = ("", None)
@@ -345,10 +339,7 @@ class OrbaxItem:
         return found
 
     def _kvstore(self, param: str = "") -> dict[str, Any]:
-        files = {"driver": "file", "path": f"{self._folder}/"}
-        if not self._store.renames:
-            bucket, _, path = self._folder.removeprefix("gs://").partition("/")
-            files = {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
+        files = self._files.kvstore()
         if self._ocdbt:
             return {"driver": "ocdbt", "base": files, "path": param, "cache_pool": "cache_pool#ocdbt"}
         return {**files, "path": f"{files['path']}{param}"}
@@ -484,25 +475,6 @@ def _dtype(name: Any) -> np.dtype[Any]:
     if found.newbyteorder("=").name not in tree_lib.DTYPES:
         raise ValueError(f"dtype {str(name)[:40]!r}")
     return found.newbyteorder("=")
-
-
-@contextlib.contextmanager
-def local_folder(store: Store, at: str, names: Collection[str] | None = None) -> Generator[str]:
-    """A path of a folder, or of these files in it, that any program can read; of a bucket a copy that is removed."""
-    if store.renames:
-        yield os.path.join(store.root, at)
-        return
-    with tempfile.TemporaryDirectory(prefix="epochckpt-") as folder:
-
-        def fetch(name: str) -> None:
-            place = os.path.join(folder, name)
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            with store.open_reader(paths.join(at, name)) as reader, open(place, "wb") as file:
-                for piece in reader.pieces():
-                    file.write(piece)
-
-        store.each(fetch, [file.path for file in store.files(at)] if names is None else names)
-        yield folder
 
 
 _PASSING = re.compile("UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED|ABORTED")  # of a store that is away, or refuses

@@ -14,6 +14,7 @@ from collections.abc import Callable, Container
 from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError
 from epochckpt.format import EpochRecord
 from epochckpt.format import paths as layout
+from epochckpt.orbax import steps
 from epochckpt.orbax.linked_view import compare_file, damage_of, same
 from epochckpt.orbax.steps import COMMIT, STEP_RECORD
 from epochckpt.orbax.view import View, Views, copies
@@ -21,8 +22,8 @@ from epochckpt.storage import Store
 
 
 def is_of_use(store: Store) -> bool:
-    """Whether stock Orbax can read from there: it takes no path of another kind of bucket than gs://."""
-    return store.root.startswith("gs://")
+    """Whether a view is read there, by stock Orbax."""
+    return not store.renames and steps.saves_to(store)
 
 
 def put(store: Store, folder: str, view: View, still: Callable[[], bool]) -> bool:

@@ -54,10 +54,15 @@ _ARRAY_HANDLERS = ("PyTreeCheckpointHandler", "StandardCheckpointHandler", "Arra
 _JSON_HANDLER = "JsonCheckpointHandler"  # also what the view says of a node's folder
 
 
+def saves_to(store: Store) -> bool:
+    """Whether stock Orbax saves to such a store: it takes no path of another kind of bucket than gs://."""
+    return store.renames or store.root.startswith("gs://")
+
+
 def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
     """Whether a folder without a commit record of ours is a step of stock Orbax; a deleted one is not."""
-    if os.path.islink(_full(store, folder)) if store.renames else not store.root.startswith("gs://"):
-        return False  # Orbax saves to no other store
+    if os.path.islink(_full(store, folder)) if store.renames else not saves_to(store):
+        return False
 
     def holds_tree() -> bool:
         if _has_tree(store, folder, entries):
@@ -83,6 +88,18 @@ def is_step(store: Store, folder: str, is_epoch: Callable[[str], bool]) -> bool:
         return not _is_ours(store, folder, entries, record)
     except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
         return False
+
+
+def is_other(store: Store, folder: str, attempt: str) -> bool:
+    """Whether a folder has the record of another step than this attempt (see `read`), or of one that is being written.
+
+    A folder without a record may be what is left of any.
+    """
+    info = step_record(store, folder)
+    if info is None:
+        return False
+    committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
+    return attempt != f"orbax-{committed}" if committed is not None else not attempt.startswith("orbax-folder-")
 
 
 def lost_records(store: Store, folder: str) -> bool:

@@ -328,12 +328,16 @@ class Client:
         kv = self.kv if len(data) <= _SMALL_BYTES else self._large
         return self.ask(path, "writing", write, confirm)
 
-    def copy(self, path: str, to: str) -> None:
-        """Copies an object at the server; one that is there is replaced."""
+    def copy(self, path: str, to: str, *, replace: bool) -> None:
+        """Copies an object at the server; one that is there is replaced, or FileExistsError."""
         import obstore
 
-        key, other = self.key(path), self.key(to)
-        self.ask(path, "copying", lambda: obstore.copy(self._large, key, other))
+        key, other, name = self.key(path), self.key(to), self.name(to)
+
+        def met() -> None:
+            raise existing(name)
+
+        self.ask(path, "copying", lambda: obstore.copy(self._large, key, other, overwrite=replace), met)
 
     def stream(self, path: str, pieces: Iterator[bytes], size: int) -> None:
         """Writes an object from pieces in their order, in several requests; one that is there is replaced."""

@@ -7,6 +7,7 @@ several at a time, and never lie in memory as a whole. See `object_client` for w
 from __future__ import annotations
 
 import errno
+import io
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,14 +51,14 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, settings: Mapping[str, Any] | None = None):
         self._client = Client(url, settings)
-        self.root, self.endpoint = self._client.root, self._client.endpoint
-        self.concurrency = self._client.settings.concurrency or _CONCURRENCY
+        self.root, self.endpoint, self.settings = self._client.root, self._client.endpoint, self._client.settings
+        self.concurrency = self.settings.concurrency or _CONCURRENCY
         self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}  # of contents, by path
 
     @property
     def address(self) -> str:
         """The URL, with the settings as its query."""
-        query = self._client.settings.query()
+        query = self.settings.query()
         return f"{self.root}?{query}" if query else self.root
 
     def exists(self, path: str) -> bool:
@@ -143,9 +144,11 @@ class ObjectStore(Store):
                 "If-None-Match and If-Match for writes"
             )
 
-    def copy(self, src: str, dst: str) -> None:
+    def copy(self, src: str, dst: str, *, replace: bool = True) -> None:
         """One request; S3 copies up to 5 GiB so."""
-        self._client.copy(src, dst)
+        if not replace and self.root.startswith("s3://"):
+            raise io.UnsupportedOperation(f"{self.root} cannot copy on condition that there is no {dst!r}")
+        self._client.copy(src, dst, replace=replace)
 
     def remove(self, path: str) -> None:
         """One delete."""

@@ -30,6 +30,7 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.errors import StorageError, is_passing
+from epochckpt.options import BucketSettings
 
 T = TypeVar("T")
 
@@ -132,6 +133,7 @@ class Store(ABC):
         preferred_part_bytes: largest file that suits this store; None for any size.
         concurrency: how many requests at once suit it.
         endpoint: the server of a bucket, if it is not the cloud's own; else empty.
+        settings: how a bucket is reached.
     """
 
     root: str
@@ -139,6 +141,7 @@ class Store(ABC):
     preferred_part_bytes: int | None
     concurrency: int = 1
     endpoint: str = ""
+    settings: BucketSettings = BucketSettings()
 
     @property
     def address(self) -> str:
@@ -282,10 +285,11 @@ class Store(ABC):
             f"{self.root} cannot rename {src!r} to {dst!r}: an object store has no atomic rename"
         )
 
-    def copy(self, src: str, dst: str) -> None:
-        """Copies a file within the store, which does so by itself; replaces what is at `dst`. FileNotFoundError.
+    def copy(self, src: str, dst: str, *, replace: bool = True) -> None:
+        """Copies a file within the store, which does so by itself. FileNotFoundError.
 
-        io.UnsupportedOperation if the store cannot (POSIX).
+        What is at `dst` is replaced, or FileExistsError: that may be the caller's own copy, if the answer to a first
+        request was lost. io.UnsupportedOperation if the store cannot (POSIX), or (S3) without `replace`.
         """
         raise io.UnsupportedOperation(f"{self.root} cannot copy {src!r} to {dst!r} by itself")
 

@@ -164,6 +164,30 @@ def test_what_another_run_did_since_the_directory_was_opened_is_seen_with_the_fi
     early.close()
 
 
+@pytest.mark.parametrize("claims", [True, False])
+def test_what_another_run_deleted_can_be_saved_anew_once_the_claim_has_told(directory: str, claims: bool) -> None:
+    """By `claim()`, or with the first save; before that nothing asks storage on the training thread."""
+    with ec.CheckpointManager(directory) as trainer:
+        commit(trainer, 1, 2, 3)
+    late = ec.CheckpointManager(directory)
+    with ec.CheckpointManager(directory) as trainer:
+        trainer.delete(2)
+        trainer.delete(3)
+    with pytest.raises(errors.EpochExistsError, match=r"reload\(\) or claim\(\) tells"):
+        late.save(2, args=args(2), force=True)
+    if claims:
+        late.claim()
+        assert late.should_save(2)
+    else:
+        commit(late, 4)
+    assert late.save(2, args=args(-2), force=True)
+    late.wait_until_finished()
+    assert values(late)[2] == -2.0
+    with pytest.raises(errors.EpochExistsError):
+        late.save(1, args=args(-1), force=True)
+    late.close()
+
+
 def test_a_claim_that_fails_is_made_anew_and_loses_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

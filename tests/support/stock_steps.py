@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from epochckpt.storage import open_store
 from tests.support import stock_states
 
 LAYOUTS = [
@@ -52,6 +53,25 @@ def simple(directory: pathlib.Path, *steps: int, **options: Any) -> None:
     with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(**options)) as manager:
         for step in steps:
             manager.save(step, args=ocp.args.StandardSave(tree_of(step)), metrics={"loss": abs(step - 3.5)})
+
+
+def upload(directory: pathlib.Path, url: str, *steps: int) -> None:
+    """Copies steps to a bucket, as stock Orbax would have written them there."""
+    store = open_store(url)
+    for step in steps:
+        for file in sorted(path for path in (directory / str(step)).rglob("*") if path.is_file()):
+            store.put(str(file.relative_to(directory)), file.read_bytes(), draft="", replace=True)
+        store.put(f"{step}/commit_success.txt", b"", draft="", replace=True)
+
+
+def download(url: str, path: str, directory: pathlib.Path) -> pathlib.Path:
+    """Copies a folder of a bucket to a local one; returns that."""
+    store = open_store(url)
+    for file in store.files(path):
+        place = directory / file.path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(store.read(f"{path}/{file.path}", limit_bytes=1 << 24))
+    return directory
 
 
 def tree_of(step: int) -> dict[str, Any]:

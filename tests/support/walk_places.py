@@ -15,6 +15,7 @@ import obstore
 import pytest
 
 from epochckpt import _threads
+from epochckpt.orbax import steps
 from epochckpt.storage import object_client
 from epochckpt.storage.object_client import Client
 from tests.support.object_servers import Bucket, Fault, Proxy, Request
@@ -146,13 +147,15 @@ class Place:
 
 
 _METHODS = {"reading": "GET", "looking for": "HEAD", "listing": "LIST", "writing": "PUT", "deleting": "DELETE"}
+_METHODS["copying"] = "PUT"
 
 
 class MemoryPlace(Place):
-    """`memory://`: faults happen in the client, around each call of the store."""
+    """`memory://`: faults happen in the client, around each call of the store. `stock`: stock Orbax may save there."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stock: bool = False) -> None:
         super().__init__("memory")
+        self._stock = stock
         self._decide: Callable[[Request], Fault | None] = lambda request: None
         self._late: list[threading.Thread] = []
 
@@ -168,6 +171,8 @@ class MemoryPlace(Place):
         return not any(thread.is_alive() for thread in self._late)
 
     def _prepare(self, patch: pytest.MonkeyPatch) -> None:
+        if self._stock:
+            patch.setattr(steps, "saves_to", lambda store: True)
         init, ask = Client.__init__, Client.ask
         older: set[int] = set()
 

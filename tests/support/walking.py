@@ -6,11 +6,14 @@ restore, an older run that was told that it had saved, or remains of dead attemp
 """
 
 import dataclasses
+import functools
 import json
+import pathlib
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +24,7 @@ import epochckpt as ec
 from epochckpt.errors import EpochCheckpointError, FencedError, UncertainError
 from epochckpt.format import paths
 from epochckpt.inspection.gc import collect
+from epochckpt.orbax.steps import COMMIT
 from epochckpt.storage import open_store
 from tests.support.walk_places import FORMS, KILLED, WAIT_SECS, Pause, Place, of_run
 
@@ -114,6 +118,8 @@ class Operation:
         uploads: it needs a directory to upload from.
         dead: an attempt of a run that was killed lies in the directory.
         aside: the subfolder that keeps what is deleted.
+        stock: the epochs that stock Orbax has written.
+        leaving: epoch 3 of stock Orbax was deleted by a run that was killed in the middle of removing it.
     """
 
     perform: Callable[[Older], object]
@@ -125,6 +131,8 @@ class Operation:
     uploads: bool = False
     dead: bool = False
     aside: str | None = None
+    stock: tuple[int, ...] = ()
+    leaving: bool = False
 
 
 WITH_3 = BASE | {3: tag_of(3, OLDER)}
@@ -163,6 +171,27 @@ UPLOADED = tag_of(7, OLDER)
 def upload(url: str, source: ec.CheckpointManager | None) -> None:
     """Copies epoch 7 of another directory."""
     ec.LocalSession().run(ec.CopyUpload(url).build(7, source))
+
+
+@functools.cache
+def stock_files() -> dict[str, bytes]:
+    """What stock Orbax writes as the epochs 0 to 3, by path."""
+    with tempfile.TemporaryDirectory() as name:
+        with ocp.CheckpointManager(name) as manager:
+            for epoch, tag in WITH_3.items():
+                manager.save(epoch, args=saved_as(tag))
+        files = [path for path in pathlib.Path(name).rglob("*") if path.is_file()]
+        return {str(path.relative_to(name)): path.read_bytes() for path in sorted(files)}
+
+
+def upload_stock(url: str, epochs: Iterable[int]) -> None:
+    """Writes epochs as stock Orbax would have."""
+    store = open_store(url)
+    for epoch in epochs:
+        for path, data in stock_files().items():
+            if path.startswith(f"{epoch}/") and path != f"{epoch}/{COMMIT}":
+                store.create(path, data)
+        store.create(f"{epoch}/{COMMIT}", b"")
 
 
 OPERATIONS = {
@@ -213,6 +242,21 @@ OPERATIONS = {
         adds=(7, UPLOADED),
         uploads=True,
     ),
+}
+OPERATIONS |= {
+    f"{name}, stock": dataclasses.replace(OPERATIONS[name], stock=epochs)
+    for name, epochs in {
+        "delete 2": (1, 2),
+        "set 2 aside": (2,),
+        "rollback": (1, 2),
+        "replace": (2,),
+        "save, keep 1": (0, 1),
+        "save, keep 2": (0, 1, 2),
+    }.items()
+}
+OPERATIONS |= {
+    "first save, stock leaving": dataclasses.replace(OPERATIONS["first save"], stock=(1,), leaving=True),
+    "save, stock leaving": dataclasses.replace(OPERATIONS["save"], stock=(2,), leaving=True),
 }
 
 
@@ -415,10 +459,15 @@ class _Meeting:
         """The epochs `BASE`, of a run that has ended; with a dead attempt of another one."""
         place = self._place
         place.go_by("first")
+        stock = self._operation.stock
+        upload_stock(self._url, stock)
         with open_run(self._url) as manager:
-            for epoch, tag in BASE.items():
-                save(manager, epoch, tag)
-        ec.attach_metrics(self._url, 2, {"loss": 0.0}, "trainer")
+            manager.claim()
+            ours = [epoch for epoch in BASE if epoch not in stock]
+            for epoch in ours:
+                save(manager, epoch, BASE[epoch])
+        for epoch in ours[-1:]:
+            ec.attach_metrics(self._url, epoch, {"loss": 0.0}, "trainer")
         place.settle("first")
         place.go_by("older")
         if self._operation.dead:
@@ -431,12 +480,32 @@ class _Meeting:
             place.settle("older")
             assert dying.request is not None
             place.decide_by(lambda request: None)
+        if self._operation.leaving:
+            self._leave_half()
         self._older.prepare()
         place.settle("older")
         place.go_by("newer")
         if self._operation.uploads or self._newcomer.acts is Newer.uploads:
             self._older.source = open_run(f"memory://{uuid.uuid4().hex}")
             save(self._older.source, 7, UPLOADED)
+
+    def _leave_half(self) -> None:
+        """A run deletes epoch 3, of stock Orbax, and is killed when it has removed something of it."""
+        place, dying = self._place, Pause("killed", 2)
+        upload_stock(self._url, [3])
+        place.settle("first")
+        manager = open_run(self._url)
+        manager.claim()
+        place.settle("older")
+        place.decide_by(lambda request: dying.decide(request) if request.kind == "DELETE" or dying.request else None)
+        with suppress(EpochCheckpointError):
+            manager.delete(3)
+            manager.wait_until_finished()
+        with suppress(EpochCheckpointError):
+            manager.close()
+        place.settle("older")
+        assert dying.request is not None
+        place.decide_by(lambda request: None)
 
     def _act(self, newer: Newer) -> None:
         """The newer run, from its first look to its end; it is disturbed by nothing."""

@@ -1,0 +1,83 @@
+"""Where other programs find the files of an item of stock Orbax: TensorStore, and Orbax's handlers.
+
+TensorStore reads a file system, and `gs://` where it asks the same server as we do: that is the one of
+TENSORSTORE_GCS_HTTP_URL, or the cloud's own, and no setting changes it. Else it is given a local copy.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Collection, Generator
+from typing import Any
+
+from absl import logging
+
+from epochckpt.format import paths
+from epochckpt.storage import Store
+
+_GOOGLE = "https://storage.googleapis.com"
+_SERVER = "TENSORSTORE_GCS_HTTP_URL"
+_RETRIES = {"max_retries": 8, "initial_delay": "0.2s", "max_delay": "8s"}  # of a request to a bucket: half a minute
+
+
+@contextlib.contextmanager
+def local_folder(store: Store, at: str, names: Collection[str] | None = None) -> Generator[str]:
+    """A path of a folder, or of these files in it, that any program can read; of a bucket a copy that is removed."""
+    if store.renames:
+        yield os.path.join(store.root, at)
+        return
+    with tempfile.TemporaryDirectory(prefix="epochckpt-") as folder:
+        _fetch(store, at, folder, names)
+        yield folder
+
+
+def _fetch(store: Store, at: str, folder: str, names: Collection[str] | None = None) -> None:
+    def fetch(name: str) -> None:
+        place = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with store.open_reader(paths.join(at, name)) as reader, open(place, "wb") as file:
+            for piece in reader.pieces():
+                file.write(piece)
+
+    store.each(fetch, [file.path for file in store.files(at)] if names is None else names)
+
+
+class TensorFiles:
+    """The folder of an item, for TensorStore; a copy of it goes with this object."""
+
+    def __init__(self, store: Store, at: str):
+        self._store, self._at = store, at
+        self._copy = ""
+
+    def resources(self, reads: int) -> dict[str, Any]:
+        """What its context bounds: so many reads at once, and the settings of the bucket."""
+        asked, retries = self._store.settings, dict[str, Any](_RETRIES)
+        retries |= {"max_retries": asked["retries"]} if "retries" in asked else {}
+        for name, setting in (("initial_delay", "first_retry_secs"), ("max_delay", "longest_retry_secs")):
+            retries |= {name: f"{asked[setting]:g}s"} if setting in asked else {}
+        concurrency = {"limit": asked.get("concurrency", reads)}
+        found = {"file_io_concurrency": {"limit": reads}, "gcs_request_concurrency": concurrency}
+        found["gcs_request_retries"] = retries
+        if payer := asked.get("requester_pays"):
+            found["gcs_user_project"] = {"project_id": payer}
+        return found
+
+    def kvstore(self) -> dict[str, Any]:
+        """The spec of the folder as a key-value store; the first call may make the copy."""
+        place = os.path.join(self._store.root, self._at)
+        if self._store.renames:
+            return {"driver": "file", "path": f"{place}/"}
+        asked = os.environ.get(_SERVER, "").rstrip("/") or _GOOGLE
+        if self._store.root.startswith("gs://") and (self._store.endpoint or _GOOGLE) == asked:
+            bucket, _, path = place.removeprefix("gs://").partition("/")
+            return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
+        if not self._copy:
+            self._copy = tempfile.mkdtemp(prefix="epochckpt-")
+            weakref.finalize(self, shutil.rmtree, self._copy, True)
+            text = "%s: TensorStore does not ask %s, so the whole item is copied to %s (see TMPDIR)%s"
+            advice = f". Set {_SERVER} to avoid that" if self._store.root.startswith("gs://") else ""
+            logging.warning(text, place, self._store.endpoint or "this store", self._copy, advice)
+            _fetch(self._store, self._at, self._copy)
+        return {"driver": "file", "path": f"{self._copy}/"}

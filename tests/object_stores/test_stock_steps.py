@@ -1,0 +1,234 @@
+"""Steps of stock Orbax in a bucket: deleted, set aside, replaced, retired; their numbers saved anew."""
+
+import pathlib
+import time
+import uuid
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.commit import departures
+from epochckpt.inspection import rows
+from epochckpt.inspection.gc import collect
+from epochckpt.orbax import steps
+from epochckpt.storage import open_store
+from tests.support import stock_steps
+
+Options = ocp.CheckpointManagerOptions
+MARKER = "commit_success.txt"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Steps 1 to 3, on a local disk."""
+    directory = tmp_path_factory.mktemp("stock")
+    stock_steps.simple(directory, 1, 2, 3)
+    return directory
+
+
+@pytest.fixture
+def url(written: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A directory with these steps in a bucket, of a kind that stock Orbax saves to."""
+    monkeypatch.setattr(steps, "saves_to", lambda store: True)
+    url = f"memory://{uuid.uuid4().hex}"
+    stock_steps.upload(written, url, 1, 2, 3)
+    return url
+
+
+def state(value: float) -> Any:
+    return ocp.args.StandardSave({"w": np.full(3, value, np.float32)})
+
+
+def save(manager: ec.CheckpointManager, epoch: int, **arguments: Any) -> None:
+    assert manager.save(epoch, args=state(epoch), force=True, **arguments)
+    manager.wait_until_finished()
+
+
+def names(url: str, folder: str = "") -> set[str]:
+    return {file.path for file in open_store(url).files(folder)}
+
+
+def as_stock(manager: ec.CheckpointManager, epoch: int) -> bool:
+    """Whether an epoch has what stock Orbax saved as it."""
+    found = manager.restore(epoch)
+    return all(np.array_equal(found[name], value) for name, value in stock_steps.tree_of(epoch).items())
+
+
+def is_ours(url: str, epoch: int) -> bool:
+    """Whether an epoch is one that `save` saved, with a whole view for stock Orbax."""
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        verified = manager.verify(epoch)
+        assert verified.ok
+        assert (verified.view_damage, verified.note) == ((), "")
+        return manager.restore(epoch)["w"].tolist() == [epoch] * 3
+
+
+def test_a_deleted_step_is_gone_and_its_number_free(url: str) -> None:
+    others = names(url) - {f"2/{name}" for name in names(url, "2")}
+    with ec.CheckpointManager(url) as manager:
+        manager.delete(2)
+        assert list(manager.all_steps()) == [1, 3]
+    assert names(url, "2") == set()
+    assert others < names(url)
+    with ec.CheckpointManager(url) as manager:
+        assert list(manager.all_steps()) == [1, 3]
+        assert as_stock(manager, 3)
+        save(manager, 2)
+    assert is_ours(url, 2)
+
+
+def test_steps_that_are_rolled_back_keep_their_bytes(url: str, written: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Stock Orbax reads them where they are kept, and their numbers are saved anew."""
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 4)
+        manager.rollback_to(1)
+        assert list(manager.all_steps()) == [1]
+        for epoch in (2, 3):
+            save(manager, epoch)
+    with ec.CheckpointManager(url) as manager:
+        assert list(manager.all_steps()) == [1, 2, 3]
+        assert as_stock(manager, 1)
+    assert is_ours(url, 2)
+    assert is_ours(url, 3)
+    (kept,) = (entry.name for entry in open_store(url).list("") if entry.name.startswith("rolled-back-"))
+    for epoch in (2, 3):
+        place = stock_steps.download(url, f"{kept}/{epoch}", tmp_path / str(epoch))
+        files = {path.relative_to(place): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+        before = written / str(epoch)
+        expected = {path.relative_to(before): path.read_bytes() for path in before.rglob("*") if path.is_file()}
+        assert files == expected | {pathlib.Path(MARKER): b""}
+    found = ocp.StandardCheckpointer().restore(tmp_path / "2" / "default")
+    assert all(np.array_equal(found[name], value) for name, value in stock_steps.tree_of(2).items())
+
+
+def test_a_step_is_replaced_in_one_change(url: str) -> None:
+    with ec.CheckpointManager(url) as manager:
+        with pytest.raises(ec.errors.EpochExistsError):
+            save(manager, 3)
+        manager.allow_overwrite(3)
+        save(manager, 3)
+        assert list(manager.all_steps()) == [1, 2, 3]
+    assert is_ours(url, 3)
+    assert not [name for name in names(url, "3") if "ocdbt.process" in name]
+
+
+def test_a_replacement_that_fails_leaves_the_step(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also its marker and its records, which a view would have under the same names."""
+    before = names(url, "3")
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 4)
+        manager.allow_overwrite(3)
+
+        def refused(*args: Any) -> Any:
+            raise ec.errors.StorageError("head", OSError("refused"))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(manager._commits, "_put", refused)
+            assert manager.save(3, args=state(3), force=True)
+            with pytest.raises(ec.errors.SaveError):
+                manager.wait_until_finished()
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 5)
+        assert list(manager.all_steps()) == [1, 2, 3, 4, 5]
+        assert as_stock(manager, 3)
+    assert names(url, "3") == before
+
+
+def test_retention_deletes_what_is_a_step_without_doubt(url: str) -> None:
+    """Something else was saved below step 1; only a caller may delete that."""
+    open_store(url).create("1/default/_CHECKPOINT_METADATA", b"{}")
+    with ec.CheckpointManager(url, options=Options(max_to_keep=1)) as manager:
+        save(manager, 4)
+        assert list(manager.all_steps()) == [1, 4]
+    assert names(url, "2") == names(url, "3") == set()
+    assert f"1/{MARKER}" in names(url)
+    with ec.CheckpointManager(url) as manager:
+        manager.delete(1)
+    assert names(url, "1") == set()
+
+
+def test_a_subfolder_keeps_deleted_steps(url: str) -> None:
+    before = names(url, "2")
+    with ec.CheckpointManager(url, options=Options(todelete_subdir="trash")) as manager:
+        manager.delete(2)
+    assert names(url, "trash/2") == before
+    assert names(url, "2") == set()
+    with ec.CheckpointManager(url, options=Options(todelete_subdir="trash")) as manager:
+        save(manager, 2)
+        with pytest.raises(ec.errors.EpochExistsError, match="trash/2 exists already"):
+            manager.delete(2)
+
+
+def test_a_damaged_step_is_set_aside_when_its_number_is_saved(url: str) -> None:
+    open_store(url).remove("3/default/_METADATA")
+    before = names(url, "3")
+    with ec.CheckpointManager(url) as manager:
+        assert np.array_equal(manager.restore(None)["n"], stock_steps.tree_of(2)["n"])
+        assert list(manager.all_steps()) == [1, 2]
+        save(manager, 3)
+    assert is_ours(url, 3)
+    (kept,) = (entry.name for entry in open_store(url).list("") if entry.name.startswith("damaged-"))
+    assert names(url, f"{kept}/3") == before
+
+
+def test_what_stock_orbax_saves_anew_meanwhile_stays(
+    url: str, written: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is paused before it removes the step that it has deleted; the next claim finds the new one."""
+    end = departures.Departures.end
+
+    def late(self: Any, folder: str, incarnation: str = "") -> None:
+        store = open_store(url)
+        store.remove_tree("2")
+        stock_steps.upload(written, url, 2)
+        record = store.read("2/_CHECKPOINT_METADATA", limit_bytes=1 << 20)
+        time_ns = b'"commit_timestamp_nsecs": 1'
+        store.put(
+            "2/_CHECKPOINT_METADATA", record.replace(b'"commit_timestamp_nsecs": ', time_ns), draft="", replace=True
+        )
+        end(self, folder, incarnation)
+
+    with monkeypatch.context() as patch, ec.CheckpointManager(url) as manager:
+        patch.setattr(departures.Departures, "end", late)
+        manager.delete(2)
+        manager.reload()
+        assert list(manager.all_steps()) == [1, 3]
+    with ec.CheckpointManager(url) as manager:
+        manager.claim()
+        assert list(manager.all_steps()) == [1, 2, 3]
+        assert as_stock(manager, 2)
+
+
+@pytest.mark.parametrize("to_end", ["the next claim", "gc"])
+def test_a_deletion_that_was_cut_short_is_finished(to_end: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody lists the step meanwhile."""
+    with monkeypatch.context() as patch, ec.CheckpointManager(url) as manager:
+        patch.setattr(departures.Departures, "end", lambda self, folder, incarnation="": None)
+        manager.delete(2)
+        manager.rollback_to(1)
+    assert f"2/{MARKER}" in names(url)
+    assert f"3/{MARKER}" in names(url)
+    with ec.CheckpointManager(url, options=Options(read_only=True)) as manager:
+        assert list(manager.all_steps()) == [1]
+    assert {row.path: row.kind for row in ec.inspect(url).du().usage.rows}["2"] == rows.DELETED
+    if to_end == "gc":
+        assert "2" in {row.path for row in collect(url, delete=True, clock=lambda: time.time() + 1e7).rows}
+    else:
+        with ec.CheckpointManager(url) as manager:
+            manager.claim()
+            save(manager, 3)
+        assert is_ours(url, 3)
+    assert names(url, "2") == set()
+
+
+def test_gc_removes_steps_that_were_rolled_back_when_it_is_told_to(url: str) -> None:
+    with ec.CheckpointManager(url) as manager:
+        manager.rollback_to(1)
+    collect(url, delete=True, epochs_too=True, clock=lambda: time.time() + 1e7)
+    assert {name.partition("/")[0] for name in names(url)} == {"1", "_epochckpt"}
+    with ec.CheckpointManager(url) as manager:
+        assert list(manager.all_steps()) == [1]
+        assert as_stock(manager, 1)
