@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from epochckpt import _collector
 from epochckpt._text import readable
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import ArrayItem, Box, Grid, Leaf, checksums, records
@@ -96,14 +97,15 @@ def plan_item(
     A replicated array larger than `replica_split_bytes` is split between several of its holders; `part_bytes` bounds a
     data file. With `per_node`, no other process may hold a part of the item.
     """
-    builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
-    for path, value in pairs:
-        builder.add(path, value)
-    item = builder.finish()
-    owned = item.owned(node)
-    sources = tuple(_sources(item, [value for _, value in pairs], owned))
-    copied = sum(item.cell_bytes(s.leaf) for s in sources if s.staged or s.shard < 0)
-    return ItemPlan(item, owned, sources, tuple(item.part_ends(owned, part_bytes)), copied)
+    with _collector.paused():
+        builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
+        for path, value in pairs:
+            builder.add(path, value)
+        item = builder.finish()
+        owned = item.owned(node)
+        sources = tuple(_sources(item, [value for _, value in pairs], owned))
+        copied = sum(item.cell_bytes(s.leaf) for s in sources if s.staged or s.shard < 0)
+        return ItemPlan(item, owned, sources, tuple(item.part_ends(owned, part_bytes)), copied)
 
 
 class _Builder:
@@ -170,7 +172,8 @@ class _Builder:
             leaf = self.leaves[i]
             if leaf.grid >= 0:
                 width = max(map(len, grids[leaf.grid].holders))
-                self.leaves[i] = dataclasses.replace(leaf, rotation=turns[leaf.grid] % width)
+                if turns[leaf.grid] % width:
+                    self.leaves[i] = dataclasses.replace(leaf, rotation=turns[leaf.grid] % width)
                 turns[leaf.grid] += steps[leaf.grid]
         shardings = tuple(map(self._sharding_row, self.shardings))
         return ArrayItem(self.name, tuple(self.leaves), tuple(grids), shardings, tuple(map(_mesh_row, self.meshes)))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from epochckpt import _collector
 from epochckpt._threads import Pool
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, FormatError, unreadable
 from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeRecord, Part, checksums, grid, parsing, paths
@@ -31,8 +32,7 @@ _SPAN_BYTES = 16 * 2**20  # that one request reads
 _GAP_BYTES = 2**20  # that it reads in vain, where that saves another request
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A part of a leaf, and the array of its shape and of the stored dtype that it is read into."""
 
     item: str
@@ -320,12 +320,15 @@ class EpochReader:
     def read(self, requests: Sequence[Request]) -> None:
         """Fills the `out` of every request; DamagedError, or EpochDeletedError if the epoch went away meanwhile."""
         wanted: dict[ArrayFile, dict[int, list[_Copy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-        for request in requests:
-            for (file, position), copy in self._cells(request):
-                wanted[file][position].append(copy)
+        with _collector.paused():
+            for request in requests:
+                for (file, position), copy in self._cells(request):
+                    wanted[file][position].append(copy)
         self.pool.run([functools.partial(self.node_record, node) for node in sorted({file.node for file in wanted})])
         try:
-            self.pool.run([task for file, cells in wanted.items() for task in file.tasks(cells)])
+            with _collector.paused():
+                tasks = [task for file, cells in wanted.items() for task in file.tasks(cells)]
+            self.pool.run(tasks)
         finally:
             for file in wanted:
                 file.close()

@@ -1,6 +1,7 @@
 """Restores an item: matches the target (`targets`), reads the bytes (`reader`), and places arrays on devices."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,13 +11,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from epochckpt import _text, _units
+from epochckpt import _collector, _text, _units
 from epochckpt._text import readable, shown
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.reader import Request
 from epochckpt.arrays.targets import LeafRequest, Matcher, Shardings, Sources, as_saved, describe_leaf, key_dims
 from epochckpt.errors import FormatError, InvalidArgumentError, Mismatch, MismatchError, UnknownNameError
-from epochckpt.format import Box, EpochRecord, Leaf
+from epochckpt.format import ArrayItem, Box, EpochRecord, Leaf
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import box_shape, whole
 
@@ -53,7 +54,7 @@ class ArraySource(Protocol):
 
 def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings: Shardings | None = None) -> Any:
     """Restores one array item; `shardings` are the saved ones, if the epoch's record lacks them."""
-    assembly, epoch = _Assembly(reader, name), reader.record.epoch
+    assembly = _Assembly(reader, name)
     item = assembly.item
     shardings = shardings or Shardings(item, request.fallback_sharding)
     if request.target is None and request.restore_args is None:
@@ -61,7 +62,16 @@ def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings
         where = f"{reader.folder}/epoch.json"
         return tree_lib.nest([(leaf.path, value) for leaf, value in zip(item.leaves, leaves, strict=True)], where)
 
-    # Match every leaf of the target before anything is read; all differences are reported together.
+    with _collector.paused():
+        requests, treedef = _match(name, item, reader.record.epoch, request, shardings)
+    tree = tree_lib.unflatten(treedef, assembly.run(requests))
+    return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
+
+
+def _match(
+    name: str, item: ArrayItem, epoch: int, request: TreeRequest, shardings: Shardings
+) -> tuple[list[LeafRequest], Any]:
+    """Matches every leaf of the target, before anything is read; all differences are reported together."""
     pairs, treedef = tree_lib.flatten(request.target if request.target is not None else request.restore_args)
     given = {} if request.target is None else _restore_args(name, request.restore_args)
     sources = None if request.sources is None else request.sources(item.leaves, [path for path, _ in pairs])
@@ -74,9 +84,7 @@ def restore_tree(reader: ArraySource, name: str, request: TreeRequest, shardings
     for leaf, shape in ((item.leaves[r.leaf], r.shape) for r in requests if r.shape is not None):
         message = "epoch %d, item %s: leaf %s, %s, is cut or padded with zeros to %s, as strict=False asks"
         logging.warning(message, epoch, name, leaf.name, describe_leaf(leaf), list(shape))
-
-    tree = tree_lib.unflatten(treedef, assembly.run(requests))
-    return jax.tree.map(_laid_out, tree, request.target) if request.layouts else tree
+    return requests, treedef
 
 
 def _laid_out(leaf: Any, target: Any) -> Any:
@@ -145,8 +153,14 @@ class _Assembly:
         self.rows: list[Mismatch] = []
 
     def run(self, requests: Sequence[LeafRequest]) -> list[Any]:
-        buffers = [self._plan(request) for request in requests]
+        with _collector.paused():
+            buffers = [self._plan(request) for request in requests]
         self.reader.read(self.reads)
+        with _collector.paused():
+            return self._place(requests, buffers)
+
+    def _place(self, requests: Sequence[LeafRequest], buffers: Sequence[Any]) -> list[Any]:
+        """The values of the requests, from the buffers that their bytes were read into."""
         # One device_put for all leaves: a call per leaf would cost more than the copies of small ones.
         hosts: list[np.ndarray] = []
         places: list[Any] = []
@@ -155,7 +169,8 @@ class _Assembly:
                 hosts += [self._cast(self.item.leaves[request.leaf], buffer, request.dtype)] * len(devices)
                 places += devices
         # What will be refused reaches no device; the rest of it is only looked through for more differences.
-        placed = iter(jax.device_put(hosts, places) if hosts and not self.rows else [])
+        everywhere = places[0] if len(set(places)) == 1 else places
+        placed = iter(jax.device_put(hosts, everywhere) if hosts and not self.rows else [])
         out = [self._finish(request, boxes, placed) for request, boxes in zip(requests, buffers, strict=True)]
         if self.rows:
             raise MismatchError(self.name, self.reader.record.epoch, self.rows)
@@ -183,7 +198,7 @@ class _Assembly:
         """A buffer that a box of a leaf is read into; zeros where the box reaches beyond the leaf."""
         info = self.item.leaves[leaf]
         assert info.dtype is not None
-        inside = tuple((min(a, n), min(b, n)) for (a, b), n in zip(box, info.shape, strict=True))
+        inside = tuple([(min(a, n), min(b, n)) for (a, b), n in zip(box, info.shape, strict=True)])
         read = inside == box or all(a < b for a, b in inside)
         if read:
             self.reader.check_files(self.name, leaf, inside)  # before memory is allocated
@@ -305,7 +320,7 @@ def _place(device: Any, sharding: Any) -> Any:
 
 def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
     """An uninitialised C-contiguous array, aligned so that jax can use its memory without a copy."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _ALIGN_FROM:
         return np.empty(shape, dtype)
     raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)

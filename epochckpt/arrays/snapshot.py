@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from epochckpt import _collector
 from epochckpt._threads import Deadline
 from epochckpt.arrays import plan as plan_lib
 from epochckpt.arrays.items import SaveItem, of_hosted
@@ -121,7 +122,8 @@ class SavePlan:
         try:
             for run in (item.run for item in self.items if item.run is not None):
                 running.append(run())
-            trees = [SavedTree(plan, node, take(plan, leaves)) for plan, node, leaves in self.trees]
+            with _collector.paused():
+                trees = [SavedTree(plan, node, take(plan, leaves)) for plan, node, leaves in self.trees]
         except BaseException:
             for save in running:
                 save.discard()
@@ -236,6 +238,8 @@ def _shard(plan: ItemPlan, leaves: Sequence[Any], t: CellSource) -> jax.Array:
     try:
         if info.kind == "prng":
             value = jax.random.key_data(value)
+        if isinstance(value.sharding, SingleDeviceSharding) and not value.is_deleted():
+            return value  # the same as its only shard, which costs more to ask for
         return value.addressable_data(t.shard)
     except RuntimeError as error:
         if "deleted" in str(error) or "donated" in str(error):

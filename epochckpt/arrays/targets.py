@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -29,8 +29,7 @@ Sources = Callable[[Sequence[Leaf], Sequence[KeyPath]], Mapping[str, int]]
 _TEXT_KINDS = frozenset({"str", "bytes", "longstr", "longbytes"})
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafRequest:
+class LeafRequest(NamedTuple):
     """The form in which one leaf is restored."""
 
     leaf: int  # its number in the epoch; -1 for a value that is not restored
@@ -112,6 +111,7 @@ class Matcher:
         self.item, self.shardings, self.resize, self.partial = item, shardings, resize, partial
         self.rows: list[Mismatch] = []  # the differences
         self.absent: list[str] = []  # names of the target's leaves that the epoch lacks, where that is allowed
+        self._fitting: set[Any] = set()  # sharding, dtype and shape of array targets like which a leaf was found to be
 
     def match(
         self, pairs: Sequence[tuple[KeyPath, Any]], given: Mapping[str, Any], sources: Mapping[str, int] | None
@@ -143,7 +143,7 @@ class Matcher:
                 requests.append(LeafRequest(-1, "keep", value=target))
                 continue
             leaf = self.item.leaves[number]
-            if readable(leaf.name) != readable(name):
+            if leaf.name != name and readable(leaf.name) != readable(name):
                 leaf = dataclasses.replace(leaf, name=f"{name} (from {leaf.name})")
             if name in given and wanted:
                 requests.append(self.with_restore_args(number, leaf, given[name], target))
@@ -164,6 +164,10 @@ class Matcher:
         return self._row(leaf.name, problem, describe_leaf(leaf), describe(target))
 
     def _leaf(self, number: int, leaf: Leaf, target: Any) -> LeafRequest:
+        if leaf.kind == "jax" and type(target) is jax.ShapeDtypeStruct:  # most leaves, and few different ones
+            same = target.dtype == leaf.dtype and target.shape == leaf.shape
+            if same and (target.sharding, leaf.dtype, leaf.shape) in self._fitting:
+                return LeafRequest(number, "jax", leaf.dtype, target.sharding)
         if isinstance(target, ocp.RestoreArgs):
             return self.with_restore_args(number, leaf, target)
         if leaf.kind in EMPTY_KINDS or _is_empty(target):
@@ -217,6 +221,8 @@ class Matcher:
             return self._row(leaf.name, "dtype", describe_leaf(leaf), expected)
         if not divides(sharding, shape):
             return self._row(leaf.name, "sharding", describe_leaf(leaf), f"does not divide evenly by {sharding}")
+        if shape == leaf.shape and dtype == leaf.dtype and sharding is getattr(target, "sharding", None):
+            self._fitting.add((sharding, leaf.dtype, shape))
         return LeafRequest(number, "jax", np.dtype(dtype), sharding, shape=resized)
 
     def _sharding(self, target: Any, leaf: Leaf, resized: tuple[int, ...] | None = None) -> Sharding | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from epochckpt import _collector
 from epochckpt._threads import Pool
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
@@ -33,7 +34,8 @@ def write_arrays(
         start = 0
         for number, part in enumerate(item.cut(plan.owned, plan.part_ends)):
             end = start + len(part.leaves)
-            files.append(_File(store, folder, epoch, item, number, part, buffers[start:end], block_bytes))
+            with _collector.paused():  # its header
+                files.append(_File(store, folder, epoch, item, number, part, buffers[start:end], block_bytes))
             start = end
         pool.run([functools.partial(file.write, block) for file in files for block in range(len(file.ends))])
         # A last look at memory that is not ours, before anything is made durable.

@@ -26,19 +26,19 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
 
 def whole(shape: Sequence[int]) -> Box:
     """The box of a whole array."""
-    return tuple((0, d) for d in shape)
+    return tuple([(0, d) for d in shape])
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
     """Lengths of a box's sides."""
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
 def slices(box: Box, origin: Box | None = None) -> tuple[slice, ...]:
     """The index of a box in its array, or in the part of that array which another box covers."""
     if origin is None:
-        return tuple(slice(start, stop) for start, stop in box)
-    return tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(box, origin, strict=True))
+        return tuple([slice(start, stop) for start, stop in box])
+    return tuple([slice(start - at, stop - at) for (start, stop), (at, _) in zip(box, origin, strict=True)])
 
 
 def cell_box(cell: int, counts: Sequence[int], shape: Sequence[int]) -> Box:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from epochckpt import _collector
 from epochckpt.errors import FormatError, FormatVersionError, unreadable
 from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
@@ -143,7 +144,8 @@ def _parse_file(fields: Fields) -> DataFile:
 
 def parse_epoch(path: str, data: bytes) -> EpochRecord:
     """Parses `epoch.json`; raises DamagedError, FormatVersionError (of a newer epochckpt) or FormatError."""
-    return _epoch_record(open_record(path, data, "epoch"), trees=True)
+    with _collector.paused():
+        return _epoch_record(open_record(path, data, "epoch"), trees=True)
 
 
 def parse_head(path: str, data: bytes) -> EpochRecord:
@@ -302,29 +304,35 @@ def _parse_grid(fields: Fields, number: int, row: object, nodes: int) -> Grid:
 
 
 def _parse_leaf(fields: Fields, number: int, row: object, grids: list[Grid]) -> Leaf:
-    where = f"{fields.where}leaves[{number}]"
-    problem = FormatError(fields.path, f"{where} is not [path, kind, dtype, shape, grid, rotation, sharding]")
     if not isinstance(row, list) or len(row) not in (2, 7, 8) or not isinstance(row[1], str):
-        raise problem
+        raise _no_leaf(fields, number)
     path = tree_lib.path_from_json(fields.path, row[0])
     name, kind = tree_lib.leaf_name(path), row[1]
-    if kind in tree_lib.VALUE_KINDS | tree_lib.EMPTY_KINDS and len(row) == 2:
+    if len(row) == 2 and (kind in tree_lib.VALUE_KINDS or kind in tree_lib.EMPTY_KINDS):
         return Leaf(path, name, kind)
     if kind not in tree_lib.ARRAY_KINDS or len(row) != (8 if kind == "prng" else 7) or not isinstance(row[3], list):
-        raise problem
+        raise _no_leaf(fields, number)
     dtype = tree_lib.parse_dtype(fields.path, row[2])
     shape, (grid, rotation, sharding) = row[3], row[4:7]
     impl = row[7] if kind == "prng" else None
-    if not all(type(v) is int for v in (*shape, grid, rotation, sharding)) or len(shape) > _MAX_DIMS:
-        raise problem
-    if not all(0 <= d < _MAX_DIM for d in (*shape, rotation)) or not 0 <= grid < len(grids) or sharding < -1:
-        raise problem
+    if {*map(type, shape), type(grid), type(rotation), type(sharding)} != {int} or len(shape) > _MAX_DIMS:
+        raise _no_leaf(fields, number)
+    if not 0 <= min((*shape, rotation)) <= max((*shape, rotation)) < _MAX_DIM:
+        raise _no_leaf(fields, number)
+    if not 0 <= grid < len(grids) or sharding < -1:
+        raise _no_leaf(fields, number)
     if math.prod(shape) * dtype.itemsize >= _MAX_BYTES or not isinstance(impl, str | None):
-        raise problem
+        raise _no_leaf(fields, number)
     counts = grids[grid].counts
-    if len(counts) > len(shape) or any(d % c for d, c in zip(shape, counts, strict=False)):
+    if counts and (len(counts) > len(shape) or any(d % c for d, c in zip(shape, counts, strict=False))):
+        where = f"{fields.where}leaves[{number}]"
         raise FormatError(fields.path, f"{where}: shape {shape} is not cut evenly by the grid {list(counts)}")
     return Leaf(path, name, kind, dtype, tuple(shape), grid, rotation, sharding, impl)
+
+
+def _no_leaf(fields: Fields, number: int) -> FormatError:
+    row = "[path, kind, dtype, shape, grid, rotation, sharding]"
+    return FormatError(fields.path, f"{fields.where}leaves[{number}] is not {row}")
 
 
 def _parse_values(fields: Fields, arrays: ArrayItem) -> dict[int, Any]:

@@ -1,0 +1,74 @@
+"""The garbage collector is paused where very many objects are made, and goes on afterwards."""
+
+import gc
+import pathlib
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt import _collector
+
+
+@pytest.fixture(autouse=True)
+def _enabled_again() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+def test_the_collector_is_paused_and_goes_on_after_an_error() -> None:
+    def fail() -> None:
+        with _collector.paused(), _collector.paused():
+            assert not gc.isenabled()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_the_program_has_switched_off_stays_off() -> None:
+    gc.disable()
+    with _collector.paused():
+        pass
+    assert not gc.isenabled()
+
+
+def test_pauses_that_overlap_leave_it_on() -> None:
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with _collector.paused():
+            entered.set()
+            may_leave.wait()
+
+    thread = threading.Thread(target=pause)
+    with _collector.paused():
+        thread.start()
+        entered.wait()
+    may_leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_the_collector_hardly_runs_while_many_leaves_are_restored(tmp_path: pathlib.Path) -> None:
+    state = {f"leaf_{i}": np.full(4, i, np.float32) for i in range(4000)}
+    runs = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            runs.append(info)
+
+    with ec.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        gc.callbacks.append(count)
+        try:
+            restored = manager.restore(1, args=ocp.args.StandardRestore(state))
+        finally:
+            gc.callbacks.remove(count)
+    np.testing.assert_array_equal(restored["leaf_7"], state["leaf_7"])
+    assert len(runs) < 30, len(runs)  # without pauses 150
