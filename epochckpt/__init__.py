@@ -12,7 +12,7 @@
 
 A package imports only packages above it in this list; `tests/repo/test_packages.py` checks it. Beside them lie the
 modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `metadata`, `caffe2`) and a few private helpers
-of all packages (`_threads`, `_collector`, `_text`, `_units`, `_settings`).
+of all packages (`_threads`, `_monitoring`, `_collector`, `_text`, `_units`, `_settings`).
 """
 
 from epochckpt import args, caffe2, errors, flags, metadata, stop

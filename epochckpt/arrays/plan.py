@@ -53,6 +53,26 @@ class ItemPlan:
         """Digest of the item, which is the same on every node."""
         return checksums.digest(json.dumps(records.array_item_json(self.item), separators=(",", ":")).encode())
 
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of all leaves, on all nodes together."""
+        return sum(leaf.nbytes for leaf in self.item.leaves)
+
+    @functools.cached_property
+    def arrays(self) -> list[tuple[int, bool]]:
+        """Of each array with a recorded sharding its bytes, and whether several devices hold the same part of it."""
+        copied = [_is_copied(row, self.item.meshes) for row in self.item.shardings]
+        return [(leaf.nbytes, copied[leaf.sharding]) for leaf in self.item.leaves if leaf.sharding >= 0]
+
+
+def _is_copied(row: Mapping[str, Any], meshes: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a sharding leaves an axis of its mesh, with more than one device, to copies."""
+    if "mesh" not in row:
+        return False
+    mesh = meshes[row["mesh"]]
+    cut = {axis for part in row["spec"] for axis in (part if isinstance(part, list) else [part])}
+    return any(size > 1 for axis, size in zip(mesh["axes"], mesh["shape"], strict=True) if axis not in cut)
+
 
 def key(leaves: Sequence[Any], treedef: Any) -> Any:
     """A hashable, cheap key of everything that a plan depends on: structure, types, shapes, dtypes and shardings."""

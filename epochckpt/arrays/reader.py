@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedErr
 from epochckpt.format import ArrayItem, Box, DataFile, EpochRecord, NodeRecord, Part, checksums, grid, parsing, paths
 from epochckpt.format.grid import slices
 from epochckpt.format.records import MAX_RECORD_BYTES
+from epochckpt.orbax import events
 from epochckpt.storage import Reader, Store, writing
 
 _CHECK_FROM = 2**20  # for smaller leaves the sizes of their files are not checked beforehand
@@ -173,13 +175,16 @@ class NodeFile:
         problem = f"bytes {start}-{end} cannot be read: "
         found = self.epoch.guard(self.path, read, problem, lambda: self._leaf_at(start)) if start < end else b""
         data = memoryview(found) if into is None else into
+        self.epoch.count(nbytes=end - start)
         for block in blocks:
             a, b = self._bounds(block)
             yield block, data[a - start : b - start]
 
     def _verify(self, block: int, piece: memoryview, always: bool = False) -> None:
         if self.epoch.verify or always:
+            began = time.monotonic()
             found = f"{checksums.xxh3(piece):016x}"
+            self.epoch.count(verify_secs=time.monotonic() - began)
             if found != self._sums[block]:
                 self.epoch.check_present(f"{self.path} changed")
                 start, end = self._bounds(block)
@@ -311,6 +316,7 @@ class EpochReader:
 
     def __init__(self, store: Store, folder: str, record: EpochRecord, pool: Pool, verify: bool = True):
         self.store, self.folder, self.record, self.pool, self.verify = store, folder, record, pool, verify
+        self._tally: list[tuple[int, float]] | None = None  # (bytes, seconds of verifying), while `read` reads
         self.node_record = functools.cache(self._node_record)
         self.node_files = functools.cache(lambda node: {file.path: file for file in self.node_record(node).files})
         self.files = functools.cache(self._files)
@@ -319,6 +325,7 @@ class EpochReader:
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fills the `out` of every request; DamagedError, or EpochDeletedError if the epoch went away meanwhile."""
+        began, self._tally = time.monotonic(), (tally := list[tuple[int, float]]())
         wanted: dict[ArrayFile, dict[int, list[_Copy]]] = collections.defaultdict(lambda: collections.defaultdict(list))
         with _collector.paused():
             for request in requests:
@@ -330,8 +337,17 @@ class EpochReader:
                 tasks = [task for file, cells in wanted.items() for task in file.tasks(cells)]
             self.pool.run(tasks)
         finally:
+            self._tally = None
             for file in wanted:
                 file.close()
+        if wanted:
+            sizes = sum(request.out.nbytes for request in requests), sum(nbytes for nbytes, _ in tally)
+            events.read(self.store.root, time.monotonic() - began, *sizes, sum(secs for _, secs in tally))
+
+    def count(self, nbytes: int = 0, verify_secs: float = 0.0) -> None:
+        """Counts bytes that `read` has read, and the time that it took to verify some; called from any thread."""
+        if (tally := self._tally) is not None:
+            tally.append((nbytes, verify_secs))
 
     def item_files(self, item: str) -> list[tuple[int, DataFile]]:
         """(node, file) of every file that handlers wrote for an item, on all nodes."""

@@ -98,6 +98,11 @@ class SavePlan:
         return sum(tree.plan.copied_bytes for tree in self.trees)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, on all nodes together; of a node's own those of this process."""
+        return sum(tree.plan.nbytes for tree in self.trees)
+
+    @property
     def runs_handlers(self) -> bool:
         """Whether handlers that are not ours take part."""
         return any(item.run is not None for item in self.items)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from epochckpt import _threads, _units
+from epochckpt import _monitoring, _threads, _units
 from epochckpt._threads import Deadline, Pool
 from epochckpt.arrays import writer
 from epochckpt.arrays.snapshot import Snapshot
@@ -22,6 +22,7 @@ from epochckpt.errors import SaveError, from_wire, to_wire
 from epochckpt.format import DataFile, EpochRecord, NodeEntry, NodeRecord, Nodes, checksums, paths
 from epochckpt.format.records import tree_digest
 from epochckpt.options import StorageOptions
+from epochckpt.orbax import events
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Attempt:
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
     started: float = dataclasses.field(default_factory=time.monotonic)
     blocked_secs: float = 0.0
+    writing: float = 0.0  # when this process began to write, monotonic; 0 before
     collecting: float = 0.0  # on the primary: when it began to wait for the other processes' reports; 0 before
     log_entry: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the manager's logger, see `step_log`
     state: str = "queued"  # for people
@@ -205,8 +207,13 @@ def write_nodes(
     """Writes and seals the folders of this process's nodes, durably; `identity` is the attempt's id."""
     try:
         writers = [_NodeWriter(commits, nodes, number, attempt, identity, options) for number in nodes.hosted]
+        began, trees = time.monotonic(), attempt.snapshot.trees
         for each in writers:
             each.write_arrays(pool)
+        sizes = sum(int(tree.plan.owned[2].sum()) for tree in trees), sum(each.nbytes for each in writers)
+        events.wrote(commits.store.root, time.monotonic() - began, *sizes)
+        if nodes.process == 0:
+            events.arrays(array for tree in trees for array in tree.plan.arrays)
         attempt.snapshot.trees = []  # their memory need not wait for handlers
         writers[0].write_files()
         return ProcessReport(attempt.plan, tuple(each.seal() for each in writers))
@@ -217,6 +224,7 @@ def write_nodes(
 class _NodeWriter:
     """Writes the folder of one node: its arrays, then the files of handlers, and `node.json` last."""
 
+    @_monitoring.timed(*events.MADE_FOLDERS)
     def __init__(
         self, commits: Commits, nodes: Nodes, number: int, attempt: Attempt, identity: str, options: StorageOptions
     ):
@@ -227,6 +235,11 @@ class _NodeWriter:
         self._files: list[DataFile] = []
         self._folders: list[str] = []
         self._secs = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that it has written."""
+        return sum(file.size for file in self._files)
 
     def write_arrays(self, pool: Pool) -> None:
         began, epoch, size = time.monotonic(), self._attempt.epoch, self._options.block_bytes
@@ -247,6 +260,7 @@ class _NodeWriter:
             self._files.append(writer.write_file(self._store, self._folder, item, path, source, size))
         self._secs += time.monotonic() - began
 
+    @_monitoring.timed(*events.SEALED)
     def seal(self) -> NodeReport:
         began, attempt, files = time.monotonic(), self._attempt, tuple(self._files)
         own = attempt.snapshot.own.get(self._number, {})

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import errors
+from epochckpt import _monitoring, errors
 from epochckpt._threads import Deadline
 from epochckpt.commit import attached_metrics, coordination
 from epochckpt.commit.conditional_put import PutCommits
@@ -23,7 +23,7 @@ from epochckpt.commit.rename import RenameCommits
 from epochckpt.format import Nodes, checksums, paths
 from epochckpt.format.nodes import check_names
 from epochckpt.options import StorageOptions
-from epochckpt.orbax import StepNames, step_names
+from epochckpt.orbax import StepNames, events, step_names
 from epochckpt.storage import Store, open_store, patiently
 from epochckpt.storage.posix import is_folder
 
@@ -93,6 +93,7 @@ def _commits_at(
     return commits_of(open_store(directory, folder_mode=mode, settings=storage.store), names)
 
 
+@_monitoring.timed(events.LOOKED)
 def survey(
     commits: Commits,
     options: ocp.CheckpointManagerOptions,

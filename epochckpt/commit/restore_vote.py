@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from epochckpt import errors
+from epochckpt import _monitoring, errors
 from epochckpt._threads import Deadline
 from epochckpt.commit.coordination import Coordinator
 
@@ -66,6 +66,7 @@ def newest_readable(
             return epoch, value[0], rejected
         if not isinstance(error, errors.EpochNotFoundError):
             logging.error("%s: epoch %d is not restored, falling back to an older one: %s", directory, epoch, error)
+            _monitoring.event("/epochckpt/read/fallback", kind=type(error).__name__)
             rejected[epoch] = errors.kept(error)  # its traceback would hold the arrays that were read of the epoch
             continue
         logging.warning("%s: epoch %d is not restored, it is not there any more: %s", directory, epoch, error)

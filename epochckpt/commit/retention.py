@@ -20,6 +20,7 @@ from absl import logging
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
+from epochckpt import _monitoring
 from epochckpt.commit import attached_metrics
 from epochckpt.commit.attempt import Attempt, Committed
 from epochckpt.commit.head_record import HeadEpoch
@@ -27,6 +28,7 @@ from epochckpt.commit.opening import Survey
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.format import EpochRecord, paths
+from epochckpt.orbax import events
 
 _STEP = operator.attrgetter("step")
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
@@ -328,6 +330,7 @@ def _default_kept(options: ocp.CheckpointManagerOptions, infos: Sequence[EpochIn
 # -- deleting, replacing and going back, on the primary ----------------------------------------------------------------
 
 
+@_monitoring.timed(events.CHOSE_OLD)
 def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOptions, fresh: Committed) -> Committed:
     """Completes a fresh commit with the epochs that are to be deleted, and with the attached metrics of the rest."""
     infos = {i.step: i for i in history.committed() if i.step != fresh.epoch and i.step not in history.remote}
@@ -335,6 +338,7 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
         attached = attached_metrics.of_epochs(commits, infos, lambda epoch: infos[epoch].attempt)
         history.attach({e: found for e, found in history.attached().items() if e in history.remote} | attached)
     infos[fresh.epoch] = EpochInfo(fresh.epoch, (fresh.metrics, fresh.committed_ns, fresh.attempt))
+    _monitoring.number(len(infos), events.EXAMINED_OLD)
     gone = superfluous(options, sorted(infos.values(), key=_STEP))
     gone = [epoch for epoch in gone if epoch != fresh.epoch]  # it may be older than the newest
     if (mirror := history.mirror) is not None:
@@ -347,6 +351,19 @@ def retire(commits: Commits, history: History, options: ocp.CheckpointManagerOpt
         lost = history.remote.intersection(mirror.pop_removed())
         deleted = (*sorted(lost), *(epoch for epoch in hides if epoch not in remote))
     return dataclasses.replace(fresh, deleted=deleted, remote=remote, hides=hides, attached=history.attached())
+
+
+def hide(commits: Commits, epoch: int, into: str | None) -> Callable[[], None]:
+    """Takes an epoch out of sight, see `Commits.hide`; returns what removes its bytes."""
+    began = time.monotonic()
+    remove, hiding_secs = commits.hide(epoch, into), time.monotonic() - began
+
+    def remove_it() -> None:
+        began = time.monotonic()
+        remove()
+        _monitoring.secs(hiding_secs + time.monotonic() - began, events.DELETED)
+
+    return remove_it
 
 
 def _may_delete(commits: Commits, info: EpochInfo) -> bool:
@@ -394,6 +411,7 @@ def roll_back(commits: Commits, epoch: int, remote: bool = False) -> None:
 
     The epoch itself may be `remote`, only in the mirror.
     """
+    _monitoring.event("/epochckpt/rollback")
     commits.finish_rollback()  # of a call that was interrupted
     later = tuple(e for e in (commits.list_epochs() if remote else commits.require(epoch)) if e > epoch)
     if later:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import orbax.checkpoint as ocp
 from absl import logging
 
-from epochckpt import _threads, _units, errors
+from epochckpt import _monitoring, _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.commit import memory, retention
 from epochckpt.commit.attempt import Attempt, Committed, ProcessReport, write_nodes
@@ -34,6 +34,7 @@ from epochckpt.commit.lags import Lags
 from epochckpt.commit.opening import Opened
 from epochckpt.commit.retention import History
 from epochckpt.options import StorageOptions
+from epochckpt.orbax import events
 
 LONG_SECS = 1.0  # a save that holds training for longer logs why
 _VERDICT_MARGIN_SECS = 60.0  # by how much the other processes wait longer than the primary does
@@ -255,8 +256,10 @@ class Attempts:
                 self._leave(attempt)
             return
         self._tries[attempt.epoch] = attempt.number + 1
+        attempt.writing = time.monotonic()
         if attempt.error is None:
             self._failed.pop(attempt.epoch, None)
+            _monitoring.secs(attempt.elapsed_secs - attempt.blocked_secs, "/epochckpt/write/queue_secs")
         error: Exception | None = None
         try:
             attempt.state = "beginning"
@@ -348,11 +351,14 @@ class Attempts:
             failure = errors.kept(errors.as_save_error(attempt.epoch, caught))
             self._claim.note(failure)
         # Deleted epochs are out of sight before the attempt ends, and their bytes are removed after that.
-        hides = [functools.partial(self._commits.hide, epoch, self._policies.todelete_subdir) for epoch in deleted]
+        began, into = time.monotonic(), self._policies.todelete_subdir
+        hides = [functools.partial(retention.hide, self._commits, epoch, into) for epoch in deleted]
         removals = [_threads.logged("an older epoch could not be deleted", hide) for hide in hides]
         self._end(attempt, failure)
         for remove in filter(None, removals):
             _threads.logged("a deleted epoch could not be removed", remove)
+        if failure is None and self._coordinator.primary:
+            _monitoring.secs(time.monotonic() - began, events.REMOVED_OLD)
 
     def _end(self, attempt: Attempt, failure: errors.SaveError | None) -> None:
         """Ends an attempt, once; one that was given up stays given up."""
@@ -462,10 +468,11 @@ class Attempts:
         answer = self._key("report" if self._coordinator.primary else "verdict", attempt)
         return self._coordinator.peek(f"{answer}/{process}") is not None
 
+    @_monitoring.timed(events.FINALIZED)
     def _publish(self, attempt: Attempt) -> Committed:
         record = attempt.record(self._id(attempt), objects=not self._store.renames)
         if self._options.orbax_view:
-            record = self._commits.write_view(record, self._pool.run)
+            record = _monitoring.timed(events.FINALIZED_ITEMS)(self._commits.write_view)(record, self._pool.run)
 
         def still_in_time() -> None:
             if attempt.deadline.passed():

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from epochckpt import _threads, _units, errors
+from epochckpt import _monitoring, _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
@@ -126,7 +126,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._history.mirror = self._mirror
         self._foreign = opened.survey.foreign
         self._policy = retention.save_policy(self._options)
-        self._step_log = step_log.StepLog(logger)
+        self._step_log = step_log.StepLog(logger, self.root, self._policy, coordinator.primary, self._async)
         self._metadata: Any = None
         root_files: dict[tuple[str, str], bytes] = {}
         if metadata is not None and (self._options.read_only or self._options.save_root_metadata):
@@ -347,6 +347,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         attempt: Attempt | None = None
         try:
             # Plan the save, wait until older ones leave room for it, then copy what can still change.
+            planned = time.monotonic()
             self._claim.check(step)
             to_save = items_lib.to_save(args, self._handlers)
             items_lib.check_names([item.name for item in to_save], self._nodes.folders, self._item_names)
@@ -378,8 +379,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 step,
                 self.root,
                 began=began,
+                planned=planned,
                 ready=ready,
                 room=room,
+                nbytes=plan.nbytes,
                 preempted=not force and self.reached_preemption(step),
                 waits=not self._async,
             )
@@ -423,7 +426,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             SaveError: a save failed; each failure is raised once, several in a SaveErrorGroup.
         """
-        self._attempts.drain_removals()
+        self._step_log.waited(self._attempts.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
         self._history.forget_failed()
         self.check_for_errors()
@@ -446,6 +449,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
+    @_monitoring.failing("/epochckpt/read/failure")
     def restore(
         self,
         step: int | None,
@@ -477,6 +481,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         readers = self._readers if directory is None else self._readers.elsewhere(directory, self._storage.store)
         self._attempts.drain(step)
         read = time.monotonic()
+        self._step_log.restoring()
 
         def restore(epoch: int) -> Any:
             return readers.read(epoch, lambda reader: reader.restore(args))
@@ -491,7 +496,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             history.adopt(readers.commits.list_epochs())
             step, value = self._restore_newest(readers.commits, history, restore)
         self._multi = multi
-        self._step_log.restored(step, readers.commits.store.root, began, read)
+        self._step_log.restored(step, readers.commits.store.root, began, read, value)
         return value
 
     def restore_newest(self, restore: Callable[[int], T], among: Sequence[int] | None = None) -> tuple[int, T]:
@@ -651,7 +656,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 return
             self._commits.require(step)
             self._withdraw(None, [step])
-            self._attempts.remove(self._commits.hide(step, self._options.todelete_subdir))
+            self._attempts.remove(retention.hide(self._commits, step, self._options.todelete_subdir))
 
         self._write("delete", step, decide)
         self._history.drop([step])
@@ -751,7 +756,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._closed = True
         if self._ended or self._forked:
             return
-        self._attempts.drain_removals()
+        self._step_log.waited(self._attempts.drain_removals)
         self._notifier.drain(self._storage.save_timeout_secs)
         if self._mirror is not None:
             self._mirror.close(self._storage.save_timeout_secs)

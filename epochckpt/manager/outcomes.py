@@ -3,11 +3,13 @@
 import collections
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import orbax.checkpoint as ocp
 from absl import logging
 
+from epochckpt import _monitoring
 from epochckpt.commit import Attempt, Commits, History
 from epochckpt.commit.attempt import Committed
 from epochckpt.errors import SaveError, StorageBehindError
@@ -52,12 +54,16 @@ class Listener:
         if self._mirror is not None:
             self._mirror.committed(commit.epoch)
         self._notifier.committed(commit.epoch, attempt.node_secs)
-        self._log.committed(attempt.log_entry, commit.committed_ns, attempt.elapsed_secs)
+        nbytes = sum(file.size for report in attempt.node_reports for file in report.entry.files)
+        secs = attempt.elapsed_secs, time.monotonic() - attempt.writing
+        self._log.committed(attempt.log_entry, commit.committed_ns, *secs, nbytes, attempt.node_secs)
         callback = getattr(self._options.async_options, "post_finalization_callback", None)
         if callback is not None:
             callback()
 
     def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
+        if failure is not None:
+            _monitoring.event("/epochckpt/write/failure", kind=type(failure).__name__)
         if attempt.error is not None:  # this process could not begin it: `save` has raised the error
             return
         detail = "" if failure is None else failure.reason

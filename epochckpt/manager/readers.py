@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from absl import logging
 
+from epochckpt import _monitoring
 from epochckpt._threads import Pool
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.commit import Commits, commits_of
@@ -91,6 +92,7 @@ class Readers:
         if self._mirror is None or (there := self._mirror.copy_of(epoch, self.commits)) is None:
             return None
         if not isinstance(error, EpochNotFoundError) or isinstance(error, EpochDeletedError):
+            _monitoring.event("/epochckpt/read/mirror", kind=type(error).__name__)
             logging.warning("epoch %d is read from its mirror %s: %s", epoch, there.store.root, error)
         return Readers(there, self._pool, self._verify, self._context)
 
@@ -103,6 +105,7 @@ class Readers:
             return OrbaxReader(self.commits, folder, record, self._context)
         return NativeReader(self.commits, folder, record, self._context, self._pool, self._verify)
 
+    @_monitoring.timed("/epochckpt/verify_secs")
     def verify(self, epoch: int) -> Verification:
         """Reads every byte of an epoch; a record that cannot be used is damage, too."""
         try:

@@ -1,34 +1,54 @@
 """What an Orbax logger gets: an entry for every commit and every restore, with the fields of Orbax's own statistics.
 
-Fields about what is not done here, or not on the training thread (`get_old_steps_…`), stay None.
+Fields about what is not done here, or not on the training thread (`get_old_steps_…`), stay None. Listeners of
+`jax.monitoring` hear of the same moments, see `events`.
 """
 
 import dataclasses
 import datetime
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
 from orbax.checkpoint.logging import step_statistics
 
 from epochckpt import _threads
+from epochckpt.orbax.events import Saves
 
 
 class StepLog:
     """The logger of one manager: an object with `log_entry`, or None. What it raises is logged and harms nothing."""
 
-    def __init__(self, logger: Any):
-        self._logger = logger
+    def __init__(self, logger: Any, root: str, policy: Any, primary: bool, asynchronous: bool):
+        self._logger, self._events = logger, Saves(root, policy, primary, asynchronous)
+        self.waited, self.restoring = self._events.waited, self._events.restoring
         self._last: float | None = None  # when the last save was asked for, monotonic
 
     def begun(
-        self, step: int, directory: str, *, began: float, ready: float, room: float, preempted: bool, waits: bool
+        self,
+        step: int,
+        directory: str,
+        *,
+        began: float,
+        planned: float,
+        ready: float,
+        room: float,
+        preempted: bool,
+        waits: bool,
+        nbytes: int,
     ) -> dict[str, Any]:
         """The entry of a save that is handed to the background now; moments are on the monotonic clock.
 
-        `save` began, was ready to wait for older saves, and had room. `waits`: it goes on to wait for the commit.
+        `save` began, went on to plan, was ready to wait for older saves, and had room. `waits`: it goes on to wait for
+        the commit. `nbytes` is the size of what is saved.
         """
         now = time.monotonic()
         between, self._last = None if self._last is None else ready - self._last, ready
+        self._events.begun((began, planned, ready, room, now), nbytes, between)
         return dataclasses.asdict(step_statistics.SaveStepStatistics()) | {
             "step": step,
             "directory": directory,
@@ -45,14 +65,30 @@ class StepLog:
             "blocked_secs": now - began,
         }
 
-    def committed(self, entry: dict[str, Any], committed_ns: int, secs: float) -> None:
-        """Logs the entry of a save that was committed `secs` after the call of `save`."""
+    def committed(
+        self,
+        entry: dict[str, Any],
+        committed_ns: int,
+        secs: float,
+        writing_secs: float,
+        nbytes: int,
+        nodes: Mapping[str, float],
+    ) -> None:
+        """Logs the entry of a save that was committed `secs` after the call of `save`, the last of them in writing.
+
+        `nodes` are the seconds that each node wrote, as far as they are known, and `nbytes` the bytes.
+        """
+        self._events.committed(secs, writing_secs, nbytes, nodes)
         when = datetime.datetime.fromtimestamp(committed_ns / 1e9, tz=datetime.UTC)
         self._log({**entry, "committed": when.isoformat(), "secs": secs})
 
-    def restored(self, step: int, directory: str, began: float, read: float) -> None:
-        """Logs that an epoch was restored: `restore` began, and began to read, at these moments."""
+    def restored(self, step: int, directory: str, began: float, read: float, value: Any) -> None:
+        """Logs that an epoch was restored as this value: `restore` began, and began to read, at these moments."""
         now = time.monotonic()
+        logging.info("epoch %d restored from %s in %.2f s", step, directory, now - began)
+        self._events.restored(
+            now - began, _threads.logged("the size of what was restored is not known", lambda: _nbytes(value))
+        )
         self._log(
             dataclasses.asdict(step_statistics.RestoreStepStatistics())
             | {
@@ -68,6 +104,13 @@ class StepLog:
     def _log(self, entry: dict[str, Any]) -> None:
         if self._logger is not None:
             _threads.logged("the logger of the manager failed", lambda: self._logger.log_entry(entry))
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of the arrays of an item, or of a Composite of items."""
+    items = value.items() if isinstance(value, ocp.args.Composite) else [("", value)]
+    leaves = jax.tree.leaves([item for _, item in items])
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray))
 
 
 def _wall(moment: float) -> float:

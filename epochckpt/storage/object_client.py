@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from epochckpt import _threads
+from epochckpt import _monitoring, _threads
 from epochckpt.errors import (
     AccessError,
     EpochCheckpointError,
@@ -405,6 +405,7 @@ class Client:
                 if waited >= _QUIET_SECS and not said:
                     said = True
                     logging.warning("%s: %s has been failing for %.0f s: %s; trying on", name, doing, waited, why)
+            _monitoring.event("/epochckpt/storage/retry", doing=doing, status=str(status or ""))
             threading.Event().wait(pause)
         raise AssertionError  # the last round returns or raises
 

@@ -14,9 +14,11 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import obstore
 import pytest
 
+from epochckpt import _monitoring
 from epochckpt.errors import AccessError, InvalidArgumentError, StorageError, UnsupportedError
 from epochckpt.storage import Entry, Store, object_client, object_store, open_store
 from epochckpt.testing import in_parallel, write_file
@@ -215,6 +217,24 @@ def test_a_conflict_that_asks_to_try_again_is_none(cloud: Bucket, store: Store, 
     store.create("a", b"1")
     cloud.proxy.decide = first(1, Fault(status=409), "GET")
     assert store.read("a", limit_bytes=1) == b"1"
+
+
+def test_every_repeated_request_is_an_event(cloud: Bucket, store: Store, quick: None) -> None:
+    """Of `jax.monitoring`: what was asked, and how the store refused."""
+    store.create("a", b"1")
+    heard: list[Any] = []
+
+    def listen(name: str, **tags: Any) -> None:
+        heard.append((name, tags))
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        cloud.proxy.decide = first(2, Fault(status=503), "GET")
+        assert store.read("a", limit_bytes=1) == b"1"
+        _monitoring.deliver()
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    assert heard == [("/epochckpt/storage/retry", {"doing": "reading", "status": "503"})] * 2
 
 
 def refusing(text: str, count: int) -> Callable[[], str]:
