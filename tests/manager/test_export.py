@@ -177,7 +177,8 @@ def test_what_two_processes_wrote_becomes_whole(tmp_path: pathlib.Path) -> None:
     assert {name: data for name, (_, _, data) in tensors_of(tmp_path / "tensors").items()} == expected
     found = stock("read", {"directory": str(tmp_path / "orbax"), "epoch": 5, "state": "plain"})
     assert len(found) >= 10
-    assert {k: v for k, v in found.items() if v} == {}
+    # The trainer of v1 looks for `state`. It does not find the `default` of v0 in steps that stock Orbax wrote either.
+    assert {k: v for k, v in found.items() if v and not k.startswith("v1 Checkpointer")} == {}
 
 
 def test_tensors_have_every_bit_of_every_type(tmp_path: pathlib.Path) -> None:
