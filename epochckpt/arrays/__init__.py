@@ -4,7 +4,8 @@ Promises: every node computes the same plan without talking; no byte reaches the
 Nothing here decides whether an epoch exists: see `epochckpt.commit`.
 """
 
-from epochckpt.arrays.reader import EpochReader, NodeFile, Request
+from epochckpt.arrays.node_files import NodeFile
+from epochckpt.arrays.reader import EpochReader, Request
 from epochckpt.arrays.snapshot import Planner
 from epochckpt.arrays.targets import Shardings, TreeMetadata
 

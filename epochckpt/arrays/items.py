@@ -23,7 +23,7 @@ from google.protobuf import message, text_format
 from epochckpt import args as own
 from epochckpt._threads import Pool
 from epochckpt.args import NodeRestore
-from epochckpt.arrays.reader import EpochReader, NodeFile
+from epochckpt.arrays.reader import EpochReader
 from epochckpt.arrays.restore import TreeRequest, keeps_kind, restore_tree
 from epochckpt.arrays.targets import by_patterns, by_transforms, plain_target
 from epochckpt.errors import FormatError, InvalidArgumentError, UnknownNameError, UnsupportedError
@@ -394,7 +394,7 @@ def _with_files(reader: EpochReader, item: str, use: Callable[[epath.Path], Any]
             path = pathlib.Path(folder, file.name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("xb") as out:
-                NodeFile(reader, node, file).stream(lambda _, block: out.write(block), pool=Pool(1))  # in order
+                reader.node_file(node, file).stream(lambda _, block: out.write(block), pool=Pool(1))  # in order
 
         reader.pool.run([functools.partial(copy, node, file) for node, file in reader.item_files(item)])
         return use(epath.Path(folder))

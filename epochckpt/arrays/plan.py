@@ -3,6 +3,7 @@
 A plan is computed once per tree structure, shapes and shardings, and kept; the training thread compares its `key`.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -36,6 +37,7 @@ class CellSource:
     shard: int  # index of the addressable shard that holds it; -1 for NumPy and Python leaves
     cut: tuple[slice, ...] | None  # the part of that shard; None for all of it
     staged: bool = False  # it lies on an accelerator, and is copied through host memory
+    whole: bool = False  # that shard is copied whole, once, and cut there: several cells are parts of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,8 @@ class ItemPlan:
     sources: tuple[CellSource, ...]  # where each of these cells is found
     part_ends: tuple[int, ...]  # numbers of cells after which the data file is continued in another part
     copied_bytes: int  # host memory that a snapshot allocates
+    # The same for cells that it holds and another node owns, where each host has a disk of its own.
+    also: "ItemPlan | None" = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -111,21 +115,30 @@ def plan_item(
     replica_split_bytes: int,
     part_bytes: int | None,
     per_node: bool = False,
+    local_disks: bool = False,
 ) -> ItemPlan:
     """Plans one item from its (key path, leaf) pairs in flattening order; refuses a leaf that cannot be saved, by name.
 
     A replicated array larger than `replica_split_bytes` is split between several of its holders; `part_bytes` bounds a
-    data file. With `per_node`, no other process may hold a part of the item.
+    data file. With `per_node`, no other process may hold a part of the item. With `local_disks` there is a plan of what
+    this node holds and another one owns, too.
     """
     with _collector.paused():
         builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
         for path, value in pairs:
             builder.add(path, value)
-        item = builder.finish()
-        owned = item.owned(node)
-        sources = tuple(_sources(item, [value for _, value in pairs], owned))
-        copied = sum(item.cell_bytes(s.leaf) for s in sources if s.staged or s.shard < 0)
-        return ItemPlan(item, owned, sources, tuple(item.part_ends(owned, part_bytes)), copied)
+        item, values = builder.finish(), [value for _, value in pairs]
+
+        def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], also: ItemPlan | None = None) -> ItemPlan:
+            found = list(_sources(item, values, cells))
+            cuts = collections.Counter((s.leaf, s.shard) for s in found if s.cut is not None)
+            sources = tuple(dataclasses.replace(s, whole=True) if cuts[s.leaf, s.shard] > 1 else s for s in found)
+            copied = sum(item.cell_bytes(s.leaf) for s in sources if s.staged or s.shard < 0)
+            shared = {(s.leaf, s.shard) for s in sources if s.whole and s.staged}
+            copied += sum(item.cell_bytes(leaf) for leaf, _ in shared)  # what this node owns of it comes, too
+            return ItemPlan(item, cells, sources, tuple(item.part_ends(cells, part_bytes)), copied, also)
+
+        return planned(item.owned(node), planned(item.also(node)) if local_disks and not per_node else None)
 
 
 class _Builder:
@@ -314,7 +327,7 @@ def _sources(
     shards: dict[Any, tuple[tuple[int, ...], dict[int, int], bool]] = {}
     for leaf, cell in zip(owned[0].tolist(), owned[1].tolist(), strict=True):
         info, value = item.leaves[leaf], values[leaf]
-        if info.kind not in ("jax", "prng"):
+        if not info.is_global:
             yield CellSource(leaf, -1, None)
             continue
         known = (value.sharding, value.shape)

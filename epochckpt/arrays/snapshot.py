@@ -52,6 +52,7 @@ class Snapshot:
     """What a save holds once the training thread goes on."""
 
     trees: list[SavedTree] = dataclasses.field(default_factory=list)  # emptied as soon as they are written
+    also: list[SavedTree] = dataclasses.field(default_factory=list)  # of cells that other nodes own; emptied, too
     items: dict[str, ItemRecord] = dataclasses.field(default_factory=dict)  # as the epoch will record them
     own: dict[int, dict[str, ItemRecord]] = dataclasses.field(default_factory=dict)  # as each node records its own
     # Files of known content that this process writes, by item and path in the item's folder.
@@ -78,7 +79,7 @@ class Snapshot:
 
     def drop(self) -> None:
         """Lets go of the copies, and removes what handlers have written."""
-        self.trees, self.files = [], {}
+        self.trees, self.also, self.files = [], [], {}
         for save in self.running:
             save.discard()
         self.running = ()
@@ -95,7 +96,12 @@ class SavePlan:
 
     @property
     def copied_bytes(self) -> int:
-        return sum(tree.plan.copied_bytes for tree in self.trees)
+        return sum(tree.plan.copied_bytes for tree in [*self.trees, *self._also])
+
+    @property
+    def _also(self) -> list[SavedTree]:
+        """What this process writes of cells that other nodes own."""
+        return [SavedTree(tree.plan.also, tree.node, tree.data) for tree in self.trees if tree.plan.also is not None]
 
     @property
     def nbytes(self) -> int:
@@ -128,13 +134,16 @@ class SavePlan:
             for run in (item.run for item in self.items if item.run is not None):
                 running.append(run())
             with _collector.paused():
-                trees = [SavedTree(plan, node, take(plan, leaves)) for plan, node, leaves in self.trees]
+                trees, also = (
+                    [SavedTree(plan, node, take(plan, leaves)) for plan, node, leaves in each]
+                    for each in (self.trees, self._also)
+                )
         except BaseException:
             for save in running:
                 save.discard()
             raise
         files = {(item.name, item.file[0]): item.file[1] for item in self.items if item.file and self.primary}
-        return Snapshot(trees, items, own, files, running, self.digest, self.copied_bytes)
+        return Snapshot(trees, also, items, own, files, running, self.digest, self.copied_bytes)
 
 
 class Planner:
@@ -190,6 +199,7 @@ class Planner:
             replica_split_bytes=self._options.replica_split_bytes,
             part_bytes=self._part_bytes,
             per_node=per_node,
+            local_disks=self._options.local_disks and self._nodes.processes > 1,
         )
 
 
@@ -220,17 +230,23 @@ def _sample(array: np.ndarray) -> bytes:
 def take(plan: ItemPlan, leaves: Sequence[Any], *, staged: bool = False) -> list[Buffer]:
     """Copies, or views, the cells that this node writes, one buffer per cell in file order; `staged` copies all."""
     # All transfers from accelerators are started before the first is awaited.
-    started: dict[int, jax.Array] = {}
-    for i, t in enumerate(plan.sources):
-        if (t.staged or staged) and t.shard >= 0:
+    started: dict[Any, jax.Array] = {}
+    keys = [(t.leaf, t.shard) if t.whole else i for i, t in enumerate(plan.sources)]
+    for key, t in zip(keys, plan.sources, strict=True):
+        if (t.staged or staged) and t.shard >= 0 and key not in started:
             data = _shard(plan, leaves, t)
-            started[i] = _start(data if t.cut is None else data[t.cut])
+            started[key] = _start(data if t.cut is None or t.whole else data[t.cut])
     buffers: list[Buffer] = []
-    for i, t in enumerate(plan.sources):
+    shards: dict[Any, np.ndarray] = {}
+    for key, t in zip(keys, plan.sources, strict=True):
         if t.shard < 0:
             buffers.append(_host(leaves[t.leaf], plan.item.leaves[t.leaf].dtype))
-        elif i in started:
-            buffers.append(Buffer(np.ascontiguousarray(started.pop(i))))
+        elif t.whole and (key in started or key in shards):
+            if key in started:
+                shards[key] = np.asarray(started.pop(key))
+            buffers.append(Buffer(np.ascontiguousarray(shards[key][t.cut])))
+        elif key in started:
+            buffers.append(Buffer(np.ascontiguousarray(started.pop(key))))
         else:
             buffers.append(_alias(_shard(plan, leaves, t), t.cut))
     return buffers

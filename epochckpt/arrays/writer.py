@@ -10,7 +10,7 @@ import io
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -22,20 +22,29 @@ from epochckpt.errors import BufferChangedError
 from epochckpt.format import ArrayItem, DataFile, Part, checksums, grid, paths, safetensors
 from epochckpt.storage import Store, writing
 
+FileT = TypeVar("FileT", bound=DataFile)
+
 
 def write_arrays(
-    store: Store, folder: str, epoch: int, plan: ItemPlan, buffers: Sequence[Buffer], block_bytes: int, pool: Pool
-) -> list[DataFile]:
-    """Writes an item's data files into a folder, from one buffer per cell, in file order."""
+    store: Store,
+    folder: str,
+    epoch: int,
+    plan: ItemPlan,
+    buffers: Sequence[Buffer],
+    block_bytes: int,
+    pool: Pool,
+    kind: type[FileT] = DataFile,
+) -> list[FileT]:
+    """Writes an item's data files into the node's folder, from one buffer per cell, in file order."""
     item = plan.item
-    files: list[_File] = []
+    files: list[_File[FileT]] = []
     try:
         # One file for each part of the plan; all of them are written at the same time, block by block.
         start = 0
         for number, part in enumerate(item.cut(plan.owned, plan.part_ends)):
             end = start + len(part.leaves)
             with _collector.paused():  # its header
-                files.append(_File(store, folder, epoch, item, number, part, buffers[start:end], block_bytes))
+                files.append(_File(store, folder, epoch, item, number, part, buffers[start:end], block_bytes, kind))
             start = end
         pool.run([functools.partial(file.write, block) for file in files for block in range(len(file.ends))])
         # A last look at memory that is not ours, before anything is made durable.
@@ -82,7 +91,7 @@ def write_file(
     return DataFile(item, 0, size, 0, 0, block_bytes, tuple(sums), name)
 
 
-class _File:
+class _File(Generic[FileT]):
     """One data file being written: its header, then cells, in blocks that end at `ends`."""
 
     def __init__(
@@ -95,6 +104,7 @@ class _File:
         part: Part,
         buffers: Sequence[Buffer],
         block_bytes: int,
+        kind: type[FileT],
     ):
         self.epoch, self.buffers = epoch, buffers
         cells = list(zip(part.leaves.tolist(), part.cells.tolist(), strict=True))
@@ -103,7 +113,7 @@ class _File:
         self.offsets = part.offsets + len(self.head)  # where each cell begins, and the end of the last one
         self.ends = grid.blocks(np.diff(part.offsets), len(self.head), block_bytes)
         self.sums = [""] * len(self.ends)
-        self.record = DataFile(item.name, number, int(self.offsets[-1]), len(self.head), len(cells), block_bytes)
+        self.record = kind(item.name, number, int(self.offsets[-1]), len(self.head), len(cells), block_bytes)
         self.writer = store.open_writer(paths.join(folder, self.record.path), self.record.size)
 
     def write(self, block: int) -> None:

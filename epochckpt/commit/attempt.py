@@ -10,19 +10,43 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from epochckpt import _monitoring, _threads, _units
 from epochckpt._threads import Deadline, Pool
 from epochckpt.arrays import writer
-from epochckpt.arrays.snapshot import Snapshot
+from epochckpt.arrays.plan import ItemPlan
+from epochckpt.arrays.snapshot import Buffer, Snapshot
 from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.errors import SaveError, from_wire, to_wire
 from epochckpt.format import DataFile, EpochRecord, NodeEntry, NodeRecord, Nodes, checksums, paths
-from epochckpt.format.records import tree_digest
+from epochckpt.format.records import AlsoFile, pack_contents, tree_digest, unpack_contents
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import events
+
+# Bytes of small contents that travel in the commit record: of the primary, and of all other processes together.
+_CARRIED_BYTES, _CARRIED_BY_OTHERS = 2**20, 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalReport:
+    """What a node reports besides where each host has a disk of its own, on which others' values are to be, too.
+
+    Of files of handlers, and of leaves that are no jax arrays, the values of the process that writes them count.
+    """
+
+    carried: Mapping[str, Mapping[str, bytes]]  # small contents, as in `EpochRecord`
+    alike: Mapping[str, str]  # by leaf, for messages: the digest of what every process wrote by itself
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"carried": pack_contents(self.carried), "alike": dict(self.alike)}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> LocalReport:
+        return cls(unpack_contents(wire["carried"]), wire["alike"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +55,18 @@ class NodeReport:
 
     entry: NodeEntry  # the node as `epoch.json` will describe it
     own: Mapping[str, str]  # by item, the digest of each item that differs per node
+    local: LocalReport | None = None  # where each host has a disk of its own
 
     def to_wire(self) -> dict[str, Any]:
         files = [file.row() for file in self.entry.files]
-        return {**vars(self.entry), "files": files, "own": dict(self.own)}
+        local = {} if self.local is None else {"local": self.local.to_wire()}
+        return {**vars(self.entry), "files": files, "own": dict(self.own), **local}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> NodeReport:
         fields = {**wire, "files": tuple(map(DataFile.from_row, wire["files"]))}
-        own = fields.pop("own")
-        return cls(NodeEntry(**fields), own)
+        own, local = fields.pop("own"), fields.pop("local", None)
+        return cls(NodeEntry(**fields), own, None if local is None else LocalReport.from_wire(local))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +147,17 @@ class Attempt:
     def record(self, attempt: str, *, objects: bool, per_node: bool = False) -> EpochRecord:
         """The commit record, as of now, from the reports of all nodes; `attempt` is the attempt's id.
 
-        SaveError says that two nodes wrote a file of one name, or one a file where another has a folder. `objects`: the
-        store has no rename. `per_node`: this is the epoch of one node by itself.
+        SaveError says that two nodes wrote a file of one name, or one a file where another has a folder, or that hosts
+        with disks of their own have different values of a leaf. `objects`: the store has no rename. `per_node`: this is
+        the epoch of one node by itself.
         """
         nodes = self.node_reports
         self._check_file_names()
+        carried: dict[str, dict[str, bytes]] = {}
+        for node in nodes:
+            for item, contents in (node.local.carried if node.local is not None else {}).items():
+                carried[item] = {**carried.get(item, {}), **contents}
+        self._check_alike()
         items = dict(self.snapshot.items)
         for name, item in items.items():
             if item.kind == "node":
@@ -145,7 +177,22 @@ class Attempt:
             time.time_ns(),
             {"blocked_secs": round(self.blocked_secs, 6), "secs": round(self.elapsed_secs, 6)},
             per_node=per_node,
+            carried=carried,
         )
+
+    def _check_alike(self) -> None:
+        """Where each host has a disk of its own, the hosts have the same values of large NumPy leaves."""
+        first: dict[str, tuple[str, str]] = {}  # digest and node by leaf
+        for node in self.node_reports:
+            for leaf, digest in (node.local.alike if node.local is not None else {}).items():
+                expected, other = first.setdefault(leaf, (digest, node.entry.name))
+                if digest != expected:
+                    raise SaveError(
+                        self.epoch,
+                        f"{leaf} is no jax array, and has other values on {node.entry.name} than on {other}. With "
+                        "local_disks a large one must be the same on every process: make it a jax array of the whole "
+                        "job, or save what differs with NodeSave",
+                    )
 
     def _check_file_names(self) -> None:
         """Handlers' files of all nodes share one folder in the Orbax view."""
@@ -207,14 +254,14 @@ def write_nodes(
     """Writes and seals the folders of this process's nodes, durably; `identity` is the attempt's id."""
     try:
         writers = [_NodeWriter(commits, nodes, number, attempt, identity, options) for number in nodes.hosted]
-        began, trees = time.monotonic(), attempt.snapshot.trees
+        began, trees, also = time.monotonic(), attempt.snapshot.trees, attempt.snapshot.also
         for each in writers:
             each.write_arrays(pool)
-        sizes = sum(int(tree.plan.owned[2].sum()) for tree in trees), sum(each.nbytes for each in writers)
+        sizes = sum(int(tree.plan.owned[2].sum()) for tree in [*trees, *also]), sum(each.nbytes for each in writers)
         events.wrote(commits.store.root, time.monotonic() - began, *sizes)
         if nodes.process == 0:
             events.arrays(array for tree in trees for array in tree.plan.arrays)
-        attempt.snapshot.trees = []  # their memory need not wait for handlers
+        attempt.snapshot.trees, attempt.snapshot.also = [], []  # their memory need not wait for handlers
         writers[0].write_files()
         return ProcessReport(attempt.plan, tuple(each.seal() for each in writers))
     except FileNotFoundError as missing:
@@ -233,13 +280,19 @@ class _NodeWriter:
         (self._name, self._process), self._processes = nodes.rows[number], nodes.processes
         self._folder = commits.make_node_folder(attempt.epoch, identity, self._name)
         self._files: list[DataFile] = []
+        self._also: list[AlsoFile] = []
         self._folders: list[str] = []
         self._secs = 0.0
+        # Where each host has a disk of its own, see `LocalReport`.
+        self._local = options.local_disks and nodes.processes > 1
+        self._carried: dict[str, dict[str, bytes]] = {}
+        self._room = min(_CARRIED_BYTES, _CARRIED_BY_OTHERS // nodes.processes) if number else _CARRIED_BYTES
+        self._alike: dict[str, str] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the files that it has written."""
-        return sum(file.size for file in self._files)
+        return sum(file.size for file in [*self._files, *self._also])
 
     def write_arrays(self, pool: Pool) -> None:
         began, epoch, size = time.monotonic(), self._attempt.epoch, self._options.block_bytes
@@ -247,17 +300,42 @@ class _NodeWriter:
             if node == self._number:
                 folder = self._commits.data_folder(epoch, self._identity, self._name, plan.item.name)
                 self._files += writer.write_arrays(self._store, folder, epoch, plan, buffers, size, pool)
+                if plan.also is not None:
+                    self._note_values(plan, buffers)
+        for plan, _, buffers in self._attempt.snapshot.also:  # of the only node that this process hosts
+            if plan.sources and not self._folders:
+                self._folders.append(paths.ALSO_FOLDER)
+                self._store.make_folder(paths.join(self._folder, paths.ALSO_FOLDER))
+            self._also += writer.write_arrays(self._store, self._folder, epoch, plan, buffers, size, pool, AlsoFile)
+            self._note_values(plan, buffers)
         self._secs += time.monotonic() - began
+
+    def _note_values(self, plan: ItemPlan, buffers: Sequence[Buffer]) -> None:
+        """Keeps what the other hosts need, or compare, of leaves of which each process has a value of its own."""
+        item = plan.item
+        for source, buffer in zip(plan.sources, buffers, strict=True):
+            leaf = item.leaves[source.leaf]
+            if source.leaf in item.carried:
+                self._carried.setdefault(item.name, {})[str(source.leaf)] = buffer.array.tobytes()
+            elif not leaf.is_global and leaf.nbytes:
+                data = buffer.array.reshape(-1).view(np.uint8).data
+                self._alike[f"item {item.name!r}, leaf {leaf.name!r}"] = checksums.digest(data)
 
     def write_files(self) -> None:
         """Waits for the files that handlers write, and copies them."""
         began, size = time.monotonic(), self._options.block_bytes
         found = self._attempt.snapshot.collect(self._attempt.epoch, self._attempt.deadline)
-        self._folders = writer.folders(found)
-        for path in self._folders:
+        folders = writer.folders(found)
+        for path in folders:
             self._store.make_folder(paths.join(self._folder, path))
+        self._folders += folders
         for (item, path), source in found.items():
-            self._files.append(writer.write_file(self._store, self._folder, item, path, source, size))
+            file = writer.write_file(self._store, self._folder, item, path, source, size)
+            self._files.append(file)
+            if self._local and file.size <= self._room:
+                self._room -= file.size
+                data = source if isinstance(source, bytes) else source.read_bytes()
+                self._carried.setdefault(item, {})[path] = data
         self._secs += time.monotonic() - began
 
     @_monitoring.timed(*events.SEALED)
@@ -266,9 +344,11 @@ class _NodeWriter:
         own = attempt.snapshot.own.get(self._number, {})
         timings = {"write_secs": round(self._secs, 6), "blocked_secs": round(attempt.blocked_secs, 6)}
         place = self._name, self._process, self._processes
-        data = NodeRecord(attempt.epoch, self._identity, *place, attempt.plan, files, timings, own).to_bytes()
+        also = tuple(self._also)
+        data = NodeRecord(attempt.epoch, self._identity, *place, attempt.plan, files, timings, own, also).to_bytes()
         view = self._options.orbax_view
         self._commits.seal_node(attempt.epoch, self._identity, self._name, self._folders, data, view)
         secs = self._secs + time.monotonic() - began
         entry = NodeEntry(self._name, self._process, len(data), checksums.digest(data), files, secs)
-        return NodeReport(entry, {n: tree_digest(tree, [f for f in files if f.item == n]) for n, tree in own.items()})
+        digests = {n: tree_digest(tree, [f for f in files if f.item == n]) for n, tree in own.items()}
+        return NodeReport(entry, digests, LocalReport(self._carried, self._alike) if self._local else None)

@@ -19,8 +19,8 @@ def xxh3(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def digest(data: bytes) -> str:
-    """xxh3-128 of a record, as 32 hex digits."""
+def digest(data: bytes | memoryview) -> str:
+    """xxh3-128 of a record, or of a contiguous buffer, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

@@ -7,12 +7,15 @@ len(holders[cell])]`, so that replicated bytes spread over nodes.
 
 A node's file holds its cells ordered by item size (largest first, so that each tensor is aligned), then leaf, then
 cell. Beyond `part_bytes` it is continued in another part.
+
+A job whose hosts have local disks (`StorageOptions.local_disks`) needs more on each of them: what the host holds and
+another node owns (`ArrayItem.also`), in files that are laid out alike.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from epochckpt import _text
 from epochckpt.format import safetensors
 from epochckpt.format.tree import ARRAY_KINDS, KeyPath
 
+_CARRIED_LEAF, _CARRIED_ITEM = 64 * 2**10, 512 * 2**10  # bytes of one leaf, and of all of an item, see `carried`
 Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
 
 
@@ -87,14 +91,17 @@ class Grid:
         return table[cells, (cells + rotation) % sizes]
 
     @functools.cached_property
-    def _owned(self) -> dict[tuple[int, int], list[int]]:
+    def _owned(self) -> dict[tuple[int, int, bool], list[int]]:
         return {}
 
-    def owned(self, rotation: int, node: int) -> list[int]:
-        """The cells that `node` writes, ascending."""
-        found = self._owned.get((rotation, node))
+    def owned(self, rotation: int, node: int, others: bool = False) -> list[int]:
+        """The cells that `node` writes, ascending; with `others` those that it holds and another node writes."""
+        found = self._owned.get((rotation, node, others))
         if found is None:
-            found = self._owned[rotation, node] = np.flatnonzero(self.owners(rotation) == node).tolist()
+            mine = self.owners(rotation) == node
+            if others:
+                mine = np.any(self._table[0] == node, axis=1) & ~mine
+            found = self._owned[rotation, node, others] = np.flatnonzero(mine).tolist()
         return found
 
 
@@ -116,6 +123,11 @@ class Leaf:
     def nbytes(self) -> int:
         """Bytes of the whole stored array."""
         return math.prod(self.shape) * self.dtype.itemsize if self.dtype is not None else 0
+
+    @property
+    def is_global(self) -> bool:
+        """Whether it is one array for all processes; else each has a value of its own, and the primary's is saved."""
+        return self.kind in ("jax", "prng")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,12 +232,41 @@ class ArrayItem:
 
     def owned(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(leaf, cell, bytes) of every cell that `node` writes, in file order."""
+        return self._listed(lambda i, info: self.grids[info.grid].owned(info.rotation, node))
+
+    def also(self, node: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same of every cell with bytes that `node` holds and another node writes, but for those `carried`."""
+
+        def held(i: int, info: Leaf) -> list[int]:
+            if info.nbytes == 0 or i in self.carried:
+                return []
+            if not info.is_global:  # every process has it
+                return [] if self.owner(i, 0) == node else [0]
+            return self.grids[info.grid].owned(info.rotation, node, others=True)
+
+        return self._listed(held)
+
+    @functools.cached_property
+    def carried(self) -> frozenset[int]:
+        """The small leaves of which each process has a value of its own.
+
+        Where hosts have local disks, the commit record has the primary's values of them (`EpochRecord.carried`).
+        """
+        found, left = set[int](), _CARRIED_ITEM
+        for i in self._file_order:
+            size = self.leaves[i].nbytes
+            if not self.leaves[i].is_global and 0 < size <= min(left, _CARRIED_LEAF):
+                found.add(i)
+                left -= size
+        return frozenset(found)
+
+    def _listed(self, chosen: Callable[[int, Leaf], list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(leaf, cell, bytes) of the chosen cells of each leaf, in file order."""
         leaves: list[int] = []
         cells: list[int] = []
         sizes: list[int] = []
         for i in self._file_order:
-            info = self.leaves[i]
-            mine = self.grids[info.grid].owned(info.rotation, node)
+            mine = chosen(i, self.leaves[i])
             leaves += [i] * len(mine)
             cells += mine
             sizes += [self.cell_bytes(i)] * len(mine)

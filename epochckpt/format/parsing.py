@@ -7,7 +7,7 @@ by the size of the record.
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from epochckpt import _collector
@@ -15,7 +15,16 @@ from epochckpt.errors import FormatError, FormatVersionError, unreadable
 from epochckpt.format import checksums, paths
 from epochckpt.format import tree as tree_lib
 from epochckpt.format.grid import ArrayItem, Grid, Leaf
-from epochckpt.format.records import MAX_RECORD_BYTES, DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord
+from epochckpt.format.records import (
+    MAX_RECORD_BYTES,
+    AlsoFile,
+    DataFile,
+    EpochRecord,
+    ItemRecord,
+    NodeEntry,
+    NodeRecord,
+    unpack_contents,
+)
 from epochckpt.storage import Store
 
 T = TypeVar("T")
@@ -127,7 +136,15 @@ def parse_node(path: str, data: bytes) -> NodeRecord:
         tuple(_parse_file(Fields(path, f, f"files[{i}].")) for i, f in enumerate(fields.array("files"))),
         fields.numbers("timings"),
         items,
+        _also(fields) if "also" in fields.data else (),
     )
+
+
+def _also(fields: Fields) -> tuple[AlsoFile, ...]:
+    files = [_parse_file(Fields(fields.path, f, f"also[{i}].")) for i, f in enumerate(fields.array("also"))]
+    if any(file.name for file in files):
+        raise fields.fail("also", "data files")
+    return tuple(AlsoFile(**vars(file)) for file in files)
 
 
 def _parse_file(fields: Fields) -> DataFile:
@@ -205,7 +222,21 @@ def _epoch_record(fields: Fields, trees: bool) -> EpochRecord:
         _view(fields),
         per_node,
         copied_from,
+        _carried(fields, items) if trees and "carried" in fields.data else {},
     )
+
+
+def _carried(fields: Fields, items: Mapping[str, ItemRecord]) -> dict[str, dict[str, bytes]]:
+    try:
+        found = unpack_contents(fields.mapping("carried"))
+    except (ValueError, TypeError, AttributeError):
+        raise fields.fail("carried", "contents in base64, by item and name") from None
+    for item, contents in found.items():
+        arrays = items[item].arrays if item in items else None
+        sizes = {} if arrays is None else {str(i): arrays.leaves[i].nbytes for i in arrays.carried}
+        if item not in items or (arrays is not None and any(sizes.get(n) != len(d) for n, d in contents.items())):
+            raise fields.fail("carried", "small leaves, and files, of items of the epoch")
+    return found
 
 
 def _parse_item(path: str, name: str, entry: object, nodes: int) -> ItemRecord:

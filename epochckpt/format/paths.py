@@ -28,6 +28,7 @@ ROOT_METADATA = ("metadata", "_ROOT_METADATA")  # where Orbax keeps a manager's 
 LEGACY_ROOT_METADATA = ("metadata", "metadata")  # where older versions of Orbax keep it
 MIRROR_RECORD = "_epochckpt/mirror.json"  # what a directory knows of its mirror
 HOST_RECORD = "_epochckpt/host.json"  # the directory is on a disk of one host, see `commit.host_record`
+ALSO_FOLDER = "_also"  # in a node's folder: cells of other nodes, see `NodeRecord`. No item and no node is called so
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax's tools ignore names that contain this
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,14 @@ class DataFile:
         return cls(*row[:5], name=row[5] if len(row) == 6 else "")
 
 
+class AlsoFile(DataFile):
+    """A data file with cells that another node owns, see `NodeRecord.also`."""
+
+    @property
+    def path(self) -> str:
+        return paths.join(paths.ALSO_FOLDER, super().path)
+
+
 @dataclasses.dataclass(frozen=True)
 class NodeRecord:
     """`node.json`: what one node wrote for one attempt."""
@@ -59,14 +68,21 @@ class NodeRecord:
     files: tuple[DataFile, ...]
     timings: Mapping[str, float]  # seconds by name
     items: Mapping[str, ItemRecord] = dataclasses.field(default_factory=dict)  # the node's own, by name
+    # Data files of cells that this node holds and another one owns, on a disk that only this host sees. No copy of the
+    # epoch has them.
+    also: tuple[AlsoFile, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        files = [dataclasses.asdict(f) for f in self.files]
-        return _seal(
-            "node",
-            {**vars(self), "files": files, "items": {name: _item_json(item) for name, item in self.items.items()}},
-        )
+        fields: dict[str, Any] = {
+            **vars(self),
+            "files": [dataclasses.asdict(f) for f in self.files],
+            "items": {name: _item_json(item) for name, item in self.items.items()},
+            "also": [dataclasses.asdict(f) for f in self.also],
+        }
+        if not self.also:
+            del fields["also"]
+        return _seal("node", fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +151,9 @@ class EpochRecord:
     orbax_view: Mapping[str, tuple[int, str]] | None = None
     per_node: bool = False  # one node only, whose files lie beside the record, see `jobs.caffe2_epochs`
     copied_from: str = ""  # the attempt that a copy was made of, if it could not keep that id
+    # Where each host has a disk of its own: small contents that one process alone wrote. By item, then by the name of
+    # the file that a handler wrote, or by the number of the leaf.
+    carried: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
 
     # of a step of stock Orbax these are fields: see `OrbaxRecord`
     stock: ClassVar[bool] = False
@@ -186,10 +205,22 @@ class EpochRecord:
             "metrics": checksums.pack_json(self.metrics, "metrics"),
             "custom_metadata": checksums.pack_json(dict(self.custom_metadata), "custom_metadata"),
         }
-        for name in ("per_node", "copied_from"):
+        fields["carried"] = pack_contents(self.carried)
+        for name in ("per_node", "copied_from", "carried"):
             if not fields[name]:
                 del fields[name]
         return _seal("epoch", fields)
+
+
+def pack_contents(contents: Mapping[str, Mapping[str, bytes]]) -> dict[str, dict[str, str]]:
+    """Contents by item and name, for JSON."""
+    packed = {item: {n: base64.b64encode(data).decode() for n, data in each.items()} for item, each in contents.items()}
+    return {item: each for item, each in packed.items() if each}
+
+
+def unpack_contents(packed: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, bytes]]:
+    """The inverse of `pack_contents`; raises ValueError, AttributeError or TypeError for what it did not make."""
+    return {item: {n: base64.b64decode(d, validate=True) for n, d in each.items()} for item, each in packed.items()}
 
 
 def _seal(kind: str, fields: Mapping[str, Any]) -> bytes:

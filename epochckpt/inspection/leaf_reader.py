@@ -45,7 +45,7 @@ class PerNodeReader(NativeReader):
 
     def __init__(self, nodes: Mapping[str, NativeReader], unread: Mapping[str, str]):
         first = next(iter(nodes.values()))
-        super().__init__(first.commits, first.folder, first.record, first.context, first.native.pool, verify=True)
+        super().__init__(first.commits, first.folder, first.record, first.context, first.native)
         self.nodes, self.unread = nodes, unread
 
     def _of(self, item: str, node: str) -> EpochReader:

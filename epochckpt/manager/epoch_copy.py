@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator
 from absl import logging
 
 from epochckpt import _threads
-from epochckpt.arrays import EpochReader, NodeFile
+from epochckpt.arrays import EpochReader
 from epochckpt.commit import Commits
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
@@ -33,7 +33,7 @@ class EpochCopy:
     """
 
     def __init__(self, reader: EpochReader, commits: Commits, attempt: str = ""):
-        self._reader = EpochReader(reader.store, reader.folder, reader.record, _threads.Pool(_THREADS), verify=True)
+        self._reader = reader.again(_threads.Pool(_THREADS))
         self.commits, self._epoch, self._given = commits, reader.record.epoch, attempt
         self._replaces: ReplaceCondition | None = None
         self._may_be_visible = False
@@ -123,7 +123,7 @@ class EpochCopy:
         if store.renames or object_view.is_of_use(store):  # where it was saved perhaps none could be made
             unsupported = {} if record.objects else record.orbax_unsupported
         origin = record.origin if self._attempt != record.origin else ""
-        changes = {"objects": not store.renames, "orbax_unsupported": unsupported, "orbax_view": None}
+        changes = {"objects": not store.renames, "orbax_unsupported": unsupported, "orbax_view": None, "carried": {}}
         return dataclasses.replace(record, attempt=self._attempt, copied_from=origin, **changes)
 
     def copy_nodes(self, names: Collection[str]) -> list[NodeEntry]:
@@ -145,7 +145,7 @@ class EpochCopy:
             for file in part.files(item, 0 if own else number):
                 file.copy(target, paths.join(folder, file.name))
         for file in of_handlers:
-            NodeFile(reader, number, file).copy(target, paths.join(base, file.path))
+            reader.node_file(number, file).copy(target, paths.join(base, file.path))
         # The record of the node is last.
         data, view = self._node_record(number), self._record.orbax_unsupported is not None
         commits.seal_node(self._epoch, self._attempt, entry.name, inner[::-1], data, view)
@@ -155,9 +155,9 @@ class EpochCopy:
         """The copy of a node's record."""
         reader, path = self._reader, self._reader.path(number)
         recorded = reader.node_record(number)
-        if recorded.attempt == self._attempt:
+        if recorded.attempt == self._attempt and not recorded.also:
             return reader.guard(path, lambda: reader.store.read(path, limit_bytes=self.nodes[number].record_size))
-        return dataclasses.replace(recorded, attempt=self._attempt).to_bytes()
+        return dataclasses.replace(recorded, attempt=self._attempt, also=()).to_bytes()
 
     def entry(self, number: int) -> NodeEntry:
         """The entry of a node in the record of the copy."""

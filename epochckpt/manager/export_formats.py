@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from epochckpt.arrays import EpochReader, NodeFile, Request
+from epochckpt.arrays import EpochReader, Request
 from epochckpt.arrays.snapshot import root_metadata
 from epochckpt.errors import InvalidArgumentError, UnsupportedError
 from epochckpt.format import ArrayItem, Box, EpochRecord, grid, paths, safetensors
@@ -44,7 +44,7 @@ def write_orbax(reader: EpochReader, record: EpochRecord, target: Store, skip_un
         target.create(paths.join(base, path), data)
     for item in (name for name, entry in record.items.items() if entry.kind == "files"):
         for node, file in reader.item_files(item):
-            NodeFile(reader, node, file).copy(target, paths.join(base, file.path))
+            reader.node_file(node, file).copy(target, paths.join(base, file.path))
     numbers = {entry.folder: i for i, entry in enumerate(record.nodes)}
     for path in links:
         for file in reader.files(path.split("/")[0], numbers[path.split("/")[-1]]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -10,9 +11,11 @@ from absl import logging
 
 from epochckpt import _monitoring
 from epochckpt._threads import Pool
+from epochckpt.arrays import EpochReader
 from epochckpt.arrays.items import RestoreContext
 from epochckpt.commit import Commits, commits_of
 from epochckpt.commit.head_record import HeadEpoch
+from epochckpt.commit.host_record import read_host_record
 from epochckpt.errors import (
     DamagedError,
     EpochCheckpointError,
@@ -103,7 +106,26 @@ class Readers:
         """A reader of the epoch that has this record, in this folder."""
         if isinstance(record, OrbaxRecord):
             return OrbaxReader(self.commits, folder, record, self._context)
-        return NativeReader(self.commits, folder, record, self._context, self._pool, self._verify)
+        return NativeReader(self.commits, folder, record, self._context, self._native(folder, record))
+
+    def _native(self, folder: str, record: EpochRecord) -> EpochReader:
+        """A reader of an epoch of ours: of what this host has of it where each has a disk of its own."""
+        store, here = self.commits.store, None
+        if store.renames and not record.per_node and read_host_record(store) is not None:
+            found = {entry.name for entry in store.list(folder)}
+            here = frozenset(number for number in range(len(record.nodes)) if record.node_folder(number) in found)
+        copy = functools.partial(self._copy, record)
+        return EpochReader(store, folder, record, self._pool, self._verify, here, copy)
+
+    def _copy(self, record: EpochRecord) -> EpochReader | None:
+        """A reader of the mirror's copy of the save that `record` is of; None if there is none."""
+        if self._mirror is None or (there := self._mirror.copy_of(record.epoch, self.commits)) is None:
+            return None
+        copy = there.read_record(record.epoch)
+        if (copy.plan, len(copy.nodes)) != (record.plan, len(record.nodes)):
+            return None
+        logging.info("epoch %d: what this host lacks is read from the mirror %s", record.epoch, there.store.root)
+        return EpochReader(there.store, there.folder(record.epoch), copy, self._pool, self._verify)
 
     @_monitoring.timed("/epochckpt/verify_secs")
     def verify(self, epoch: int) -> Verification:

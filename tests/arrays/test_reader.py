@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import epochckpt as ec
-from epochckpt.arrays import EpochReader, Request, reader
+from epochckpt.arrays import EpochReader, Request, node_files
 from epochckpt.format import grid
 from epochckpt.storage import object_client
 
@@ -30,8 +30,8 @@ TREE = {
 def source() -> Iterator[EpochReader]:
     """The arrays in a store that has no rename, in three files of many blocks each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_SPAN_BYTES", SPAN)
-        patch.setattr(reader, "_GAP_BYTES", GAP)
+        patch.setattr(node_files, "_SPAN_BYTES", SPAN)
+        patch.setattr(node_files, "_GAP_BYTES", GAP)
         storage = ec.StorageOptions(block_bytes=BLOCK, part_bytes=40_000)
         with ec.CheckpointManager(f"memory://{uuid.uuid4().hex}", storage=storage) as manager:
             manager.save(0, args=ocp.args.StandardSave(TREE))

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from epochckpt.arrays.plan import ItemPlan, boxes_of_devices, device_cells, plan_item
-from epochckpt.format import ArrayItem, DataFile, EpochRecord, Grid, ItemRecord, Leaf, NodeEntry, grid
+from epochckpt.arrays.plan import CellSource, ItemPlan, boxes_of_devices, device_cells, plan_item
+from epochckpt.errors import FormatError
+from epochckpt.format import ArrayItem, DataFile, EpochRecord, Grid, ItemRecord, Leaf, NodeEntry, NodeRecord, grid
 from epochckpt.format.grid import blocks
-from epochckpt.format.parsing import parse_epoch
-from epochckpt.format.records import array_item_json
+from epochckpt.format.parsing import parse_epoch, parse_head, parse_node
+from epochckpt.format.records import AlsoFile, array_item_json
 from tests.support.processes import run_worker
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (8,), (16, 8), (8, 24), (0, 8), (8, 16, 8), (8, 1, 8, 2))
@@ -129,7 +130,9 @@ def fake_mesh(shape: tuple[int, ...], axes: tuple[str, ...], per_process: int) -
     return Mesh(devices.reshape(shape), axes)
 
 
-def plan_on(node: int, nodes: int, state: Sequence[Spec], replica_split_bytes: int = 16 * 2**20) -> ItemPlan:
+def plan_on(
+    node: int, nodes: int, state: Sequence[Spec], replica_split_bytes: int = 16 * 2**20, local_disks: bool = False
+) -> ItemPlan:
     pairs = []
     for name, shape, dtype, sharding in state:
         value: Any = np.zeros(shape, dtype) if sharding is None else FakeArray(shape, dtype, sharding, node)
@@ -141,7 +144,21 @@ def plan_on(node: int, nodes: int, state: Sequence[Spec], replica_split_bytes: i
         node_of_process={i: i for i in range(nodes)},
         replica_split_bytes=replica_split_bytes,
         part_bytes=None,
+        local_disks=local_disks,
     )
+
+
+def check_source(plan: ItemPlan, take: CellSource, cell: int, spec: Spec, mesh: Mesh, node: int) -> None:
+    """The cell is taken from the place that it is written for."""
+    info, sharding = plan.item.leaves[take.leaf], spec[3]
+    if sharding is None or not math.prod(info.shape):
+        return
+    shards = [d for d in mesh.devices.flat if d.process_index == node]
+    index = sharding.devices_indices_map(info.shape)[shards[take.shard]]
+    whole = [s.indices(d)[:2] for s, d in zip(index, info.shape, strict=True)]
+    cut = take.cut or tuple(slice(0, b - a) for a, b in whole)
+    found = tuple((a + s.start, a + s.stop) for (a, _), s in zip(whole, cut, strict=True))
+    assert found == plan.item.cell_box(take.leaf, cell), info.name
 
 
 def small_state(mesh: Mesh) -> list[Spec]:
@@ -186,18 +203,68 @@ def test_owners_cover_every_element_exactly_once(
             covered[leaf][tuple(slice(a, b) for a, b in box)] += 1
             written[leaf] += size
             order.append((-info.dtype.itemsize, leaf, cell))
-            sharding = state[leaf][3]
-            if sharding is not None and math.prod(info.shape):
-                shards = [d for d in mesh.devices.flat if d.process_index == node]
-                index = sharding.devices_indices_map(info.shape)[shards[take.shard]]
-                whole = [s.indices(d)[:2] for s, d in zip(index, info.shape, strict=True)]
-                cut = take.cut or tuple(slice(0, b - a) for a, b in whole)
-                found = tuple((a + s.start, a + s.stop) for (a, _), s in zip(whole, cut, strict=True))
-                assert found == box, f"{info.name}: the cell is taken from another place than it is written for"
+            check_source(plan, take, cell, state[leaf], mesh, node)
         assert order == sorted(order), "a file is ordered by item size, leaf, cell"
     for leaf, seen, size in zip(item.leaves, covered, written, strict=True):
         assert (seen == 1).all(), leaf.name
         assert size == leaf.nbytes
+
+
+@pytest.mark.parametrize(("shape", "per_process"), [((4, 2), 2), ((2, 4), 2), ((4, 2), 1), ((2, 2), 4)])
+@pytest.mark.parametrize("replica_split_bytes", [1, 1024, 16 * 2**20])
+def test_with_local_disks_a_node_writes_all_that_its_devices_hold_once(
+    shape: tuple[int, int], per_process: int, replica_split_bytes: int
+) -> None:
+    """What it owns and what it writes besides are disjoint, and together its devices' boxes; the item is the same."""
+    mesh = fake_mesh(shape, ("x", "y"), per_process)
+    nodes = math.prod(shape) // per_process
+    state = [*small_state(mesh), ("wide", (100, 100), np.float64, None)]
+    for node in range(nodes):
+        plan, plain = (plan_on(node, nodes, state, replica_split_bytes, local) for local in (True, False))
+        assert plan.also is not None
+        assert plain.also is None
+        assert plan.digest == plain.digest
+        item = plan.item
+        assert {item.leaves[i].name for i in item.carried} == {"host"}
+        written = [np.zeros(leaf.shape, dtype=np.int64) for leaf in item.leaves]
+        for part in (plan, plan.also):
+            for leaf, cell, _, take in zip(*(a.tolist() for a in part.owned), part.sources, strict=True):
+                assert take.leaf == leaf
+                assert (item.owner(leaf, cell) == node) == (part is plan)
+                check_source(plan, take, cell, state[leaf], mesh, node)
+                written[leaf][tuple(slice(a, b) for a, b in item.cell_box(leaf, cell))] += 1
+        for leaf, (_, _, _, sharding), seen in zip(item.leaves, state, written, strict=True):
+            held = np.zeros(leaf.shape, dtype=np.int64)
+            if sharding is None:
+                held[...] = node == 0 or leaf.name == "wide"
+            else:
+                for device, index in sharding.devices_indices_map(leaf.shape).items():
+                    held[index] |= device.process_index == node
+            assert np.array_equal(held, seen), leaf.name
+
+
+def test_what_a_node_wrote_for_local_disks_survives_its_record() -> None:
+    """It is in the record of the node alone; small contents are in that of the epoch, and others are refused there."""
+    file = AlsoFile("default", 0, 5000, 4096, 3, 4096, ("0" * 16, "1" * 16))
+    node = NodeRecord(7, "0123456789abcdef-7-0", "a", 0, 2, "ab", (), {}, {}, (file,))
+    again = parse_node("7/a/node.json", node.to_bytes())
+    assert again == node
+    assert again.also[0].path == "_also/default.safetensors"
+    assert b"also" not in dataclasses.replace(node, also=()).to_bytes()
+    named = dataclasses.replace(node, also=(dataclasses.replace(file, name="x"),))
+    with pytest.raises(FormatError, match="also: expected data files"):
+        parse_node("7/a/node.json", named.to_bytes())
+
+    leaf = Leaf((("k", "host"),), "host", "numpy", np.dtype(np.int16), (3,), 0, 0, -1)
+    arrays = ArrayItem("default", (leaf,), (Grid((), ((0,),)),))
+    record = dataclasses.replace(record_of(4, 1), items={"default": ItemRecord("arrays", "", arrays)})
+    assert b"carried" not in record.to_bytes()
+    carrying = dataclasses.replace(record, carried={"default": {"0": b"\0\1\2\3\4\5"}})
+    assert parse_epoch("7/epoch.json", carrying.to_bytes()).carried == carrying.carried
+    assert not parse_head("7/epoch.json", carrying.to_bytes()).carried
+    for wrong in ({"default": {"1": b"\0" * 6}}, {"default": {"0": b"\0"}}, {"other": {"0": b"\0" * 6}}):
+        with pytest.raises(FormatError, match="carried"):
+            parse_epoch("7/epoch.json", dataclasses.replace(record, carried=wrong).to_bytes())
 
 
 def test_a_cell_belongs_only_to_a_node_that_holds_it() -> None:

@@ -1,0 +1,335 @@
+"""The files of a node, read and verified block by block.
+
+A range is read as the blocks that it touches, so that no unverified byte reaches the caller. A cell that fills a
+contiguous piece of its destination is read straight into it; other cells go through a buffer of a block or a row. From
+an object store blocks that lie near each other come with one request.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from epochckpt._threads import Pool
+from epochckpt.errors import DamagedError, EpochCheckpointError, EpochDeletedError, FormatError
+from epochckpt.format import ArrayItem, DataFile, NodeRecord, Part, checksums, grid
+from epochckpt.storage import Reader, Store, writing
+
+_SPAN_BYTES = 16 * 2**20  # that one request reads
+_GAP_BYTES = 2**20  # that it reads in vain, where that saves another request
+
+
+class Epoch(Protocol):
+    """The epoch of a file: an `EpochReader`, which says what the methods do."""
+
+    store: Store
+    pool: Pool
+    verify: bool
+    tally: list[tuple[int, float]] | None
+
+    def path(self, node: int, file: DataFile | None = None) -> str: ...
+
+    def node_record(self, node: int) -> NodeRecord: ...
+
+    def node_files(self, node: int) -> Mapping[str, DataFile]: ...
+
+    def guard(
+        self, path: str, read: Callable[[], Any], problem: str = "", leaf: Callable[[], str | None] = lambda: None
+    ) -> Any: ...
+
+    def check_present(self, detail: str) -> None: ...
+
+    def count(self, nbytes: int = 0, verify_secs: float = 0.0) -> None: ...
+
+
+class Copy(NamedTuple):
+    """One use of a cell: `out[into] = cell[source]`."""
+
+    out: np.ndarray
+    into: tuple[slice, ...]
+    source: tuple[slice, ...]
+
+
+@contextlib.contextmanager
+def noting(damage: list[EpochCheckpointError]) -> Generator[None]:
+    """Collects an error of the data; the error that the epoch was deleted is raised."""
+    try:
+        yield
+    except EpochDeletedError:
+        raise
+    except EpochCheckpointError as error:
+        damage.append(error)
+
+
+class NodeFile:
+    """One file of a node: `name` is its path in the node's folder, `path` the one in the directory."""
+
+    def __init__(self, epoch: Epoch, node: int, file: DataFile):
+        self.epoch, self.node, self.name, self.path = epoch, node, file.path, epoch.path(node, file)
+        self.size, self.data_start, self.cells = file.size, file.data_start, file.cells
+        self._reader: Reader | None = None
+        self._ends = np.zeros(0, dtype=np.int64)
+        self._sums: tuple[str, ...] = ()
+
+    def open(self) -> None:
+        """Opens the file, and compares both records and its size."""
+        if not self._sums:  # once: leaves are also read one by one, and a file may hold thousands
+            where = self.epoch.path(self.node)
+            mine = self.epoch.node_files(self.node).get(self.name)
+            if mine is None or (mine.size, mine.data_start, mine.cells) != (self.size, self.data_start, self.cells):
+                raise FormatError(where, f"does not describe {self.path} as the epoch's record does")
+            self._ends = ends = self._cut(mine.block_bytes)
+            if len(ends) != len(mine.xxh3):
+                raise FormatError(where, f"has {len(mine.xxh3)} checksums for the {len(ends)} blocks of {self.path}")
+            self._sums = mine.xxh3
+        size = self.size or None  # nothing is read of an empty file, so that it is looked for
+        self._reader = reader = self.epoch.guard(self.path, lambda: self.epoch.store.open_reader(self.path, size))
+        try:
+            self.check_size(lambda: reader.size)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def check_size(self, measure: Callable[[], int]) -> None:
+        """Raises DamagedError unless the file has the recorded size; EpochDeletedError if the epoch is gone."""
+        found = self.epoch.guard(self.path, measure)
+        if found != self.size:
+            self.epoch.check_present(f"{self.path} has another size")
+            raise DamagedError(self.path, f"has {found} bytes, {self.size} were written", self._leaf_at(found))
+
+    def stream(
+        self,
+        use: Callable[[int, memoryview], Any],
+        *,
+        damage: list[EpochCheckpointError] | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        """Reads and verifies the whole file by blocks, in any order, with one request of memory per thread of the pool.
+
+        `use` gets each block's offset and its bytes, which are valid only during the call. The errors of blocks that
+        cannot be used go into `damage`; without it the first one is raised.
+        """
+        self.open()
+        largest = int(np.diff(self._ends, prepend=0).max(initial=0))
+        local = threading.local()
+
+        def expected() -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext() if damage is None else noting(damage)
+
+        def read(blocks: Sequence[int]) -> None:
+            if len(blocks) == 1 and not hasattr(local, "buffer"):
+                local.buffer = memoryview(bytearray(largest))
+            with expected():
+                for block, piece in self._pieces(blocks, local.buffer if len(blocks) == 1 else None):
+                    with expected():
+                        self._verify(block, piece, always=True)
+                        use(self._bounds(block)[0], piece)
+
+        try:
+            spans = self._spans(range(len(self._ends)))
+            (pool or self.epoch.pool).run([functools.partial(read, blocks) for blocks in spans])
+        finally:
+            self.close()
+
+    def copy(self, target: Store, path: str) -> None:
+        """Copies the file into a store, verified, and durable but for its name."""
+        with writing(target, path, self.size) as writer:
+            self.stream(writer.write)
+
+    def _cut(self, block_bytes: int) -> np.ndarray:
+        """The offsets at which the blocks end; an empty file is one block."""
+        return np.array([*range(block_bytes, self.size, block_bytes), self.size], dtype=np.int64)
+
+    def _bounds(self, block: int) -> tuple[int, int]:
+        return (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
+
+    def _spans(self, blocks: Iterable[int]) -> Iterator[list[int]]:
+        """Groups blocks, ascending, that are read together: on an object store those near each other."""
+        group: list[int] = []
+        longest = 0 if self.epoch.store.renames else _SPAN_BYTES
+        for block in blocks:
+            start, end = self._bounds(block)
+            if group and (end - self._bounds(group[0])[0] > longest or start - self._bounds(group[-1])[1] > _GAP_BYTES):
+                yield group
+                group = []
+            group.append(block)
+        if group:
+            yield group
+
+    def _pieces(self, blocks: Sequence[int], into: memoryview | None = None) -> Iterator[tuple[int, memoryview]]:
+        """Reads blocks with one call, into a buffer if one is given; gives each with its bytes, not verified."""
+        start, end = self._bounds(blocks[0])[0], self._bounds(blocks[-1])[1]
+        reader = self._reader
+        assert reader is not None, "tasks run while the file is open"
+        if into is None:
+            read = functools.partial(reader.read, start, end - start)
+        else:
+            into = into[: end - start]
+            read = functools.partial(reader.read_into, start, into)
+        problem = f"bytes {start}-{end} cannot be read: "
+        found = self.epoch.guard(self.path, read, problem, lambda: self._leaf_at(start)) if start < end else b""
+        data = memoryview(found) if into is None else into
+        self.epoch.count(nbytes=end - start)
+        for block in blocks:
+            a, b = self._bounds(block)
+            yield block, data[a - start : b - start]
+
+    def _verify(self, block: int, piece: memoryview, always: bool = False) -> None:
+        if self.epoch.verify or always:
+            began = time.monotonic()
+            found = f"{checksums.xxh3(piece):016x}"
+            self.epoch.count(verify_secs=time.monotonic() - began)
+            if found != self._sums[block]:
+                self.epoch.check_present(f"{self.path} changed")
+                start, end = self._bounds(block)
+                problem = f"bytes {start}-{end} differ from what was written (xxh3 {self._sums[block]}, found {found})"
+                raise DamagedError(self.path, problem, self._leaf_at(start))
+
+    def _leaf_at(self, offset: int) -> str | None:
+        """The leaf whose bytes lie at an offset; None where there is none."""
+        return None
+
+
+class CarriedFile(NodeFile):
+    """A file that a handler wrote on another host's disk, and whose content is in the commit record."""
+
+    def __init__(self, epoch: Epoch, node: int, file: DataFile, content: bytes):
+        super().__init__(epoch, node, file)
+        self._content = content
+
+    def stream(
+        self,
+        use: Callable[[int, memoryview], Any],
+        *,
+        damage: list[EpochCheckpointError] | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        del damage, pool
+        use(0, memoryview(self._content))
+
+
+class ArrayFile(NodeFile):
+    """A data file, in which each cell of `part` begins at one of the `offsets`."""
+
+    def __init__(self, epoch: Epoch, node: int, file: DataFile, item: ArrayItem, part: Part):
+        super().__init__(epoch, node, file)
+        self.item, self.part, self.offsets = item, part, part.offsets + file.data_start
+
+    def _cut(self, block_bytes: int) -> np.ndarray:
+        return grid.blocks(np.diff(self.part.offsets), self.data_start, block_bytes)
+
+    def tasks(self, wanted: dict[int, list[Copy]]) -> list[Callable[[], None]]:
+        """Opens the file; returns tasks that read the wanted cells, given by their positions in the file."""
+        self.open()
+        tasks: list[Callable[[], None]] = []
+        whole: dict[int, memoryview] = {}  # destinations of blocks
+        runs: dict[int, list[tuple[int, list[Copy]]]] = collections.defaultdict(list)
+        cells = np.array(sorted(wanted), dtype=np.int64)
+        firsts = np.searchsorted(self._ends, self.offsets[cells], side="right").tolist()
+        lasts = np.searchsorted(self._ends, self.offsets[cells + 1], side="left").tolist()
+        bounds = zip(self.offsets[cells].tolist(), self.offsets[cells + 1].tolist(), strict=True)
+        for cell, first, last, (start, end) in zip(cells.tolist(), firsts, lasts, bounds, strict=True):
+            if start == end:
+                continue
+            direct = self._direct(cell, wanted[cell])
+            if direct is not None and self._bounds(first)[0] == start and self._bounds(last)[1] == end:
+                for block in range(first, last + 1):  # the cell is whole blocks, which go straight to their place
+                    a, b = self._bounds(block)
+                    whole[block] = direct[a - start : b - start]
+            elif first == last:
+                runs[first].append((cell, wanted[cell]))
+            else:
+                tasks.append(functools.partial(self._large, cell, wanted[cell]))
+        spans = self._spans(sorted(whole.keys() | runs.keys()))
+        return tasks + [functools.partial(self._deliver, blocks, whole, runs) for blocks in spans]
+
+    def _deliver(
+        self,
+        blocks: list[int],
+        whole: Mapping[int, memoryview],
+        runs: Mapping[int, list[tuple[int, list[Copy]]]],
+    ) -> None:
+        """Reads blocks with one call; each goes to one destination as it is, or its whole cells to theirs."""
+        alone = whole.get(blocks[0]) if len(blocks) == 1 else None
+        for block, piece in self._pieces(blocks, alone):
+            self._verify(block, piece)
+            if alone is None and block in whole:
+                np.frombuffer(whole[block], np.uint8)[:] = np.frombuffer(piece, np.uint8)
+            elif alone is None:
+                self._spread(block, np.frombuffer(piece, np.uint8), runs[block])
+
+    def _direct(self, cell: int, copies: list[Copy]) -> memoryview | None:
+        """The destination as bytes, if one whole cell goes to one contiguous place."""
+        if len(copies) != 1:
+            return None
+        part = copies[0].out[copies[0].into] if copies[0].into else copies[0].out
+        if part.nbytes != int(self.offsets[cell + 1] - self.offsets[cell]) or not part.flags.c_contiguous:
+            return None
+        return part.reshape(-1).view(np.uint8).data
+
+    def _spread(self, block: int, buffer: np.ndarray, cells: list[tuple[int, list[Copy]]]) -> None:
+        """Takes whole cells out of a block."""
+        start, _ = self._bounds(block)
+        for cell, copies in cells:
+            raw = buffer[int(self.offsets[cell]) - start : int(self.offsets[cell + 1]) - start]
+            array = self._array(cell, raw, self.item.cell_shape(int(self.part.leaves[cell])))
+            for copy in copies:
+                copy.out[copy.into] = array[copy.source]
+
+    def _large(self, cell: int, copies: list[Copy]) -> None:
+        """Reads a part of a cell that spans several blocks: only the blocks that hold the wanted rows.
+
+        Leading axes with one wanted index are descended into, so that a piece of a long row costs only a piece.
+        """
+        shape = self.item.cell_shape(int(self.part.leaves[cell]))
+        start, end = int(self.offsets[cell]), int(self.offsets[cell + 1])
+        row, bounds = end - start, []
+        for axis, size in enumerate(shape):
+            row //= size
+            low = min(c.source[axis].start for c in copies)
+            high = max(c.source[axis].stop for c in copies)
+            start, end = start + low * row, start + high * row
+            bounds.append((low, high))
+            if high - low > 1:
+                break
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._ends, end, side="left"))
+        begin = self._bounds(first)[0]
+        buffer = np.empty(self._bounds(last)[1] - begin, dtype=np.uint8)
+        whole = {}
+        for block in range(first, last + 1):
+            a, b = self._bounds(block)
+            whole[block] = buffer[a - begin : b - begin].data
+        for blocks in self._spans(whole):
+            self._deliver(blocks, whole, {})
+        sizes = [high - low for low, high in bounds]
+        array = self._array(cell, buffer[start - begin : end - begin], (*sizes, *shape[len(sizes) :]))
+        for copy in copies:
+            cuts = zip(copy.source, bounds, strict=False)
+            moved = tuple(slice(cut.start - low, cut.stop - low) for cut, (low, _) in cuts)
+            copy.out[copy.into] = array[(*moved, *copy.source[len(moved) :])]
+
+    def _array(self, cell: int, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        dtype = self.item.leaves[int(self.part.leaves[cell])].dtype
+        assert dtype is not None
+        if raw.ctypes.data % max(dtype.alignment, 1):
+            raw = raw.copy()
+        return raw.view(dtype).reshape(shape)
+
+    def _leaf_at(self, offset: int) -> str | None:
+        if offset < self.data_start or not len(self.part.leaves):
+            return None
+        cell = min(int(np.searchsorted(self.offsets, offset, side="right")) - 1, len(self.part.leaves) - 1)
+        return self.item.leaves[int(self.part.leaves[cell])].name
