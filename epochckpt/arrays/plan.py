@@ -16,7 +16,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from epochckpt import _collector
 from epochckpt._text import readable
 from epochckpt.errors import InvalidArgumentError
 from epochckpt.format import ArrayItem, Box, Grid, Leaf, checksums, records
@@ -123,22 +122,21 @@ def plan_item(
     data file. With `per_node`, no other process may hold a part of the item. With `local_disks` there is a plan of what
     this node holds and another one owns, too.
     """
-    with _collector.paused():
-        builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
-        for path, value in pairs:
-            builder.add(path, value)
-        item, values = builder.finish(), [value for _, value in pairs]
+    builder = _Builder(name, node_of_process, replica_split_bytes, per_node)
+    for path, value in pairs:
+        builder.add(path, value)
+    item, values = builder.finish(), [value for _, value in pairs]
 
-        def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], also: ItemPlan | None = None) -> ItemPlan:
-            found = list(_sources(item, values, cells))
-            cuts = collections.Counter((s.leaf, s.shard) for s in found if s.cut is not None)
-            sources = tuple(dataclasses.replace(s, whole=True) if cuts[s.leaf, s.shard] > 1 else s for s in found)
-            copied = sum(item.cell_bytes(s.leaf) for s in sources if s.staged or s.shard < 0)
-            shared = {(s.leaf, s.shard) for s in sources if s.whole and s.staged}
-            copied += sum(item.cell_bytes(leaf) for leaf, _ in shared)  # what this node owns of it comes, too
-            return ItemPlan(item, cells, sources, tuple(item.part_ends(cells, part_bytes)), copied, also)
+    def planned(cells: tuple[np.ndarray, np.ndarray, np.ndarray], also: ItemPlan | None = None) -> ItemPlan:
+        found = list(_sources(item, values, cells))
+        cuts = collections.Counter((s.leaf, s.shard) for s in found if s.cut is not None)
+        sources = tuple(dataclasses.replace(s, whole=True) if cuts[s.leaf, s.shard] > 1 else s for s in found)
+        copied = sum(item.cell_bytes(s.leaf) for s in sources if s.staged or s.shard < 0)
+        shared = {(s.leaf, s.shard) for s in sources if s.whole and s.staged}
+        copied += sum(item.cell_bytes(leaf) for leaf, _ in shared)  # what this node owns of it comes, too
+        return ItemPlan(item, cells, sources, tuple(item.part_ends(cells, part_bytes)), copied, also)
 
-        return planned(item.owned(node), planned(item.also(node)) if local_disks and not per_node else None)
+    return planned(item.owned(node), planned(item.also(node)) if local_disks and not per_node else None)
 
 
 class _Builder:

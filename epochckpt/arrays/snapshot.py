@@ -174,7 +174,8 @@ class Planner:
                 except AttributeError:  # a traced array has no sharding
                     plan_lib.refuse_traced(item.name, tree)
                     raise
-                plan = self._plans[key] = self._plans.pop(key, None) or self._plan(item, tree)
+                with _collector.paused():
+                    plan = self._plans[key] = self._plans.pop(key, None) or self._plan(item, tree)
                 if len(self._plans) > _PLANS:
                     self._plans.popitem(last=False)
                 trees.append(SavedTree(plan, node, leaves))
