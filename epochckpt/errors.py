@@ -344,7 +344,7 @@ def say(error: BaseException) -> str:
     return str(error) if isinstance(error, OSError | EpochCheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def as_save_error(epoch: int, error: Exception) -> SaveError:
+def as_save_error(epoch: int, error: BaseException) -> SaveError:
     """The error as a SaveError of this epoch; itself if it is one."""
     if isinstance(error, SaveError):
         return error

@@ -8,6 +8,8 @@ from typing import Any
 from epochckpt import _units
 from epochckpt.cli import commands, watch
 from epochckpt.cli.output import Output
+from epochckpt.errors import InvalidArgumentError
+from epochckpt.options import BucketSettings
 
 EXIT_CODES = """\
 exit codes:
@@ -42,6 +44,14 @@ def count(value: str) -> int:
     if not value.isdecimal():
         raise argparse.ArgumentTypeError(f"{value!r} is no number of at least 0")
     return int(value)
+
+
+def store(value: str) -> BucketSettings:
+    """Settings of a bucket; an error does not repeat them."""
+    try:
+        return BucketSettings.of(value, "settings")
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def epoch(value: str) -> int | str:
@@ -98,6 +108,12 @@ def parser(version: str) -> argparse.ArgumentParser:
         added.add_argument("directory", metavar="DIR", help=_DIRECTORY)
         general = added.add_argument_group("general")
         general.add_argument("--json", action="store_true", help="one JSON document on stdout, for programs")
+        general.add_argument(
+            "--store",
+            metavar="SETTINGS",
+            type=store,
+            help="how a bucket is reached, as in its URL's query: endpoint=http://host:9000&region=eu-west-1",
+        )
         general.add_argument("--debug", action="store_true", help="show where an error comes from")
         names = added.add_argument_group("names of epochs' folders, as the manager's options have them")
         names.add_argument("--step-prefix", metavar="TEXT", help="PREFIX_12 instead of 12")

@@ -13,6 +13,7 @@ from absl import logging
 from epochckpt import _text, errors
 from epochckpt.cli import arguments
 from epochckpt.cli.output import BROKEN_PIPE, FAULT, FOUND, INTERRUPTED, MISSING, UNREACHABLE, USAGE, Output
+from epochckpt.storage import with_settings
 
 _CODES = {  # the first that fits
     errors.UnknownNameError: MISSING,
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.FATAL)
     try:
+        _take_store(args)
         code = args.run(args, Output(args.json))
         sys.stdout.flush()
         return code
@@ -50,6 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(args, error)
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _take_store(args: argparse.Namespace) -> None:
+    """Gives the settings of `--store` to the buckets that a command names."""
+    if not args.store:
+        return
+    given = {name: place for name in ("directory", "other") if (place := getattr(args, name, None))}
+    found = {name: with_settings(place, args.store) for name, place in given.items()}
+    if found == given:
+        raise errors.InvalidArgumentError(f"--store is about buckets, and {args.directory} is none")
+    vars(args).update(found)
 
 
 def _failed(args: argparse.Namespace, error: Exception) -> int:

@@ -45,6 +45,7 @@ from epochckpt.format import EpochRecord, parsing, paths, records
 from epochckpt.orbax import StepNames, steps
 from epochckpt.storage import Store
 
+_KEPT, _KEPT_BYTES = 4, 1 << 20  # records that are remembered, and the largest of them
 _ROUNDS = 1000  # of a change that others are always ahead of
 
 
@@ -57,6 +58,8 @@ class PutCommits(Commits):
         self._entries: tuple[Head | None, dict[int, HeadEpoch]] = None, {}  # of a head, by epoch
         self._headless: Head | None = None  # what there is of stock Orbax, while there is no head
         self._looks, self._last = itertools.count(1), 0  # threads look at it and change it at the same time
+        # Paths and contents of records, by folder and attempt. Replaced as a whole: threads share it.
+        self._records: dict[tuple[str, str], tuple[str, bytes]] = {}
         self.swept: set[str] = set()  # dead attempts of which nothing is left
         self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
         self.departures = Departures(store, self.head, self.change)
@@ -239,10 +242,11 @@ class PutCommits(Commits):
         if entry is None:
             raise self._unknown(epoch)
         folder = self._folders[epoch]
-        if paths.attempt_in(entry.attempt) is None:  # of stock Orbax
-            if not self._is_orbax(folder):  # deleted since
-                raise EpochNotFoundError(epoch, self.store.root, [e for e in self.entries() if e != epoch])
-            return steps.read(self.store, folder, epoch)
+        if entry.stock:
+            with suppress(FileNotFoundError):
+                if self._is_orbax(folder):
+                    return steps.read(self.store, folder, epoch)
+            raise EpochNotFoundError(epoch, self.store.root, [e for e in self.entries() if e != epoch])
         while True:
             record = self._record(folder, entry.attempt, parse)
             if record is not None:
@@ -260,14 +264,27 @@ class PutCommits(Commits):
     def _record(
         self, folder: str, attempt: str, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head
     ) -> EpochRecord | None:
-        """The commit record of an attempt, or else its copy."""
+        """The commit record of an attempt, or else its copy; it may be remembered, since it never changes."""
+        key, known = (folder, attempt), self._records.get((folder, attempt))
+        if known is not None:
+            return parse(*known)
+
+        def parsed(path: str, data: bytes) -> tuple[EpochRecord, bytes]:
+            return parse(path, data), data
+
         for path in (_record_path(folder, attempt), paths.join(folder, paths.EPOCH_RECORD)):
-            record = parsing.read_record(self.store, path, parse)
+            record, data = parsing.read_record(self.store, path, parsed) or (None, b"")
             if record is not None and record.attempt == attempt:
                 if record.epoch != self.names.parse(folder):
                     raise FormatError(path, f"is the record of epoch {record.epoch}, found in the folder {folder}")
+                if len(data) <= _KEPT_BYTES:
+                    self._records = dict([*self._records.items(), (key, (path, data))][-_KEPT:])
                 return record
         return None
+
+    def forget_records(self) -> None:
+        """See Commits."""
+        self._records = {}
 
     def read_in(
         self, folder: str, epoch: int, parse: Callable[[str, bytes], EpochRecord] = parsing.parse_head

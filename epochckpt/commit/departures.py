@@ -79,4 +79,4 @@ class Departures:
 
 def _is_theirs(path: str) -> bool:
     """Whether an object of the folder is the step's: it is not of an attempt of ours, nor about one."""
-    return paths.attempt_in(path) is None and path != paths.EPOCH_RECORD and paths.parse_metrics_file(path) is None
+    return paths.attempt_in(path) is None and not paths.is_about_epoch(path)

@@ -67,21 +67,26 @@ class ObjectViews:
         with self._changing:
             if old:
                 object_view.remove(self._store, folder, self._record(folder, old))
-            object_view.put(self._store, folder, view, still)
+            if not object_view.put(self._store, folder, view, still) and self._is_free(folder):
+                self._store.remove_all([paths.join(folder, path) for path in {*view.files, *view.copies}])
 
     def remove(self, folder: str, attempt: str) -> None:
         """Removes the view of an epoch that is none any more, unless its folder has another epoch by now."""
         if not self._wanted:
             return
         with self._changing:
-            found = self._head()
-            if found is not None and folder not in found.listed and folder not in found.leaving:
+            if self._is_free(folder):
                 object_view.remove(self._store, folder, self._record(folder, attempt))
+
+    def _is_free(self, folder: str) -> bool:
+        found = self._head()
+        return found is not None and folder not in found.listed and folder not in found.leaving
 
     def remove_all(self, folder: str, attempts: Container[str], files: Collection[str]) -> None:
         """The same for those attempts that were an epoch, by the files of the folder."""
         names = [name.removesuffix(".json") for name in files if "/" not in name and name.endswith(".json")]
-        for attempt in names if object_view.is_there(files) else ():
+        others = [path for path in files if paths.attempt_in(path) is None and not paths.is_about_epoch(path)]
+        for attempt in names if others else ():
             if attempt in attempts:
                 self.remove(folder, attempt)
 

@@ -106,6 +106,7 @@ def survey(
 
     Where a newer epochckpt wrote the newest epoch, or storage does not give it, nothing is decided: that is an error.
     """
+    commits.forget_records()
     epochs, others = commits.scan()
     foreign = {epoch: commits.obstacle(name) for epoch, name in others.items()}
     there = {epoch: found for epoch, found in (known or {}).items() if epoch in epochs}

@@ -110,6 +110,10 @@ class Commits(abc.ABC):
         """The commit record without the items, in a small part of the time."""
         return self._read(epoch, parsing.parse_head)
 
+    def forget_records(self) -> None:
+        """Has the next look at an epoch read its record from storage, where it may be remembered."""
+        return
+
     def read_brief(self, epoch: int) -> EpochRecord | HeadEpoch:
         """The attempt, time and metrics of an epoch, in the fewest requests."""
         return self.read_head(epoch)

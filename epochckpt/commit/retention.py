@@ -33,6 +33,7 @@ from epochckpt.orbax import events
 _STEP = operator.attrgetter("step")
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # the `best_fn`s whose users have been warned
 _left_alone: set[tuple[str, int]] = set()  # (directory, epoch) of steps that are not deleted, and logged
+_unsure: set[tuple[str, str]] = set()  # (directory, attempt) of such steps whose record says so
 
 
 class EpochInfo:
@@ -372,12 +373,14 @@ def _may_delete(commits: Commits, info: EpochInfo) -> bool:
     if not commits.store.renames:
         if paths.attempt_in(info.attempt) is not None:
             return True
-        if (commits.store.root, epoch) in _left_alone:
+        if (commits.store.root, info.attempt) in _unsure:
             return False
     elif commits.store.exists(paths.join(commits.folder(epoch), paths.EPOCH_RECORD)):
         return True
     try:
         sure = commits.read_record(epoch).sure
+        if not sure:
+            _unsure.add((commits.store.root, info.attempt))
     except EpochNotFoundError:  # as every other epoch
         return True
     except EpochCheckpointError:
@@ -397,8 +400,7 @@ def _may_delete(commits: Commits, info: EpochInfo) -> bool:
 def replace_condition(commits: Commits, epoch: int) -> ReplaceCondition:
     """The condition that allows a save to replace an epoch as it is on storage now."""
     record = commits.read_record(epoch)
-    moves = record.stock and commits.store.renames
-    if moves or commits.folder(epoch) != commits.names.build(epoch):
+    if record.stock or commits.folder(epoch) != commits.names.build(epoch):
         raise InvalidArgumentError(
             f"epoch {epoch} ({commits.store.root}/{commits.folder(epoch)}) was written by stock Orbax, or under "
             "another step name format, and cannot be replaced in one step; delete() makes room for it"

@@ -273,8 +273,9 @@ class Attempts:
                     self._commits.uncache(epoch, name)
             identity = self._id(attempt)
             report = write_nodes(self._commits, self.nodes, attempt, identity, self._options, self._pool)
-        except Exception as caught:  # every failure becomes this process's report
-            error = errors.kept(caught)
+        except BaseException as caught:  # every failure becomes this process's report
+            failed = caught if isinstance(caught, Exception) else errors.as_save_error(attempt.epoch, caught)
+            error = errors.kept(failed)
             report = ProcessReport(error=error)
         # The report is this process's last act on the staging: after it, the primary may commit.
         attempt.snapshot.drop()
@@ -347,7 +348,7 @@ class Attempts:
             self._history.commit(commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)
-        except Exception as caught:
+        except BaseException as caught:
             failure = errors.kept(errors.as_save_error(attempt.epoch, caught))
             self._claim.note(failure)
         # Deleted epochs are out of sight before the attempt ends, and their bytes are removed after that.
@@ -398,7 +399,7 @@ class Attempts:
             self._collect(attempt)
             attempt.state = _COMMITTING
             commit = self._publish(attempt)
-        except Exception as caught:
+        except BaseException as caught:
             self._publish_verdict(attempt, {"error": errors.to_wire(errors.as_save_error(attempt.epoch, caught))})
             # An epoch that may exist keeps its data.
             if self._claim.known and not isinstance(caught, errors.UncertainError):

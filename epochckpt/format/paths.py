@@ -166,6 +166,11 @@ def parse_metrics_file(name: str) -> str | None:
     return found[1] if found and is_name(found[1]) else None
 
 
+def is_about_epoch(path: str) -> bool:
+    """Whether a file in an epoch's folder is its record, or has metrics that were attached to it."""
+    return path == EPOCH_RECORD or parse_metrics_file(path) is not None
+
+
 def data_file(item: str, part: int) -> str:
     """Name of a part of an array item's data file, in the node's folder."""
     return f"{item}{DATA_SUFFIX}" if part == 0 else f"{item}-{part:05d}{DATA_SUFFIX}"

@@ -100,8 +100,18 @@ class Inspection(Container):
             limit: how many epochs, the newest; None: all.
             check: see whether the files of the newest epochs are there.
         """
-        asked = {"metric": self.metric, "mode": self._mode, "options": self._options}
+        self.commits.forget_records()
+        return self._look(limit, check)
+
+    def _look(self, limit: int | None, check: bool) -> Overview:
+        known = self.commits if self._has_head() else None
+        asked = {"metric": self.metric, "mode": self._mode, "options": self._options, "known": known}
         return scan.look(self._given, limit=limit, check=check, **asked)
+
+    def _has_head(self) -> bool:
+        """Whether it is a bucket, and has its head as when it was opened."""
+        with scan.access(self.commits.store):
+            return scan.in_bucket(self.commits) and not self.commits.names.only and self.commits.head() is not None
 
     def epochs(self, *, check: bool = False) -> list[EpochRow]:
         """The row of every committed epoch, damaged ones too, ascending.
@@ -210,7 +220,7 @@ class Inspection(Container):
 
     def _latest_and_best(self) -> tuple[int | None, int | None]:
         """Of the epochs that are whole as far as a look at their files tells."""
-        rows = self.overview(1).epochs
+        rows = self._look(1, True).epochs
         return next((r.epoch for r in rows if r.latest), None), next((r.epoch for r in rows if r.best), None)
 
     def _rows(self) -> Overview:

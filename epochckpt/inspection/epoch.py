@@ -230,6 +230,7 @@ class EpochInspection(Container):
 
     def verify(self, progress: Progress | None = None) -> Verification:
         """Reads every byte of the epoch and compares it with what was written; see `CheckpointManager.verify`."""
+        self._commits.forget_records()
         return self.leaves().verify(progress or ignore)
 
     def _rows(self) -> EpochDetail:

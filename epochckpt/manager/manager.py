@@ -409,7 +409,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         meanwhile, the save fails. A save that fails, or that raises, has used the permission up: call this again.
 
         Raises:
-            InvalidArgumentError: stock Orbax wrote the epoch (on a file system), or this manager is read only.
+            InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only.
         """
         epoch = epoch_number(epoch)
         self._check_may_write("allow_overwrite")

@@ -130,6 +130,7 @@ class Readers:
     @_monitoring.timed("/epochckpt/verify_secs")
     def verify(self, epoch: int) -> Verification:
         """Reads every byte of an epoch; a record that cannot be used is damage, too."""
+        self.commits.forget_records()
         try:
             return self.open(epoch).verify()
         except EpochNotFoundError:

@@ -9,7 +9,7 @@
 For an epoch of one item and one node that is nine small objects, and one look at whether the epoch is still the same.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError
 from epochckpt.format import EpochRecord
@@ -68,11 +68,6 @@ def is_complete(store: Store, folder: str) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def is_there(files: Container[str]) -> bool:
-    """Whether something of a view is among the files of an epoch's folder."""
-    return COMMIT in files or STEP_RECORD in files
 
 
 def remove(store: Store, folder: str, record: EpochRecord | None) -> None:

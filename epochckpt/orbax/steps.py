@@ -335,7 +335,9 @@ def read(store: Store, folder: str, epoch: int) -> OrbaxRecord:
     committed = _nanoseconds(info.get("commit_timestamp_nsecs"))
     attempt = f"orbax-{committed}"
     if committed is None and not store.renames:
-        committed = max(file.written_ns for file in store.files(folder))
+        if not (files := store.files(folder)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{store.root}/{folder}")
+        committed = max(file.written_ns for file in files)
         attempt = f"orbax-folder-{committed}"
     elif committed is None:  # what Orbax takes, too; it changes when a file comes or goes, what identifies it does not
         found = patiently(folder, lambda: os.stat(os.path.join(store.root, folder)))

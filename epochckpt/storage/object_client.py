@@ -59,6 +59,7 @@ _REFUSED = frozenset({400, 401, 403, 404})  # by a server of credentials
 _CREDENTIALS = re.compile(r"//169\.254\.|//metadata\.google|token request|credential provider")
 _PROVIDER_AWAY = re.compile("Transport|Connect|Timeout|Retrieval")  # in the names of its errors
 _FOREIGN = re.compile(r"unknown variant `(\w+)`")  # of Google's files of credentials
+_PANIC = "PanicException"  # of the client's own code: no Exception, so that no handler of errors sees it
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _user: int | None = None  # the process that has used the client, whose threads are in no child of it
 
@@ -405,6 +406,11 @@ class Client:
                 if waited >= _QUIET_SECS and not said:
                     said = True
                     logging.warning("%s: %s has been failing for %.0f s: %s; trying on", name, doing, waited, why)
+            except BaseException as error:
+                if type(error).__name__ != _PANIC:
+                    raise
+                problem = OSError(errno.EIO, f"{doing} failed: the client has broken down: {reason(error)}")
+                raise StorageError(name, problem) from error
             _monitoring.event("/epochckpt/storage/retry", doing=doing, status=str(status or ""))
             threading.Event().wait(pause)
         raise AssertionError  # the last round returns or raises

@@ -122,6 +122,9 @@ def test_many_epochs_are_listed_in_few_requests(
     assert [row["epoch"] for row in shown if row["checked"]] == [495, 496, 497, 498, 499]
     with within(cloud, BUDGET):
         assert "500 epochs" in ec.inspect(long_run)._repr_html_()
+    for epoch, most in (("499", 10), ("latest", 12)):
+        with within(cloud, most):
+            assert main.main(["show", long_run, epoch]) == 0
     run = ec.inspect(long_run)
     with within(cloud, 3):
         rows = run.epochs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import resource
 import threading
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -101,9 +102,12 @@ def test_a_job_resumes_from_a_bucket(cloud: Bucket) -> None:
     with ec.CheckpointManager(url) as manager:
         session = ec.LocalSession()
         assert ec.JobRunner(reading_job(3, totals), manager)(session) == 3
+    cloud.proxy.requests.clear()
     with ec.CheckpointManager(url) as manager:
-        session = ec.LocalSession()
+        session, record = ec.LocalSession(), f"{manager.save_id(3)}.json"
         assert ec.JobRunner(reading_job(5, totals), manager, resume_from_epoch=3)(session) == 5
+        targets = [urllib.parse.unquote(request.target) for request in cloud.proxy.requests if request.kind == "GET"]
+        assert sum(target.endswith(f"/3/{record}") for target in targets) == 2, "once to open, once to restore"
         assert manager.all_steps() == [0, 1, 2, 3, 4, 5]
 
 
@@ -269,7 +273,10 @@ def test_a_job_resumes_from_an_older_epoch_when_the_newest_has_lost_an_object(cl
 
 @pytest.mark.parametrize("leaves", [1, 401])
 def test_a_restore_is_one_request_for_each_file_and_two_for_the_record(leaves: int, cloud: Bucket) -> None:
-    """The head, the record, what the node wrote, and one range of each of its files, however many leaves there are."""
+    """The head, the record, what the node wrote, and one range of each of its files, however many leaves there are.
+
+    The record of an attempt never changes: it is read once.
+    """
     url = cloud.new_url()
     tree = {f"leaf{i}": jnp.full(64, float(i)) for i in range(leaves)}
     with ec.CheckpointManager(url) as manager:
@@ -285,9 +292,10 @@ def test_a_restore_is_one_request_for_each_file_and_two_for_the_record(leaves: i
     both = ocp.args.Composite(state=Restore(target), config=ocp.args.JsonRestore())
     calls: dict[str, tuple[int, Callable[[], Any]]] = {
         "with a target": (4, lambda: reader.restore(4, args=ocp.args.Composite(state=Restore(target)))),
-        "as it was saved": (4, lambda: reader.restore(4)),
-        "one leaf": (4, lambda: reader.restore_leaves(4, "leaf0")),
-        "the newest": (5, lambda: reader.restore(None)),
+        "as it was saved": (3, lambda: reader.restore(4)),
+        "one leaf": (3, lambda: reader.restore_leaves(4, "leaf0")),
+        "the newest": (4, lambda: reader.restore(None)),
+        "its metrics": (1, lambda: reader.metrics(4)),
         "with JSON": (5, lambda: reader.restore(1, args=both)),
     }
     for what, (expected, call) in calls.items():
@@ -297,6 +305,21 @@ def test_a_restore_is_one_request_for_each_file_and_two_for_the_record(leaves: i
     assert got.config == {"layers": 3}
     jax.tree.map(np.testing.assert_array_equal, got.state, tree)
     reader.close()
+
+
+def test_a_client_that_breaks_down_fails_the_save_at_once(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It panics when it is to wait for no time at all before it repeats the beginning of an upload."""
+    monkeypatch.setattr(object_client, "_PAUSES_SECS", (0.0,) * 8)
+    large = jnp.zeros(3 << 20)
+    with ec.CheckpointManager(cloud.new_url()) as manager:
+        cloud.proxy.decide = lambda request: Fault(status=503) if request.kind == "POST" else None
+        assert manager.save(1, args=Save({"w": large}))
+        with pytest.raises(ec.errors.SaveError, match=r"writing failed: the client has broken down: .*empty range"):
+            manager.wait_until_finished()
+        cloud.proxy.decide = lambda request: None
+        assert manager.save(2, args=Save({"w": large}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
 
 
 def held(go_on: threading.Event) -> Callable[[Request], Fault | None]:

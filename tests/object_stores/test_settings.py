@@ -112,6 +112,25 @@ def test_every_look_takes_a_url_with_a_query(
         said = capsys.readouterr()
         assert code == (1 if call[0] == "diff" else 0), (call, said)
         assert "endpoint" not in said.out + said.err, call
+    assert main.main(["show", name, "2", "--store", query]) == 0
+    assert main.main(["diff", name, "1", "2", "--other", name, "--store", query]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gs://bucket/run", "--store", f"secret={SECRET}"], "secret"),
+        (["gs://bucket/run", "--store", "regoin=eu"], "regoin"),
+        (["s3://bucket/run", "--store", f"endpoint={SECRET}"], "endpoint is wrong"),
+        (["gs://bucket/run", "--store", "region=eu"], "region is no setting of gs://"),
+        (["/data/run", "--store", "retries=1"], "--store is about buckets, and /data/run is none"),
+    ],
+)
+def test_settings_of_the_command_are_checked(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["ls", *words]) == 2
+    out = capsys.readouterr()
+    assert said in out.err
+    assert SECRET not in out.out + out.err
 
 
 @pytest.mark.parametrize("server", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)

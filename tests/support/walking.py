@@ -249,7 +249,6 @@ OPERATIONS |= {
         "delete 2": (1, 2),
         "set 2 aside": (2,),
         "rollback": (1, 2),
-        "replace": (2,),
         "save, keep 1": (0, 1),
         "save, keep 2": (0, 1, 2),
     }.items()
@@ -308,6 +307,9 @@ class Newer:
             self.there = {epoch: self.there[epoch]}
 
     def replaces(self) -> None:
+        if paths.attempt_in(self.manager.save_id(self.last)) is None:  # of stock Orbax
+            self.deletes_and_saves_again()
+            return
         self.manager.allow_overwrite(self.last)
         self.save(self.last)
 
