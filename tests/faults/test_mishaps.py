@@ -329,6 +329,26 @@ def test_waiting_ends_whatever_hiding_raises(directory: str, monkeypatch: pytest
     bounded(manager.close)
 
 
+class Panic(BaseException):
+    """As a library in another language raises it: no handler of errors sees it."""
+
+
+@pytest.mark.parametrize("call", ["seal_node", "publish"])
+def test_a_save_ends_at_once_whatever_is_raised(directory: str, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def panic(*args: Any, **kwargs: Any) -> None:
+        raise Panic("deep inside")
+
+    with ec.CheckpointManager(directory) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(manager._commits), call, panic)
+            assert manager.save(1, args=Save(state(1)))
+            with pytest.raises(ec.errors.SaveError, match="epoch 1 was not committed: Panic: deep inside"):
+                manager.wait_until_finished()
+        assert manager.save(2, args=Save(state(2)))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+
+
 def test_a_forced_older_epoch_survives_the_retention_of_its_own_commit(directory: str) -> None:
     """What was asked for by force is not deleted the moment it is there; the next commit may retire it."""
     with ec.CheckpointManager(directory, options=Options(max_to_keep=1)) as manager:
