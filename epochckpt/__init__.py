@@ -6,6 +6,7 @@
     arrays      one epoch's arrays: plan, snapshot, write, read, restore
     commit      when an epoch is visible, and how the processes of a job agree
     manager     what a user does to a directory: save, restore, delete, follow, export, import
+    v1          the same in Orbax's v1 style
     jobs        a whole run: job, stop conditions, resume, the runner, Caffe2's managers
     inspection  look, compare, tidy
     cli         the command `epochckpt`
@@ -41,6 +42,7 @@ from epochckpt.manager.export import Exported, export
 from epochckpt.manager.import_files import import_
 from epochckpt.manager.repair import repair_head, repair_view
 from epochckpt.options import StorageOptions
+from epochckpt.v1 import training
 
 __version__ = "0.1.0"
 
@@ -84,4 +86,5 @@ __all__ = [
     "repair_head",
     "repair_view",
     "stop",
+    "training",
 ]

@@ -6,9 +6,11 @@ EpochCheckpointError
 │   ├── UnsupportedError                     understood, but not supported; names the form to use instead
 │   ├── WorkspaceAttributeError (AttributeError)  a workspace has blobs, not attributes
 │   └── UnknownNameError (KeyError)          no item, leaf, node or file of this name; offers near ones
-├── EpochNotFoundError (FileNotFoundError)   no such committed epoch; lists those that exist
+├── EpochNotFoundError (StepNotFoundError of Orbax's v1, a FileNotFoundError)
+│   │                                        no such committed epoch; lists those that exist
 │   └── EpochDeletedError                    the epoch was deleted or replaced while it was being read
 ├── EpochExistsError (StepAlreadyExistsError, a ValueError)
+│   └── StepExistsError (StepAlreadyExistsError of Orbax's v1, a FileExistsError)
 ├── NotACheckpointDirectoryError (NotADirectoryError)
 ├── AccessError (PermissionError)            the directory may not be read or written
 ├── StorageError (OSError)                   storage did not answer: this says nothing about the data
@@ -40,6 +42,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
+from orbax.checkpoint import v1
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from epochckpt._text import readable
@@ -79,7 +82,7 @@ class WorkspaceAttributeError(InvalidArgumentError, AttributeError):
     """A workspace has no such attribute: it keeps blobs as `ws["best"]`, and live objects as `ws.live.best`."""
 
 
-class EpochNotFoundError(EpochCheckpointError, FileNotFoundError):
+class EpochNotFoundError(EpochCheckpointError, v1.training.errors.StepNotFoundError):
     """The `directory` has no such committed `epoch` (None: not any); `available` are those that it has, ascending."""
 
     def __init__(self, epoch: int | None, directory: str, available: Sequence[int]):
@@ -105,6 +108,10 @@ class EpochDeletedError(EpochNotFoundError):
 
 class EpochExistsError(EpochCheckpointError, StepAlreadyExistsError):
     """The epoch exists already; `delete` or `rollback_to` makes room."""
+
+
+class StepExistsError(EpochExistsError, v1.training.errors.StepAlreadyExistsError):
+    """The same from Orbax's v1 interface; `overwrite=True` lets a save take the epoch's place."""
 
 
 class NotACheckpointDirectoryError(EpochCheckpointError, NotADirectoryError):

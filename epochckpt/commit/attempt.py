@@ -104,6 +104,7 @@ class Attempt:
     # Why this process could not begin the attempt, as its caller knows already: reported in place of its nodes, so that
     # no process waits for them.
     error: Exception | None = None
+    cancelled: bool = False  # by its caller: it fails at the next step before the commit
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
     started: float = dataclasses.field(default_factory=time.monotonic)
     blocked_secs: float = 0.0
@@ -129,6 +130,11 @@ class Attempt:
     def elapsed_secs(self) -> float:
         """Seconds since `save` was called."""
         return time.monotonic() - self.started
+
+    def check(self) -> None:
+        """Raises SaveError if it was cancelled."""
+        if self.cancelled:
+            raise SaveError(self.epoch, "it was cancelled")
 
     @property
     def plan(self) -> str:

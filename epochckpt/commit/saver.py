@@ -184,9 +184,13 @@ class Attempts:
         """Failures since the last call."""
         popped = list(self._errors)
         for error in popped:
-            with contextlib.suppress(ValueError):
-                self._errors.remove(error)
+            self.forget_error(error)
         return popped
+
+    def forget_error(self, error: errors.SaveError) -> None:
+        """The caller has been told of a failure."""
+        with contextlib.suppress(ValueError):
+            self._errors.remove(error)
 
     def after_fork(self) -> None:
         """In a forked child: the saves in flight are the parent's."""
@@ -266,6 +270,7 @@ class Attempts:
             self._begin(attempt)
             if attempt.error is not None:
                 raise attempt.error
+            attempt.check()
             attempt.state = "writing"
             while self._resident:
                 epoch = self._resident.popleft()
@@ -479,6 +484,7 @@ class Attempts:
             if attempt.deadline.passed():
                 reason = f"its {attempt.deadline.secs:g} s were over just before the rename"
                 raise errors.SaveError(attempt.epoch, reason)
+            attempt.check()
             self._bind(attempt)
 
         data = record.to_bytes()

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import orbax.checkpoint as ocp
 from absl import logging
@@ -31,6 +31,7 @@ class Listener:
     _notifier: HandlerNotifier
     _log: StepLog
     _mirror: Mirror | None = None
+    heard: Callable[[Attempt, SaveError | None], None] = lambda attempt, failure: None  # of every attempt that ends
     _results: collections.deque[SaveResult] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_KEPT))
 
     def pop_results(self) -> list[SaveResult]:
@@ -62,6 +63,7 @@ class Listener:
             callback()
 
     def ended(self, attempt: Attempt, failure: SaveError | None) -> None:
+        self.heard(attempt, failure)
         if failure is not None:
             _monitoring.event("/epochckpt/write/failure", kind=type(failure).__name__)
         if attempt.error is not None:  # this process could not begin it: `save` has raised the error

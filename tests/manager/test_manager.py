@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import inspect
 import logging
 import math
-import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -49,8 +46,18 @@ from epochckpt.errors import (
 from epochckpt.format import paths
 from epochckpt.manager import manager as manager_module
 from tests.support.managers import traced_memory
+from tests.support.taps import (
+    WAIT_SECS,
+    Tap,
+    fail_writes,
+    hold_commits,
+    hold_writes,
+    is_data,
+    is_record,
+    no_space,
+    store_of,
+)
 
-WAIT_SECS = 30.0
 MOMENT_SECS = 0.2  # how long something that must not happen is waited for
 Options = ocp.CheckpointManagerOptions
 
@@ -82,74 +89,6 @@ def save_all(m: ec.CheckpointManager, steps: Any, **kwargs: Any) -> None:
 
 def read_only(directory: str) -> ec.CheckpointManager:
     return ec.CheckpointManager(directory, options=Options(read_only=True))
-
-
-def store_of(m: ec.CheckpointManager) -> Any:
-    """The store of a manager, to break it on purpose."""
-    return m._store
-
-
-class Tap:
-    """Sees calls of one method of a manager's store before they happen.
-
-    Args:
-        m: the manager.
-        method: its store's method.
-        match: which paths (first arguments) concern us.
-        action: what happens then, instead of blocking until `let_go`.
-    """
-
-    def __init__(
-        self,
-        m: ec.CheckpointManager,
-        method: str,
-        match: Callable[[str], bool],
-        action: Callable[[], None] | None = None,
-    ):
-        self.reached, self.go, self._match, self._action = threading.Event(), threading.Event(), match, action
-        self._store, self._method, self._original = store_of(m), method, getattr(store_of(m), method)
-        setattr(self._store, method, self._call)
-
-    def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        if self._match(path):
-            self.reached.set()
-            if self._action is not None:
-                self._action()
-            else:
-                assert self.go.wait(WAIT_SECS)
-        return self._original(path, *args, **kwargs)
-
-    def remove(self) -> None:
-        setattr(self._store, self._method, self._original)
-
-    def let_go(self) -> None:
-        self.remove()
-        self.go.set()
-
-
-def no_space() -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def hold_commits(m: ec.CheckpointManager) -> Tap:
-    return Tap(m, "create", is_record)
-
-
-def is_record(path: str) -> bool:
-    """Whether it is a commit record: that of a staged epoch, or of an attempt on an object store."""
-    return re.search(r"/(epoch|[0-9a-f]{16}-\d+-\d+)\.json$", path) is not None
-
-
-def hold_writes(m: ec.CheckpointManager) -> Tap:
-    return Tap(m, "open_writer", is_data)
-
-
-def fail_writes(m: ec.CheckpointManager) -> Tap:
-    return Tap(m, "open_writer", is_data, no_space)
-
-
-def is_data(path: str) -> bool:
-    return path.endswith(".safetensors")
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[threading.Event, list[Any]]:

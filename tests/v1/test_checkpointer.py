@@ -1,0 +1,663 @@
+"""The trainer of Orbax's v1 style. Tests that carry `both` run with Orbax's own class, too: so it is with Orbax."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import pathlib
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
+import pytest
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as stock
+
+import epochckpt as ec
+from epochckpt import errors
+from epochckpt import v1 as ocp
+from tests.support.managers import sharding
+from tests.support.processes import run_worker
+from tests.support.taps import WAIT_SECS, fail_writes, hold_commits, hold_writes
+from tests.support.v1_items import Abstract, Left, LeftHandler, Position, Right, RightHandler
+
+IS_NEW = hasattr(stock, "load")  # else the installed Orbax has the older names, and less
+_QUIET = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.skipif(not IS_NEW, reason="the installed Orbax has other names"),
+]
+both = pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param(stock.training.Checkpointer, id="orbax", marks=_QUIET),
+        pytest.param(ocp.training.Checkpointer, id="epochckpt"),
+    ],
+)
+saves, keeps = ocp.training.save_decision_policies, ocp.training.preservation_policies
+Trainer = Callable[..., Any]
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    """A tree with an array over all devices, a NumPy array, numbers and a text."""
+    w = jax.device_put(jnp.arange(16.0).reshape(8, 2) + value, sharding("model"))
+    return {"params": {"w": w}, "rng": np.arange(3) + int(value), "step": int(value), "rate": 0.5, "name": "run"}
+
+
+def abstract(tree: Any) -> Any:
+    """What a tree is loaded as."""
+
+    def leaf(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def same(found: Any, expected: Any) -> None:
+    """Types, structure, values and shardings are alike."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert type(a) is type(b)
+        assert getattr(a, "sharding", None) == getattr(b, "sharding", None)
+        np.testing.assert_array_equal(a, b)
+
+
+def steps(checkpointer: Any) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpointer.checkpoints]
+
+
+def context(**options: Any) -> Any:
+    """A Context with some options by their full names, joined by two underscores."""
+    made = stock.Context()
+    for name, value in options.items():
+        *groups, last = name.split("__")
+        at = made
+        for group in groups:
+            at = getattr(at, group)
+        object.__setattr__(at, last, value)
+    return made
+
+
+@pytest.fixture
+def checkpointer(tmp_path: pathlib.Path) -> Any:
+    with ocp.training.Checkpointer(tmp_path / "run") as found:
+        yield found
+
+
+# -- as Orbax's own trainer ------------------------------------------------------------------------------------------
+
+
+@both
+def test_a_new_directory_is_empty(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    with trainer(tmp_path / "run") as c:
+        assert str(c.directory) == str(tmp_path / "run")
+        assert list(c.checkpoints) == []
+        assert c.latest is None
+        assert not c.is_saving_in_progress()
+        with pytest.raises(FileNotFoundError):
+            c.load()
+        with pytest.raises(ocp.training.errors.StepNotFoundError):
+            c.metadata()
+
+
+@both
+def test_what_is_saved_is_loaded(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """With and without a target, by the default name and another one, as the newest, by number and by its metadata."""
+    with trainer(tmp_path) as c:
+        assert c.save(0, state())
+        assert c.save(1, state(1), metrics={"loss": 0.5})
+        assert c.save(2, state(2), checkpointable_name="model")
+        same(c.load(0), state())
+        same(c.load(0, abstract(state())), state())
+        assert isinstance(c.latest, ocp.training.CheckpointMetadata)
+        assert c.latest.step == 2
+        same(c.load(c.checkpoints[1], abstract(state())), state(1))
+        assert c.checkpoints[1].metrics == {"loss": 0.5}
+        assert c.checkpoints[0].metadata is None
+        same(c.load(checkpointable_name="model"), state(2))
+        assert c.load_checkpointables().keys() == {"model"}
+        assert c.load_checkpointables(0).keys() == {"state"}
+        with pytest.raises(KeyError):
+            c.load()
+
+
+@both
+def test_an_existing_step_is_kept_unless_it_is_to_be_overwritten(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    with trainer(tmp_path) as c:
+        c.save(0, state())
+        with pytest.raises(ocp.training.errors.StepAlreadyExistsError):
+            c.save(0, state(1))
+        with pytest.raises(FileExistsError):
+            c.save_async(0, state(1), force=True)
+        same(c.load(0), state())
+        assert c.save(0, state(1), overwrite=True)
+        same(c.load(0), state(1))
+        assert steps(c) == [0]
+        assert c.save(1, state(), overwrite=True)
+        assert steps(c) == [0, 1]
+
+
+@both
+def test_a_step_that_does_not_exist(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    with trainer(tmp_path) as c:
+        c.save(0, state())
+        for call in (c.load, c.load_checkpointables, c.metadata, c.checkpointables_metadata, c.delete):
+            with pytest.raises(ocp.training.errors.StepNotFoundError):
+                call(1)
+        assert c.delete(1, missing_ok=True) is False
+
+
+@both
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (None, range(6)),
+        (saves.FixedIntervalPolicy(2), [0, 2, 4]),
+        (saves.AnySavePolicy([saves.SpecificStepsPolicy((2, 5)), saves.InitialSavePolicy()]), [0, 2, 5]),
+    ],
+    ids=["default", "interval", "any"],
+)
+def test_the_policy_decides(tmp_path: pathlib.Path, trainer: Trainer, policy: Any, expected: Sequence[int]) -> None:
+    """`should_save` says what `save` does."""
+    with trainer(tmp_path, save_decision_policy=policy) as c:
+        for step in range(6):
+            assert c.should_save(step) == (step in expected)
+            assert c.save(step, {"x": np.ones(2)}) == (step in expected)
+        assert steps(c) == list(expected)
+        assert c.save(7, {"x": np.ones(2)}, force=True)
+        assert c.latest.step == 7
+
+
+@both
+def test_a_policy_of_ones_own(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """It sees steps and earlier steps, with times and metrics."""
+    seen = []
+
+    class Improved(saves.SaveDecisionPolicy):
+        def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+            seen.append((step.step, [p.step for p in previous_steps], context.is_saving_in_progress))
+            return not previous_steps or step.step >= previous_steps[-1].step + 2
+
+    with trainer(tmp_path, save_decision_policy=Improved()) as c:
+        for step in range(4):
+            c.save(step, {"x": np.ones(2)})
+    assert seen == [(0, [], False), (1, [0], False), (2, [0], False), (3, [0, 2], False)]
+
+
+@both
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (None, range(6)),
+        (keeps.LatestN(2), [4, 5]),
+        (keeps.EveryNSteps(5), [0, 5]),
+        (keeps.AnyPreservationPolicy([keeps.LatestN(1), keeps.CustomSteps([1, 3])]), [1, 3, 5]),
+        (keeps.BestN(get_metric_fn=lambda m: m["loss"], reverse=True, n=2), [0, 5]),
+    ],
+    ids=["default", "latest", "every", "any", "best"],
+)
+def test_the_policy_of_what_is_kept(
+    tmp_path: pathlib.Path, trainer: Trainer, policy: Any, expected: Sequence[int]
+) -> None:
+    with trainer(tmp_path, preservation_policy=policy) as c:
+        for step in range(6):
+            c.save(step, {"x": np.ones(2)}, metrics={"loss": [0.1, 0.5, 0.6, 0.7, 0.8, 0.2][step]})
+        assert steps(c) == list(expected)
+        c.wait()
+    assert sorted(int(p) for p in os.listdir(tmp_path) if p.isdigit()) == list(expected)
+
+
+@both
+def test_reload_looks_at_storage(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    with trainer(tmp_path) as c:
+        c.save(0, state())
+        c.save(1, state())
+        shutil.rmtree(tmp_path / "1")
+        assert c.latest.step == 1
+        c.reload()
+        assert steps(c) == [0]
+
+
+@both
+def test_asynchronous_saves(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """A response, a callback, or None where the policy says no; `close` waits for what is left."""
+    heard, called = threading.Event(), []
+    with trainer(tmp_path, save_decision_policy=saves.FixedIntervalPolicy(2)) as c:
+        response = c.save_async(0, state())
+        response.on_complete(lambda saved: (called.append(saved), heard.set()))
+        assert response.result() is True
+        assert response.result(timeout=0) is True
+        assert heard.wait(WAIT_SECS)
+        assert called == [True]
+        assert c.save_async(1, state()) is None
+        assert c.save(1, state()) is False
+        c.save_checkpointables_async(2, {"state": state(2), "other": {"y": np.ones(2)}})
+        c.wait()
+        assert not c.is_saving_in_progress()
+        assert steps(c) == [0, 2]
+        c.save_async(4, state())
+    with trainer(tmp_path) as c:
+        assert steps(c) == [0, 2, 4]
+
+
+@both
+def test_names_of_folders(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    if not hasattr(stock.path, "step"):
+        pytest.skip("not in the installed Orbax")
+    named = stock.path.step.standard_name_format(step_prefix="ckpt", step_format_fixed_length=4)
+    with trainer(tmp_path, step_name_format=named) as c:
+        c.save(3, state())
+        assert c.latest.path.name == "ckpt_0003"
+        same(c.load(), state())
+    assert (tmp_path / "ckpt_0003").is_dir()
+
+
+@both
+def test_metadata(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """Of the directory, which is written once, and of an epoch; the tree fits as a target."""
+    for number in range(2):
+        with trainer(tmp_path, custom_metadata={"run": number}) as c:
+            if not number:
+                c.save(0, state(), metrics={"loss": 0.5}, custom_metadata={"by": "us"})
+            assert isinstance(c.root_metadata(), ocp.training.RootMetadata)
+            assert c.root_metadata().custom_metadata == {"run": 0}
+            found = c.metadata(0)
+            assert isinstance(found, ocp.training.CheckpointMetadata)
+            assert (found.step, found.metrics, found.custom_metadata) == (0, {"loss": 0.5}, {"by": "us"})
+            assert found.init_timestamp_nsecs <= found.commit_timestamp_nsecs
+            assert found.metadata["params"]["w"].shape == (8, 2)
+            assert found.metadata["rng"].dtype == np.int64
+            assert {name: type(found.metadata[name]) for name in ("step", "rate", "name")} == {
+                "step": int,
+                "rate": float,
+                "name": str,
+            }
+            same(c.load(0, found.metadata), state())
+            every = c.checkpointables_metadata()
+            assert every.metadata.keys() == {"state"}
+            assert every.metadata["state"]["params"]["w"].shape == (8, 2)
+
+
+@pytest.fixture
+def registry() -> Any:
+    found = stock.handlers.local_registry()
+    found.add(LeftHandler)
+    found.add(RightHandler)
+    *_, name = (n for n in inspect.signature(found.add).parameters if n.startswith("checkpointable"))
+    found.add(stock.handlers.JsonHandler, **{name: "config"})
+    return found
+
+
+@both
+def test_checkpointables_of_ones_own(tmp_path: pathlib.Path, trainer: Trainer, registry: Any) -> None:
+    """Found by class, by what saved them, and by what is asked for; beside a tree, JSON and what saves itself."""
+    objects = {"state": state(), "left": Left(1, "a"), "right": Right(2, "b"), "config": [1, None, {"a": "b"}]}
+    with context(checkpointables_options__registry=registry), trainer(tmp_path) as c:
+        assert c.save_checkpointables(0, {**objects, "position": Position(7)})
+        assert c.save_checkpointables(1, {"left": Left(3, "c")})
+        wanted = dict.fromkeys(objects)
+        found = c.load_checkpointables(0, {**wanted, "position": (position := Position(0))})
+        same(found.pop("state"), state())
+        assert found.pop("position") is position
+        assert position.value == 7
+        assert found == {name: objects[name] for name in ("left", "right", "config")}
+        assert {type(found["left"]), type(found["right"])} == {Left, Right}
+        assert c.load_checkpointables(1) == {"left": Left(3, "c")}
+        switched = c.load_checkpointables(0, {"left": Abstract(Right), "right": Abstract(Left)})
+        assert (type(switched["left"]), type(switched["right"])) == (Right, Left)
+        assert switched["left"] == Right(1, "a")
+        known = c.checkpointables_metadata(0).metadata
+        assert known.keys() == {*objects, "position"}
+        assert known["left"] == Abstract(Left)
+        assert known["config"] is None
+        assert known["position"] is None
+        same(c.load(0, abstract(state())), state())
+
+
+@both
+def test_the_context_counts(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """The one that it was made with, and before that an active one."""
+    partial = context(pytree_options__loading__partial_load=True)
+    with trainer(tmp_path, context=partial) as c:
+        c.save(0, state())
+        part = {"params": abstract(state())["params"]}
+        same(c.load(0, part), {"params": state()["params"]})
+        with stock.Context(), pytest.raises((KeyError, ValueError)):
+            c.load(0, part)
+        with context(array_options__saving__storage_options__dtype=jnp.bfloat16):
+            c.save(1, {"x": jnp.ones(3)})
+        assert c.load(1)["x"].dtype == jnp.bfloat16
+        by_path = context(
+            array_options__saving__scoped_storage_options_creator=lambda path, leaf: (
+                type(partial.array_options.saving.storage_options)(dtype=jnp.float16)
+                if "y" in jax.tree_util.keystr(path)
+                else None
+            )
+        )
+        with by_path:
+            c.save(2, {"x": jnp.ones(3), "y": jnp.ones(3)})
+        assert {name: str(leaf.dtype) for name, leaf in c.load(2).items()} == {"x": "float32", "y": "float16"}
+        with context(array_options__loading__enable_padding_and_truncation=True):
+            assert c.load(1, {"x": jax.ShapeDtypeStruct((5,), jnp.bfloat16)})["x"].tolist() == [1, 1, 1, 0, 0]
+
+
+@both
+def test_a_deleted_step_is_gone(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    with trainer(tmp_path) as c:
+        for step in range(3):
+            c.save(step, state(step))
+        assert c.delete(1)
+        assert not (tmp_path / "1").exists()
+        response = c.delete_async(c.latest)
+        assert steps(c) == [0]
+        assert response.result()
+        assert not (tmp_path / "2").exists()
+        assert c.save(2, state(5))
+        same(c.load(), state(5))
+
+
+@both
+def test_older_names_work_and_warn(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    with trainer(tmp_path) as c:
+        with pytest.warns(DeprecationWarning, match="Use `save` instead"):
+            assert c.save_pytree(0, state())
+        with pytest.warns(DeprecationWarning, match="Use `save_async` instead"):
+            assert c.save_pytree_async(1, state(1)).result()
+        with pytest.warns(DeprecationWarning, match="Use `load` instead"):
+            same(c.load_pytree(0, abstract(state())), state())
+        with pytest.warns(DeprecationWarning, match="Use `metadata` instead"):
+            assert c.pytree_metadata(0).metadata["step"] == 0
+
+
+# -- better than Orbax's ---------------------------------------------------------------------------------------------
+
+
+def test_a_response_raises_what_happened_to_its_save(checkpointer: Any) -> None:
+    """Not what happened to another one; nothing raises it twice, and the step can be saved anew."""
+    c, tap = checkpointer, fail_writes(checkpointer.manager)
+    failed = c.save_async(0, state())
+    with pytest.raises(errors.SaveError, match="No space left"):
+        failed.result()
+    tap.remove()
+    good = c.save_async(1, state(1), force=True)
+    assert good.result() is True
+    with pytest.raises(errors.SaveError, match="No space left"):
+        failed.result()
+    c.wait()
+    assert steps(c) == [1]
+    assert c.save(0, state(), force=True)
+    assert steps(c) == [0, 1]
+    tap = fail_writes(c.manager)
+    c.save_async(2, state(2))
+    with pytest.raises(errors.SaveError, match="epoch 2"):
+        c.wait()
+    c.wait()
+    with pytest.raises(errors.SaveError, match="epoch 3"):
+        c.save(3, state(3))
+    tap.remove()
+    assert c.save(3, state(3))
+
+
+def test_a_save_in_flight_is_no_checkpoint_and_no_second_one_begins(checkpointer: Any) -> None:
+    """By the default policy; `result` may wait for a while only."""
+    c = checkpointer
+    c.save(0, state())
+    tap = hold_commits(c.manager)
+    response = c.save_async(1, state(1))
+    assert tap.reached.wait(WAIT_SECS)
+    assert c.is_saving_in_progress()
+    assert c.latest.step == 0
+    assert not c.should_save(2)
+    assert c.save_async(2, state(2)) is None
+    with pytest.raises(TimeoutError):
+        response.result(timeout=0.01)
+    tap.let_go()
+    assert response.result()
+    assert not c.is_saving_in_progress()
+    assert c.latest.step == 1
+    assert c.should_save(2)
+
+
+def test_a_cancelled_save_is_never_committed(checkpointer: Any) -> None:
+    """Its response says so, nothing else does; `cancel(step)` deletes what was committed before."""
+    c = checkpointer
+    c.save(0, state())
+    tap = hold_writes(c.manager)
+    response = c.save_async(1, state(1))
+    second = c.save_async(2, state(2), force=True)
+    assert tap.reached.wait(WAIT_SECS)
+    c.cancel()
+    tap.let_go()
+    for each in (response, second):
+        with pytest.raises(errors.SaveError, match="it was cancelled"):
+            each.result()
+    c.wait()
+    assert steps(c) == [0]
+    assert c.save(1, state(1))
+    same(c.load(), state(1))
+    c.cancel(1)
+    c.cancel(9)
+    c.cancel()
+    assert steps(c) == [0]
+
+
+def test_an_overwritten_step_is_there_until_the_new_one_is(checkpointer: Any) -> None:
+    c = checkpointer
+    c.save(0, state())
+    tap = fail_writes(c.manager)
+    with pytest.raises(errors.SaveError):
+        c.save(0, state(1), overwrite=True)
+    tap.remove()
+    same(c.load(0), state())
+    assert c.save(0, state(2), overwrite=True)
+    same(c.load(0), state(2))
+
+
+def test_the_newest_readable_checkpoint_is_loaded(tmp_path: pathlib.Path, checkpointer: Any) -> None:
+    """Every byte is verified: a damaged epoch is passed over, unless it was asked for."""
+    c = checkpointer
+    for step in range(2):
+        c.save(step, state(step))
+    (path,) = (tmp_path / "run" / "1").glob("process_0/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(errors.DamagedError, match=r"params/w|rng"):
+        c.load(1)
+    same(c.load(), state())
+    assert c.latest.step == 0
+
+
+def test_loads_in_the_background(checkpointer: Any) -> None:
+    c, heard, got = checkpointer, threading.Event(), []
+    c.save(0, state())
+    response = c.load_async(0, abstract(state()))
+    response.on_complete(lambda value: (got.append(value), heard.set()))
+    same(response.result(), state())
+    assert heard.wait(WAIT_SECS)
+    same(got, [state()])
+    same(c.load_checkpointables_async().result()["state"], state())
+    with pytest.raises(ocp.training.errors.StepNotFoundError):
+        c.load_async(4).result()
+
+
+def test_leaves_may_be_types_or_left_out(checkpointer: Any) -> None:
+    c, tree = checkpointer, state()
+    c.save(0, tree)
+    target = {"params": {"w": jax.Array}, "rng": np.ndarray, "step": int, "rate": float, "name": str}
+    same(c.load(0, target), tree)
+    assert c.load(0, {**target, "rate": ...})["rate"] is ...
+    with pytest.raises(errors.MismatchError, match="rng"):
+        c.load(0, {name: leaf for name, leaf in target.items() if name != "rng"})
+
+
+def test_the_manager_underneath_has_the_rest(checkpointer: Any) -> None:
+    c = checkpointer
+    for step in range(3):
+        c.save(step, state(step))
+    assert c.manager.verify(2).ok
+    c.manager.rollback_to(0)
+    assert steps(c) == [0]
+    assert c.manager.restore_leaves(0, "step", item="state") == {"step": 0}
+    assert c.save(1, state(7))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_every_member_of_orbaxs_class_is_there() -> None:
+    """With its parameters, in its order; what a newer Orbax adds has to be looked at."""
+    mine, theirs = ocp.training.Checkpointer, stock.training.Checkpointer
+    for name in [n for n in vars(theirs) if not n.startswith("_")] + ["__init__"]:
+        assert name in vars(mine), name
+        member = vars(theirs)[name]
+        if callable(member):
+            known = inspect.signature(vars(mine)[name]).parameters
+            for parameter in inspect.signature(inspect.unwrap(member)).parameters.values():
+                if parameter.name not in ("args", "kwargs") and "pytree" not in name:
+                    assert known[parameter.name].kind == parameter.kind, (name, parameter)
+    names = [n for n in dir(stock.training) if not n.startswith("_")]
+    assert set(names) - set(dir(ocp.training)) <= {"pathways"}
+
+
+def test_what_orbax_has_and_we_have_not_is_refused_by_name(checkpointer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock.training.Checkpointer, "prefetch", lambda self: None, raising=False)
+    version = orbax.checkpoint.__version__
+    with pytest.raises(AttributeError, match=f"no attribute 'prefetch'; that of orbax-checkpoint {version} has it"):
+        checkpointer.prefetch()
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+        checkpointer.nonsense()
+    with pytest.raises(AttributeError, match="no attribute 'load_checkpointables'; orbax"):
+        ocp.load_checkpointables  # noqa: B018
+    assert ocp.Context is stock.Context
+    assert ocp.handlers is stock.handlers
+    assert ec.training is ocp.training
+
+
+REFUSED: dict[str, Any] = {
+    "deletion_options__gcs_deletion_options__todelete_full_path": "trash",
+    "memory_options__serialization_status_callback": print,
+}
+
+
+def test_options_of_a_context_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    """Before anything is written. What is about Orbax's own engine is accepted."""
+    for name, value in REFUSED.items():
+        with contextlib.suppress(AttributeError):  # not in older Orbax
+            wrong = context(**{name: value})
+            with pytest.raises(errors.UnsupportedError, match=name.replace("__", ".")):
+                ocp.training.Checkpointer(tmp_path / "run", context=wrong)
+    with pytest.raises(errors.UnsupportedError, match="checkpoint_layout SAFETENSORS"):
+        ocp.training.Checkpointer(
+            tmp_path / "run", context=context(_checkpoint_layout=type(stock.Context().checkpoint_layout).SAFETENSORS)
+        )
+    assert not (tmp_path / "run").exists()
+    engine = context(array_options__saving__use_zarr3=False, async_options__create_directories_asynchronously=False)
+    with ocp.training.Checkpointer(tmp_path / "run", context=engine) as c:
+        c.save(0, state())
+        with context(pytree_options__loading__partial_load=True) as wrong:
+            object.__setattr__(wrong.array_options.loading, "enable_padding_and_truncation", True)
+            with pytest.raises(errors.UnsupportedError, match="exclude each other"):
+                c.load(0, state())
+        with pytest.raises(errors.UnsupportedError, match="an epoch is deleted as a whole"):
+            c.delete(0, checkpointable_name="state")
+        assert steps(c) == [0]
+
+
+BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a negative step": (lambda c: c.save(-1, state()), "expected an integer of at least 0"),
+    "a step that is true": (lambda c: c.save(True, state()), "True"),
+    "a step that is text": (lambda c: c.load("newest"), "newest"),
+    "nothing": (lambda c: c.save(1, None), "'state' is None"),
+    "no dict": (lambda c: c.save_checkpointables(1, [state()]), "expects a dict of objects by name, got a list"),
+    "an empty dict": (lambda c: c.save_checkpointables(1, {}), "an empty one"),
+    "a reserved name": (lambda c: c.save_checkpointables(1, {"metrics": state()}), "'metrics' is reserved"),
+    "an empty name": (lambda c: c.save(1, state(), checkpointable_name=""), "item name '' is not usable"),
+    "a path as a name": (lambda c: c.save(1, state(), checkpointable_name="../x"), "'../x' is not usable"),
+    "a leaf that is no value": (lambda c: c.save(1, {"a": object()}), "'a'"),
+    "metrics that are no JSON": (lambda c: c.save(1, state(), metrics={"x": object()}), "metrics"),
+    "a name that is not there": (lambda c: c.load(0, checkpointable_name="other"), "no item 'other'; it has: default"),
+    "another shape": (lambda c: c.load(0, {**state(), "rng": np.zeros(4)}), r"rng.*shape"),
+    "a handler that is not there": (lambda c: c.load_checkpointables(7, {"x": None}), "no epoch 7"),
+}
+
+
+@pytest.mark.parametrize("what", list(BAD))
+def test_bad_input_says_what_is_wrong_and_loses_nothing(checkpointer: Any, what: str) -> None:
+    call, message = BAD[what]
+    checkpointer.save(0, state())
+    with pytest.raises(errors.EpochCheckpointError, match=f"(?s){message}"):
+        call(checkpointer)
+    assert steps(checkpointer) == [0]
+    same(checkpointer.load(), state())
+    assert checkpointer.save(1, state(1), force=True)
+
+
+def test_an_item_whose_handler_is_not_known_here_says_so(tmp_path: pathlib.Path, registry: Any) -> None:
+    with context(checkpointables_options__registry=registry), ocp.training.Checkpointer(tmp_path) as c:
+        c.save_checkpointables(0, {"state": state(), "left": Left(1, "a")})
+    with ocp.training.Checkpointer(tmp_path) as c:
+        with pytest.raises(errors.InvalidArgumentError, match=r"'left' was saved by tests\.support\.v1_items\.Left"):
+            c.load_checkpointables()
+        same(c.load(), state())
+        with pytest.raises(errors.EpochCheckpointError, match="left"):
+            c.load(checkpointable_name="left")
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+def part_of(step: int, index: Any) -> np.ndarray:
+    return np.full(8, step, np.float32)[index]
+
+
+def train_together(directory: str, policy: str) -> dict[str, Any]:
+    """Saves by a policy on several processes, which are apart by some steps; barriers are errors."""
+
+    def barrier(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a barrier")
+
+    multihost_utils.sync_global_devices = multihost_utils.broadcast_one_to_all = barrier
+    orbax.checkpoint.multihost.sync_global_processes = orbax.checkpoint.multihost.broadcast_one_to_all = barrier
+    process, sizes = jax.process_index(), sharding("model")
+    chosen = None if policy == "default" else saves.FixedIntervalPolicy(4)
+    asked, responses = [], []
+    with ocp.training.Checkpointer(directory, save_decision_policy=chosen) as c:
+        for step in range(60):
+            x = jax.make_array_from_callback((8,), sizes, functools.partial(part_of, step))
+            asked.append(c.should_save(step))
+            if (response := c.save_async(step, {"x": x})) is not None:
+                responses.append((step, response))
+            if policy == "default" and step % 15 == 7 * process:
+                c.wait()  # each process pauses elsewhere
+        ended = [(step, response.result()) for step, response in responses]
+        c.reload()
+        loaded = c.load(None, {"x": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sizes)})["x"]
+        value = float(loaded.addressable_shards[0].data[0])
+        return {"asked": asked, "ended": ended, "steps": steps(c), "loaded": value}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["interval", "default"])
+def test_processes_agree_without_barriers(tmp_path: pathlib.Path, policy: str) -> None:
+    """All save the same steps, every one is committed, and the default policy saves again when a save has ended."""
+    one, two = run_worker(
+        "tests.v1.test_checkpointer:train_together", {"directory": str(tmp_path / "run"), "policy": policy}, 2, 2
+    )
+    assert one == two
+    saved = [step for step, asked in enumerate(one["asked"]) if asked]
+    assert one["steps"] == saved == [step for step, ended in one["ended"] if ended]
+    assert one["loaded"] == saved[-1]
+    if policy == "interval":
+        assert saved == list(range(0, 60, 4))
+    else:
+        assert saved[0] == 0
+        assert len(saved) > 2
