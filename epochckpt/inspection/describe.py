@@ -129,6 +129,8 @@ def _node_item(reader: EpochReader, name: str, handler: str) -> ItemRow:
 
     def look(number: int) -> None:
         try:
+            if number not in reader.here and reader.copy() is None:
+                return  # on the disk of another host, as the row of the node says
             if reader.has(number, name):
                 own = reader.of_node(number, name)
                 found[number] = _array_item(name, own.record, own.record.items[name], handler)

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from epochckpt import _text
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspection import diff as diffing
-from epochckpt.inspection import scan, usage
+from epochckpt.inspection import scan, tiers, usage
 from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, UsageView
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
 from epochckpt.inspection.select import narrowed
@@ -162,7 +162,7 @@ class Inspection(Container):
         if scan.find(self.commits, number) is not None:
             return EpochInspection(self.commits, number, self._latest_and_best)
         with contextlib.suppress(EpochCheckpointError, OSError):  # the mirror does not answer
-            mirror = scan.mirror_of(self.commits)
+            mirror = tiers.mirror_of(self.commits)
             if mirror is not None and number not in mirror[1].hidden and scan.find(mirror[0], number) is not None:
                 return EpochInspection(mirror[0], number, self._latest_and_best)
         rows = self.overview(None, check=False).epochs

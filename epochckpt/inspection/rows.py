@@ -14,6 +14,7 @@ COMMITTED = "committed"
 DAMAGED = "damaged"  # it cannot be read, or files are missing or have other sizes than recorded
 IN_PROGRESS = "in progress"  # an attempt that something was written to lately
 ABANDONED = "abandoned"  # an attempt that failed or died
+ELSEWHERE = "elsewhere"  # of a node: its files are on the disk of another host
 LOCAL, MIRROR, BOTH = "local", "mirror", "both"  # tiers
 
 
@@ -24,7 +25,7 @@ class NodeRow:
     name: str
     nbytes: int | None  # of its files: in an epoch as recorded, in an attempt as they are now
     secs: float | None = None  # how long the node wrote
-    state: str = COMMITTED  # or `damaged`; in an attempt `writing` or `written`
+    state: str = COMMITTED  # or `damaged`, `elsewhere`; in an attempt `writing` or `written`
     detail: str = ""  # what is damaged
 
 
@@ -102,6 +103,7 @@ class Overview:
     mode: str = "max"  # or `min`
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
     mirror: str = ""  # its path or URL, if the directory has one
+    host: str = ""  # the node that wrote there last, if the directory is on a disk of one host and has its part alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Usage:
     directory: str  # path or URL
     rows: tuple[UsageRow, ...]  # by kind, epochs ascending
     problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
+    host: str = ""  # as in `Overview`
 
     @property
     def nbytes(self) -> int:

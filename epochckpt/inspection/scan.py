@@ -17,15 +17,13 @@ from epochckpt.commit import Commits, attached_metrics, commits_of
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.commit.retention import best_of, rank
-from epochckpt.format import EpochRecord, paths
-from epochckpt.inspection import leftovers, objects, suggest
+from epochckpt.format import EpochRecord, parsing, paths
+from epochckpt.inspection import leftovers, objects, suggest, tiers
 from epochckpt.inspection.rows import (
-    BOTH,
     COMMITTED,
     DAMAGED,
+    ELSEWHERE,
     FOREIGN,
-    LOCAL,
-    MIRROR,
     EpochRow,
     LeftoverRow,
     NodeRow,
@@ -33,7 +31,6 @@ from epochckpt.inspection.rows import (
     number_in,
 )
 from epochckpt.jobs.backends import base
-from epochckpt.manager.mirror_record import MirrorRecord, read_mirror_record
 from epochckpt.orbax import StepNames, step_names, steps
 from epochckpt.storage import Store, open_file, open_store
 
@@ -274,19 +271,36 @@ def _nodes(
 ) -> Iterator[NodeRow]:
     """The nodes of an epoch; with `commits`, their files in its folder are looked at. A str says what is wrong.
 
-    `sizes` has the bytes of all files in the folder, where one request tells them.
+    `sizes` has the bytes of all files in the folder, where one request tells them. On a disk of one host, nodes that
+    have no folder there are elsewhere.
     """
     if isinstance(record, str):
         yield NodeRow(paths.shown_name(folder.rpartition("/")[2]), 0, None, DAMAGED, record)
         return
+    here: set[str] | None = None
+    if commits is not None and not record.per_node and tiers.host_of(commits) is not None:
+        here = {entry.name for entry in commits.store.list(folder)}
     for number, node in enumerate(record.nodes):
         state, detail = COMMITTED, ""
         try:
-            if commits is not None:
+            if here is not None and node.folder not in here:
+                state = ELSEWHERE
+            elif commits is not None:
                 commits.check_node(folder, record, number, sizes)
+                if here is not None:
+                    _check_also(commits, folder, record, number)
         except (errors.EpochCheckpointError, OSError) as error:
             state, detail = DAMAGED, errors.say(error)
         yield NodeRow(node.name, node.nbytes, node.secs, state, detail)
+
+
+def _check_also(commits: Commits, folder: str, record: EpochRecord, number: int) -> None:
+    """Raises DamagedError for the first missing or short file of what a node wrote of cells that others own."""
+    path = paths.join(folder, record.path(number))
+    node = parsing.read_record(commits.store, path, parsing.parse_node)
+    if node is not None and node.also:
+        entry = dataclasses.replace(record.nodes[number], files=node.also)
+        commits.check_node(folder, dataclasses.replace(record, nodes=(entry,)), 0)
 
 
 def _of_nodes(commits: Commits, folder: str, epoch: int) -> EpochRow | None:
@@ -393,6 +407,8 @@ def _with_nodes(row: EpochRow, nodes: Sequence[NodeRow]) -> EpochRow:
     """The row with its nodes; damaged if one of them is."""
     row = dataclasses.replace(row, nodes=tuple(nodes))
     bad = [node for node in nodes if node.state == DAMAGED]
+    if nodes and all(node.state == ELSEWHERE for node in nodes):
+        return dataclasses.replace(row, state=DAMAGED, detail="this host has no node's files of it")
     if not bad:
         return row
     more = f" (and {len(bad) - 1} more nodes are damaged)" if len(bad) > 1 else ""
@@ -424,49 +440,14 @@ def look(
     commits = known or open_commits(directory, options, single=True)
     with access(commits.store):
         found = _Scan(commits, metric, mode).overview(limit, check, options.todelete_subdir if options else None)
-        return found if commits.names.only else _with_mirror(commits, found, limit)
+        return found if commits.names.only else tiers.with_tiers(commits, found, limit, _row_of)
 
 
-def mirror_of(commits: Commits) -> tuple[Commits, MirrorRecord] | None:
-    """The epochs of the directory's mirror, and what the directory knows of it; None without a mirror."""
-    record = read_mirror_record(commits.store) if commits.store.renames else None
-    return None if record is None else (commits_of(open_store(record.address), commits.names), record)
-
-
-def _with_mirror(commits: Commits, found: Overview, limit: int | None) -> Overview:
-    """The overview with the tier of each epoch, and with the epochs that only the mirror has, newest first."""
-    there: dict[int, EpochRow] = {}
-    url = ""
-    try:
-        if (mirror := mirror_of(commits)) is None:
-            return found
-        (elsewhere, record), shown = mirror, {row.epoch: row for row in found.epochs if row.state == COMMITTED}
-        url = record.url
-        epochs = set(elsewhere.list_epochs()) - record.hidden
-        copied = {e for e in epochs & shown.keys() if record.copies.get(e, ("", ""))[0] == shown[e].attempt}
-        copied |= {e for e in epochs & shown.keys() - copied if elsewhere.seen_attempt(e) == shown[e].attempt}
-        oldest = min(shown, default=-1) if found.hidden else -1  # an older one may be here, too, without a row
-        remote = sorted((e for e in epochs - shown.keys() if e > oldest), reverse=True)[:limit]
-
-        def read_there(epoch: int) -> None:
-            if in_bucket(elsewhere):
-                row = brief(elsewhere, epoch, elsewhere.entries()[epoch])
-            else:
-                row = read(elsewhere, elsewhere.folder(epoch), epoch)
-            if isinstance(row, EpochRow):
-                there[epoch] = dataclasses.replace(row, tier=MIRROR)
-
-        elsewhere.store.each(read_there, remote)
-    except (errors.EpochCheckpointError, OSError) as error:
-        return dataclasses.replace(
-            found, mirror=url, problems={**found.problems, url or paths.MIRROR_RECORD: str(error)}
-        )
-    rows = [
-        dataclasses.replace(row, tier=BOTH if row.epoch in copied else LOCAL) if row.state == COMMITTED else row
-        for row in found.epochs
-    ]
-    rows = sorted([*rows, *there.values()], key=lambda row: row.epoch)
-    return dataclasses.replace(found, epochs=tuple(rows), mirror=url)
+def _row_of(commits: Commits, epoch: int) -> EpochRow | LeftoverRow | None:
+    """The row of an epoch in a mirror."""
+    if in_bucket(commits):
+        return brief(commits, epoch, commits.entries()[epoch])
+    return read(commits, commits.folder(epoch), epoch)
 
 
 class _Scan:

@@ -12,7 +12,7 @@ from epochckpt.commit import Commits
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.head_record import Head
 from epochckpt.format import paths
-from epochckpt.inspection import leftovers, objects, rows, scan
+from epochckpt.inspection import leftovers, objects, rows, scan, tiers
 from epochckpt.inspection.rows import EpochRow, Usage, UsageRow
 from epochckpt.storage import File
 
@@ -52,7 +52,8 @@ def measure(commits: Commits, todelete_subdir: str | None = None) -> Usage:
 
 def _made(commits: Commits, found: list[UsageRow], problems: dict[str, str]) -> Usage:
     found.sort(key=lambda row: (_ORDER.index(row.kind), row.epochs, row.path))
-    return Usage(scan.place(commits), tuple(found), problems)
+    host = tiers.host_of(commits)
+    return Usage(scan.place(commits), tuple(found), problems, "" if host is None else host.node)
 
 
 def _numbers(commits: Commits, folder: str) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ _STATES = {  # tones and meanings
     rows.DAMAGED: (Tone.BAD, "it cannot be read, or files are missing or have other sizes than recorded; never loaded"),
     rows.IN_PROGRESS: (Tone.LIVE, "a save that was written to lately; it is not yet an epoch"),
     rows.ABANDONED: (Tone.WARN, "a save that failed or died; no reader looks at it"),
+    rows.ELSEWHERE: (Tone.FAINT, "on the disk of another host"),
     "writing": (Tone.LIVE, ""),
     "written": (Tone.LIVE, ""),
 }
@@ -79,6 +80,11 @@ def overview(found: rows.Overview, *, hint: str = "") -> list[Block]:
     return view
 
 
+def _host(found: rows.Overview | rows.Usage) -> Iterator[Span]:
+    if found.host:
+        yield Span(f"only the part of one host, {_text.shown(found.host, 60)}", Tone.WARN)
+
+
 def _summary(found: rows.Overview) -> Iterator[Words]:
     epochs = [row for row in found.epochs if row.state in (rows.COMMITTED, rows.DAMAGED)]
     count = len(epochs) + found.hidden
@@ -88,6 +94,7 @@ def _summary(found: rows.Overview) -> Iterator[Words]:
     for state in (rows.DAMAGED, rows.IN_PROGRESS, rows.ABANDONED):
         if states[state]:
             yield Span(f"{_units.count(states[state])} {state}", _tone(state))
+    yield from _host(found)
     if found.mirror:
         yield f"mirror {_text.shown(found.mirror, 60)}"
     for row in found.epochs:
@@ -221,7 +228,7 @@ def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> li
     kinds_ = found.kinds
     view: list[Block] = [
         Line(Span(found.directory, Tone.STRONG, 1000), title=True),
-        kinds.Summary((_units.nbytes(found.nbytes), _units.several(found.files, "file", "files"))),
+        kinds.Summary((_units.nbytes(found.nbytes), _units.several(found.files, "file", "files"), *_host(found))),
         table(
             kinds_,
             (Column("kind"), lambda each: _kind(each.kind)),
@@ -294,6 +301,10 @@ def _facts(found: rows.EpochDetail) -> Iterator[Fact]:
         took = f" in {_units.secs(row.secs)}" if row.secs is not None else ""
         blocked = f", training blocked {_units.secs(row.blocked_secs)}" if row.blocked_secs is not None else ""
         yield "size", f"{_units.nbytes(row.nbytes)}{nodes}{took}{blocked}"
+    if elsewhere := [node for node in row.nodes if node.state == rows.ELSEWHERE]:
+        here = ", ".join(node.name for node in row.nodes if node.state != rows.ELSEWHERE) or "no node"
+        others = _units.several(len(elsewhere), "node are on another host's disk", "nodes are on other hosts' disks")
+        yield "here", (Span(f"the files of {here}", limit=200), Span(f"; those of {others}", Tone.FAINT))
     yield "written by", "stock Orbax" if row.writer == "orbax" else f"{row.writer}, attempt {row.attempt or '?'}"
     if row.folder not in ("", str(row.epoch)):
         yield "folder", row.folder

@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from epochckpt.commit import Commits, commits_of
 from epochckpt.errors import FormatError
 from epochckpt.format import checksums, parsing, paths
-from epochckpt.storage import Store
+from epochckpt.storage import Store, open_store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,20 @@ class MirrorRecord:
 def read_mirror_record(store: Store) -> MirrorRecord | None:
     """The record of a directory; None if it has no mirror. Raises DamagedError, FormatError or StorageError."""
     return parsing.read_record(store, paths.MIRROR_RECORD, _parse)
+
+
+class RecordedMirror:
+    """The mirror that a directory's own record names, where no other is given; see `readers.MirrorCopies`."""
+
+    def copy_of(self, epoch: int, commits: Commits) -> Commits | None:
+        """See `readers.MirrorCopies`."""
+        record = read_mirror_record(commits.store)
+        if record is None or epoch in record.hidden:
+            return None
+        there = commits_of(open_store(record.address), commits.names)
+        attempt = there.read_attempt(epoch)
+        is_copy = attempt is not None and record.is_copy(epoch, commits.read_attempt(epoch), attempt)
+        return there if is_copy else None
 
 
 def _parse(path: str, data: bytes) -> MirrorRecord:
