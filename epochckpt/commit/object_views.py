@@ -67,8 +67,13 @@ class ObjectViews:
         with self._changing:
             if old:
                 object_view.remove(self._store, folder, self._record(folder, old))
-            if not object_view.put(self._store, folder, view, still) and self._is_free(folder):
-                self._store.remove_all([paths.join(folder, path) for path in {*view.files, *view.copies}])
+            whole = False
+            try:
+                # The last look: an epoch that was deleted meanwhile must not keep the mark of a finished step.
+                whole = object_view.put(self._store, folder, view, still) and still()
+            finally:
+                if not whole and self._is_free(folder):
+                    self._store.remove_all([paths.join(folder, path) for path in {*view.files, *view.copies}])
 
     def remove(self, folder: str, attempt: str) -> None:
         """Removes the view of an epoch that is none any more, unless its folder has another epoch by now."""

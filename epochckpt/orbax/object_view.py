@@ -6,7 +6,8 @@
 - A file is put if there is none of its name. One that is there gives way only to the attempt that still is the epoch: a
   run that was paused here, and superseded, changes nothing that a newer one has written.
 
-For an epoch of one item and one node that is nine small objects, and one look at whether the epoch is still the same.
+For an epoch of one item and one node that is nine small objects, and a look at whether the epoch is still the same; its
+writer looks once more when the view is whole.
 """
 
 from collections.abc import Callable

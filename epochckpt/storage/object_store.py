@@ -152,7 +152,8 @@ class ObjectStore(Store):
 
     def remove(self, path: str) -> None:
         """One delete."""
-        self._delete(path, self._client.key(path))
+        with suppress(FileNotFoundError):
+            self._delete(path, self._client.key(path))
 
     def remove_tree(self, path: str) -> None:
         """Deletes the key, and those below it until a listing is empty.
@@ -160,31 +161,31 @@ class ObjectStore(Store):
         The empty objects that consoles make for a folder, with a final slash in their names, stay: no path names them.
         """
         self.remove(path)
-        before, singly, rounds = set[str](), False, 0
+        before, rounds = set[str](), 0
         while names := {file.path for file in self.files(path)}:
-            if names == before and singly:
+            if names == before:
                 return
             rounds = rounds + 1 if len(names) >= len(before) > 0 else 0
             if rounds > _REMOVE_ROUNDS:
                 name = self._client.name(path)
                 raise OSError(errno.ENOTEMPTY, f"files kept appearing below it {_REMOVE_ROUNDS} times over", name)
-            keys, singly = [self._client.key(f"{path}/{name}") for name in sorted(names)], names == before
-            for some in [[key] for key in keys] if singly else [keys]:  # one that is gone may end a request for many
-                self._delete(path, some)
+            self.remove_all([f"{path}/{name}" for name in sorted(names)])
             before = names
 
     def _delete(self, path: str, keys: str | Sequence[str]) -> None:
         import obstore
 
-        with suppress(FileNotFoundError):
-            self._client.ask(path, "deleting", lambda: obstore.delete(self._client.kv, keys))
+        self._client.ask(path, "deleting", lambda: obstore.delete(self._client.kv, keys))
 
     def remove_all(self, paths: Iterable[str]) -> None:
         """One request for many files, where the store has such."""
-        some = list(paths)
-        for start in range(0, len(some), _PAGE):
-            keys = [self._client.key(path) for path in some[start : start + _PAGE]]
-            self._delete(some[start], keys if len(keys) > 1 else keys[0])
+        left = list(paths)
+        while left:
+            some, left = left[:_PAGE], left[_PAGE:]
+            try:
+                self._delete(some[0], [self._client.key(path) for path in some])
+            except FileNotFoundError:  # on Google Cloud Storage the client stops at the first that is missing
+                self.each(self.remove, some)
 
     def files(self, path: str, limit: int | None = None) -> list[File]:
         """One request for a thousand files; with `limit` the first page that holds some."""

@@ -228,6 +228,14 @@ class StoreContract:
         store.create("a", b"second")
         assert store.read("a", limit_bytes=100) == b"second"
 
+    def test_remove_all_takes_the_files_that_are_there(self, store: Store) -> None:
+        """`remove_all` forgives those that are missing, wherever in the list they stand."""
+        for name in ("a", "c", "e", "f"):
+            store.create(name, b"x")
+        store.remove_all(["a", "b", "c", "d", "e"])
+        store.remove_all([])
+        assert [entry.name for entry in store.list("")] == ["f"]
+
     def test_remove_tree_takes_everything_below_and_nothing_beside(self, store: Store) -> None:
         """Folders with similar names stay. A missing folder is no error, and neither is a file."""
         for folder in ("12", "12/process_0", "12/empty", "120"):
