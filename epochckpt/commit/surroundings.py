@@ -6,7 +6,7 @@ from contextlib import suppress
 from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.errors import DamagedError, FormatError
 from epochckpt.format import parsing, paths
-from epochckpt.orbax import StepNames, steps
+from epochckpt.orbax import StepNames, object_view, steps
 from epochckpt.storage import Store
 
 _LOOKED_AT = 1000  # objects of a folder whose origin is not known
@@ -28,6 +28,7 @@ def folders(store: Store, names: StepNames, known: Head) -> dict[str, set[str] |
         # Beside attempts of ours other files are what is left of an Orbax view.
         only_metrics = all(map(paths.parse_metrics_file, files)) and files
         ours = attempts or only_metrics or (copy is not None and known.knows(copy))
+        ours = ours or (copy is None and object_view.is_remainder(store, name, files))
         # No sweep leaves an attempt with the copy of its record: somebody has put an epoch back.
         put_back = copy in attempts and copy not in {*known.named, *known.dead}
         beside[name] = attempts - known.named if ours and not put_back else None

@@ -10,16 +10,27 @@ For an epoch of one item and one node that is nine small objects, and a look at 
 writer looks once more when the view is whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from epochckpt.errors import DamagedError, EpochDeletedError, UnsupportedError
 from epochckpt.format import EpochRecord
 from epochckpt.format import paths as layout
-from epochckpt.orbax import steps
+from epochckpt.orbax import ocdbt, steps
 from epochckpt.orbax.linked_view import compare_file, damage_of, same
 from epochckpt.orbax.steps import COMMIT, STEP_RECORD
 from epochckpt.orbax.view import View, Views, copies
 from epochckpt.storage import Store
+
+_SMALL = {
+    COMMIT,
+    STEP_RECORD,
+    steps.TREE_RECORD,
+    steps.OCDBT,
+    ocdbt.NODE,
+    "_sharding",
+    "_strings.json",
+    layout.JSON_FILE,
+}
 
 
 def is_of_use(store: Store) -> bool:
@@ -69,6 +80,27 @@ def is_complete(store: Store, folder: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def is_small(path: str) -> bool:
+    """Whether a file of a view may be called so, as far as it holds nothing that can be restored."""
+    *_, above, name = f"/{path}".split("/")
+    return name in _SMALL or above == steps.ARRAY_RECORDS
+
+
+def is_remainder(store: Store, folder: str, files: Collection[str]) -> bool:
+    """Whether a folder has only what a late request may have left of a view, and nothing that can be restored.
+
+    Such files carry no mark of ours: they stay, and the view of the next epoch there takes their names.
+    """
+    if not is_of_use(store) or not files or not all(map(is_small, files)):
+        return False
+    for path in files:
+        if path.endswith(f"/{layout.JSON_FILE}") and not steps.is_our_record(store, layout.join(folder, path)):
+            return False
+    if STEP_RECORD in files and not steps.is_finished(store, folder):
+        return False
+    return not steps.is_step(store, folder, lambda name: False)
 
 
 def remove(store: Store, folder: str, record: EpochRecord | None) -> None:

@@ -102,6 +102,16 @@ def is_other(store: Store, folder: str, attempt: str) -> bool:
     return attempt != f"orbax-{committed}" if committed is not None else not attempt.startswith("orbax-folder-")
 
 
+def is_finished(store: Store, folder: str) -> bool:
+    """Whether a step's record says when it was committed; that of one that Orbax is writing does not."""
+    return _nanoseconds((step_record(store, folder) or {}).get("commit_timestamp_nsecs")) is not None
+
+
+def is_our_record(store: Store, path: str) -> bool:
+    """Whether a file is a record of ours, such as the copy of a node's in the view."""
+    return _OUR_RECORD in _start(store, path)
+
+
 def lost_records(store: Store, folder: str) -> bool:
     """Whether a folder without a commit record is an epoch of ours: its bytes would be read unverified.
 

@@ -13,7 +13,7 @@ import epochckpt as ec
 from epochckpt.commit import departures
 from epochckpt.inspection import rows
 from epochckpt.inspection.gc import collect
-from epochckpt.orbax import steps
+from epochckpt.orbax import object_view, steps
 from epochckpt.storage import open_store
 from tests.support import stock_steps
 
@@ -220,6 +220,32 @@ def test_a_deletion_that_was_cut_short_is_finished(to_end: str, url: str, monkey
             save(manager, 3)
         assert is_ours(url, 3)
     assert names(url, "2") == set()
+
+
+def test_what_comes_late_of_a_view_takes_no_number(url: str) -> None:
+    """Any of its small files, after its epoch was deleted. A folder with anything else is somebody's."""
+    store = open_store(url)
+    with ec.CheckpointManager(url) as manager:
+        save(manager, 7)
+    late = {
+        name: store.read(f"7/{name}", limit_bytes=1 << 20) for name in names(url, "7") if object_view.is_small(name)
+    }
+    assert len(late) > 6
+    for some in (*([name] for name in late), list(late)):
+        with ec.CheckpointManager(url) as manager:
+            manager.delete(7)
+        for name in some:
+            store.create(f"7/{name}", late[name])
+        with ec.CheckpointManager(url) as manager:
+            manager.claim()
+            save(manager, 7)
+        assert is_ours(url, 7)
+    for name, content in {"8/default/d/0": b"x", "9/default/metadata": b"{}", "10/_CHECKPOINT_METADATA": b"{}"}.items():
+        store.create(name, content)
+    with ec.CheckpointManager(url) as manager:
+        manager.claim()
+        manager.reload()
+        assert sorted(manager.foreign_folders()) == [8, 9, 10]
 
 
 def test_gc_removes_steps_that_were_rolled_back_when_it_is_told_to(url: str) -> None:
