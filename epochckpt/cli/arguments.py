@@ -133,6 +133,8 @@ def parser(version: str) -> argparse.ArgumentParser:
     add("--limit", metavar="N", type=count, default=50, help="show the newest N epochs; 0: all; default: 50")
     add("--todelete-subdir", metavar="NAME", help=todelete)
 
+    command(commands.goodput, "/data/run", "gs://bucket/run --json", marks=False)
+
     add = command(commands.show, "/data/run best --metric accuracy")
     _epoch(add)
     _unfolding(add)

@@ -90,6 +90,17 @@ def du(args: argparse.Namespace, output: Output) -> int:
     return OK
 
 
+def goodput(args: argparse.Namespace, output: Output) -> int:
+    """Show what the runs of a directory have spent their time on: training, saves, restores, and what kills cost.
+
+    As recorded with each commit. `lost` is at least so much: a killed process records no end. `unknown` is the time
+    from a run's newest commit to the next run.
+    """
+    found = inspect(args.directory, options=options_of(args)).goodput().goodput
+    output.rows(found, lambda: render(views.goodput(found)))
+    return OK
+
+
 def show(args: argparse.Namespace, output: Output) -> int:
     """Show one epoch: what is known of it, its nodes, its items."""
     detail = epoch_of(opened(args), args.epoch, output).detail()

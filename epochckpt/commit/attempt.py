@@ -108,6 +108,7 @@ class Attempt:
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
     started: float = dataclasses.field(default_factory=time.monotonic)
     blocked_secs: float = 0.0
+    spent: Mapping[str, float] = dataclasses.field(default_factory=dict)  # until it began, see `RunClock`
     writing: float = 0.0  # when this process began to write, monotonic; 0 before
     collecting: float = 0.0  # on the primary: when it began to wait for the other processes' reports; 0 before
     log_entry: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the manager's logger, see `step_log`

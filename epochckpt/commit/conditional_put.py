@@ -345,7 +345,7 @@ class PutCommits(Commits):
             self._views.guard()
         if old is not None and not old.closed:
             claiming.report_takeover(self.store.root, lambda: old.owner)
-        self.incarnation = new.incarnation
+        self.incarnation, self.after_kill = new.incarnation, old is not None and not old.closed
         for name in sorted(name for name, attempts in beside.items() if attempts is not None):
             _threads.logged(f"{self.store.root}/{name}: a copy of a record stays", partial(self._tidy, name, new))
         if new.dead:

@@ -20,7 +20,7 @@ from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.coordination import Coordinator
 from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
-from epochckpt.format import Nodes, checksums, paths
+from epochckpt.format import EpochRecord, Nodes, RunEntry, checksums, paths
 from epochckpt.format.nodes import check_names
 from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, events, step_names
@@ -40,6 +40,7 @@ class Survey:
     foreign: dict[int, str]  # folders that are named like an epoch and are none, described, by number
     attached: dict[int, Any]  # metrics that were attached to epochs, by epoch, if the options need them
     remote: tuple[int, ...] = ()  # those of the epochs that only the mirror has
+    runs: tuple[RunEntry, ...] = ()  # as the newest epoch has them
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -48,13 +49,15 @@ class Survey:
             "foreign": sorted(self.foreign.items()),
             "attached": checksums.pack_by_number(self.attached, "metrics"),
             "remote": list(self.remote),
+            "runs": [dataclasses.astuple(run) for run in self.runs],
         }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
         damaged = {epoch: ReplaceCondition(attempt, damage) for epoch, attempt, damage in wire["damaged"]}
         attached = checksums.unpack_by_number(wire["attached"])
-        return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached, tuple(wire["remote"]))
+        runs = tuple(RunEntry(*row) for row in wire["runs"])
+        return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached, tuple(wire["remote"]), runs)
 
 
 class Completing(Protocol):
@@ -111,7 +114,7 @@ def survey(
     foreign = {epoch: commits.obstacle(name) for epoch, name in others.items()}
     there = {epoch: found for epoch, found in (known or {}).items() if epoch in epochs}
     damaged = {epoch: found for epoch, found in there.items() if commits.read_attempt(epoch) == found.attempt}
-    epochs, looks = [e for e in epochs if e not in damaged], 0
+    epochs, looks, runs = [e for e in epochs if e not in damaged], 0, ()
     while epochs:
         epoch = epochs[-1]
         try:
@@ -120,7 +123,8 @@ def survey(
             looks += 1
             epochs = epochs[:-1] if looks > _LOOKS else [e for e in commits.list_epochs() if e not in damaged]
             continue
-        if found is None:
+        if not isinstance(found, ReplaceCondition):
+            runs = found.runs
             break
         where = commits.store.root
         logging.error("%s: epoch %d is damaged and will not be used: %s", where, epoch, found.damage)
@@ -128,12 +132,12 @@ def survey(
         epochs.pop()
     needed = attached_metrics.are_needed(options)
     metrics = attached_metrics.of_epochs(commits, epochs, commits.read_attempt) if needed else {}
-    found = Survey(epochs, damaged, foreign, metrics)
+    found = Survey(epochs, damaged, foreign, metrics, runs=runs)
     return found if mirror is None else mirror.complete(commits, found)
 
 
-def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | None:
-    """The damage of an epoch, as far as its records and the sizes of its files tell; None if it has none."""
+def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | EpochRecord:
+    """The damage of an epoch, as far as its records and the sizes of its files tell; its record if it has none."""
     while True:  # one that is replaced meanwhile is looked at again
         attempt = None
         try:
@@ -141,7 +145,7 @@ def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | None:
             attempt = record.attempt
             if commits.store.renames:  # elsewhere a request for each file; a restore finds it, and falls back, too
                 commits.check_shallow(record)
-            return None
+            return record
         except errors.FormatVersionError:
             raise
         except (errors.DamagedError, errors.FormatError) as error:

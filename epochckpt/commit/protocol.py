@@ -88,6 +88,7 @@ class Commits(abc.ABC):
     def __init__(self, store: Store, names: StepNames):
         self.store, self.names = store, names
         self.incarnation = ""
+        self.after_kill = False  # the run that this one claimed the directory from had not closed it
         self._folders: dict[int, str] = {}
 
     # -- reading -------------------------------------------------------------------------------------------------

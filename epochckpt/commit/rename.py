@@ -70,6 +70,7 @@ class RenameCommits(Commits):
             return ""
         away = placing.take_over(self.store, self._home, entry.name)
         if away is not None and older not in self._begun:
+            self.after_kill = True
             owner = paths.join(away, paths.OWNER_FILE)
             claiming.report_takeover(self.store.root, partial(claiming.read_owner, self.store, owner))
         return away or ""

@@ -26,6 +26,7 @@ from epochckpt.commit.attempt import Attempt, Committed
 from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.commit.opening import Survey
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
+from epochckpt.commit.run_clock import RunClock
 from epochckpt.errors import DamagedError, EpochCheckpointError, EpochNotFoundError, FormatError, InvalidArgumentError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import events
@@ -116,10 +117,11 @@ class History:
         self._requested: dict[int, EpochInfo] = {}
         self._gone: dict[int, None] = {}  # epochs that another run has deleted, and that count as requested so far
         self.damaged: dict[int, ReplaceCondition] = {}
+        self.run = RunClock()
 
     def reset(self, survey: Survey) -> None:
         """Starts anew from a look at storage."""
-        self.damaged = survey.damaged
+        self.damaged, self.run.earlier = survey.damaged, survey.runs
         self._committed = {e: EpochInfo(e, self._load) for e in sorted(survey.epochs)}  # any may have been replaced
         self.remote = frozenset(survey.remote)
         self.forget_failed()

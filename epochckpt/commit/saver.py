@@ -15,6 +15,7 @@ primary's `claim/<attempt>/0`. The first save of the other processes waits for t
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -26,7 +27,7 @@ from absl import logging
 
 from epochckpt import _monitoring, _threads, _units, errors
 from epochckpt._threads import Deadline
-from epochckpt.commit import memory, retention
+from epochckpt.commit import memory, retention, run_clock
 from epochckpt.commit.attempt import Attempt, Committed, ProcessReport, write_nodes
 from epochckpt.commit.claiming import Claim
 from epochckpt.commit.coordination import RecentKeys
@@ -151,6 +152,9 @@ class Attempts:
         """Queues an attempt. Of two with one number (a signal handler can make them) only the first is saved."""
         if not self._coordinator.primary:  # the primary decides by its own clock, and may have begun later
             attempt.deadline = Deadline(self._options.save_timeout_secs + _VERDICT_MARGIN_SECS)
+        if attempt.error is None:
+            attempt.spent = self._history.run.so_far()
+            self._history.run.spend(run_clock.BLOCKED, attempt.blocked_secs)
         self.last = attempt.name
         self._pending.append(attempt)  # from here on it is saved: after an interrupt `pending` wakes the write lane
         self.pending()
@@ -160,6 +164,7 @@ class Attempts:
         if self.next_try(attempt.epoch) == attempt.number:  # else a signal handler has saved it meanwhile
             self._tell(attempt, failure)
             attempt.error = failure
+            self._history.run.spend(run_clock.BLOCKED, attempt.blocked_secs)
             if self._coordinator.processes > 1:
                 self.submit(attempt)
             else:
@@ -205,8 +210,10 @@ class Attempts:
 
     def drain_removals(self) -> None:
         """Waits until deleted epochs are removed, too; bounded like a save."""
+        began = time.monotonic()
         self.drain()
         self._commit_lane.submit(lambda: None).wait(self._options.save_timeout_secs)
+        self._history.run.spend(run_clock.WAITING, time.monotonic() - began)
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Removes hidden epochs in the background, after the saves in flight."""
@@ -477,6 +484,9 @@ class Attempts:
     @_monitoring.timed(events.FINALIZED)
     def _publish(self, attempt: Attempt) -> Committed:
         record = attempt.record(self._id(attempt), objects=not self._store.renames)
+        times, took_over = (record.started_ns, record.committed_ns), self._commits.after_kill
+        runs = self._history.run.committing(attempt.epoch, self._commits.incarnation, attempt.spent, times, took_over)
+        record = dataclasses.replace(record, runs=runs)
         if self._options.orbax_view:
             record = _monitoring.timed(events.FINALIZED_ITEMS)(self._commits.write_view)(record, self._pool.run)
 

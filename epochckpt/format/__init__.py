@@ -6,7 +6,7 @@ is parsed here may be damaged or hostile, and every error says where it lies.
 
 from epochckpt.format.grid import ArrayItem, Box, Grid, Leaf, Part
 from epochckpt.format.nodes import Nodes
-from epochckpt.format.records import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord
+from epochckpt.format.records import DataFile, EpochRecord, ItemRecord, NodeEntry, NodeRecord, RunEntry
 from epochckpt.format.tree import KeyPath
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "NodeRecord",
     "Nodes",
     "Part",
+    "RunEntry",
 ]

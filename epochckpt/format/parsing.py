@@ -4,6 +4,7 @@ Parsing checks types, ranges and cross references, and raises FormatError with t
 by the size of the record.
 """
 
+import dataclasses
 import itertools
 import math
 import re
@@ -23,6 +24,7 @@ from epochckpt.format.records import (
     ItemRecord,
     NodeEntry,
     NodeRecord,
+    RunEntry,
     unpack_contents,
 )
 from epochckpt.storage import Store
@@ -223,7 +225,22 @@ def _epoch_record(fields: Fields, trees: bool) -> EpochRecord:
         per_node,
         copied_from,
         _carried(fields, items) if trees and "carried" in fields.data else {},
+        tuple(_parse_run(fields.path, i, row) for i, row in enumerate(fields.array("runs")))
+        if "runs" in fields.data
+        else (),
     )
+
+
+def _parse_run(path: str, number: int, row: object) -> RunEntry:
+    names = [field.name for field in dataclasses.fields(RunEntry)]
+    if not isinstance(row, list) or len(row) != len(names):
+        raise FormatError(path, f"runs[{number}]: expected a list of {len(names)} values")
+    fields = Fields(path, dict(zip(names, row, strict=True)), f"runs[{number}].")
+    integers: dict[str, Any] = {name: fields.integer(name) for name in names[1:6]}
+    secs: dict[str, Any] = {name: fields.number(name) for name in names[6:9]}
+    killed = None if fields.data["killed"] is None else fields.boolean("killed")
+    name = paths.check_recorded_name(path, fields.text("incarnation", 80))
+    return RunEntry(name, **integers, **secs, killed=killed)
 
 
 def _carried(fields: Fields, items: Mapping[str, ItemRecord]) -> dict[str, dict[str, bytes]]:

@@ -129,6 +129,25 @@ class ItemRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class RunEntry:
+    """One run of a directory, from the opening of its manager to the newest epoch that it committed.
+
+    Seconds are the primary's, up to the beginning of that save.
+    """
+
+    incarnation: str
+    began_ns: int
+    saved_ns: int  # when its newest save began, by the wall clock
+    committed_ns: int
+    saves: int  # that it has committed
+    epoch: int  # the newest
+    blocked_secs: float  # in `save`
+    restoring_secs: float
+    waiting_secs: float  # for saves to end
+    killed: bool | None = None  # whether it ended without closing the directory; None until a later run has claimed
+
+
+@dataclasses.dataclass(frozen=True)
 class EpochRecord:
     """`epoch.json`: the commit record. Its presence under the epoch's final name makes the epoch exist."""
 
@@ -154,6 +173,7 @@ class EpochRecord:
     # Where each host has a disk of its own: small contents that one process alone wrote. By item, then by the name of
     # the file that a handler wrote, or by the number of the leaf.
     carried: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
+    runs: tuple[RunEntry, ...] = ()  # the newest runs until then, oldest first; the last one saved this epoch
 
     # of a step of stock Orbax these are fields: see `OrbaxRecord`
     stock: ClassVar[bool] = False
@@ -206,7 +226,8 @@ class EpochRecord:
             "custom_metadata": checksums.pack_json(dict(self.custom_metadata), "custom_metadata"),
         }
         fields["carried"] = pack_contents(self.carried)
-        for name in ("per_node", "copied_from", "carried"):
+        fields["runs"] = [dataclasses.astuple(run) for run in self.runs]
+        for name in ("per_node", "copied_from", "carried", "runs"):
             if not fields[name]:
                 del fields[name]
         return _seal("epoch", fields)

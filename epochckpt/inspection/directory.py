@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 from epochckpt import _text
 from epochckpt.errors import EpochCheckpointError, EpochNotFoundError, InvalidArgumentError
 from epochckpt.inspection import diff as diffing
-from epochckpt.inspection import scan, tiers, usage
-from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, UsageView
+from epochckpt.inspection import goodput, scan, tiers, usage
+from epochckpt.inspection.epoch import Container, DiffView, EpochInspection, GoodputView, UsageView
 from epochckpt.inspection.rows import COMMITTED, DAMAGED, EpochRow, Overview
 from epochckpt.inspection.select import narrowed
 from epochckpt.manager.reader import epoch_number
@@ -128,6 +128,14 @@ class Inspection(Container):
         todelete = self._options.todelete_subdir if self._options else None
         return UsageView(usage.measure(self.commits, todelete))
 
+    def goodput(self) -> GoodputView:
+        """What the runs here have spent their time on: training, saves, restores, and what was lost with each kill.
+
+        One row per run, from the newest epoch's record; `.goodput.total` is the sum of them. What no record tells is
+        `unknown_secs`. Runs that never committed an epoch, and those of older versions, are not known.
+        """
+        return GoodputView(goodput.measure(self.commits))
+
     @property
     def latest(self) -> EpochInspection | None:
         """The newest epoch that is whole, as far as a look at its files tells; None if there is none."""
@@ -213,7 +221,7 @@ class Inspection(Container):
         """Plots of all its epochs."""
         from epochckpt.inspection.plots import Plots
 
-        return Plots(lambda: self.overview(None, check=False))
+        return Plots(lambda: self.overview(None, check=False), lambda: self.goodput().goodput)
 
     def _epoch(self, number: int | None) -> EpochInspection | None:
         return None if number is None else EpochInspection(self.commits, number, self._latest_and_best)

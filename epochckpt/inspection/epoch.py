@@ -20,9 +20,11 @@ from epochckpt.inspection.rows import (
     DiffRow,
     EpochDetail,
     EpochRow,
+    Goodput,
     ItemRow,
     LeafRow,
     LeafStats,
+    RunRow,
     Usage,
     UsageRow,
 )
@@ -122,6 +124,17 @@ class UsageView(Table[UsageRow]):
 
     def _rows(self) -> Usage:
         return self.usage
+
+
+class GoodputView(Table[RunRow]):
+    """What the runs of a directory have spent their time on, one row per run; `goodput` also has the sums."""
+
+    def __init__(self, goodput: Goodput):
+        super().__init__(goodput.runs)
+        self.goodput = goodput
+
+    def _rows(self) -> Goodput:
+        return self.goodput
 
 
 class EpochInspection(Container):

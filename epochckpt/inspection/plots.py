@@ -14,7 +14,7 @@ import numpy as np
 
 from epochckpt import _text, _units
 from epochckpt.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
-from epochckpt.inspection.rows import COMMITTED, EpochRow, Overview, flat
+from epochckpt.inspection.rows import COMMITTED, SPENT, EpochRow, Goodput, Overview, flat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,8 +34,8 @@ class Plots:
     All raise UnsupportedError where matplotlib is not installed. `overview` is called for every plot.
     """
 
-    def __init__(self, overview: Callable[[], Overview]):
-        self._overview = overview
+    def __init__(self, overview: Callable[[], Overview], goodput: Callable[[], Goodput] | None = None):
+        self._overview, self._goodput = overview, goodput
 
     def nbytes(self, ax: Axes | None = None) -> Axes:
         """Bytes of each epoch."""
@@ -57,6 +57,25 @@ class Plots:
         plot = _Plot(self._overview(), ax, title, label, figure)
         plot.line([_known(value(row)) for row in plot.epochs])
         return plot.done()
+
+    def goodput(self, ax: Axes | None = None) -> Axes:
+        """What each run has spent its time on: a bar per run, the oldest above."""
+        found = self._goodput() if self._goodput is not None else Goodput("", ())
+        ax = _axes(ax, "Time of runs", found.directory)
+        ends, places = np.zeros(len(found.runs)), range(len(found.runs))
+        for name in SPENT:
+            secs = np.array([getattr(run, name) for run in found.runs])
+            ax.barh(places, secs, left=ends, label=name.removesuffix("_secs"))
+            ends = ends + secs
+        ax.set_xlabel("seconds")
+        ax.xaxis.set_major_formatter(lambda value, _: _units.secs(value))
+        ax.set_yticks(places, [_units.when(run.began_ns) for run in found.runs])
+        ax.invert_yaxis()
+        if found.runs:
+            ax.legend(loc="best", fontsize="small", framealpha=0.7)
+        else:
+            ax.text(0.5, 0.5, "nothing is known of it", transform=ax.transAxes, ha="center", va="center")
+        return ax
 
     def node_secs(self, ax: Axes | None = None) -> Axes:
         """Seconds that each node wrote: a line per node, or, of many, the median, most of them, and the slowest."""
@@ -98,15 +117,11 @@ class _Plot:
     """One plot of the committed epochs, in the making."""
 
     def __init__(self, seen: Overview, ax: Axes | None, title: str, label: str, figure: _Figure):
-        try:
-            import matplotlib.pyplot as plt
-            from matplotlib.ticker import FuncFormatter, MaxNLocator
-        except ImportError as error:
-            raise UnsupportedError('plots need matplotlib: pip install "epochckpt[plots]"') from error
+        self._ax = _axes(ax, title, seen.directory)
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+
         self.epochs = [row for row in seen.epochs if row.state == COMMITTED]
         self._numbers = [row.epoch for row in self.epochs]
-        self._ax: Axes = plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
-        self._ax.set_title(f"{title}\n{_label(seen.directory, 80)}", fontsize="medium")
         self._ax.set_xlabel("epoch")
         self._ax.set_ylabel(label)
         self._ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -155,6 +170,17 @@ class _Plot:
         elif from_zero:
             self._ax.set_ylim(0, max(known) * 1.08 or 1)
         return self._ax
+
+
+def _axes(ax: Axes | None, title: str, directory: str) -> Axes:
+    """The axes to draw on, with their title."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise UnsupportedError('plots need matplotlib: pip install "epochckpt[plots]"') from error
+    drawn: Axes = plt.subplots(figsize=(8, 4), layout="constrained")[1] if ax is None else ax
+    drawn.set_title(f"{title}\n{_label(directory, 80)}", fontsize="medium")
+    return drawn
 
 
 def _known(value: Any) -> float:

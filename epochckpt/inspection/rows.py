@@ -164,6 +164,60 @@ class Usage:
 
 
 @dataclasses.dataclass(frozen=True)
+class RunRow:
+    """What one run has spent its time on, from the opening of its manager until the next run, as the primary saw it."""
+
+    incarnation: str
+    began_ns: int
+    alive_ns: int  # when it committed its newest epoch: it was alive then
+    epoch: int  # that epoch
+    saves: int  # committed
+    killed: bool | None  # whether it ended without closing the directory; None: it goes on, or nobody has seen its end
+    trained_secs: float  # until its newest save began
+    blocked_secs: float  # training was held by saves
+    restoring_secs: float
+    waiting_secs: float  # for saves to end
+    lost_secs: float  # trained after its newest save began, and lost with a kill: at least so much
+    unknown_secs: float  # from its newest commit until the next run: more that was lost, or no run at all
+
+    @property
+    def secs(self) -> float:
+        """All of it."""
+        return sum(getattr(self, name) for name in SPENT)
+
+    @property
+    def goodput(self) -> float:
+        """The part of the time that went into training that was kept; 0 without any time."""
+        return self.trained_secs / self.secs if self.secs else 0.0
+
+
+SPENT = ("trained_secs", "blocked_secs", "restoring_secs", "waiting_secs", "lost_secs", "unknown_secs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """What the runs of a directory have spent their time on."""
+
+    directory: str  # path or URL
+    runs: tuple[RunRow, ...]  # oldest first; those that committed an epoch, of which the newest hundred are recorded
+    problems: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what could not be looked at, by path
+
+    @property
+    def kills(self) -> int:
+        """How many runs ended without closing the directory."""
+        return sum(1 for run in self.runs if run.killed)
+
+    @property
+    def total(self) -> RunRow | None:
+        """All runs together, with the newest epoch; None if there are none."""
+        if not self.runs:
+            return None
+        sums = {name: sum(getattr(run, name) for run in self.runs) for name in SPENT}
+        saves = sum(run.saves for run in self.runs)
+        return dataclasses.replace(self.runs[-1], began_ns=self.runs[0].began_ns, saves=saves, **sums)
+
+
+@dataclasses.dataclass(frozen=True)
 class ShardingRow:
     """How an array lies on nodes."""
 

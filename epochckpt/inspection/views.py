@@ -46,13 +46,21 @@ Fact = tuple[str, Words]
 
 
 def of(
-    found: rows.Overview | rows.EpochDetail | rows.ItemRow | rows.Diff | rows.Usage | Sequence[rows.LeafStats],
+    found: rows.Overview
+    | rows.EpochDetail
+    | rows.ItemRow
+    | rows.Diff
+    | rows.Usage
+    | rows.Goodput
+    | Sequence[rows.LeafStats],
 ) -> list[Block]:
     """The view of what an inspection found."""
     if isinstance(found, rows.Overview):
         return overview(found, hint="; .epochs() has the rows of all")
     if isinstance(found, rows.EpochDetail):
         return epoch(found)
+    if isinstance(found, rows.Goodput):
+        return goodput(found)
     if isinstance(found, rows.Usage):
         return usage(found)
     if isinstance(found, rows.ItemRow):
@@ -262,6 +270,38 @@ def usage(found: rows.Usage, limit: int | None = _USED, *, hint: str = "") -> li
     if more := len(others) - _USED:
         below += [_faint(f"… {_units.several(more, 'more thing', 'more things')}")] if more > 0 else []
     return [*view, kinds.Section(Span("What takes it up", Tone.STRONG), (*below, shown))] if found.rows else view
+
+
+def goodput(found: rows.Goodput) -> list[Block]:
+    """What the runs of a directory have spent their time on, and all of them together."""
+    view: list[Block] = [Line(Span(found.directory, Tone.STRONG, 1000), title=True)]
+    total = found.total
+    if total is None:
+        return [*view, _faint("no epoch here tells of a run"), *kinds.problems(found.problems)]
+    runs, kills = _units.several(len(found.runs), "run", "runs"), _units.several(found.kills, "kill", "kills")
+    kept = Span(f"{kinds.percent(total.goodput)} of {_units.secs(total.secs)} trained and kept", Tone.GOOD)
+    each = [*found.runs, total] if len(found.runs) > 1 else found.runs
+    ends = {True: Span("killed", Tone.BAD), False: "closed", None: Span("open", Tone.LIVE)}
+    unknown = "from its newest commit to the next run: more that was lost, or nothing ran"
+    shown = table(
+        each,
+        (Column("began", 2), lambda row: _units.when(row.began_ns) if row is not total else "all"),
+        (Column("end", 1), lambda row: ends[row.killed] if row is not total else ""),
+        (Column("saves", 4, right=True), lambda row: _units.count(row.saves)),
+        (Column("epoch", 3, right=True, tip="the newest"), lambda row: str(row.epoch)),
+        (Column("trained", 0, right=True), lambda row: _units.secs(row.trained_secs)),
+        (Column("blocked", 0, right=True, tip="by saves"), lambda row: _units.secs(row.blocked_secs)),
+        (Column("restoring", 1, right=True), lambda row: _units.secs(row.restoring_secs)),
+        (Column("waiting", 1, right=True, tip="for saves"), lambda row: _units.secs(row.waiting_secs)),
+        (Column("lost", 0, right=True, tip="at least"), lambda row: _lost(row)),
+        (Column("unknown", 0, right=True, tip=unknown), lambda row: _units.secs(row.unknown_secs)),
+        (Column("goodput", 0, right=True), lambda row: kinds.percent(row.goodput)),
+    )
+    return [*view, kinds.Summary((kept, runs, kills)), shown, *kinds.problems(found.problems)]
+
+
+def _lost(row: rows.RunRow) -> Words:
+    return Span(f"≥ {_units.secs(row.lost_secs)}", Tone.BAD) if row.lost_secs else ""
 
 
 def _kind(kind: str) -> Words:

@@ -496,6 +496,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             history.adopt(readers.commits.list_epochs())
             step, value = self._restore_newest(readers.commits, history, restore)
         self._multi = multi
+        self._history.run.restored(began)
         self._step_log.restored(step, readers.commits.store.root, began, read, value)
         return value
 

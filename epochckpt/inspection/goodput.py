@@ -1,0 +1,57 @@
+"""The ledger of a directory: what its runs have spent their time on, from the records of its epochs.
+
+The newest record has the runs until then. What no record tells stays unknown: a process that is killed
+writes nothing, so how much it had trained since its newest commit has a lower and an upper bound.
+"""
+
+from __future__ import annotations
+
+from epochckpt.commit import Commits
+from epochckpt.errors import EpochCheckpointError
+from epochckpt.format import RunEntry
+from epochckpt.inspection import scan
+from epochckpt.inspection.rows import Goodput, RunRow
+
+
+def measure(commits: Commits) -> Goodput:
+    """The ledger of a directory; reads the records of a few epochs, and no arrays."""
+    with scan.access(commits.store):
+        problems: dict[str, str] = {}
+        for epoch in sorted(commits.list_epochs(), reverse=True):
+            try:
+                runs = commits.read_head(epoch).runs
+            except EpochCheckpointError as error:
+                problems[commits.folder(epoch)] = str(error)
+                continue
+            if runs:
+                return Goodput(scan.place(commits), _rows(runs), problems)
+    return Goodput(scan.place(commits), (), problems)
+
+
+def _rows(runs: tuple[RunEntry, ...]) -> tuple[RunRow, ...]:
+    found = []
+    for number, run in enumerate(runs):
+        following = runs[number + 1].began_ns if number + 1 < len(runs) else None
+        # The training since the newest save began is lost if the run was killed; a run that was closed has waited.
+        held = run.blocked_secs + run.restoring_secs + run.waiting_secs
+        saving = _secs(run.saved_ns, run.committed_ns)
+        row = RunRow(
+            run.incarnation,
+            run.began_ns,
+            run.committed_ns,
+            run.epoch,
+            run.saves,
+            run.killed,
+            trained_secs=max(_secs(run.began_ns, run.saved_ns) - held, 0.0),
+            blocked_secs=run.blocked_secs,
+            restoring_secs=run.restoring_secs,
+            waiting_secs=run.waiting_secs + (saving if run.killed is False else 0.0),
+            lost_secs=saving if run.killed else 0.0,
+            unknown_secs=_secs(run.committed_ns, following) if following else saving,
+        )
+        found.append(row)
+    return tuple(found)
+
+
+def _secs(begin_ns: int, end_ns: int) -> float:
+    return max(end_ns - begin_ns, 0) / 1e9
