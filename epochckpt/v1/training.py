@@ -34,7 +34,7 @@ errors = v1.training.errors
 CheckpointMetadata = v1.training.CheckpointMetadata
 RootMetadata = v1.training.RootMetadata
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _HAS_PATH = "path" in inspect.signature(CheckpointMetadata).parameters  # not in older Orbax
 _RESERVED = frozenset({"metrics", "AUTO"})  # names that Orbax's v1 refuses
 
@@ -329,8 +329,8 @@ class Checkpointer:
         """Like `load_checkpointables`, in the background; see `load_async`."""
         return self._in_background(step, lambda: self.load_checkpointables(step, abstract_checkpointables))
 
-    def _in_background(self, step: Any, load: Callable[[], T]) -> Response[T]:
-        future: _threads.Future[T] = _threads.Future()
+    def _in_background(self, step: Any, load: Callable[[], _T]) -> Response[_T]:
+        future: _threads.Future[_T] = _threads.Future()
         if step is None and len(self._engine.processes or ()) > 1:  # a vote is a call of all processes, in one order
             future.run(load)
             return Response(future)

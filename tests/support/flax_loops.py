@@ -6,6 +6,7 @@ Where stock Orbax is the manager, epochckpt cannot be imported.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import sys
 from typing import Any
 
@@ -17,6 +18,8 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from flax.training.train_state import TrainState
+from orbax.checkpoint import v1 as orbax_v1
+from orbax.checkpoint.utils import to_shape_dtype_struct
 
 from tests.support.stock_states import sharding
 
@@ -126,8 +129,47 @@ def run(directory: str, flavour: str, manager: str, until: int) -> dict[str, Any
             m.save(epoch, args=ocp.args.StandardSave(loop.get()))
         m.wait_until_finished()
         steps = list(m.all_steps())
+    return {"start": start, "steps": steps, "digest": digest_of(loop.get())}
+
+
+def digest_of(state: Any) -> str:
+    """A digest of names and bytes."""
     digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(loop.get()):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         raw = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         digest.update(jax.tree_util.keystr(path).encode() + np.asarray(raw).tobytes())
-    return {"start": start, "steps": steps, "digest": digest.hexdigest()}
+    return digest.hexdigest()
+
+
+def run_v1(directory: str, style: str, until: int, victim: int = -1) -> dict[str, Any]:
+    """The loop in NNX in Orbax's v1 style: one import says whose it is. Returns what `run` does.
+
+    Args:
+        directory: of checkpoints.
+        style: the module, `epochckpt.v1` or `orbax.checkpoint.v1`.
+        until: how many epochs there are to be in the end.
+        victim: the epoch whose save is in flight when the process is killed.
+    """
+    ocp = orbax_v1 if style == "orbax.checkpoint.v1" else importlib.import_module(style)
+    loop = NnxLoop()
+    policies = ocp.training.save_decision_policies, ocp.training.preservation_policies
+    every, newest = policies[0].FixedIntervalPolicy(1), policies[1].LatestN(3)
+    with ocp.training.Checkpointer(directory, save_decision_policy=every, preservation_policy=newest) as checkpointer:
+        latest = checkpointer.latest
+        if latest is not None:
+            target = jax.tree.map(to_shape_dtype_struct, loop.get())
+            loop.set(checkpointer.load(latest, target))
+        start = 0 if latest is None else latest.step + 1
+        for epoch in range(start, until):
+            loop.train(epoch)
+            if epoch == victim:
+                checkpointer.wait()
+                print("ready", [c.step for c in checkpointer.checkpoints], flush=True)
+                importlib.import_module("tests.support.taps").hold_commits(checkpointer.manager)
+                checkpointer.save_async(epoch, loop.get())
+                print("in flight", flush=True)
+                checkpointer.wait()
+            checkpointer.save_async(epoch, loop.get(), metrics={"epoch": epoch})
+        checkpointer.wait()
+        steps = [c.step for c in checkpointer.checkpoints]
+    return {"start": start, "steps": steps, "digest": digest_of(loop.get())}

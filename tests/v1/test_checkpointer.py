@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -510,6 +511,18 @@ def test_the_manager_underneath_has_the_rest(checkpointer: Any) -> None:
     assert c.save(1, state(7))
 
 
+def test_a_directory_in_an_object_store() -> None:
+    with ocp.training.Checkpointer(f"memory://{uuid.uuid4().hex}/run") as c:
+        for step in range(3):
+            assert c.save(step, state(step), metrics={"loss": 1.0})
+        assert c.save(1, state(5), overwrite=True, metrics={"loss": 0.5})
+        assert c.delete(2)
+        assert steps(c) == [0, 1]
+        same(c.load(None, abstract(state())), state(5))
+        assert c.metadata().metrics == c.latest.metrics == {"loss": 0.5}
+        assert c.load_async(0).result()["step"] == 0
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -645,8 +658,9 @@ def train_together(directory: str, policy: str) -> dict[str, Any]:
         return {"asked": asked, "ended": ended, "steps": steps(c), "loaded": value}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["interval", "default"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("interval", marks=pytest.mark.long), pytest.param("default", marks=pytest.mark.slow)]
+)
 def test_processes_agree_without_barriers(tmp_path: pathlib.Path, policy: str) -> None:
     """All save the same steps, every one is committed, and the default policy saves again when a save has ended."""
     one, two = run_worker(
