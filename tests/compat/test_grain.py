@@ -22,6 +22,7 @@ def test_a_pipeline_goes_on_where_it_was_saved(tmp_path: pathlib.Path, count: in
     assert names == [f"process_{i}-of-{count}.json" for i in range(count)]
 
 
+@pytest.mark.slow
 def test_another_process_count_is_refused_by_grain_itself(tmp_path: pathlib.Path) -> None:
     """Its error names the file that it looked for; it is not mistaken for damage."""
     arguments = {"directory": str(tmp_path)}

@@ -141,6 +141,7 @@ def test_an_epoch_that_can_be_resumed_is_left_in_the_middle(
         assert not any(manager.metadata(e).custom_metadata["job_runner"]["partial"] for e in manager.all_steps())
 
 
+@pytest.mark.slow
 def test_a_second_preemption_in_the_same_epoch_keeps_the_further_part(undisturbed: Any, tmp_path: pathlib.Path) -> None:
     """A partial epoch is replaced by a later part of itself, and then by the complete one."""
     how = {"resumable": True, "polls": True, "step_secs": 0.25}
@@ -173,6 +174,7 @@ def test_an_epoch_that_cannot_be_resumed_is_dropped_at_the_deadline(
     assert finals(again) == undisturbed(processes)
 
 
+@pytest.mark.slow
 def test_without_a_deadline_the_epoch_is_finished(undisturbed: Any, tmp_path: pathlib.Path) -> None:
     """Polling alone does not make an epoch one that is left."""
     codes, said, text = disturb(tmp_path / "c", 0, '"epoch": 1', 0.3, 1, polls=True, step_secs=0.1)

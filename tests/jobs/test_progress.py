@@ -48,6 +48,7 @@ def test_a_bar_can_be_asked_for_and_forbidden(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_bar_is_shown_in_a_terminal(tmp_path: pathlib.Path) -> None:
     """A real pseudo-terminal."""
     ours, theirs = pty.openpty()

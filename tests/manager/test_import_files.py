@@ -111,6 +111,7 @@ def test_stock_orbax_restores_imported_states_of_flax(tmp_path: pathlib.Path) ->
     assert found == {"linen": []}
 
 
+@pytest.mark.slow
 def test_states_of_nnx_come_back_as_flax_reads_them(tmp_path: pathlib.Path) -> None:
     """Parameters and optimizer of an NNX model, as pure dicts."""
     state = {name: nnx.to_pure_dict(part) for name, part in stock_states.nnx_state().items()}
