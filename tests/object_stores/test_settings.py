@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from absl import flags as absl_flags
 from etils import epath
 
@@ -24,6 +25,7 @@ from epochckpt.cli import main
 from epochckpt.errors import AccessError, EpochCheckpointError, InvalidArgumentError, StorageError
 from epochckpt.jobs import stop
 from epochckpt.options import BucketSettings
+from epochckpt.orbax import item_files
 from epochckpt.storage import object_client, open_file, open_store, path_text, plain, with_settings
 from tests.support.gcs_server import Handler, Server
 from tests.support.job_runs import reading_job
@@ -114,6 +116,30 @@ def test_every_look_takes_a_url_with_a_query(
         assert "endpoint" not in said.out + said.err, call
     assert main.main(["show", name, "2", "--store", query]) == 0
     assert main.main(["diff", name, "1", "2", "--other", name, "--store", query]) == 1
+
+
+@pytest.mark.parametrize("endpoint", ["", "http://localhost:9000", "http://127.0.0.1:1"])
+def test_tensorstore_has_the_settings_of_the_bucket_and_asks_no_other_server(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For arrays of stock Orbax: where it cannot be told the server, it is given a copy."""
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://localhost:9000/")
+    asked = {"endpoint": endpoint or None, "anonymous": True, "retries": 3, "first_retry_secs": 0.5, "concurrency": 7}
+    store, copied = open_store("gs://bucket/run", settings=asked), list[str]()
+    monkeypatch.setattr(item_files, "_fetch", lambda store, at, folder: copied.append(at))
+    found = item_files.TensorFiles(store, "1/state")
+    ts.Context(found.resources(128))
+    assert found.resources(128)["gcs_request_concurrency"] == {"limit": 7}
+    assert found.resources(128)["gcs_request_retries"] == {
+        "max_retries": 3,
+        "initial_delay": "0.5s",
+        "max_delay": "8s",
+    }
+    direct = endpoint == "http://localhost:9000"
+    assert (found.kvstore()["driver"], copied) == (("gcs", []) if direct else ("file", ["1/state"]))
+    payer = open_store("gs://bucket/run?requester_pays=project")
+    assert item_files.TensorFiles(payer, "1").resources(9)["gcs_user_project"] == {"project_id": "project"}
 
 
 @pytest.mark.parametrize(

@@ -36,18 +36,18 @@ def check(walk: Walk, least: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "newcomer"),
+    ("operation", "newcomer", "step"),
     [
-        ("save", "rolls back"),
-        ("delete 2", "deletes and saves again"),
-        pytest.param("set 2 aside, stock", "goes on", marks=pytest.mark.slow),
+        ("save", "rolls back", 1),
+        ("delete 2", "deletes and saves again", 1),
+        pytest.param("set 2 aside, stock", "goes on", 3, marks=pytest.mark.slow),
     ],
 )
-def test_an_older_run_that_was_paused_harms_nothing(operation: str, newcomer: str) -> None:
-    """Paused, or killed and its request late, at each of its requests."""
+def test_an_older_run_that_was_paused_harms_nothing(operation: str, newcomer: str, step: int) -> None:
+    """Paused, or killed and its request late, at each of its requests, or at each of so many."""
     with opened("memory", operation) as place:
         walk = Walk(place)
-        walk.along(operation, newcomer, ("before", "late"))
+        walk.along(operation, newcomer, ("before", "late"), step)
         check(walk, 5)
 
 
