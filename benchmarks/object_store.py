@@ -4,6 +4,11 @@ The server is the emulator of Google Cloud Storage that the tests use, behind a 
 wait. Stock Orbax needs `pip install gcsfs`. Its requests are those of TensorStore and gcsfs together.
 
     python benchmarks/object_store.py --epochs=50 --latency_ms=20
+
+With `--memory` only this: how much more memory than before a process has at most while it saves 2 GB of arrays, of
+which it needs no copy, with several values of `concurrency`. The server is in another process.
+
+    python benchmarks/object_store.py --memory
 """
 
 import os
@@ -22,11 +27,13 @@ from absl import app, flags, logging
 
 import epochckpt as ec
 from tests.support.object_servers import Bucket, bucket
+from tests.support.processes import run_worker
 
 EPOCHS = flags.DEFINE_integer("epochs", 50, "Epochs in the directory.")
 LATENCY_MS = flags.DEFINE_float("latency_ms", 20, "How long each request waits.")
 LEAVES = flags.DEFINE_integer("leaves", 20, "Arrays in an epoch.")
 LEAF_KB = flags.DEFINE_integer("leaf_kb", 100, "Size of an array.")
+MEMORY = flags.DEFINE_bool("memory", False, "Measures the memory of a save of 2 GB, and nothing else.")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "Counted rounds of opening and restoring.")
 
 CONTESTANTS: dict[str, Callable[..., Any]] = {"epochckpt": ec.CheckpointManager, "Orbax": ocp.CheckpointManager}
@@ -51,8 +58,20 @@ class Row:
         return f"{statistics.median(self.requests):8.0f} {statistics.median(self.secs):9.2f} s"
 
 
+def measure_memory() -> None:
+    print("a save of 20 arrays of 100 MB, in one node")
+    for concurrency in (4, 16, 64):
+        with bucket("gs") as server:
+            args = {"directory": f"{server.new_url()}?concurrency={concurrency}", "arrays": 20, "megabytes": 100}
+            place = "tests.support.bucket_jobs:memory_of_a_save"
+            (grown,) = run_worker(place, args, timeout=600, env=server.environment)
+        print(f"concurrency {concurrency:3}: {grown:5} MB")
+
+
 def main(argv: list[str]) -> None:
     del argv
+    if MEMORY.value:
+        return measure_memory()
     logging.set_verbosity(logging.ERROR)
     state = {f"w{i}": jnp.ones(LEAF_KB.value * 256) * i for i in range(LEAVES.value)}
     rows = {name: {what: Row() for what in ("save", "open", "latest step", "restore")} for name in CONTESTANTS}

@@ -201,7 +201,7 @@ class Settings:
         host_memory_limit_bytes: Host memory per process for copies of what is being saved: save() waits for room. None:
             half the machine's.
         io_threads: Threads per process that read or write files.
-        part_bytes: Continue a data file in another one past this size. None: never on file systems, 256MiB on object
+        part_bytes: Continue a data file in another one past this size. None: never on file systems, 64MiB on object
             stores.
         block_bytes: Unit of writing, checksums and verified reading.
         replica_split_bytes: Replicated arrays above this size are written by several processes.

@@ -82,7 +82,8 @@ class BucketSettings(Mapping[str, Any]):
         retries: how often a request is repeated that the store refuses for the moment.
         first_retry_secs: the pause before a request is repeated; each further one is twice as long.
         longest_retry_secs: the longest pause.
-        concurrency: how many small requests are under way at once, where there are many to make.
+        concurrency: how many requests are under way at once, where there are many to make: chunks of 8 MiB of what is
+            saved, which is all that a save holds in memory beside the state, reads of up to 16 MiB, and small ones.
     """
 
     endpoint: str | None = None
@@ -185,10 +186,11 @@ class StorageOptions:
     True
 
     Attributes:
-        io_threads: threads that write or read one node's files; more read from a bucket, see its `concurrency`.
+        io_threads: threads that write or read one node's files; in a bucket there are as many as its `concurrency`,
+            if that is more.
         block_bytes: unit of writing, hashing and verified reading; a checksum is kept per block.
         part_bytes: a node's data file is continued in another one past this size; None: the store's own preference
-            (no limit on POSIX, 256 MiB on object stores).
+            (no limit on POSIX, 64 MiB on object stores).
         replica_split_bytes: replicated arrays larger than this are written in pieces by several of their holders.
         host_memory_limit_bytes: bound on host memory that snapshots hold until it is written (copies only, views of
             CPU arrays cost nothing). `save()` waits for older writes to stay under it, and refuses a single snapshot

@@ -9,7 +9,7 @@ import functools
 import io
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer
 from epochckpt.errors import BufferChangedError
 from epochckpt.format import ArrayItem, DataFile, Part, checksums, grid, paths, safetensors
-from epochckpt.storage import Store, writing
+from epochckpt.storage import Store, Writer, writing
 
 FileT = TypeVar("FileT", bound=DataFile)
 
@@ -38,25 +38,38 @@ def write_arrays(
     """Writes an item's data files into the node's folder, from one buffer per cell, in file order."""
     item = plan.item
     files: list[_File[FileT]] = []
-    try:
-        # One file for each part of the plan; all of them are written at the same time, block by block.
-        start = 0
-        for number, part in enumerate(item.cut(plan.owned, plan.part_ends)):
-            end = start + len(part.leaves)
-            with _collector.paused():  # its header
-                files.append(_File(store, folder, epoch, item, number, part, buffers[start:end], block_bytes, kind))
-            start = end
-        pool.run([functools.partial(file.write, block) for file in files for block in range(len(file.ends))])
-        # A last look at memory that is not ours, before anything is made durable.
+    start = 0
+    for number, part in enumerate(item.cut(plan.owned, plan.part_ends)):  # one file for each part of the plan
+        end = start + len(part.leaves)
+        with _collector.paused():  # its header
+            files.append(_File(folder, epoch, item, number, part, buffers[start:end], block_bytes, kind))
+        start = end
+
+    def check() -> None:
+        """A last look at memory that is not ours."""
         for source, buffer in zip(plan.sources, buffers, strict=True):
             if not buffer.unchanged():
                 raise BufferChangedError(epoch, item.leaves[source.leaf].name)
-        pool.run([file.writer.finish for file in files])
-    except BaseException:
+
+    if not store.renames:  # each file is a stream: one thread writes and finishes it
+        pool.run([functools.partial(file.write_all, store) for file in files])
+        check()
+        return [file.written() for file in files]
+    opened: list[Writer] = []
+    try:
+        # All files are written at the same time, block by block, and nothing is made durable before that check.
+        blocks: list[Callable[[], None]] = []
         for file in files:
-            file.writer.abort()
+            opened.append(store.open_writer(file.path, file.record.size))
+            blocks += [functools.partial(file.write, opened[-1], block) for block in range(len(file.ends))]
+        pool.run(blocks)
+        check()
+        pool.run([writer.finish for writer in opened])
+    except BaseException:
+        for writer in opened:
+            writer.abort()
         raise
-    return [dataclasses.replace(file.record, xxh3=tuple(file.sums)) for file in files]
+    return [file.written() for file in files]
 
 
 def folders(names: Iterable[tuple[str, str]]) -> list[str]:
@@ -96,7 +109,6 @@ class _File(Generic[FileT]):
 
     def __init__(
         self,
-        store: Store,
         folder: str,
         epoch: int,
         item: ArrayItem,
@@ -114,12 +126,22 @@ class _File(Generic[FileT]):
         self.ends = grid.blocks(np.diff(part.offsets), len(self.head), block_bytes)
         self.sums = [""] * len(self.ends)
         self.record = kind(item.name, number, int(self.offsets[-1]), len(self.head), len(cells), block_bytes)
-        self.writer = store.open_writer(paths.join(folder, self.record.path), self.record.size)
+        self.path = paths.join(folder, self.record.path)
 
-    def write(self, block: int) -> None:
+    def written(self) -> FileT:
+        """The record of the file, once all of its blocks are written."""
+        return dataclasses.replace(self.record, xxh3=tuple(self.sums))
+
+    def write_all(self, store: Store) -> None:
+        """Opens the file, writes its blocks in order, and makes it durable."""
+        with writing(store, self.path, self.record.size) as writer:
+            for block in range(len(self.ends)):
+                self.write(writer, block)
+
+    def write(self, writer: Writer, block: int) -> None:
         """Writes one block: the header, a piece of a large cell, or a run of small cells."""
         if not block:
-            self._put(0, 0, self.head)
+            self._put(writer, 0, 0, self.head)
             return
         start, end = self.ends[block - 1 : block + 1].tolist()
         first = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -128,15 +150,15 @@ class _File(Generic[FileT]):
             buffer = self.buffers[first]
             base = int(self.offsets[first])
             data = buffer.array.reshape(-1).view(np.uint8).data[start - base : end - base]
-            self._put(block, start, data)
+            self._put(writer, block, start, data)
             if buffer.sample is not None and f"{checksums.xxh3(data):016x}" != self.sums[block]:
                 raise BufferChangedError(self.epoch, self.names[first])
             buffer.release(start - base, end - base)
         else:  # a run of small cells is joined: a call that frees the interpreter lock costs more than copying
-            self._put(block, start, b"".join([b.array.tobytes() for b in self.buffers[first:last]]))
+            self._put(writer, block, start, b"".join([b.array.tobytes() for b in self.buffers[first:last]]))
             for b in self.buffers[first:last]:
                 b.release()
 
-    def _put(self, block: int, offset: int, data: Any) -> None:
+    def _put(self, writer: Writer, block: int, offset: int, data: Any) -> None:
         self.sums[block] = f"{checksums.xxh3(data):016x}"
-        self.writer.write(offset, data)
+        writer.write(offset, data)

@@ -15,6 +15,7 @@ aside are for people who copy folders, and for `repair`: nothing that the head t
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -60,6 +61,7 @@ class PutCommits(Commits):
         self._looks, self._last = itertools.count(1), 0  # threads look at it and change it at the same time
         # Paths and contents of records, by folder and attempt. Replaced as a whole: threads share it.
         self._records: dict[tuple[str, str], tuple[str, bytes]] = {}
+        self._copying = threading.RLock()  # held where the copy of a record is written, or removed
         self.swept: set[str] = set()  # dead attempts of which nothing is left
         self._views = ObjectViews(store, self.head, partial(self._record, parse=parsing.parse_epoch))
         self.departures = Departures(store, self.head, self.change)
@@ -461,24 +463,27 @@ class PutCommits(Commits):
             if not committed:
                 raise SaveError(epoch, f"the head could not be changed: {error}") from error
         self._folders[epoch] = folder
-        _threads.logged(f"{self.store.root}: the copy of a record", lambda: self._copy_record(folder, attempt, record))
         was, kept = old, replaces is not None and bool(replaces.damage)
         if was is not None and kept:
             logging.warning("%s: the damaged epoch %d was set aside as %s", self.store.root, epoch, aside)
             self._copy_aside({aside: was})
         stock = was is not None and was.stock
-        steps = self._views.after_commit(folder, attempt, was.attempt if was and not stock else "")
+        copy = partial(self._copy_record, folder, attempt, record)
+        steps: list[Callable[[], object]] = [partial(_threads.logged, f"{self.store.root}: the copy of a record", copy)]
         if stock:
-            steps.insert(0, partial(self._depart, [folder]))
-        elif was is not None and not kept:
+            steps.append(partial(self._depart, [folder]))
+        steps += self._views.after_commit(folder, attempt, was.attempt if was and not stock else "")
+        if was is not None and not stock and not kept:
             steps.append(partial(self.remove_dead, {was.attempt: folder}))
-        return partial(_all, steps) if steps else None
+        return partial(_threads.Pool(1).run, steps)
 
     def _copy_record(self, folder: str, attempt: str, record: bytes) -> None:
         """Copies the record of a committed epoch; that of a newer one stays, however late this is."""
         path = paths.join(folder, paths.EPOCH_RECORD)
-        with suppress(FileExistsError):
-            self.store.create(path, record)
+        with self._copying, suppress(FileExistsError):
+            entry = (self.seen() or Head()).epochs.get(folder)
+            if entry is not None and entry.attempt == attempt:  # it may have been set aside since
+                self.store.create(path, record)
             return
         there = self.store.read(path, limit_bytes=records.MAX_RECORD_BYTES)  # of the epoch that gave way
         entry = (self.head() or Head()).epochs.get(folder)
@@ -559,7 +564,7 @@ class PutCommits(Commits):
             path = _record_path(folder, entry.attempt)
             read = partial(self.store.read, path, limit_bytes=records.MAX_RECORD_BYTES)
             self._copy(paths.join(kept, paths.EPOCH_RECORD), read)
-            with suppress(OSError):
+            with self._copying, suppress(OSError):
                 metrics = self.store.find(paths.METRICS_PREFIX, folder)
                 for path in metrics:
                     read = partial(self.store.read, path, limit_bytes=records.MAX_RECORD_BYTES)
@@ -588,11 +593,6 @@ class PutCommits(Commits):
         """See Commits. The head stays, and the next incarnation counts on from it."""
         with suppress(FencedError):
             self.change(lambda now: None if now.closed else now.next(closed=True), 0)
-
-
-def _all(steps: Collection[Callable[[], object]]) -> None:
-    for step in steps:
-        step()
 
 
 def _record_path(folder: str, attempt: str) -> str:

@@ -75,7 +75,7 @@ class Attempts:
         self._prefix, self.nodes, self._options = f"{opened.prefix}/save", opened.nodes, options
         self._claim, self._claim_is_known = claim, opened.coordinator.processes == 1
         self._history, self._policies, self._listener = history, policies, listener
-        self._pool = _threads.Pool(options.io_threads)
+        self._pool = _threads.Pool(max(options.io_threads, self._store.concurrency))
         self._write_lane, self._report_lane, self._commit_lane = _threads.Lane(), _threads.Lane(), _threads.Lane()
         self._lags = Lags(options.save_timeout_secs, self._has_answered)
         machine = memory.of_this_machine()

@@ -11,6 +11,7 @@ import errno
 import functools
 import importlib
 import os
+import random
 import re
 import threading
 import time
@@ -36,7 +37,6 @@ T = TypeVar("T")
 CHUNK_BYTES = 8 << 20
 """One part of a file that is streamed. A smaller file is one request."""
 
-_CHUNKS = 4  # of one file under way at once
 _MAX_CHUNKS = 9000  # of one file: S3 takes 10,000
 _SMALL_BYTES = 1 << 20  # of a write whose answer is expected soon
 _CONNECT_SECS = 5
@@ -187,6 +187,7 @@ class Client:
         root: the URL without its query.
         settings: those of both places.
         endpoint: the server; empty for the cloud's own.
+        sends: whether there is a server: what `memory://` is given, it keeps.
 
     Raises:
         InvalidArgumentError: no such scheme, no bucket, or settings that the client does not take.
@@ -208,7 +209,8 @@ class Client:
         given = BucketSettings.of(settings, "settings")
         self.settings = BucketSettings.of({**given, **BucketSettings.of(query, self.root)}, self.root)
         self._check_settings(scheme)
-        if scheme == "memory":
+        self.sends = scheme != "memory"
+        if not self.sends:
             self.kv = self._large = self._streams = _memory()
             self._prefix = f"{bucket}/{self._prefix}"
             return
@@ -305,7 +307,7 @@ class Client:
             return None
 
     def put(
-        self, path: str, data: bytes, version: dict[str, str] | None = None, *, look: bool = True
+        self, path: str, data: bytes | memoryview, version: dict[str, str] | None = None, *, look: bool = True
     ) -> dict[str, str]:
         """Writes an object if there is none, or none but this version; else FileExistsError. Returns its version.
 
@@ -340,21 +342,25 @@ class Client:
 
         self.ask(path, "copying", lambda: obstore.copy(self._large, key, other, overwrite=replace), met)
 
-    def stream(self, path: str, pieces: Iterator[bytes], size: int) -> None:
-        """Writes an object from pieces in their order, in several requests; one that is there is replaced."""
+    def stream(self, path: str, chunks: Iterator[Any], size: int, concurrency: int) -> None:
+        """Writes an object from chunks of `chunk_bytes` in their order, with a request for each, several at once.
+
+        An object that is there is replaced. A chunk is memory that is sent without a copy, and then let go of.
+        """
         import obstore
 
-        key, chunk, taken = self.key(path), max(CHUNK_BYTES, -(-size // _MAX_CHUNKS)), False
+        key, taken = self.key(path), False
 
-        def take() -> Iterator[bytes]:
+        def note(chunk: Any) -> Any:
             nonlocal taken
-            for piece in pieces:
-                taken = True
-                yield piece
+            taken = True
+            return chunk
 
         def write() -> None:
             try:
-                obstore.put(self._streams, key, take(), chunk_size=chunk, max_concurrency=_CHUNKS)
+                # A generator would hold a chunk until the next one is there.
+                content: Any = map(note, chunks)
+                obstore.put(self._streams, key, content, chunk_size=chunk_bytes(size), max_concurrency=concurrency)
             except (obstore.exceptions.BaseError, FileNotFoundError) as error:
                 if not taken:
                     raise
@@ -412,7 +418,7 @@ class Client:
                 problem = OSError(errno.EIO, f"{doing} failed: the client has broken down: {reason(error)}")
                 raise StorageError(name, problem) from error
             _monitoring.event("/epochckpt/storage/retry", doing=doing, status=str(status or ""))
-            threading.Event().wait(pause)
+            threading.Event().wait(pause * random.uniform(0.5, 1.0))  # thousands of nodes must not come back together
         raise AssertionError  # the last round returns or raises
 
     def _check_process(self) -> None:
@@ -441,6 +447,11 @@ class Client:
 
     def _no_bucket(self) -> AccessError:
         return AccessError(f"{self.root}: there is no such bucket; create it, or correct the name")
+
+
+def chunk_bytes(size: int) -> int:
+    """How much of a file of this size one request uploads."""
+    return max(CHUNK_BYTES, -(-size // _MAX_CHUNKS))
 
 
 def _version(answer: Any) -> dict[str, str]:

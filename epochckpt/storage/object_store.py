@@ -1,16 +1,19 @@
 """Epochs in an object store: `gs://`, `s3://`, and `memory://` for one process.
 
-Folders are prefixes of keys: they exist while a key does, and cannot be renamed. Large files are streamed in parts,
-several at a time, and never lie in memory as a whole. See `object_client` for what a request promises.
+Folders are prefixes of keys: they exist while a key does, and cannot be renamed. Large files are streamed in chunks:
+`concurrency` of them are in memory, of all files together. See `object_client` for what a request promises.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import math
 import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,10 +22,10 @@ from absl import logging
 
 from epochckpt import _threads
 from epochckpt.errors import AccessError, StorageError
-from epochckpt.storage.object_client import CHUNK_BYTES, Client, existing, missing
+from epochckpt.storage.object_client import CHUNK_BYTES, Client, chunk_bytes, existing, missing
 from epochckpt.storage.store import Entry, File, Reader, Store, Writer, check_piece
 
-PART_BYTES = 256 << 20
+PART_BYTES = 64 << 20
 """Largest data file: larger ones are cut, so that several are under way at once."""
 
 _CONCURRENCY = 16  # small requests at once
@@ -53,6 +56,7 @@ class ObjectStore(Store):
         self._client = Client(url, settings)
         self.root, self.endpoint, self.settings = self._client.root, self._client.endpoint, self._client.settings
         self.concurrency = self.settings.concurrency or _CONCURRENCY
+        self._uploads = _Uploads(self.concurrency if self._client.sends else math.inf)
         self._versions: dict[str, tuple[bytes, dict[str, str]]] = {}  # of contents, by path
 
     @property
@@ -85,13 +89,11 @@ class ObjectStore(Store):
         self._note(path, data, self._client.put(path, data))
 
     def open_writer(self, path: str, size: int) -> Writer:
-        """One request for a file that is uploaded in parts; a smaller one is refused by `finish` if it exists."""
+        """No request; `write` or `finish` refuses a file that exists."""
         name, _ = self._client.name(path), self._client.key(path)
         if size < 0:
             raise ValueError(f"{name}: size {size}; expected at least 0")
-        if size > CHUNK_BYTES and self._client.head(path) is not None:
-            raise existing(name)
-        return _Writer(self._client, path, size)
+        return _Writer(self._client, self._uploads, self.concurrency, path, size)
 
     def list(self, path: str) -> list[Entry]:
         """One request for a thousand entries."""
@@ -247,53 +249,100 @@ class _Reader(Reader):
         self._closed = True
 
 
-class _Writer(Writer):
-    """One new object. A small one is put by `finish`; a large one is uploaded in parts while it is written.
+class _Uploads:
+    """What the uploads of a store share: how many chunks may be in memory, being filled, waiting or under way."""
 
-    The upload takes the pieces in their order, and keeps those that come early. A write returns when there is room, and
-    waits while many are early; a thread that writes backwards would wait for itself, and waits for a bounded time.
+    def __init__(self, chunks: float):
+        self.chunks = self.free = chunks
+        self._spare: list[np.ndarray] = []  # memory for chunks, while there are uploads
+        self.sent, self.said = 0, -1  # chunks that have left memory; how many had when uploads were said to stand still
+        self.moved = time.monotonic()  # when the last one left
+        self.changed = threading.Condition()
+
+    def take(self, size: int) -> tuple[np.ndarray, weakref.finalize[Any, Any]]:
+        """Memory for one chunk of this many bytes, and what notes that it is freed."""
+        with self.changed:
+            memory = self._spare.pop() if self._spare else np.empty(max(size, CHUNK_BYTES), np.uint8)
+            if len(memory) < size:
+                memory = np.empty(size, np.uint8)
+            chunk = memory[:size]
+            freed = weakref.finalize(chunk, self._give, memory)
+            freed.atexit = False
+            self.free -= 1
+        return chunk, freed
+
+    def _give(self, *memory: np.ndarray) -> None:
+        # Called by any thread, wherever a chunk is freed.
+        with self.changed:
+            self._spare += memory
+            self.free += 1
+            self.sent += 1
+            self.moved = time.monotonic()
+            self.changed.notify_all()
+
+    def end(self, chunks: Iterable[weakref.finalize[Any, Any]]) -> None:
+        """The upload that had these has ended. Memory that the client still has is not used again."""
+        with self.changed:
+            for freed in chunks:
+                if freed.detach() is not None:
+                    self._give()
+            if self.free == self.chunks:
+                self._spare.clear()
+            self.changed.notify_all()
+
+
+class _Writer(Writer):
+    """One new object. A small one is put by `finish`; a large one is uploaded in chunks while it is written.
+
+    Chunks are filled in their order; pieces that come early are kept. The client sends a chunk without a copy, and it
+    counts until its memory is freed. A write waits for its turn, and for room. A thread that writes backwards, or many
+    files at once, would wait for itself, and waits for a bounded time.
     """
 
-    def __init__(self, client: Client, path: str, size: int):
-        self._client, self._path, self._size, self._name = client, path, size, client.name(path)
+    def __init__(self, client: Client, uploads: _Uploads, concurrency: int, path: str, size: int):
+        self._client, self._uploads, self._concurrency = client, uploads, concurrency
+        self._path, self._size, self._name = path, size, client.name(path)
         self._lock = threading.Condition()
         self._early: dict[int, bytes] = {}
-        self._ready: deque[bytes] = deque()
-        self._room = CHUNK_BYTES
+        self._ready: deque[np.ndarray] = deque()  # chunks that are full
+        self._chunk, self._room = np.empty(0, np.uint8), 0  # the last one, and how much of it is to be filled
+        self._held: list[weakref.finalize[Any, Any]] = []  # one for each chunk: alive while that is in memory
         self._written = self._next = self._early_bytes = self._taken = 0
-        self._begun = self._closed = self._ended = self._said = False
+        self._begun = self._closed = self._ended = self._asked = self._said = False
         self._upload: _threads.Future[None] | None = None
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        """One copy."""
+        """One copy, or for a piece that is early two."""
         view = memoryview(data)
         check_piece(offset, view.nbytes, self._size, self._name)
         with self._lock:
-            if self._closed:
-                raise ValueError(f"{self._name} is closed")
+            self._check_open()
             if not view.nbytes:
                 return
             self._wait_for_turn(offset)
-            if self._closed:
-                raise ValueError(f"{self._name} is closed")
-            self._early_bytes += view.nbytes
-            self._early[offset] = bytes(view.cast("B"))
+            self._check_open()
             self._written += view.nbytes
             if self._size > CHUNK_BYTES and not self._begun:
                 self._begin()
-            while (piece := self._early.pop(self._next, None)) is not None:
-                self._ready.append(piece)
+            if offset != self._next:
+                self._early[offset] = bytes(view.cast("B"))
+                self._early_bytes += view.nbytes
+                return
+        piece: memoryview | None = view.cast("B")
+        while piece is not None:  # no other thread is here: `_next` does not move before
+            self._fill(piece)
+            with self._lock:
                 self._next += len(piece)
-                self._room -= len(piece)
-                self._early_bytes -= len(piece)
-            self._lock.notify_all()
-            seen = self._taken
-            while not self._lock.wait_for(lambda: self._room > 0 or self._upload is None or self._ended, _STILL_SECS):
-                seen = self._look(seen)
-            if self._closed:
-                raise ValueError(f"{self._name} is closed")
+                early = self._early.pop(self._next, None)
+                piece = memoryview(early) if early else None
+                self._early_bytes -= len(early or b"")
+                self._lock.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self._name} is closed")
         if self._ended and self._upload is not None:
-            self._upload.result()
+            self._upload.result()  # raises, because there is something left to write
 
     def _wait_for_turn(self, offset: int) -> None:
         """Waits while too many pieces are early, as long as others make progress."""
@@ -305,15 +354,64 @@ class _Writer(Writer):
                 return
             before = self._next
 
-    def _look(self, seen: int) -> int:
-        """How much the upload has taken; says once that it was as much at the last look."""
-        if seen == self._taken and not self._said:
-            self._said = True
+    def _fill(self, piece: memoryview) -> None:
+        """Copies a piece into chunks."""
+        done = 0
+        while done < len(piece):
+            if not self._room:
+                self._take_chunk(self._next + done)
+            chunk, length = self._chunk, min(self._room, len(piece) - done)
+            start = len(chunk) - self._room
+            chunk[start : start + length] = np.frombuffer(piece[done : done + length], np.uint8)
+            done, self._room = done + length, self._room - length
+            with self._lock:
+                if not self._room and not self._ended:
+                    self._chunk = np.empty(0, np.uint8)
+                    self._ready.append(chunk)
+                    self._lock.notify_all()
+            del chunk  # it must be freed once it is sent
+
+    def _take_chunk(self, start: int) -> None:
+        """Waits until the upload asks for data, and until others leave room; takes memory for the next chunk."""
+        if self._upload is not None:
+            with self._lock:
+                self._wait(self._lock, lambda: self._asked)
+        self._check_open()
+        shared, began = self._uploads, time.monotonic()
+
+        def is_free() -> bool:
+            if shared.free > 0 or (self._begun and self._upload is None):
+                return True
+            late = time.monotonic() - max(began, shared.moved) >= _LATE_SECS
+            return late and not any(each.alive for each in self._held)
+
+        with shared.changed:
+            self._wait(shared.changed, is_free)
+            if not self._closed and not self._ended:
+                self._room = min(chunk_bytes(self._size), self._size - start)
+                self._chunk, freed = shared.take(self._room)
+                self._held.append(freed)
+        self._check_open()
+
+    def _wait(self, changed: threading.Condition, is_ready: Callable[[], bool]) -> None:
+        """Waits, also for the end of the upload."""
+        seen = self._progress()
+        while not changed.wait_for(lambda: self._closed or self._ended or is_ready(), min(_STILL_SECS, _LATE_SECS)):
+            seen = self._look(seen)
+
+    def _progress(self) -> tuple[int, int]:
+        return self._taken, self._uploads.sent
+
+    def _look(self, seen: tuple[int, int]) -> tuple[int, int]:
+        """How far this upload is, and all; says it, once for all, if they were as far at the last look."""
+        now = self._progress()
+        if seen == now and not self._said and self._uploads.said != now[1]:
+            self._said, self._uploads.said = True, now[1]
             text = (
                 "%s: writing: the upload stands still after %d of %d bytes; the client repeats what fails and tries on"
             )
-            logging.warning(text, self._name, seen, self._size)
-        return self._taken
+            logging.warning(text, self._name, now[0], self._size)
+        return now
 
     def _begin(self) -> None:
         self._begun = True
@@ -327,30 +425,29 @@ class _Writer(Writer):
     def _run(self) -> None:
         """Uploads, on a thread of its own."""
         try:
-            self._client.stream(self._path, self._pieces(), self._size)
+            if self._client.head(self._path) is not None:
+                raise existing(self._name)
+            self._client.stream(self._path, self._chunks(), self._size, self._concurrency)
         except StorageError:
             # The answer to the last request may be lost. No other writer uses this name.
-            found = self._client.head(self._path) if self._next == self._size else None
+            found = self._client.head(self._path) if self._taken == self._size else None
             if found is None or found["size"] != self._size:
                 raise
         finally:
             with self._lock:
                 self._end()
 
-    def _pieces(self) -> Iterator[bytes]:
+    def _chunks(self) -> Iterator[np.ndarray]:
         """What the upload takes, in order. An error makes it give up and remove its parts."""
-        sent = 0
-        while sent < self._size:
+        while self._taken < self._size:
             with self._lock:
+                self._asked = True
+                self._lock.notify_all()
                 self._lock.wait_for(lambda: self._ready or self._ended)
                 if self._ended:
                     raise InterruptedError(errno.EINTR, "given up", self._name)
-                piece = self._ready.popleft()
-                self._room += len(piece)
-                self._lock.notify_all()
-            sent += len(piece)
-            self._taken = sent
-            yield piece
+                self._taken += len(self._ready[0])
+            yield self._ready.popleft()  # no name holds it: it must be freed once it is sent
 
     def finish(self) -> None:
         """One conditional write, or the end of the upload."""
@@ -361,11 +458,14 @@ class _Writer(Writer):
             if self._written != self._size or self._next != self._size:
                 self._end()
                 raise ValueError(f"{self._name}: {self._written} of {self._size} bytes written; not finished")
-            data = b"" if self._upload else b"".join(self._ready)
         if self._upload is None:
-            self._client.put(self._path, data)
+            chunks = [chunk.data for chunk in self._ready]
+            try:
+                self._client.put(self._path, chunks[0] if len(chunks) == 1 else b"".join(chunks))
+            finally:
+                self.abort()
             return
-        seen = self._taken
+        seen = self._progress()
         while not self._upload.wait(_STILL_SECS):
             seen = self._look(seen)
         self._upload.result()
@@ -381,4 +481,6 @@ class _Writer(Writer):
         self._early.clear()
         self._early_bytes = 0
         self._ready.clear()
+        self._chunk = np.empty(0, np.uint8)
         self._lock.notify_all()
+        self._uploads.end(self._held)

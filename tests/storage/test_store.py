@@ -125,7 +125,7 @@ def test_a_directory_is_opened_by_its_form(tmp_path: pathlib.Path, monkeypatch: 
     assert not here.exists("")
     assert open_store(f"file://{tmp_path}/a%20b%FF/").root == str(tmp_path / "a b\udcff")
     there = open_store("memory://name/")
-    assert (there.root, there.renames, there.preferred_part_bytes) == ("memory://name", False, 256 << 20)
+    assert (there.root, there.renames, there.preferred_part_bytes) == ("memory://name", False, 64 << 20)
     assert not (tmp_path / "runs").exists()
 
 

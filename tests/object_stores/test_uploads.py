@@ -1,0 +1,178 @@
+"""How a save uses a bucket: as many chunks are under way as `concurrency` says, however many files there are."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import epochckpt as ec
+from epochckpt.storage import object_client, object_store, open_store
+from tests.support.object_servers import Bucket, Fault, Request
+
+CONCURRENCY = 4
+Save, Restore = ocp.args.StandardSave, ocp.args.StandardRestore
+STATES = {"one large array": (1, 9.0), "many arrays": (36, 0.25)}  # how many, and how many chunks is each
+
+
+@pytest.fixture
+def chunk(cloud: Bucket, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Small chunks, as far as the server takes such; their bytes."""
+    size = 5 << 20 if cloud.scheme == "s3" else 1 << 20
+    for module in (object_client, object_store):
+        monkeypatch.setattr(module, "CHUNK_BYTES", size)
+    return size
+
+
+class Watch:
+    """Counts the chunks that are under way, and holds each until so many are."""
+
+    def __init__(self, wanted: int):
+        self.wanted, self.full, self._lock = wanted, threading.Event(), threading.Lock()
+        self.now = self.most = self.bytes = self.most_bytes = 0
+
+    def decide(self, request: Request) -> Fault | None:
+        if "partNumber" not in request.target:
+            return None
+        size = int(request.headers["content-length"])
+        self._count(1, size)
+        if self.now >= self.wanted:
+            self.full.set()
+        return Fault(held=self.full, withheld=lambda: self._count(-1, -size))
+
+    def _count(self, requests: int, size: int) -> None:
+        with self._lock:
+            self.now, self.bytes = self.now + requests, self.bytes + size
+            self.most, self.most_bytes = max(self.most, self.now), max(self.most_bytes, self.bytes)
+
+
+def arrays(count: int, size: float) -> dict[str, Any]:
+    content = np.resize(np.random.default_rng(0).integers(0, 255, 100_003, np.uint8), int(size))
+    return {f"a{i}": jax.device_put(content + np.uint8(i)) for i in range(count)}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("server", ["gs", pytest.param("s3", marks=pytest.mark.long)], indirect=True)
+def test_as_many_chunks_are_under_way_as_may_be_and_no_more(state: str, cloud: Bucket, chunk: int) -> None:
+    """Of one file or of several; and what is restored is what was saved."""
+    count, chunks = STATES[state]
+    watch, saved = Watch(CONCURRENCY), arrays(count, chunks * chunk)
+    storage = ec.StorageOptions(part_bytes=3 * chunk, store={"concurrency": CONCURRENCY})
+    with ec.CheckpointManager(cloud.new_url(), storage=storage) as manager:
+        cloud.proxy.decide = watch.decide
+        manager.save(0, args=Save(saved))
+        manager.wait_until_finished()
+        assert watch.full.is_set(), f"{watch.most} chunks at once"
+        assert (watch.most, watch.now) == (CONCURRENCY, 0)
+        assert watch.most_bytes <= CONCURRENCY * chunk
+        cloud.proxy.decide = lambda request: None
+        jax.tree.map(np.testing.assert_array_equal, manager.restore(0, args=Restore(saved)), saved)
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_chunks_in_memory_are_bounded_and_freed(cloud: Bucket, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are filled, wait or are under way; of an upload that fails, too."""
+    taken: list[float] = []
+    take = object_store._Uploads.take
+
+    def noted(self: Any, size: int) -> Any:
+        found = take(self, size)
+        taken.append(self.free)
+        return found
+
+    monkeypatch.setattr(object_store._Uploads, "take", noted)
+    storage = ec.StorageOptions(part_bytes=2 * chunk, store={"concurrency": 3, "retries": 1, "first_retry_secs": 0.01})
+    saved = arrays(30, chunk / 2)
+    with ec.CheckpointManager(cloud.new_url(), storage=storage) as manager:
+        store: Any = manager._store
+        manager.save(0, args=Save(saved))
+        manager.wait_until_finished()
+        assert len(taken) >= 15
+        assert min(taken) == 0
+        cloud.proxy.decide = lambda request: Fault(status=503) if "partNumber" in request.target else None
+        manager.save(1, args=Save(saved))
+        with pytest.raises(ec.errors.SaveError, match="writing failed"):
+            manager.wait_until_finished()
+        assert min(taken) == 0
+        with store._uploads.changed:
+            assert store._uploads.changed.wait_for(lambda: store._uploads.free == 3, 60)
+        assert not store._uploads._spare, "memory is kept only while there are uploads"
+
+
+def test_one_thread_may_write_many_files_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for itself: each file may have one chunk in memory, after a while."""
+    monkeypatch.setattr(object_store, "_LATE_SECS", 0.02)
+    store: Any = open_store("memory://many-files?concurrency=2")
+    store._uploads = object_store._Uploads(2)
+    data = np.random.default_rng(0).integers(0, 255, 1000, np.uint8).tobytes()
+    writers = [store.open_writer(f"f{number}", len(data)) for number in range(5)]
+    for start, end in ((0, 600), (600, 1000)):
+        for writer in writers:
+            writer.write(start, data[start:end])
+    assert store._uploads.free == 2 - len(writers)
+    for writer in writers:
+        writer.finish()
+    assert store._uploads.free == 2
+    assert all(store.read(f"f{number}", limit_bytes=1000) == data for number in range(5))
+
+
+@pytest.mark.parametrize("server", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
+def test_a_store_that_refuses_half_of_all_requests_only_slows_a_save(cloud: Bucket, chunk: int) -> None:
+    """Each is refused when it comes first, third, …, with 429 and 503 in turns: thousands of nodes may meet that."""
+    asked: dict[tuple[str, str], int] = {}
+    refused: list[int] = []
+    lock = threading.Lock()
+
+    def decide(request: Request) -> Fault | None:
+        with lock:
+            name = request.method, request.target
+            asked[name] = asked.get(name, 0) + 1
+            if asked[name] % 2 == 0:
+                return None
+            refused.append((429, 503)[len(refused) % 2])
+            return Fault(status=refused[-1])
+
+    saved, url = arrays(20, chunk / 4), cloud.new_url()
+    pauses = {"first_retry_secs": 0.01, "longest_retry_secs": 0.05}
+    storage = ec.StorageOptions(part_bytes=2 * chunk, store=pauses)
+    cloud.proxy.decide = decide
+    with ec.CheckpointManager(url, storage=storage) as manager:
+        for epoch in range(2):
+            manager.save(epoch, args=Save(saved))
+        manager.wait_until_finished()
+        assert [result.committed for result in manager.pop_save_results()] == [True, True]
+    cloud.proxy.decide = lambda request: None
+    assert refused.count(429) > 10
+    assert refused.count(503) > 10
+    assert len(refused) >= sum(asked.values()) // 2
+    with ec.CheckpointManager(url) as manager:
+        jax.tree.map(np.testing.assert_array_equal, manager.restore(1, args=Restore(saved)), saved)
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_the_verdict_does_not_wait_for_the_copy_of_the_record(cloud: Bucket) -> None:
+    """The copy comes after it; `wait_until_finished` waits for both."""
+    go_on, done = threading.Event(), threading.Event()
+
+    def decide(request: Request) -> Fault | None:
+        return Fault(held=go_on, withheld=done.set) if "epoch%2Ejson" in request.target else None
+
+    url = cloud.new_url()
+    cloud.proxy.decide = decide
+    try:
+        with ec.CheckpointManager(url, storage=ec.StorageOptions(orbax_view=False)) as manager:
+            manager.save(0, args=Save({"w": np.ones(3)}))
+            while manager.latest_step() != 0:
+                assert not done.is_set()
+                threading.Event().wait(0.005)
+            assert not done.is_set()
+            go_on.set()
+            manager.wait_until_finished()
+            assert done.is_set()
+    finally:
+        go_on.set()
+    assert open_store(url).exists("0/epoch.json")
