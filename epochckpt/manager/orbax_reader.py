@@ -69,7 +69,8 @@ class OrbaxReader(CheckpointReader):
             raise items.contradiction(name, recorded or kind, args)
         if kind == "json" and (args is None or isinstance(args, ocp.args.JsonRestore)):
             with self._readable(name), self._local(name) as path:
-                return ocp.JsonCheckpointHandler().restore(path, args=args or ocp.args.JsonRestore())
+                file = steps.json_file(self.store, self._at(name))
+                return ocp.JsonCheckpointHandler(file).restore(path, args=args or ocp.args.JsonRestore())
         handler, args = self._handler(name, recorded, args)
         if handlers.kind_of(handler) == "other":  # what it raises is its own affair
             with self._local(name) as path:

@@ -51,7 +51,10 @@ _ZARR = frozenset({".zarray", "zarr.json"})
 _TREE_MARKS = frozenset({TREE_RECORD, OCDBT, "_sharding", "_strings.json", AGGREGATE})  # files
 _NO_ITEMS = frozenset({METRICS, "descriptor"})  # folders that Orbax's manager keeps for itself
 _ARRAY_HANDLERS = ("PyTreeCheckpointHandler", "StandardCheckpointHandler", "ArrayCheckpointHandler")
-_JSON_HANDLER = "JsonCheckpointHandler"  # also what the view says of a node's folder
+_JSON_HANDLER = (
+    "JsonCheckpointHandler",
+    "json_handler.JsonHandler",
+)  # v0 and v1; the view says v0's of a node's folder
 
 
 def saves_to(store: Store) -> bool:
@@ -458,6 +461,13 @@ def kind(store: Store, at: str, name: str, record: OrbaxRecord) -> str:
     if handler.endswith(_JSON_HANDLER) or (not handler and paths.JSON_FILE in names):
         return "json"
     return "other"
+
+
+def json_file(store: Store, at: str) -> str:
+    """The file of an item of JSON: v0 and v1 have different names for it."""
+    return next(
+        (name for name in (paths.JSON_FILE, "data.json") if store.exists(paths.join(at, name))), paths.JSON_FILE
+    )
 
 
 def half_written(epoch: int, path: str, problem: str, leaf: str | None = None) -> DamagedError:

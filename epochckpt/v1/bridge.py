@@ -106,13 +106,12 @@ def save_args(name: str, value: Any, context: Any) -> Any:
     registry = context.checkpointables_options.registry
     explicit = registry.get(name) if registry.has(name) else None
     stateful = isinstance(value, ocp.v1.StatefulCheckpointable)
-    if explicit is not None and not stateful:
-        handler = explicit()
-    else:
-        found = (handler for handler in _newest_first(registry) if handler.is_handleable(value))
-        handler = next(found, None) or (explicit and explicit())
-    kind = _OURS.get(type(handler))
-    if handler is None or kind == "arrays":  # our engine says what it cannot save
+    handler = None
+    if explicit is None or stateful:
+        handler = next((each for each in _newest_first(registry) if each.is_handleable(value)), None)
+    chosen = explicit if handler is None else type(handler)
+    kind = _OURS.get(chosen)
+    if chosen is None or kind == "arrays":  # our engine says what it cannot save
         return contexts.save_args(value, context)
     if kind == "json":
         return ocp.args.JsonSave(value)
@@ -121,9 +120,9 @@ def save_args(name: str, value: Any, context: Any) -> Any:
 
     async def begin(folder: epath.Path) -> Any:
         with contexts.entered(context):
-            return _start(await handler.save(_Here(folder), value))
+            return _start(await (handler or chosen()).save(_Here(folder), value))
 
-    return _bridged(_name(type(handler)), begin)
+    return _bridged(_name(chosen), begin)
 
 
 def restore_args(name: str, kind: str, recorded: str, abstract: Any, context: Any) -> Any:

@@ -154,6 +154,9 @@ def test_where_there_are_several_items_each_has_its_own_name(tmp_path: pathlib.P
     context = v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry))
     with context:
         v1.save_checkpointables(tmp_path / "2" / str(STEP), {"state": tree(), "config": config})
+    with ec.CheckpointManager(tmp_path / "2") as manager:
+        assert manager.restore(STEP)["config"] == config
+        assert manager.verify(STEP).ok
     with ec.training.Checkpointer(tmp_path / "2") as checkpointer:
         found = checkpointer.load_checkpointables(STEP)
         assert found["config"] == config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -24,6 +25,7 @@ from orbax.checkpoint import v1 as stock
 import epochckpt as ec
 from epochckpt import errors
 from epochckpt import v1 as ocp
+from epochckpt.v1 import context as contexts
 from tests.support.managers import sharding
 from tests.support.processes import run_worker
 from tests.support.taps import WAIT_SECS, fail_writes, hold_commits, hold_writes
@@ -583,6 +585,37 @@ def test_options_of_a_context_are_refused_by_name(tmp_path: pathlib.Path) -> Non
         with pytest.raises(errors.UnsupportedError, match="an epoch is deleted as a whole"):
             c.delete(0, checkpointable_name="state")
         assert steps(c) == [0]
+
+
+def options_of(value: Any, name: str) -> list[str]:
+    """The full names of the options in one of a context's groups."""
+    if not dataclasses.is_dataclass(value):
+        return [name]
+    return [n for f in dataclasses.fields(value) for n in options_of(getattr(value, f.name), f"{name}.{f.name}")]
+
+
+def test_every_option_of_orbaxs_context_is_known() -> None:
+    """One that a newer Orbax adds has to be looked at; until then it is refused, if it is set."""
+    made = stock.Context()
+    groups = {name.removeprefix("_"): value for name, value in vars(made).items() if name != "_checkpoint_layout"}
+    names = [name for group, value in groups.items() for name in options_of(value, group)]
+    assert len(names) > 15
+    known = contexts.HONOURED | contexts.HINTS.keys() | contexts.REFUSED.keys()
+    for name in names:
+        parts = name.split(".")
+        assert any(".".join(parts[:count]) in known for count in range(1, len(parts) + 1)), name
+
+    kind = type(made.file_options)
+    frozen = kind.__dataclass_params__.frozen  # in older Orbax
+    wider = dataclasses.make_dataclass("Wider", [("novelty", int, 0)], bases=(kind,), frozen=frozen)
+    object.__setattr__(made, "_file_options", wider())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contexts, "_defaults", lambda: made)
+        contexts.check(made)
+        other = stock.Context()
+        object.__setattr__(other, "_file_options", wider(novelty=1))
+        with pytest.raises(errors.UnsupportedError, match=r"file_options\.novelty is an option of a newer Orbax"):
+            contexts.check(other)
 
 
 BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
