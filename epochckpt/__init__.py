@@ -12,11 +12,11 @@
     cli         the command `epochckpt`
 
 A package imports only packages above it in this list; `tests/repo/test_packages.py` checks it. Beside them lie the
-modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `metadata`, `caffe2`) and a few private helpers
-of all packages (`_threads`, `_monitoring`, `_collector`, `_text`, `_units`, `_settings`).
+modules that users import (`errors`, `options`, `args`, `flags`, `stop`, `policy`, `metadata`, `caffe2`) and a few
+private helpers of all packages (`_threads`, `_monitoring`, `_collector`, `_text`, `_units`, `_settings`).
 """
 
-from epochckpt import args, caffe2, errors, flags, metadata, stop
+from epochckpt import args, caffe2, errors, flags, metadata, policy, stop
 from epochckpt.errors import EpochCheckpointError, EpochDeletedError
 from epochckpt.inspection.directory import inspect
 from epochckpt.jobs import (
@@ -83,6 +83,7 @@ __all__ = [
     "import_",
     "inspect",
     "metadata",
+    "policy",
     "repair_head",
     "repair_view",
     "stop",

@@ -20,6 +20,7 @@ from epochckpt._threads import Deadline, Pool
 from epochckpt.arrays import writer
 from epochckpt.arrays.plan import ItemPlan
 from epochckpt.arrays.snapshot import Buffer, Snapshot
+from epochckpt.commit.auto_interval import SaveCost
 from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.errors import SaveError, from_wire, to_wire
 from epochckpt.format import DataFile, EpochRecord, NodeEntry, NodeRecord, Nodes, checksums, paths
@@ -109,6 +110,7 @@ class Attempt:
     started: float = dataclasses.field(default_factory=time.monotonic)
     blocked_secs: float = 0.0
     spent: Mapping[str, float] = dataclasses.field(default_factory=dict)  # until it began, see `RunClock`
+    cost: SaveCost | None = None  # once it is committed
     writing: float = 0.0  # when this process began to write, monotonic; 0 before
     collecting: float = 0.0  # on the primary: when it began to wait for the other processes' reports; 0 before
     log_entry: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the manager's logger, see `step_log`
@@ -236,6 +238,7 @@ class Committed:
     remote: tuple[int, ...] = ()  # epochs that only the mirror has from now on
     attached: Mapping[int, Mapping[str, Any]] | None = None  # metrics attached to other epochs; None: unknown
     attempt: str = ""  # its attempt id, on the primary
+    cost: SaveCost | None = None
     hides: tuple[int, ...] = ()  # epochs that the primary takes out of sight in the directory itself
 
     def to_wire(self) -> dict[str, Any]:
@@ -245,6 +248,7 @@ class Committed:
             "committed_ns": self.committed_ns,
             "deleted": list(self.deleted),
             "remote": list(self.remote),
+            "cost": None if self.cost is None else dataclasses.astuple(self.cost),
         }
 
     @classmethod
@@ -252,7 +256,8 @@ class Committed:
         metrics = checksums.unpack_json(wire["metrics"])
         attached = None if wire["attached"] is None else checksums.unpack_by_number(wire["attached"])
         deleted, remote = tuple(wire["deleted"]), tuple(wire["remote"])
-        return cls(epoch, metrics, wire["committed_ns"], deleted, remote, attached)
+        cost = None if wire["cost"] is None else SaveCost(*wire["cost"])
+        return cls(epoch, metrics, wire["committed_ns"], deleted, remote, attached, cost=cost)
 
 
 def write_nodes(

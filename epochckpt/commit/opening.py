@@ -15,7 +15,8 @@ from absl import logging
 
 from epochckpt import _monitoring, errors
 from epochckpt._threads import Deadline
-from epochckpt.commit import attached_metrics, coordination
+from epochckpt.commit import attached_metrics, auto_interval, coordination
+from epochckpt.commit.auto_interval import SaveCost
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.coordination import Coordinator
 from epochckpt.commit.protocol import Commits, ReplaceCondition
@@ -41,6 +42,7 @@ class Survey:
     attached: dict[int, Any]  # metrics that were attached to epochs, by epoch, if the options need them
     remote: tuple[int, ...] = ()  # those of the epochs that only the mirror has
     runs: tuple[RunEntry, ...] = ()  # as the newest epoch has them
+    costs: tuple[SaveCost, ...] = ()  # of the newest epochs, if the options need them
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -50,14 +52,17 @@ class Survey:
             "attached": checksums.pack_by_number(self.attached, "metrics"),
             "remote": list(self.remote),
             "runs": [dataclasses.astuple(run) for run in self.runs],
+            "costs": [dataclasses.astuple(cost) for cost in self.costs],
         }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Survey:
         damaged = {epoch: ReplaceCondition(attempt, damage) for epoch, attempt, damage in wire["damaged"]}
         attached = checksums.unpack_by_number(wire["attached"])
-        runs = tuple(RunEntry(*row) for row in wire["runs"])
-        return cls(wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached, tuple(wire["remote"]), runs)
+        runs, costs = tuple(RunEntry(*row) for row in wire["runs"]), tuple(SaveCost(*row) for row in wire["costs"])
+        return cls(
+            wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached, tuple(wire["remote"]), runs, costs
+        )
 
 
 class Completing(Protocol):
@@ -132,7 +137,8 @@ def survey(
         epochs.pop()
     needed = attached_metrics.are_needed(options)
     metrics = attached_metrics.of_epochs(commits, epochs, commits.read_attempt) if needed else {}
-    found = Survey(epochs, damaged, foreign, metrics, runs=runs)
+    costs = auto_interval.recent(epochs, commits.read_brief) if auto_interval.is_asked(options) else ()
+    found = Survey(epochs, damaged, foreign, metrics, runs=runs, costs=tuple(costs))
     return found if mirror is None else mirror.complete(commits, found)
 
 

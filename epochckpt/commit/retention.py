@@ -23,6 +23,7 @@ from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 from epochckpt import _monitoring
 from epochckpt.commit import attached_metrics
 from epochckpt.commit.attempt import Attempt, Committed
+from epochckpt.commit.auto_interval import Context, Pace
 from epochckpt.commit.head_record import HeadEpoch
 from epochckpt.commit.opening import Survey
 from epochckpt.commit.protocol import Commits, ReplaceCondition, Rollback
@@ -110,14 +111,14 @@ class History:
 
     mirror: Mirrored | None = None
 
-    def __init__(self, load: Callable[[int], EpochRecord | HeadEpoch]):
+    def __init__(self, load: Callable[[int], EpochRecord | HeadEpoch], alone: bool = True):
         self._load = load
         self.remote: frozenset[int] = frozenset()
         self._committed: dict[int, EpochInfo] = {}
         self._requested: dict[int, EpochInfo] = {}
         self._gone: dict[int, None] = {}  # epochs that another run has deleted, and that count as requested so far
         self.damaged: dict[int, ReplaceCondition] = {}
-        self.run = RunClock()
+        self.run, self.pace = RunClock(), Pace(alone)
 
     def reset(self, survey: Survey) -> None:
         """Starts anew from a look at storage."""
@@ -126,6 +127,7 @@ class History:
         self.remote = frozenset(survey.remote)
         self.forget_failed()
         self.attach(survey.attached)
+        self.pace.reset(survey.costs, survey.runs)
 
     def adopt(self, epochs: Iterable[int]) -> tuple[list[int], list[int]]:
         """Replaces the committed epochs by those on storage, and in the mirror; returns the new and the lost ones."""
@@ -278,9 +280,11 @@ def decide_save(
     requested: Sequence[EpochInfo],
     saving: Callable[[], bool],
     preempted: bool,
+    pace: Pace,
 ) -> bool:
     """Whether a policy saves an epoch now, after those that were requested."""
-    context = decide.DecisionContext(
+    context = Context(
+        pace=pace,
         is_saving_in_progress=options.enable_should_save_is_saving_in_progress_check and saving(),
         reached_preemption=preempted,
         multiprocessing_options=options.multiprocessing_options,

@@ -29,6 +29,7 @@ from epochckpt import _monitoring, _threads, _units, errors
 from epochckpt._threads import Deadline
 from epochckpt.commit import memory, retention, run_clock
 from epochckpt.commit.attempt import Attempt, Committed, ProcessReport, write_nodes
+from epochckpt.commit.auto_interval import SaveCost
 from epochckpt.commit.claiming import Claim
 from epochckpt.commit.coordination import RecentKeys
 from epochckpt.commit.lags import Lags
@@ -156,6 +157,7 @@ class Attempts:
             attempt.spent = self._history.run.so_far()
             self._history.run.spend(run_clock.BLOCKED, attempt.blocked_secs)
         self.last = attempt.name
+        self._history.pace.begun(attempt.done, attempt.deadline.secs + _VERDICT_MARGIN_SECS)
         self._pending.append(attempt)  # from here on it is saved: after an interrupt `pending` wakes the write lane
         self.pending()
 
@@ -356,7 +358,7 @@ class Attempts:
         try:
             conclude = self._decide if self._coordinator.primary else self._await_verdict
             commit = conclude(attempt, error)
-            deleted = commit.hides
+            deleted, attempt.cost = commit.hides, commit.cost
             self._history.commit(commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)
@@ -400,7 +402,7 @@ class Attempts:
         """Takes an attempt off the list, and wakes the threads that wait for it."""
         self._pending.remove(attempt)
         attempt.written.set(None)
-        attempt.done.set(None)
+        attempt.done.set(attempt.cost)
 
     def _decide(self, attempt: Attempt, error: Exception | None) -> Committed:
         """Primary: waits for the reports, commits, and publishes the verdict."""
@@ -502,7 +504,8 @@ class Attempts:
         if remove is not None:
             self.remove(remove)
         logging.info("epoch %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
-        return Committed(attempt.epoch, attempt.metrics, record.committed_ns, attempt=record.attempt)
+        cost = SaveCost.of(attempt.epoch, record)
+        return Committed(attempt.epoch, attempt.metrics, record.committed_ns, attempt=record.attempt, cost=cost)
 
     def _publish_verdict(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of attempts that ended long ago."""
@@ -536,7 +539,8 @@ class Attempts:
         if not self._claim.known:  # nothing has been written
             raise errors.SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}")
         if self._is_there(attempt):
-            return Committed(attempt.epoch, attempt.metrics, time.time_ns())
+            cost = _threads.logged("its cost is not known", lambda: self._cost(attempt.epoch))
+            return Committed(attempt.epoch, attempt.metrics, time.time_ns(), cost=cost)
         self._unheard.append(attempt)
         self._lags.missed(attempt, [0])
         reason = f"the primary's verdict did not arrive ({silence}), and it is not on storage at this moment"
@@ -563,6 +567,9 @@ class Attempts:
             return self._commits.read_attempt(attempt.epoch) == self._id(attempt)
         except OSError:  # storage does not say
             return False
+
+    def _cost(self, epoch: int) -> SaveCost | None:
+        return SaveCost.of(epoch, self._commits.read_brief(epoch))
 
     def _id(self, attempt: Attempt) -> str:
         return f"{self._commits.incarnation}-{attempt.name}"

@@ -121,7 +121,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self.root = self._store.root  # the directory as text: a path or URL
         self.address = self._store.address  # what opens it again: with the settings of a bucket as its query
         self._prefix = opened.prefix
-        self._history = History(lambda epoch: self._readers.brief(epoch))
+        self._history = History(lambda epoch: self._readers.brief(epoch), coordinator.processes == 1)
         self._history.reset(opened.survey)
         self._history.mirror = self._mirror
         self._foreign = opened.survey.foreign
@@ -276,9 +276,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if requested and requested[-1].step >= step:
             logging.info("epoch %d is not saved without force: %d was requested already", step, requested[-1].step)
             return False
-        return retention.decide_save(
-            self._policy, self._options, step, requested, self.is_saving_in_progress, self.reached_preemption(step)
-        )
+        saving, preempted, pace = self.is_saving_in_progress, self.reached_preemption(step), self._history.pace
+        return retention.decide_save(self._policy, self._options, step, requested, saving, preempted, pace)
 
     def save(
         self,

@@ -167,7 +167,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_is_killed_is_seen_by_the_next_run(tmp_path: pathlib.Path) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     dead = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], timeout=100, check=False, env=environment)

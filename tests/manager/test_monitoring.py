@@ -146,6 +146,7 @@ def test_the_events_of_a_save_say_what_happened(tmp_path: pathlib.Path, events: 
         assert len(events["/epochckpt/verify_secs"]) == len(events["/epochckpt/rollback"]) == 1
 
 
+@pytest.mark.long
 def test_replicated_arrays_are_told_from_sharded_ones(tmp_path: pathlib.Path, events: Events) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
     spec = jax.sharding.PartitionSpec
@@ -292,7 +293,7 @@ def worker(directory: str) -> dict[str, Any]:
     return {name: len(each) for name, each in found.heard.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_about_the_whole_job_comes_from_the_primary(tmp_path: pathlib.Path) -> None:
     """So that one epoch counts as one; what a process does itself comes from each."""
     primary, other = run_worker(f"{__name__}:worker", {"directory": str(tmp_path)}, num_processes=2)

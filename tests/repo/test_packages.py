@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / PACKAGE
 # Modules beside the packages: what all packages may use, and the faces and helpers that may use all packages.
 BELOW = frozenset({"errors", "options", "args", "_collector", "_monitoring", "_threads", "_text", "_units"})
-ABOVE = frozenset({"flags", "stop", "metadata", "caffe2", "_settings", "testing", "__main__", "__init__"})
+ABOVE = frozenset({"flags", "stop", "metadata", "policy", "caffe2", "_settings", "testing", "__main__", "__init__"})
 LISTED = re.compile(r"^ {4}(\w+) +\S", re.MULTILINE)
 
 Sources = Mapping[str, str]  # text by dotted name below the package; of a package: of its `__init__`
