@@ -30,11 +30,11 @@ def with_tiers(
 
     `row_of` makes the row of an epoch there. A directory on a disk of one host is said to be that.
     """
-    if (host := host_of(commits)) is not None:
-        found = dataclasses.replace(found, host=host.node, mirror=host.mirror)
     there: dict[int, EpochRow] = {}
     url = ""
     try:
+        if (host := host_of(commits)) is not None:
+            found = dataclasses.replace(found, host=host.node, mirror=host.mirror)
         if (mirror := mirror_of(commits)) is None:
             return found
         (elsewhere, record), shown = mirror, {row.epoch: row for row in found.epochs if row.state == COMMITTED}
@@ -53,7 +53,9 @@ def with_tiers(
         elsewhere.store.each(read_there, remote)
     except (errors.EpochCheckpointError, OSError) as error:
         return dataclasses.replace(
-            found, mirror=url, problems={**found.problems, url or paths.MIRROR_RECORD: str(error)}
+            found,
+            mirror=url or found.mirror,
+            problems={**found.problems, url or getattr(error, "path", "") or paths.MIRROR_RECORD: str(error)},
         )
     rows = [
         dataclasses.replace(row, tier=BOTH if row.epoch in copied else LOCAL) if row.state == COMMITTED else row

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from epochckpt.commit import commits_of, coordination
+from epochckpt.commit.attempt import NodeReport
 from epochckpt.errors import (
     EpochCheckpointError,
     InvalidArgumentError,
@@ -17,6 +18,7 @@ from epochckpt.errors import (
     UploadError,
     say,
 )
+from epochckpt.format import NodeEntry
 from epochckpt.jobs.caffe2_epochs import NodeCommits, NodeEpochs
 from epochckpt.jobs.caffe2_managers import Manager
 from epochckpt.jobs.exchange import Exchange
@@ -137,8 +139,8 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
         _check_place(reader.store, target)
         return EpochCopy(reader, commits_of(target, names))
 
-    def publish(copy: EpochCopy) -> None:
-        copy.publish([copy.entry(number) for number, entry in enumerate(copy.nodes) if entry.name in nodes])
+    def publish(copy: EpochCopy, copied: list[NodeEntry]) -> None:
+        copy.publish(copied)
         copy.leave()
 
     def upload_once() -> None:
@@ -152,9 +154,17 @@ def _epoch_upload(epoch: int, manager: Any, asked: CopyUpload) -> Callable[[Work
         incarnation = exchange.broadcast("beginning of the upload", begin)
         if incarnation is not None:
             copy.commits.incarnation = incarnation
+            copied: list[NodeEntry] = []  # on the primary, of all processes
+
+            def copy_own() -> list[dict[str, Any]]:
+                return [NodeReport(entry, {}).to_wire() for entry in copy.copy_nodes(here)]
+
+            def collect(reports: list[Any]) -> None:
+                copied.extend(NodeReport.from_wire(wire).entry for report in reports for wire in report)
+
             with copy.giving_up() if exchange.primary else contextlib.nullcontext():
-                exchange.together("upload of the nodes' folders", uploading(lambda: copy.copy_nodes(here)))
-                exchange.broadcast("end of the upload", uploading(lambda: publish(copy)))
+                exchange.gather("upload of the nodes' folders", uploading(copy_own), collect)
+                exchange.broadcast("end of the upload", uploading(lambda: publish(copy, copied)))
 
     def upload(workspace: Workspace) -> None:
         if workspace.node in ran:  # the group runs again

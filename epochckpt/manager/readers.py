@@ -114,7 +114,10 @@ class Readers:
         """A reader of an epoch of ours: of what this host has of it where each has a disk of its own."""
         store, here = self.commits.store, None
         if store.renames and not record.per_node and read_host_record(store) is not None:
-            found = {entry.name for entry in store.list(folder)}
+            try:
+                found = {entry.name for entry in store.list(folder)}
+            except FileNotFoundError as error:
+                raise EpochDeletedError(record.epoch, store.root, str(error)) from error
             here = frozenset(number for number in range(len(record.nodes)) if record.node_folder(number) in found)
         copy = functools.partial(self._copy, record)
         return EpochReader(store, folder, record, self._pool, self._verify, here, copy)
