@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ def read(directory: str, epoch: int, state: str) -> dict[str, list[str]]:
     for name, reader in READERS.items():
         if name.startswith("v1") and state != "linen" and not stock_states.V1_HAS_KEYS:
             continue
+        if name in BY_OTHER_NAMES and not os.path.exists(f"{directory}/{epoch}/state"):
+            continue  # an export has the name of v0 alone, as a step that stock Orbax's v0 wrote
         if reader is _evaluator and jax.process_count() > 1:
             continue  # each process would make and remove the same `_SNAPSHOTS/5`, in each other's way
         for reshard in (False, True):
@@ -76,6 +79,7 @@ READERS: dict[str, Callable[[str, int, Any], Any]] = {
     "v0 PyTreeCheckpointer": lambda d, e, t: ocp.PyTreeCheckpointer().restore(f"{d}/{e}/default", args=_pytree_args(t)),
     "v1 load_checkpointables": lambda d, e, t: ocp.v1.load_checkpointables(f"{d}/{e}", {"default": t})["default"],
 }
+BY_OTHER_NAMES = ("v1 Checkpointer", "v1 load_pytree")  # they look for `state` and for `pytree`
 if hasattr(ocp.v1, "load"):  # not in older ones
     READERS["v1 load"] = lambda d, e, t: ocp.v1.load(f"{d}/{e}", t)
     READERS["v1 Checkpointer"] = _trainer
