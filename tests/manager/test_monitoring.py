@@ -97,15 +97,16 @@ def documented(heading: str) -> set[str]:
 
 
 def test_most_names_of_a_stock_save_and_restore_are_emitted(tmp_path: pathlib.Path, events: Events) -> None:
-    """At least nine tenths of them; the others, and those of ours, are those that the documentation lists."""
+    """Of the newest Orbax nine tenths; the others, and those of ours, are those that the documentation lists."""
     use(ocp.CheckpointManager(tmp_path / "stock"))
     stock = events.names()
     use(ec.CheckpointManager(tmp_path / "ours"))
     ours = events.names()
-    assert len(stock & ours) >= 0.9 * len(stock), sorted(stock - ours)
+    missing = documented("What Orbax emits, and epochckpt does not")
+    assert stock - ours <= missing, sorted(stock - ours - missing)
     assert ours <= documented("Events"), sorted(ours - documented("Events"))
     if importlib.metadata.version("orbax-checkpoint") == "0.12.8":
-        assert stock - ours == documented("What Orbax emits, and epochckpt does not")
+        assert stock - ours == missing
         assert (len(stock), len(stock & ours)) == (62, 56)
 
 
