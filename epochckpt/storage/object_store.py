@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import math
+import mmap
 import threading
 import time
 import weakref
@@ -262,9 +263,11 @@ class _Uploads:
     def take(self, size: int) -> tuple[np.ndarray, weakref.finalize[Any, Any]]:
         """Memory for one chunk of this many bytes, and what notes that it is freed."""
         with self.changed:
-            memory = self._spare.pop() if self._spare else np.empty(max(size, CHUNK_BYTES), np.uint8)
-            if len(memory) < size:
-                memory = np.empty(size, np.uint8)
+            memory = self._spare.pop() if self._spare else None
+            if memory is None or len(memory) < size:
+                # Not from the heap, of which each thread that frees such an amount would keep some.
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                memory = np.frombuffer(mmap.mmap(-1, max(size, CHUNK_BYTES), flags=flags), np.uint8)
             chunk = memory[:size]
             freed = weakref.finalize(chunk, self._give, memory)
             freed.atexit = False
