@@ -2,7 +2,10 @@
 
 import contextlib
 import gc
+import os
 from collections.abc import Generator
+
+_under_way: list[object] = []  # pauses that have switched it off
 
 
 @contextlib.contextmanager
@@ -11,12 +14,25 @@ def paused() -> Generator[None]:
 
     Ten thousand new objects that stay, such as the leaves of a record, make it look at every object of the program,
     with the interpreter locked: measured were 50 to 100 ms each time, several times in one restore. What is paused must
-    be short, and neither read nor write files. It may be nested, and overlap in several threads.
+    end soon, and wait for no storage. It may be nested, and overlap in several threads.
     """
-    enabled = gc.isenabled()
+    enabled, mark = gc.isenabled(), object()
     try:
+        if enabled:
+            _under_way.append(mark)
         gc.disable()
         yield
     finally:
         if enabled:
             gc.enable()
+            _under_way.remove(mark)
+
+
+def _after_fork() -> None:
+    """In a child, where the threads that paused it do not exist."""
+    if _under_way:
+        _under_way.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,8 +1,8 @@
 """Events for the listeners of `jax.monitoring`; docs/monitoring.md lists them.
 
 Guarantees:
-- a listener runs in a thread of its own, never on the training thread nor in a signal handler: recording queues an
-  event, in order, and waits for nothing;
+- a listener runs in a thread of its own, never on the training thread nor in a signal handler, as long as the system
+  gives threads: recording queues an event, in order, and waits for nothing;
 - what a listener raises is logged once per event, and harms nothing;
 - a listener that hangs holds up events alone. The newest `_KEPT` of them wait for it.
 """
@@ -11,7 +11,7 @@ import collections
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 from absl import logging
@@ -47,6 +47,12 @@ def secs(value: float, *names: str, **tags: str | int) -> None:
 def number(value: float, *names: str, **tags: str | int) -> None:
     """A figure, under all of these names."""
     _record(monitoring.record_scalar, names, (value,), tags)
+
+
+def numbers(figures: Iterable[tuple[str, float]]) -> None:
+    """Many figures, by name."""
+    _queue.extend([(monitoring.record_scalar, name, (value,), {}) for name, value in figures])
+    _record(monitoring.record_scalar, (), (), {})
 
 
 def timed(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -105,7 +111,7 @@ def _call_listeners() -> None:
         record, name, values, tags = _queue.popleft()
         try:
             record(name, *values, **tags)
-        except Exception as error:
+        except BaseException as error:  # a listener must not end the thread, either: others wait in the queue
             if name not in _failed:
                 _failed.add(name)
                 logging.warning("a listener of jax.monitoring failed, at the event %s: %s", name, say(error))

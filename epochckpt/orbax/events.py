@@ -141,8 +141,8 @@ class Saves:
 
 def arrays(sizes: Iterable[tuple[int, bool]]) -> None:
     """The job saves arrays of these sizes, each on one device after the other or, if True, as several copies."""
-    for size, replicated in sizes:
-        _monitoring.number(size / _GIB, f"/jax/orbax/write/{'replicated' if replicated else 'sharded'}_array_gb")
+    names = {True: "/jax/orbax/write/replicated_array_gb", False: "/jax/orbax/write/sharded_array_gb"}
+    _monitoring.numbers((names[replicated], size / _GIB) for size, replicated in sizes)
 
 
 def wrote(root: str, secs: float, nbytes: int, raw_nbytes: int) -> None:

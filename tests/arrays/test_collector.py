@@ -1,6 +1,7 @@
 """The garbage collector is paused where very many objects are made, and goes on afterwards."""
 
 import gc
+import os
 import pathlib
 import threading
 from collections.abc import Iterator
@@ -51,6 +52,16 @@ def test_pauses_that_overlap_leave_it_on() -> None:
         entered.wait()
     may_leave.set()
     thread.join()
+    assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
+def test_a_child_that_is_forked_in_a_pause_has_its_collector() -> None:
+    with _collector.paused():
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+    assert os.waitpid(child, 0)[1] == 0
     assert gc.isenabled()
 
 

@@ -226,13 +226,17 @@ def test_a_restore_logs_one_line(tmp_path: pathlib.Path, caplog: pytest.LogCaptu
 # -- listeners that do harm ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
 def test_a_listener_that_raises_is_logged_once_and_harms_nothing(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[BaseException],
 ) -> None:
     monkeypatch.setattr(_monitoring, "_failed", set())
 
     def broken(name: str, *_: Any, **tags: Any) -> None:
-        raise RuntimeError("my dashboard is away")
+        raise kind("my dashboard is away")
 
     with caplog.at_level(logging.WARNING, logger="absl"), listening(broken, broken):
         with ec.CheckpointManager(tmp_path) as manager:
