@@ -216,9 +216,9 @@ class StorageOptions:
             decided by Orbax's options.
         mirror_backlog: how many epochs may wait for the mirror. They are not deleted meanwhile; if there are more, the
             oldest is not mirrored, and a warning says so.
-        local_disks: each process of the job has a disk of its own, and the directory is another one on each: it is
-            to be on a file system, and needs a `mirror`. A process keeps there what its devices hold, and reads the
-            rest from the mirror. In a job of one process it says nothing.
+        local_disks: each process of the job has a disk of its own, and the directory is another one on each. It needs a
+            `mirror`. A process keeps on its disk what its devices hold, and reads the rest from the mirror. An epoch is
+            committed on all disks or on none, and stock Orbax reads it in the mirror only. See docs/buckets.md.
         store: how buckets are reached: `endpoint`, `region`, `profile`, `requester_pays`, `anonymous`, `retries`,
             `first_retry_secs`, `longest_retry_secs`, `concurrency`; see the page on buckets. What the query of a URL
             says comes first, the environment last. On file systems it says nothing.

@@ -118,6 +118,7 @@ class Attempt:
     written: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)  # its nodes here, or a failure
     done: _threads.Future[Any] = dataclasses.field(default_factory=_threads.Future)
     reports: dict[int, ProcessReport] = dataclasses.field(default_factory=dict)  # by process
+    offered: bool = False  # on the primary, with local disks: the others have been told to put it in place
     # Claimed by the thread that gives the attempt up, or by the step after which this process may not do that any more
     # (on the primary the commit, elsewhere the report): only the first of the two happens.
     binding: _threads.Once = dataclasses.field(default_factory=_threads.Once)
@@ -241,8 +242,10 @@ class Committed:
     cost: SaveCost | None = None
     hides: tuple[int, ...] = ()  # epochs that the primary takes out of sight in the directory itself
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self, hides: bool = False) -> dict[str, Any]:
+        """As JSON; with `hides`, every process takes those epochs out of sight on its own disk."""
         return {
+            **({"hides": list(self.hides)} if hides else {}),
             "metrics": checksums.pack_json(self.metrics, "metrics"),
             "attached": None if self.attached is None else checksums.pack_by_number(self.attached, "metrics"),
             "committed_ns": self.committed_ns,
@@ -257,7 +260,16 @@ class Committed:
         attached = None if wire["attached"] is None else checksums.unpack_by_number(wire["attached"])
         deleted, remote = tuple(wire["deleted"]), tuple(wire["remote"])
         cost = None if wire["cost"] is None else SaveCost(*wire["cost"])
-        return cls(epoch, metrics, wire["committed_ns"], deleted, remote, attached, cost=cost)
+        return cls(
+            epoch,
+            metrics,
+            wire["committed_ns"],
+            deleted,
+            remote,
+            attached,
+            hides=tuple(wire.get("hides", ())),
+            cost=cost,
+        )
 
 
 def write_nodes(

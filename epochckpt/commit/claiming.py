@@ -20,6 +20,7 @@ from typing import Any
 from absl import logging
 
 from epochckpt import _units
+from epochckpt.commit.hosts import Hosts
 from epochckpt.commit.protocol import Commits
 from epochckpt.errors import AccessError, FencedError
 from epochckpt.storage import Store
@@ -89,9 +90,12 @@ class Claim:
         refused: AccessError | None,
         on_claim: Callable[[list[int]], None],
         root_files: Mapping[tuple[str, str], bytes],
+        hosts: Hosts | None = None,
     ):
         self._commits, self._refused, self._on_claim, self._root_files = commits, refused, on_claim, root_files
+        self._hosts = hosts
         self._lock = threading.Lock()
+        self._taken: dict[str, Any] | None = None  # on the primary: a claim that the other hosts have yet to join
         self._known: dict[str, Any] | None = None
         self.fenced: FencedError | None = None  # how this manager learned that a newer run has taken over
 
@@ -120,28 +124,46 @@ class Claim:
             )
 
     def take(self, epoch: int) -> dict[str, Any]:
-        """On the primary: claims the directory unless this manager has; returns the claim, for `learn`."""
+        """On the primary: claims the directory unless this manager has; returns the claim, for `learn`.
+
+        With local disks it is complete only when the primary has learned it, too.
+        """
         with self._lock:
-            if self._known is not None:
-                return self._known
+            if (claim := self._known or self._taken) is not None:
+                return claim
             if self.fenced is not None:
                 raise FencedError(epoch, self.fenced.reason)
             try:
                 self._commits.claim(epoch)
-                for parts, data in self._root_files.items():
-                    self._commits.write_once(parts, data)
+                if self._hosts is not None:
+                    self._taken = {"incarnation": self._commits.incarnation}
+                    return self._taken
+                self._write_root_files()
                 claim = {"incarnation": self._commits.incarnation, "epochs": self._commits.list_epochs()}
             except BaseException:
                 self._commits.incarnation = ""  # the next try is a new incarnation, which sweeps this one
                 raise
             return self._adopt(claim)
 
-    def learn(self, claim: dict[str, Any]) -> None:
-        """On the other processes: adopts the claim that the primary's `take` returned."""
+    def learn(self, claim: dict[str, Any], wait_secs: float = 0.0) -> None:
+        """Adopts the claim that the primary's `take` returned; with local disks, waits until all hosts have joined."""
         with self._lock:
-            if self._known is None:
+            if self._known is not None:
+                return
+            if self._hosts is None:
                 self._commits.incarnation = claim["incarnation"]
-                self._adopt(claim)
+            else:
+                try:
+                    epochs = self._hosts.join(claim["incarnation"], self._write_root_files, wait_secs)
+                except BaseException:
+                    self._commits.incarnation, self._taken = "", None
+                    raise
+                claim = {**claim, "epochs": epochs}
+            self._adopt(claim)
+
+    def _write_root_files(self) -> None:
+        for parts, data in self._root_files.items():
+            self._commits.write_once(parts, data)
 
     def _adopt(self, claim: dict[str, Any]) -> dict[str, Any]:
         self._on_claim(list(claim["epochs"]))
@@ -149,7 +171,10 @@ class Claim:
         return claim
 
     def release(self) -> None:
-        """On the primary: ends the incarnation, if this manager ever claimed; failures are logged."""
+        """On the primary: ends the incarnation, if this manager ever claimed; failures are logged.
+
+        With local disks every process does so on its own.
+        """
         if self._known is None or self.fenced is not None:
             return
         try:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 
 from epochckpt import _threads, errors
 from epochckpt._threads import Deadline
@@ -38,8 +39,8 @@ class Coordinator:
     def __init__(self, id: int = 0):
         self.ids: tuple[int, ...] = (id,)  # JAX process index of every process that takes part, by number
 
-    def put(self, key: str, value: Any) -> None:
-        """Publishes a value under a new key."""
+    def put(self, key: str, value: Any, again: bool = False) -> None:
+        """Publishes a value under a new key; with `again` it may have a value, which this one replaces."""
 
     def get(self, key: str, timeout_secs: float) -> Any:
         """Waits for a value; CoordinationTimeoutError says that it did not come in time."""
@@ -79,6 +80,20 @@ class Coordinator:
             return value_of(self.get(key, timeout_secs))
         return _answered(decide, lambda answer: self.put(key, answer))
 
+    def gather_all(self, prefix: str, own: Any, timeout_secs: float) -> list[Any]:
+        """On the primary: the values of all processes, in their order, of which the primary's is given.
+
+        Raises the error of a process that has put one, or a CoordinationTimeoutError that names late processes.
+        """
+        found, missing = self.gather(prefix, set(range(1, self.processes)), Deadline(timeout_secs))
+        for process, value in sorted(found.items()):
+            if "error" in value:
+                logging.error("%s: %s", self.named([process]), value["error"].get("message"))
+                raise errors.from_wire(value["error"])
+        if missing:
+            raise errors.CoordinationTimeoutError(f"{self.named(missing)} did not answer within {timeout_secs:g} s")
+        return [own, *(found[process] for process in range(1, self.processes))]
+
     def gather(self, prefix: str, missing: set[int], deadline: Deadline) -> tuple[dict[int, Any], set[int]]:
         """Waits until every process in `missing` has put `prefix/<process>`, or one of them an error, or the deadline.
 
@@ -115,15 +130,25 @@ def _answered(decide: Callable[[], T], publish: Callable[[dict[str, Any]], None]
     return value
 
 
+def answered(act: Callable[[], Any], prefix: str, coordinator: Coordinator, again: bool = False) -> None:
+    """On another process than the primary: puts what `act` returns (an object as JSON), or its error, for a gather.
+
+    An error of `act` is raised. With `again` this replaces what was put there before.
+    """
+    key = f"{prefix}/{coordinator.process}"
+    _answered(act, lambda answer: coordinator.put(key, answer.get("value", answer), again))
+
+
 class JaxCoordinator(Coordinator):
     """Over the `client` of the service that `jax.distributed.initialize` started; `id` is this process's in `ids`."""
 
     def __init__(self, client: Any, ids: Sequence[int], id: int):
         self._client, self.process, self.ids = client, ids.index(id), tuple(ids)
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any, again: bool = False) -> None:
         text = json.dumps(value)
-        self._call(f"set {key}", lambda: self._client.key_value_set(key, text))
+        options = {"allow_overwrite": True} if again else {}
+        self._call(f"set {key}", lambda: self._client.key_value_set(key, text, **options))
 
     def get(self, key: str, timeout_secs: float) -> Any:
         millis = max(1, int(min(timeout_secs, 10**6) * 1000))
@@ -202,6 +227,17 @@ class Calls:
         base, key = self._next(call)
         return _answered(decide, lambda answer: self._publish(base, key, answer))
 
+    def poll(self, call: str, tell: Callable[[], Any], decide: Callable[[list[Any]], Any], timeout_secs: float) -> Any:
+        """The same, where the primary decides from what every process tells (an object as JSON)."""
+        if not self._coordinator.primary:
+            return value_of(self._receive(call, timeout_secs, tell)[1])
+        told = f"{self._next(call)[1]}/told"
+
+        def decided() -> Any:
+            return decide(self._coordinator.gather_all(told, tell(), timeout_secs / 2))
+
+        return self.answer(call, decided, timeout_secs)
+
     @contextlib.contextmanager
     def vote(self, candidates: Sequence[int], timeout_secs: float) -> Generator[tuple[list[int], str]]:
         """A vote on epochs, see `restore_vote`: gives the primary's candidates, and the prefix of this vote's keys.
@@ -246,10 +282,12 @@ class Calls:
         self._kept.add(self._coordinator, key)
         self._coordinator.put(key, {**answer, "serial": self._serial})
 
-    def _receive(self, call: str, timeout_secs: float) -> tuple[str, Any]:
+    def _receive(self, call: str, timeout_secs: float, tell: Callable[[], Any] | None = None) -> tuple[str, Any]:
         """On the other processes: counts a call; returns the name that it is counted under, and its answer."""
         while True:
             base, key = self._next(call)
+            if tell is not None:
+                answered(tell, f"{key}/told", self._coordinator, again=True)
             try:
                 answer = self._coordinator.get(key, timeout_secs)
             except errors.CoordinationTimeoutError:

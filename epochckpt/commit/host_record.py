@@ -23,12 +23,14 @@ class HostRecord:
         node: the node that wrote there last.
         mirror: the URL of the mirror.
         disks: the ids of the directories of all hosts, by process, when a run last claimed them; empty before.
+        claim: that claim; empty before. A host with another one than the rest has an older disk.
     """
 
     directory: str
     node: str
     mirror: str
     disks: tuple[str, ...] = ()
+    claim: str = ""
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -44,7 +46,8 @@ def read_host_record(store: Store) -> HostRecord | None:
 def _parse(path: str, data: bytes) -> HostRecord:
     fields = parsing.open_record(path, data, "host")
     disks = fields.array("disks")
-    return HostRecord(fields.text("directory"), fields.text("node"), fields.text("mirror"), tuple(map(str, disks)))
+    directory, node, mirror, claim = (fields.text(name) for name in ("directory", "node", "mirror", "claim"))
+    return HostRecord(directory, node, mirror, tuple(map(str, disks)), claim)
 
 
 def introduce(commits: Commits, node: str, mirror: str) -> HostRecord:

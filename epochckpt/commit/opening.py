@@ -6,8 +6,8 @@ import collections
 import dataclasses
 import os
 import stat
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 import orbax.checkpoint as ocp
@@ -15,10 +15,12 @@ from absl import logging
 
 from epochckpt import _monitoring, errors
 from epochckpt._threads import Deadline
-from epochckpt.commit import attached_metrics, auto_interval, coordination
+from epochckpt.commit import attached_metrics, auto_interval, coordination, disks, host_record
 from epochckpt.commit.auto_interval import SaveCost
 from epochckpt.commit.conditional_put import PutCommits
 from epochckpt.commit.coordination import Coordinator
+from epochckpt.commit.disks import Disk, Together
+from epochckpt.commit.host_record import HostRecord
 from epochckpt.commit.protocol import Commits, ReplaceCondition
 from epochckpt.commit.rename import RenameCommits
 from epochckpt.format import EpochRecord, Nodes, RunEntry, checksums, paths
@@ -27,6 +29,8 @@ from epochckpt.options import StorageOptions
 from epochckpt.orbax import StepNames, events, step_names
 from epochckpt.storage import Store, open_store, patiently
 from epochckpt.storage.posix import is_folder
+
+T = TypeVar("T")
 
 _LOOKS = 16  # at a directory whose newest epoch is deleted again and again
 _opens: collections.Counter[str] = collections.Counter()  # managers by group of processes, which count alike
@@ -43,6 +47,8 @@ class Survey:
     remote: tuple[int, ...] = ()  # those of the epochs that only the mirror has
     runs: tuple[RunEntry, ...] = ()  # as the newest epoch has them
     costs: tuple[SaveCost, ...] = ()  # of the newest epochs, if the options need them
+    # With local disks, by process: what its disk has under these numbers are no parts of the job's epochs.
+    aside: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -53,6 +59,7 @@ class Survey:
             "remote": list(self.remote),
             "runs": [dataclasses.astuple(run) for run in self.runs],
             "costs": [dataclasses.astuple(cost) for cost in self.costs],
+            "aside": [[process, list(epochs)] for process, epochs in self.aside.items()],
         }
 
     @classmethod
@@ -60,16 +67,36 @@ class Survey:
         damaged = {epoch: ReplaceCondition(attempt, damage) for epoch, attempt, damage in wire["damaged"]}
         attached = checksums.unpack_by_number(wire["attached"])
         runs, costs = tuple(RunEntry(*row) for row in wire["runs"]), tuple(SaveCost(*row) for row in wire["costs"])
-        return cls(
-            wire["epochs"], damaged, dict(map(tuple, wire["foreign"])), attached, tuple(wire["remote"]), runs, costs
-        )
+        foreign, aside = dict(map(tuple, wire["foreign"])), {process: tuple(found) for process, found in wire["aside"]}
+        return cls(wire["epochs"], damaged, foreign, attached, tuple(wire["remote"]), runs, costs, aside)
 
 
 class Completing(Protocol):
     """Knows more epochs of a directory than lie there: its mirror."""
 
-    def complete(self, local: Commits, survey: Survey) -> Survey:
-        """The survey of the directory with the epochs that the mirror has."""
+    url: str
+
+    def complete(self, local: Commits, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
+        """The survey of the directory with the epochs that the mirror has.
+
+        `texts`: with local disks, the records of the mirror that these have.
+        """
+        ...
+
+    def newest(self, texts: Sequence[str]) -> str:
+        """The newest of such records; an empty one if none can be used."""
+        ...
+
+    def text(self) -> str:
+        """The record as it is now."""
+        ...
+
+    def adopt(self, text: str) -> None:
+        """On other processes than the primary: writes a record of the primary's, unless it has a newer one."""
+        ...
+
+    def origin_of(self, epoch: int) -> str | None:
+        """The attempt here that the mirror's epoch of a number is a copy of, also if that is not here any more."""
         ...
 
 
@@ -84,6 +111,7 @@ class Opened:
     nodes: Nodes
     survey: Survey
     refused: errors.AccessError | None  # on the primary: why this user may not write there, if that can be seen
+    host: HostRecord | None = None  # of a directory on a disk of this process's own
 
 
 def commits_of(store: Store, names: StepNames) -> Commits:
@@ -142,6 +170,48 @@ def survey(
     return found if mirror is None else mirror.complete(commits, found)
 
 
+def survey_of_disks(
+    commits: Commits,
+    told: Sequence[Mapping[str, Any]],
+    options: ocp.CheckpointManagerOptions,
+    known: Mapping[int, ReplaceCondition],
+    mirror: Completing,
+    coordinator: Coordinator,
+) -> Survey:
+    """The same for directories on disks of the processes' own, on the primary: what all have `told` (see `disks`).
+
+    An epoch that is not whole on all of them is listed if the mirror has it: each process then reads what its disk has
+    of it, and the rest from the mirror.
+    """
+    found = Together.of([*map(Disk.from_wire, told)], coordinator.named)
+    found.check_apart(coordinator.named, commits.store.root)
+    foreign = {epoch: text for disk in reversed(found.disks) for epoch, text in disk.foreign.items()}
+    there = {epoch: condition for epoch, condition in known.items() if epoch in found.whole}
+    damaged = {e: condition for e, condition in there.items() if condition.attempt in (None, found.whole[e])}
+    epochs = [epoch for epoch in found.whole if epoch not in damaged]
+    needed = attached_metrics.are_needed(options)
+    metrics = attached_metrics.of_epochs(commits, epochs, found.whole.get) if needed else {}
+    runs = commits.read_head(epochs[-1]).runs if epochs else ()
+    costs = tuple(auto_interval.recent(epochs, commits.read_brief)) if auto_interval.is_asked(options) else ()
+    local, texts = Survey(epochs, damaged, foreign, metrics, (), runs, costs), [each.mirror for each in found.disks]
+    survey = mirror.complete(commits, local, texts)
+    damaged, remote, aside = dict(survey.damaged), set(survey.remote), dict[int, list[int]]()
+    for epoch in sorted({epoch for disk in found.disks for epoch in disk.parts} - found.whole.keys()):
+        others = found.not_of(epoch, mirror.origin_of(epoch) if epoch in remote else None)
+        for process in others:
+            aside.setdefault(process, []).append(epoch)
+        if epoch in remote:
+            if any(epoch in disk.parts for number, disk in enumerate(found.disks) if number not in others):
+                remote.discard(epoch)
+        elif epoch in found.unfinished:
+            logging.warning("epoch %d was never finished, or is deleted in part: %s", epoch, found.faults[epoch])
+        elif epoch in found.faults:
+            logging.error("epoch %d is not whole, and the mirror does not have it: %s", epoch, found.faults[epoch])
+            damaged[epoch] = ReplaceCondition(None, found.faults[epoch])
+    away = {process: tuple(epochs) for process, epochs in aside.items()}
+    return dataclasses.replace(survey, damaged=damaged, remote=tuple(sorted(remote)), aside=away)
+
+
 def _look_at(commits: Commits, epoch: int) -> ReplaceCondition | EpochRecord:
     """The damage of an epoch, as far as its records and the sizes of its files tell; its record if it has none."""
     while True:  # one that is replaced meanwhile is looked at again
@@ -183,16 +253,30 @@ def open_directory(
             f"node={list(own)}: one process may host several nodes only in a job of one process, here are "
             f"{coordinator.processes}; pass the one name of this process's node"
         )
-    if storage.local_disks and coordinator.processes > 1:
-        raise errors.UnsupportedError("local_disks: several processes with a disk each are not supported yet")
-    # The primary looks at the directory, once it knows every node's name. The other processes take its answer.
-    prefix = ""
+    local = mirror if storage.local_disks and not options.read_only else None
+    host: HostRecord | None = None
+
+    def hello() -> dict[str, Any]:
+        nonlocal host
+        if local is None:
+            return {"node": own[0]}
+        here = _commits_at(directory, options, names, storage)
+        if not here.store.renames:
+            raise errors.UnsupportedError(f"local_disks: {here.store.root} is on no disk; leave it out")
+        url = local.url
+        host = _looked_at(here.store, options, lambda: host_record.introduce(here, own[0], url))
+        disk = disks.look(here.store, names, host, coordinator.process, coordinator.processes)
+        return {"node": own[0], "disk": disk.to_wire()}
+
+    # The primary looks at the directory, once it knows every node's name. The other processes take its answer. With
+    # local disks each says hello with what it finds on its own.
+    prefix, arguments = "", (directory, options, storage, names, item_names, mirror, coordinator)
     if coordinator.processes == 1:
-        answer = _decide(directory, options, storage, names, own, item_names, mirror)
+        answer = _decide(*arguments, own, [hello()])
     else:
         if not coordinator.primary:
             try:
-                coordinator.put(f"{base}/hello/{coordinator.process}", {"node": own[0]})
+                coordination.answered(hello, f"{base}/hello", coordinator)
             except errors.CoordinationError as error:
                 problem = f"{coordinator.named([coordinator.process])} could not say hello ({error})"
                 remedy = "A process that was relaunched into a running job cannot join: restart the whole job"
@@ -200,21 +284,23 @@ def open_directory(
         wait = storage.open_timeout_secs
 
         def decide() -> dict[str, Any]:
-            nodes = _gather_nodes(coordinator, f"{base}/hello", own[0], wait)
-            return _decide(directory, options, storage, names, nodes, item_names, mirror)
+            hellos = _gather_hellos(coordinator, f"{base}/hello", hello(), wait)
+            return _decide(*arguments, [str(found["node"]) for found in hellos], hellos)
 
         # The other processes wait longer: the primary may come late, and then waits for the latest of them.
         answer = coordinator.agree(f"{base}/answer", decide, wait if coordinator.primary else 2 * wait + 60)
         prefix = f"{base}/{answer['opening']}"
         coordination.forget_opening(coordinator, f"{base}/hello", f"{base}/answer")
     # Each process opens the directory as the primary has resolved it.
-    commits, found = _commits_at(answer["directory"], options, names, storage), tuple(answer["nodes"])
+    where, found = answer["directory"] if host is None else directory, tuple(answer["nodes"])
+    commits, there = _commits_at(where, options, names, storage), Survey.from_wire(answer["survey"])
+    commits.ignored = frozenset(there.aside.get(coordinator.process, ()))
     given = node is not None or (coordinator.processes > 1 and found != tuple(defaults))
     nodes = Nodes(found, coordinator.process, coordinator.processes, given, coordinator.ids)
     refused = commits.write_refusal() if coordinator.primary and not options.read_only else None
     if refused is not None:
         logging.warning("%s", refused)
-    return Opened(coordinator, commits.store, commits, prefix, nodes, Survey.from_wire(answer["survey"]), refused)
+    return Opened(coordinator, commits.store, commits, prefix, nodes, there, refused, host)
 
 
 def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> str:
@@ -228,19 +314,22 @@ def _base(coordinator: Coordinator, options: ocp.CheckpointManagerOptions) -> st
     return f"{base}/{_opens[base]}"
 
 
-def _gather_nodes(coordinator: Coordinator, prefix: str, name: str, wait: float) -> list[str]:
+def _gather_hellos(coordinator: Coordinator, prefix: str, own: dict[str, Any], wait: float) -> list[dict[str, Any]]:
     others = set(range(1, coordinator.processes))
     found, missing = coordinator.gather(prefix, others, Deadline(wait))
+    for answer in found.values():
+        coordination.value_of({"value": None, **answer})
     if missing:
         late = coordinator.named(missing)
         raise errors.CoordinationTimeoutError(f"{late} did not construct its CheckpointManager within {wait:g} s")
-    nodes = [name] + [str(found[process]["node"]) for process in sorted(others)]
+    hellos = [own, *(found[process] for process in sorted(others))]
+    nodes = [hello["node"] for hello in hellos]
     for process, node in enumerate(nodes):
         first = nodes.index(node)
         if first != process:
             both = f"{coordinator.named([first])} and {coordinator.named([process])}"
             raise errors.InvalidArgumentError(f"{both} both call their node {node!r}; node= must be unique")
-    return nodes
+    return hellos
 
 
 def _decide(
@@ -248,29 +337,28 @@ def _decide(
     options: ocp.CheckpointManagerOptions,
     storage: StorageOptions,
     names: StepNames,
-    nodes: Sequence[str],
     item_names: Sequence[str],
     mirror: Completing | None,
+    coordinator: Coordinator,
+    nodes: Sequence[str],
+    hellos: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """On the primary: looks at the directory; makes it if it is missing."""
     folders = {paths.folder_name(node) for node in nodes}
     for item in item_names:
         paths.check_item_name(item, folders)
     commits = _commits_at(directory, options, names, storage)
-    store = commits.store
-    try:
-        _check_directory(store, options.create and not options.read_only)
-        if not options.read_only:
-            store.make_root()
-        found, moving = survey(commits, options, mirror=mirror), commits.moving()
-    except (errors.NotACheckpointDirectoryError, errors.AccessError):  # a NotADirectoryError or PermissionError, too
-        raise
-    except NotADirectoryError as error:
-        problem = f"{store.root}: a folder on the way to it is a file ({error})"
-        raise errors.NotACheckpointDirectoryError(problem) from error
-    except PermissionError as error:
-        needs = f"this user (uid {os.getuid()}) needs access to read it, and to write where it is to be created"
-        raise errors.AccessError(f"{store.root}: {error}; {needs}") from error
+    store, told = commits.store, [hello["disk"] for hello in hellos if "disk" in hello]
+    if 0 < len(told) < len(hellos) or (told and mirror is None):
+        raise errors.InvalidArgumentError(f"{store.root}: StorageOptions.local_disks differs between the processes")
+
+    def look() -> tuple[Survey, list[int]]:
+        if not (told and mirror):
+            _check_whole(store, options)
+            return survey(commits, options, mirror=mirror), commits.moving()
+        return survey_of_disks(commits, told, options, {}, mirror, coordinator), commits.moving()
+
+    found, moving = _looked_at(store, options, look)
     if not (found.epochs or found.damaged or found.foreign):
         _look_beside(store, commits.names)
     for text in found.foreign.values():
@@ -280,6 +368,33 @@ def _decide(
         remedy = "which the next write puts back. claim() does that now: call it before you choose what to restore"
         logging.warning("%s: an earlier run was killed while it replaced %s, %s", store.root, what, remedy)
     return {"directory": store.address, "opening": paths.new_id(), "nodes": list(nodes), "survey": found.to_wire()}
+
+
+def _looked_at(store: Store, options: ocp.CheckpointManagerOptions, look: Callable[[], T]) -> T:
+    """What `look` finds in a directory, which is made if it is missing; errors say what is wrong with it."""
+    try:
+        _check_directory(store, options.create and not options.read_only)
+        if not options.read_only:
+            store.make_root()
+        return look()
+    except (errors.NotACheckpointDirectoryError, errors.AccessError):  # a NotADirectoryError or PermissionError, too
+        raise
+    except NotADirectoryError as error:
+        problem = f"{store.root}: a folder on the way to it is a file ({error})"
+        raise errors.NotACheckpointDirectoryError(problem) from error
+    except PermissionError as error:
+        needs = f"this user (uid {os.getuid()}) needs access to read it, and to write where it is to be created"
+        raise errors.AccessError(f"{store.root}: {error}; {needs}") from error
+
+
+def _check_whole(store: Store, options: ocp.CheckpointManagerOptions) -> None:
+    """Refuses to write to a directory that has the parts of one host; `read_only` may look at them."""
+    if store.renames and not options.read_only and (record := host_record.read_host_record(store)) is not None:
+        raise errors.InvalidArgumentError(
+            f"{store.root} is on a disk of one host (of node {record.node}), and has only that host's parts of epochs. "
+            f"Open it with StorageOptions(local_disks=True, mirror=…), or all epochs in its mirror, {record.mirror}. "
+            "options.read_only=True looks at what is here"
+        )
 
 
 def _look_beside(store: Store, names: StepNames) -> None:

@@ -89,6 +89,7 @@ class Commits(abc.ABC):
         self.store, self.names = store, names
         self.incarnation = ""
         self.after_kill = False  # the run that this one claimed the directory from had not closed it
+        self.ignored: frozenset[int] = frozenset()  # epochs on this disk that are none of the job's, see `disks`
         self._folders: dict[int, str] = {}
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -220,8 +221,11 @@ class Commits(abc.ABC):
         folder = self.folder(record.epoch)
         if isinstance(record, steps.OrbaxRecord):
             steps.check(self.store, folder, record)
+        # In a directory that has the parts of one host, the nodes of the others lie elsewhere.
+        part = self.store.renames and self.store.exists(paths.HOST_RECORD)
         for number in range(len(record.nodes)):
-            self.check_node(folder, record, number)
+            if not part or self.store.exists(paths.join(folder, record.node_folder(number))):
+                self.check_node(folder, record, number)
 
     def check_node(self, folder: str, record: EpochRecord, number: int, sizes: Mapping[str, int] | None = None) -> None:
         """The same as `check_shallow`, for one node of an epoch in a folder, of which `sizes` may have all files."""
@@ -247,7 +251,7 @@ class Commits(abc.ABC):
             entries = self.store.list("")
         except FileNotFoundError:
             return [], {}
-        hidden = self.hidden() if any(e.name == paths.ROLLBACK_RECORD for e in entries) else frozenset()
+        hidden = self.hidden() if any(e.name == paths.ROLLBACK_RECORD for e in entries) else self.ignored
         folders: dict[int, str] = {}
         foreign: dict[int, str] = {}
         for entry in entries:
@@ -268,9 +272,9 @@ class Commits(abc.ABC):
         return sorted(folders.keys() - hidden), foreign
 
     def hidden(self) -> frozenset[int]:
-        """The epochs that a rollback hides just now."""
+        """The epochs that a rollback hides just now, or that are ignored."""
         rollback = self.rollback()
-        return frozenset() if rollback is None else frozenset(rollback.epochs)
+        return self.ignored if rollback is None else self.ignored.union(rollback.epochs)
 
     def rollback(self) -> Rollback | None:
         """The rollback that is under way, or was interrupted; None without one."""

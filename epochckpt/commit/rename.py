@@ -48,7 +48,11 @@ class RenameCommits(Commits):
 
     def claim(self, epoch: int = 0, check: Callable[[], None] = lambda: None) -> None:
         check()
-        self.incarnation = paths.new_id()
+        self.claim_as(paths.new_id(), epoch)
+
+    def claim_as(self, incarnation: str, epoch: int = 0) -> None:
+        """The same as a given incarnation, which the processes of a job with local disks share."""
+        self.incarnation = incarnation
         self._begun.add(self.incarnation)
         self.store.make_root()  # deleted since it was opened, perhaps
         self.store.make_folder(self._home)

@@ -32,6 +32,7 @@ from epochckpt.commit.attempt import Attempt, Committed, ProcessReport, write_no
 from epochckpt.commit.auto_interval import SaveCost
 from epochckpt.commit.claiming import Claim
 from epochckpt.commit.coordination import RecentKeys
+from epochckpt.commit.hosts import Hosts
 from epochckpt.commit.lags import Lags
 from epochckpt.commit.opening import Opened
 from epochckpt.commit.retention import History
@@ -71,13 +72,15 @@ class Attempts:
         history: History,
         policies: ocp.CheckpointManagerOptions,
         listener: SaveListener,
+        hosts: Hosts | None = None,
     ):
         self._store, self._commits, self._coordinator = opened.store, opened.commits, opened.coordinator
         self._prefix, self.nodes, self._options = f"{opened.prefix}/save", opened.nodes, options
         self._claim, self._claim_is_known = claim, opened.coordinator.processes == 1
-        self._history, self._policies, self._listener = history, policies, listener
+        self._history, self._policies, self._listener, self._hosts = history, policies, listener, hosts
         self._pool = _threads.Pool(max(options.io_threads, self._store.concurrency))
         self._write_lane, self._report_lane, self._commit_lane = _threads.Lane(), _threads.Lane(), _threads.Lane()
+        self._first = "verdict" if hosts is None else "record"  # what the primary says first of an attempt
         self._lags = Lags(options.save_timeout_secs, self._has_answered)
         machine = memory.of_this_machine()
         self._memory = options.host_memory_limit_bytes or (machine and machine // 2)  # for all snapshots together
@@ -318,15 +321,12 @@ class Attempts:
 
         key, left = f"{self._key('claim', attempt)}/0", max(attempt.deadline.left(), 0.001)
         if self._coordinator.primary:
-            if self._claim_is_known:
-                take()
-            else:
-                self._coordinator.agree(key, take, left)
+            self._claim.learn(take() if self._claim_is_known else self._coordinator.agree(key, take, left), left)
             self._commits.begin(attempt.epoch, self._id(attempt))
         elif not self._claim.known:
             attempt.state = "waiting for the primary to claim the directory"
             try:
-                self._claim.learn(self._coordinator.agree(key, take, left))
+                self._claim.learn(self._coordinator.agree(key, take, left), left)
             except errors.CoordinationTimeoutError:
                 raise errors.LateNodesError(attempt.epoch, [self.nodes.names[0]], attempt.deadline.secs) from None
 
@@ -358,13 +358,16 @@ class Attempts:
         try:
             conclude = self._decide if self._coordinator.primary else self._await_verdict
             commit = conclude(attempt, error)
-            deleted, attempt.cost = commit.hides, commit.cost
+            attempt.cost = commit.cost
+            deleted = commit.hides if self._hosts is None else tuple(self._hosts.here(commit.hides))
             self._history.commit(commit)
             _threads.logged("the logger of the manager failed", lambda: self._listener.announce(attempt, commit))
             self._resident.append(attempt.epoch)
         except BaseException as caught:
             failure = errors.kept(errors.as_save_error(attempt.epoch, caught))
             self._claim.note(failure)
+            if self._hosts is not None and not self._coordinator.primary:
+                self._remove(attempt, failure)
         # Deleted epochs are out of sight before the attempt ends, and their bytes are removed after that.
         began, into = time.monotonic(), self._policies.todelete_subdir
         hides = [functools.partial(retention.hide, self._commits, epoch, into) for epoch in deleted]
@@ -414,19 +417,25 @@ class Attempts:
             attempt.state = _COMMITTING
             commit = self._publish(attempt)
         except BaseException as caught:
-            self._publish_verdict(attempt, {"error": errors.to_wire(errors.as_save_error(attempt.epoch, caught))})
-            # An epoch that may exist keeps its data.
-            if self._claim.known and not isinstance(caught, errors.UncertainError):
-                discard = functools.partial(self._commits.discard, attempt.epoch, self._id(attempt))
-                # Later: where storage is away it takes long, and the failure is known now.
-                self._commit_lane.submit(lambda: _threads.logged("the remains of a save stay", discard))
+            failure = self._taken_back(attempt, caught)  # before any other process can hear that it has failed
+            self._publish_verdict(attempt, {"error": errors.to_wire(errors.as_save_error(attempt.epoch, failure))})
+            self._remove(attempt, failure)
+            if failure is not caught:
+                raise failure from caught
             raise
         try:
             commit = retention.retire(self._commits, self._history, self._policies, commit)
         except Exception:  # a policy of the user's: a failure there must not harm the commit
             logging.exception("epoch %d is committed, but deciding what to delete failed", attempt.epoch)
-        self._publish_verdict(attempt, commit.to_wire())
+        self._publish_verdict(attempt, commit.to_wire(hides=self._hosts is not None))
         return commit
+
+    def _remove(self, attempt: Attempt, failure: BaseException) -> None:
+        """Removes what is staged of a failed attempt; an epoch that may exist keeps its data."""
+        if self._claim.known and not isinstance(failure, errors.UncertainError):
+            discard = functools.partial(self._commits.discard, attempt.epoch, self._id(attempt))
+            # Later: where storage is away it takes long, and the failure is known now.
+            self._commit_lane.submit(lambda: _threads.logged("the remains of a save stay", discard))
 
     def _collect(self, attempt: Attempt) -> None:
         """Primary: waits for the report of every process; raises for processes that failed, differ, or are late."""
@@ -480,7 +489,7 @@ class Attempts:
         return True
 
     def _has_answered(self, attempt: Attempt, process: int) -> bool:
-        answer = self._key("report" if self._coordinator.primary else "verdict", attempt)
+        answer = self._key("report" if self._coordinator.primary else self._first, attempt)
         return self._coordinator.peek(f"{answer}/{process}") is not None
 
     @_monitoring.timed(events.FINALIZED)
@@ -500,8 +509,9 @@ class Attempts:
             self._bind(attempt)
 
         data = record.to_bytes()
-        remove = self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces)
-        if remove is not None:
+        if self._hosts is not None:
+            self._hosts.commit(attempt, record.attempt, data, still_in_time, self._key)
+        elif remove := self._commits.publish(attempt.epoch, record.attempt, data, still_in_time, attempt.replaces):
             self.remove(remove)
         logging.info("epoch %d committed to %s: %s", attempt.epoch, self._store.root, attempt.summary(record))
         cost = SaveCost.of(attempt.epoch, record)
@@ -510,36 +520,50 @@ class Attempts:
     def _publish_verdict(self, attempt: Attempt, verdict: dict[str, Any]) -> None:
         """Publishes the verdict, and forgets the keys of attempts that ended long ago."""
         problem = f"epoch {attempt.epoch}: the verdict could not be published"  # storage decides then
-        _threads.logged(problem, lambda: self._coordinator.put(f"{self._key('verdict', attempt)}/0", verdict))
+        key = f"{self._key('verdict' if attempt.offered else self._first, attempt)}/0"
+        _threads.logged(problem, lambda: self._coordinator.put(key, verdict))
         report = self._key("report", attempt)
         self._report_keys.add(self._coordinator, report)  # late reports of that attempt go with its other keys
         self._keys.add(self._coordinator, self._key("verdict", attempt), self._key("claim", attempt), report)
 
     def _await_verdict(self, attempt: Attempt, error: Exception | None) -> Committed:
         """On the other processes: the primary's verdict; where it does not come, storage decides."""
-        key, verdict = f"{self._key('verdict', attempt)}/0", None
         self._give_time(attempt, self._lags.secs([0]))
-        while verdict is None:
+        try:
+            verdict = self._hear(attempt, self._first)
+            if self._hosts is not None and "record" in verdict:
+                self._hosts.place(verdict, self._key("placed", attempt), attempt, self._id(attempt))
+                verdict = self._hear(attempt, "verdict")
+        except errors.CoordinationError as silence:
+            return self._without_verdict(attempt, error, silence)
+        self._lags.heard([0], attempt)
+        self._read_late_verdicts(final=True)
+        if "error" in verdict:
+            raise self._taken_back(attempt, errors.from_wire(verdict["error"]))
+        return Committed.from_wire(attempt.epoch, verdict)
+
+    def _taken_back(self, attempt: Attempt, failure: BaseException) -> BaseException:
+        return failure if self._hosts is None else self._hosts.take_back(attempt, self._id(attempt), failure)
+
+    def _hear(self, attempt: Attempt, kind: str) -> dict[str, Any]:
+        """What the primary says of an attempt, within the time that it has; else a CoordinationError."""
+        while True:
             try:
-                verdict = self._coordinator.get(key, max(attempt.deadline.left(), 0.001))
+                return self._coordinator.get(f"{self._key(kind, attempt)}/0", max(attempt.deadline.left(), 0.001))
             except errors.CoordinationError as silence:
                 self._read_late_verdicts(final=False)
                 late = isinstance(silence, errors.CoordinationTimeoutError)
                 if not (late and self._give_time(attempt, self._lags.secs([0]))):
-                    return self._without_verdict(attempt, error, silence)
-        self._lags.heard([0], attempt)
-        self._read_late_verdicts(final=True)
-        if "error" in verdict:
-            raise errors.from_wire(verdict["error"])
-        return Committed.from_wire(attempt.epoch, verdict)
+                    raise
 
     def _without_verdict(self, attempt: Attempt, error: Exception | None, silence: Exception) -> Committed:
         if error is not None:
             raise error  # of this process: without its report nothing is committed
         if not self._claim.known:  # nothing has been written
             raise errors.SaveError(attempt.epoch, f"the primary did not claim the directory: {silence}")
-        if self._is_there(attempt):
-            cost = _threads.logged("its cost is not known", lambda: self._cost(attempt.epoch))
+        if self._hosts is None and self._is_there(attempt):  # the own disk does not tell of the others
+            epoch, read = attempt.epoch, self._commits.read_brief
+            cost = _threads.logged("its cost is not known", lambda: SaveCost.of(epoch, read(epoch)))
             return Committed(attempt.epoch, attempt.metrics, time.time_ns(), cost=cost)
         self._unheard.append(attempt)
         self._lags.missed(attempt, [0])
@@ -551,25 +575,22 @@ class Attempts:
         while self._unheard:
             attempt = self._unheard[0]
             verdict = self._coordinator.peek(f"{self._key('verdict', attempt)}/0")
-            if verdict is None:
-                if not final:
-                    return
-                # The primary publishes in order: this verdict never comes, and storage alone decides.
-                verdict = Committed(attempt.epoch, attempt.metrics, time.time_ns()).to_wire()
+            if verdict is None and not final:
+                return
             self._unheard.popleft()
-            if "error" not in verdict and self._is_there(attempt):
+            if verdict is None and self._hosts is None:  # they come in order: it never does, and storage alone decides
+                verdict = Committed(attempt.epoch, attempt.metrics, time.time_ns()).to_wire()
+            if verdict is not None and "error" in verdict and self._hosts is not None:
+                self._remove(attempt, self._taken_back(attempt, errors.from_wire(verdict["error"])))
+            elif verdict is not None and "error" not in verdict and self._is_there(attempt):
                 logging.warning("epoch %d, of which that was uncertain, is committed", attempt.epoch)
                 self._history.commit(Committed.from_wire(attempt.epoch, verdict))
 
     def _is_there(self, attempt: Attempt) -> bool:
         """Whether storage says that an attempt is committed."""
-        try:
+        with contextlib.suppress(OSError):  # else storage does not say
             return self._commits.read_attempt(attempt.epoch) == self._id(attempt)
-        except OSError:  # storage does not say
-            return False
-
-    def _cost(self, epoch: int) -> SaveCost | None:
-        return SaveCost.of(epoch, self._commits.read_brief(epoch))
+        return False
 
     def _id(self, attempt: Attempt) -> str:
         return f"{self._commits.incarnation}-{attempt.name}"

@@ -18,10 +18,12 @@ from epochckpt.arrays import EpochReader, Planner
 from epochckpt.arrays import items as items_lib
 from epochckpt.arrays.snapshot import checked_json, root_metadata
 from epochckpt.commit import Attempt, Attempts, Calls, Claim, Commits, History, coordination, opening, retention
+from epochckpt.commit.common_calls import CommonCalls
+from epochckpt.commit.hosts import Hosts
 from epochckpt.commit.protocol import ReplaceCondition
 from epochckpt.commit.restore_vote import Look, newest_readable, patience
 from epochckpt.commit.saver import LONG_SECS
-from epochckpt.errors import EpochExistsError, FencedError, InvalidArgumentError, SaveErrorGroup, UnfinishedError
+from epochckpt.errors import EpochExistsError, InvalidArgumentError, SaveErrorGroup, UnsupportedError
 from epochckpt.format import Nodes, paths
 from epochckpt.manager import outcomes, status
 from epochckpt.manager.metadata_handlers import check_handler
@@ -136,12 +138,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._notifier = HandlerNotifier(metadata_handler, tells)
         outcome = self._commits, self._options, self._history, self._notifier, self._step_log
         self._listener = outcomes.Listener(*outcome, self._mirror)
-        self._claim = Claim(self._commits, opened.refused, self._claimed, root_files)
-        self._attempts = Attempts(opened, self._claim, self._storage, self._history, self._options, self._listener)
+        self._hosts = Hosts.of(opened, self._options, self._mirror, self._storage.open_timeout_secs)
+        self._claim = Claim(self._commits, opened.refused, self._claimed, root_files, self._hosts)
+        saving = self._storage, self._history, self._options, self._listener, self._hosts
+        self._attempts = Attempts(opened, self._claim, *saving)
         self._overwrites: dict[int, ReplaceCondition] = {}  # by the epochs that the next save may replace
         self._preemption = coordination.Preemption()
         self._calls = Calls(coordinator, opened.prefix, lambda: self._attempts.last)
         self._answer_secs = 2 * self._storage.open_timeout_secs
+        common = self._options, self._mirror, self._hosts, self._storage.open_timeout_secs
+        self._common = CommonCalls(self._commits, self._claim, self._history, *common)
         self._closed = self._ended = self._forked = False
         self._take_nodes(opened.nodes)
         if not self._options.read_only:
@@ -240,11 +246,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def _look(self) -> None:
         """On every process: replaces the history by what the primary finds on storage."""
-
-        def look() -> dict[str, Any]:
-            return opening.survey(self._commits, self._options, self._history.damaged, self._mirror).to_wire()
-
-        survey = opening.Survey.from_wire(self._calls.answer("reload()", look, self._answer_secs))
+        survey = self._common.survey(self._calls)
         self._foreign = survey.foreign
         self._history.reset(survey)
 
@@ -409,9 +411,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             InvalidArgumentError: stock Orbax wrote the epoch, or this manager is read only.
+            UnsupportedError: the processes have local disks.
         """
         epoch = epoch_number(epoch)
         self._check_may_write("allow_overwrite")
+        if self._hosts is not None:
+            raise UnsupportedError(f"allow_overwrite: not on all disks in one step; delete({epoch}) makes room")
         self._attempts.drain(epoch)
         self._overwrites[epoch] = retention.replace_condition(self._commits, epoch)
 
@@ -658,7 +663,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             self._withdraw(None, [step])
             self._attempts.remove(retention.hide(self._commits, step, self._options.todelete_subdir))
 
-        self._write("delete", step, decide)
+        def follow(hosts: Hosts) -> None:
+            for epoch in hosts.here([step]):
+                self._attempts.remove(self._commits.hide(epoch, self._options.todelete_subdir))
+
+        self._write("delete", step, decide, follow)
         self._history.drop([step])
 
     def rollback_to(self, epoch: int) -> None:
@@ -687,7 +696,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             self._withdraw(epoch, sorted(e for e in {*local, *self.all_steps()} if e > epoch))
             retention.roll_back(self._commits, epoch, remote)
 
-        self._write("rollback_to", epoch, decide)
+        self._write("rollback_to", epoch, decide, lambda _: retention.roll_back(self._commits, epoch, remote=True))
         self._history.drop([e for e in self.all_steps() if e > epoch])
         self._history.forget_failed()
         self._history.damaged = {e: d for e, d in self._history.damaged.items() if e <= epoch}
@@ -709,31 +718,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._mirror is not None:
             self._mirror.claimed(self._commits, self._coordinator, self._prefix, epochs)
 
-    def _write(self, verb: str, epoch: int | None, decide: Callable[[], Any]) -> None:
-        """The primary claims the directory, unless this manager has, and decides; every process learns of the claim.
-
-        Epochs that are out of sight on storage are not listed here either, also where they could not be moved away.
-        """
+    def _write(
+        self, verb: str, epoch: int | None, decide: Callable[[], Any], follow: Callable[[Hosts], None] = lambda _: None
+    ) -> None:
+        """Changes the directory, see `CommonCalls.change`."""
         self._check_may_write(verb)
-
-        def claimed() -> dict[str, Any]:
-            self._claim.check(epoch or 0)
-            # the claim has a lock, which the main thread may not hold: a signal handler may need it
-            claim = _threads.start(lambda: self._claim.take(epoch or 0)).result()
-            decide()
-            return claim
-
-        try:
-            call = f"{verb}({'' if epoch is None else epoch})"
-            claim = self._calls.answer(call, claimed, self._answer_secs)
-            _threads.start(lambda: self._claim.learn(claim)).result()
-            self._history.forget_gone()
-        except FencedError as error:
-            self._claim.note(error)
-            raise
-        except UnfinishedError as error:
-            self._history.drop(error.epochs)
-            raise
+        call = f"{verb}({'' if epoch is None else epoch})"
+        self._common.change(self._calls, call, epoch or 0, decide, follow)
 
     def _check_may_write(self, verb: str) -> None:
         if self._options.read_only:
@@ -761,7 +752,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._mirror is not None:
             self._mirror.close(self._storage.save_timeout_secs)
         self._ended = True  # not before: Ctrl-C may end the wait, and the next close() waits again
-        if self._coordinator.primary:
+        if self._coordinator.primary or self._hosts is not None:
             wait = self._storage.open_timeout_secs
             _threads.logged(f"{self.root}: at its end", lambda: _threads.start(self._claim.release).result(wait))
         coordination.forget_opening(self._coordinator, self._prefix)

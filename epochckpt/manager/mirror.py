@@ -49,6 +49,7 @@ from epochckpt.errors import (
     say,
 )
 from epochckpt.format import NodeEntry, paths
+from epochckpt.manager import mirror_record
 from epochckpt.manager.epoch_copy import EpochCopy
 from epochckpt.manager.mirror_record import MirrorRecord, Withdrawal, read_mirror_record
 from epochckpt.options import StorageOptions
@@ -98,8 +99,8 @@ class Mirror:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def complete(self, local: Commits, survey: Survey) -> Survey:
-        """On the primary: a survey of the directory, with what the mirror has.
+    def complete(self, local: Commits, survey: Survey, texts: Sequence[str] | None = None) -> Survey:
+        """On the primary: a survey of the directory, with what the mirror has; see `opening.Completing`.
 
         Raises:
             StorageError: the mirror does not answer, and there is nothing here to go on with.
@@ -111,8 +112,9 @@ class Mirror:
         if local.store.root.rstrip("/") == self.url.rstrip("/"):
             raise InvalidArgumentError(f"mirror={self.url} is the directory itself; choose another")
         if self._work is None:
-            self._look(local, survey)
-        there = self._epochs - self._record.hidden
+            record = read_mirror_record(local.store) if texts is None else mirror_record.newest(texts, local.store.root)
+            self._look(local, survey, record)
+        there = self._epochs - self._record.hidden if texts is None or self._answered else frozenset[int]()
         damaged = dict(survey.damaged)
         for epoch in there & damaged.keys():
             if self._copy_exists(epoch, damaged[epoch].attempt):
@@ -125,9 +127,8 @@ class Mirror:
         epochs = sorted({*survey.epochs, *remote})
         return dataclasses.replace(survey, epochs=epochs, damaged=damaged, attached=attached, remote=tuple(remote))
 
-    def _look(self, local: Commits, survey: Survey) -> None:
+    def _look(self, local: Commits, survey: Survey, record: MirrorRecord | None) -> None:
         """Asks the mirror which epochs it has, before this manager writes."""
-        record = read_mirror_record(local.store)
         if record is not None and record.url != self.url:
             logging.warning("%s: its mirror was %s, and is %s from now on", local.store.root, record.url, self.url)
             record = None
@@ -168,8 +169,38 @@ class Mirror:
         there = self._there.read_attempt(epoch)
         if there is None:
             return None
-        lost = epoch not in commits.list_epochs()
-        return self._there if lost or record.is_copy(epoch, commits.read_attempt(epoch), there) else None
+        lost, here = epoch not in commits.list_epochs(), commits.read_attempt(epoch)
+        if lost or record.is_copy(epoch, here, there):
+            return self._there
+        # The record on another disk than the primary's may be older than the copy.
+        same = self._options.local_disks and here is not None and self._there.read_head(epoch).origin == here
+        return self._there if same else None
+
+    def newest(self, texts: Sequence[str]) -> str:
+        """See `opening.Completing`."""
+        record = mirror_record.newest(texts, self.url)
+        return self._addressed(record if record is not None and record.url == self.url else None).to_bytes().decode()
+
+    def text(self) -> str:
+        """See `opening.Completing`."""
+        with self._lock:
+            return self._record.to_bytes().decode()
+
+    def adopt(self, text: str) -> None:
+        """See `opening.Completing`."""
+        with self._lock:
+            record = mirror_record.newest([text], self.url)
+            if record is not None and record.serial > self._record.serial:
+                self._local.overwrite(paths.MIRROR_RECORD, text.encode())
+                self._record = record
+
+    def origin_of(self, epoch: int) -> str | None:
+        """See `opening.Completing`."""
+        there = self._there.read_attempt(epoch)
+        here, copy = self._record.copies.get(epoch, ("", ""))
+        if there is None or there == copy:
+            return here or None
+        return self._there.read_head(epoch).origin
 
     def epochs(self) -> list[int]:
         """On the primary: the epochs that the mirror has, as far as known, without those that no longer count."""
@@ -181,11 +212,12 @@ class Mirror:
         """On every process, when the directory is claimed and has these epochs: begins to work."""
         self._local, self._coordinator, self._prefix = local, coordinator, f"{prefix}/mirror"
         self._keys = RecentKeys(_KEPT_TASKS)
-        if not coordinator.primary:
-            self._work = _threads.start(self._serve)
-            return
         with self._lock:
             record = read_mirror_record(local.store)  # of a run that was alive until now, perhaps
+            if not coordinator.primary:
+                self._record = self._addressed(record)
+                self._work = _threads.start(self._serve)
+                return
             self._write(self._addressed(record) if record is not None and record.url == self.url else self._record)
             there = self._epochs - self._record.hidden
             newest = max(there, default=-1)
@@ -199,7 +231,8 @@ class Mirror:
         self._work = _threads.start(self._run)
 
     def _is_stale(self, epoch: int) -> bool:
-        return self._record.copies.get(epoch, ("", ""))[0] != self._local.read_attempt(epoch)
+        here = self._local.read_attempt(epoch)  # None: this disk does not have it
+        return here is not None and self._record.copies.get(epoch, ("", ""))[0] != here
 
     def committed(self, epoch: int) -> None:
         """On the primary: an epoch was committed here."""
@@ -270,6 +303,8 @@ class Mirror:
 
     def _write(self, record: MirrorRecord) -> None:
         """Writes the record, under the lock."""
+        if self._options.local_disks:
+            record = dataclasses.replace(record, serial=record.serial + 1)
         self._local.overwrite(paths.MIRROR_RECORD, record.to_bytes())
         self._record = record
 
@@ -463,6 +498,8 @@ class Mirror:
     def _publish(self, task: dict[str, Any]) -> int:
         """Publishes a task for the other processes; returns its number."""
         self._tasks += 1
+        if self._options.local_disks:
+            task = {**task, "record": self.text()}
         task_key, report_key = f"{self._prefix}/task/{self._tasks}", f"{self._prefix}/report/{self._tasks}"
         self._coordinator.put(task_key, task)
         self._keys.add(self._coordinator, task_key, report_key)
@@ -505,6 +542,9 @@ class Mirror:
             except CoordinationError as error:
                 logging.warning("%s: this process takes no more part in mirroring: %s", self.url, error)
                 return
+            if "record" in task:
+                adopt = functools.partial(self.adopt, task["record"])
+                _threads.logged(f"{self.url}: this disk's record of it is old", adopt)
             if task.get("end"):
                 return
             key, report = f"{self._prefix}/report/{done}/{self._coordinator.process}", self._report_of(task)

@@ -8,11 +8,13 @@ come back from there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from absl import logging
+
 from epochckpt.commit import Commits, commits_of
-from epochckpt.errors import FormatError
+from epochckpt.errors import DamagedError, FormatError
 from epochckpt.format import checksums, parsing, paths
 from epochckpt.storage import Store, open_store
 
@@ -34,12 +36,14 @@ class MirrorRecord:
         address: what opens it: the same, with the settings of a bucket. They hold nothing secret.
         copies: by epoch, the attempt here, and the attempt there that is its copy, once that is committed there.
         withdrawn: what the mirror has yet to follow, in order.
+        serial: with local disks, where each has a copy of this record, which of them is the newest.
     """
 
     url: str
     address: str
     copies: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     withdrawn: tuple[Withdrawal, ...] = ()
+    serial: int = 0
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -52,6 +56,7 @@ class MirrorRecord:
                 "address": self.address,
                 "copies": [[epoch, *attempts] for epoch, attempts in sorted(self.copies.items())],
                 "withdrawn": [[each.to, list(each.epochs)] for each in self.withdrawn],
+                **({"serial": self.serial} if self.serial else {}),
             }
         )
 
@@ -85,6 +90,17 @@ class RecordedMirror:
         return there if is_copy else None
 
 
+def newest(texts: Sequence[str], where: str) -> MirrorRecord | None:
+    """The newest of the records that local disks have, without those that cannot be used; None if there is none."""
+    found = list[MirrorRecord]()
+    for text in filter(None, texts):
+        try:
+            found.append(_parse(paths.MIRROR_RECORD, text.encode()))
+        except (DamagedError, FormatError) as error:
+            logging.warning("%s: what one disk knows of the mirror is left out: %s", where, error)
+    return max(found, key=lambda record: record.serial, default=None)
+
+
 def _parse(path: str, data: bytes) -> MirrorRecord:
     fields = parsing.open_record(path, data, "mirror")
     copies: dict[int, tuple[str, str]] = {}
@@ -93,7 +109,8 @@ def _parse(path: str, data: bytes) -> MirrorRecord:
             raise FormatError(path, "holds a copy that is no [epoch, attempt, attempt]")
         copies[row[0]] = (row[1], row[2])
     withdrawn = tuple(_withdrawal(path, row) for row in fields.array("withdrawn"))
-    return MirrorRecord(fields.text("url"), fields.text("address"), copies, withdrawn)
+    serial = fields.integer("serial") if "serial" in fields.data else 0
+    return MirrorRecord(fields.text("url"), fields.text("address"), copies, withdrawn, serial)
 
 
 def _withdrawal(path: str, row: Any) -> Withdrawal:

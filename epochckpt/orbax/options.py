@@ -89,10 +89,15 @@ def _changed(options: Any, prefix: str = "") -> list[str]:
 
 
 def storage_options(options: ocp.CheckpointManagerOptions, storage: StorageOptions | None) -> StorageOptions:
-    """StorageOptions as given; without them the defaults, and the bound on a save that `async_options` asks for."""
+    """StorageOptions as given; without them the defaults, and the bound on a save that `async_options` asks for.
+
+    With local disks there is no Orbax view: what one disk has of an epoch is none that stock Orbax can read.
+    """
     asked = options.async_options
     if storage is None and asked is not None and asked.timeout_secs != type(asked)().timeout_secs:
         return StorageOptions(save_timeout_secs=asked.timeout_secs)
+    if storage is not None and storage.local_disks:
+        return dataclasses.replace(storage, orbax_view=False)
     return storage or StorageOptions()
 
 

@@ -58,9 +58,9 @@ class InMemory(coordination.Coordinator):
         self.opened = 0
         self.unheard: tuple[str, ...] = ()
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any, again: bool = False) -> None:
         with self._service.changed:
-            if key in self._service.values:
+            if key in self._service.values and not again:
                 raise CoordinationError(f"ALREADY_EXISTS: {key}")
             self._service.values[key] = json.dumps(value)
             self._service.changed.notify_all()

@@ -24,7 +24,10 @@ def test_processes_that_see_one_directory_find_one_record(tmp_path: pathlib.Path
 
 
 def test_a_record_is_read_as_it_was_written_and_damage_is_noticed(tmp_path: pathlib.Path) -> None:
-    store, record = open_store(tmp_path), HostRecord("0123456789abcdef", "tpu:7", "s3://b/run", ("a", "b"))
+    store, record = (
+        open_store(tmp_path),
+        HostRecord("0123456789abcdef", "tpu:7", "s3://b/run", ("a", "b"), "fedcba9876543210"),
+    )
     assert read_host_record(store) is None
     (tmp_path / "_epochckpt").mkdir()
     (tmp_path / "_epochckpt" / "host.json").write_bytes(record.to_bytes())

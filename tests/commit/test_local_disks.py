@@ -1,0 +1,211 @@
+"""Processes with a disk each: whatever is killed, no epoch is listed that is not whole, and none is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import re
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+import epochckpt as ec
+from epochckpt.errors import InvalidArgumentError, UnsupportedError
+from tests.support import disk_walk
+from tests.support.disk_walk import Disks, Kill, Operation, Run, in_processes
+
+OPERATIONS: list[Operation] = [
+    ("save", 0, 10),
+    ("save", 1, 11),
+    ("save", 2, 12),
+    ("delete", 1, 0),
+    ("save", 3, 13),
+    ("rollback", 2, 0),
+    ("save", 3, 23),
+]
+SAVES = OPERATIONS[:3]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk_walk.install(monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_run_that_nobody_kills(tmp_path: pathlib.Path) -> None:
+    disks = Disks(tmp_path)
+    disks.run(OPERATIONS)
+    assert disks.must == {2: 12, 3: 23}
+    assert disks.check() == []
+
+
+def _copied(source: str, target: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # a removal that was under way at the kill
+        shutil.copy2(source, target)
+
+
+def killed(root: pathlib.Path, operations: list[Operation], kill: Kill, together: bool) -> list[str]:
+    """What is wrong after a kill before a step, with the mirror and without it."""
+    disks = Disks(root / "run")
+    run = disks.run(operations, kill, together)
+    process, problems = kill[0], list[str]()
+    shutil.copytree(disks.root, root / "copy", copy_function=_copied)
+    for without in (False, True):
+        if without:
+            shutil.rmtree(disks.root)
+            shutil.copytree(root / "copy", disks.root)
+            shutil.rmtree(disks.root / "mirror", ignore_errors=True)
+        last = (run.steps[process] or ["nothing"])[-1]
+        where = f"process {process}, {'all' if together else 'alone'}, {kill[1]} after {last}, mirror {not without}"
+        problems += [f"{where}: {problem}" for problem in disks.check()]
+    shutil.rmtree(root)
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("process", "before"),
+    [
+        (1, "placed/1-0"),  # it has put it in place
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                (1, "claim/.*/moved/"),  # it has claimed its disk
+                (1, "report/1-0"),  # it has written
+                (0, "record/1-0"),  # all have
+                (1, "^rename .*/1-0"),  # the others may have put it in place
+                (0, "verdict/1-0"),  # all have
+                (1, "^rename disk-1/0"),  # that epoch is deleted on the other disk
+            ]
+        ),
+    ],
+)
+def test_a_kill_at_the_steps_of_a_commit(tmp_path: pathlib.Path, process: int, before: str) -> None:
+    """One process is killed, and the others go on; or all die at once."""
+    for together in (False, True):
+        assert killed(tmp_path / str(together), SAVES, (process, before), together) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_kill_at_any_step(tmp_path: pathlib.Path, process: int, together: bool) -> None:
+    """Each step of seven operations, of either process, on whose kill the others go on, or all end."""
+    steps = len(Disks(tmp_path / "whole").run(OPERATIONS).steps[process])
+    problems = list[str]()
+    for step in range(steps + 5):
+        problems += killed(tmp_path / str(step), OPERATIONS, (process, step), together)
+    assert problems == []
+
+
+def lose(*numbers: int) -> Callable[[pathlib.Path], None]:
+    def change(root: pathlib.Path) -> None:
+        for number in numbers:
+            shutil.rmtree(root / f"disk-{number}")
+
+    return change
+
+
+def swap(root: pathlib.Path) -> None:
+    (root / "disk-0").rename(root / "aside")
+    (root / "disk-1").rename(root / "disk-0")
+    (root / "aside").rename(root / "disk-1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lose(0), id="primary"),
+        *(
+            pytest.param(change, id=id, marks=pytest.mark.slow)
+            for id, change in {"last": lose(1), "two": lose(0, 1), "others": lose(1, 2), "swapped": swap}.items()
+        ),
+    ],
+)
+def test_disks_that_are_replaced(tmp_path: pathlib.Path, change: Callable[[pathlib.Path], None]) -> None:
+    """The mirror has what they had, and everything goes on; what was rolled back does not come back."""
+    disks = Disks(tmp_path, processes=3)
+    disks.run(OPERATIONS)
+    change(tmp_path)
+    assert disks.check() == []
+
+
+@pytest.mark.slow
+def test_a_disk_of_last_week(tmp_path: pathlib.Path) -> None:
+    """Its epochs are none of the job's, and the record of the mirror that it has is not believed."""
+    disks = Disks(tmp_path)
+    disks.run(OPERATIONS[:3])
+    shutil.copytree(tmp_path / "disk-0", tmp_path / "old")
+    disks.run([("rollback", 1, 0), ("save", 2, 22), ("save", 3, 23), ("delete", 2, 0)])
+    shutil.rmtree(tmp_path / "disk-0")
+    (tmp_path / "old").rename(tmp_path / "disk-0")
+    assert disks.check() == []
+
+
+@pytest.mark.slow
+def test_without_a_mirrored_copy_a_lost_disk_is_said(tmp_path: pathlib.Path) -> None:
+    """Nothing is listed that cannot be restored, and no job starts from scratch unnoticed."""
+    disks = Disks(tmp_path)
+    disks.run(SAVES)
+    shutil.rmtree(tmp_path / "disk-1")
+    shutil.rmtree(tmp_path / "mirror")
+
+    def look(number: int) -> tuple[list[int], list[int], str]:
+        with disks.open(number) as manager:
+            listed, damaged = list(manager.all_steps()), manager.damaged_epochs()
+            with pytest.raises(ec.errors.DamagedError) as caught:
+                manager.restore(None, args=ec.args.NodeRestore())
+            disks._do(manager, number, ("save", 2, 22))  # the part that is there gives way
+            return listed, damaged, str(caught.value)
+
+    for found in in_processes(Run(2), look):
+        assert found[:2] == ([], [1, 2]), found
+        assert "process_1 has nothing of it" in found[2]
+    assert len(list(tmp_path.glob("disk-0/partial-*/2/process_0"))) == 1
+    disks.must, disks.may = {2: 22}, {}
+    assert disks.check() == []
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on_from_the_mirror(tmp_path: pathlib.Path) -> None:
+    Disks(tmp_path, processes=3).run(SAVES)
+    for processes in (1, 2):
+        disks = Disks(tmp_path, processes)
+
+        def look(number: int, disks: Disks = disks) -> list[int]:
+            with disks.open(number) as manager:
+                again = ec.args.NodeRestore(reshard=lambda found, _, new: [*found, *found][:new])
+                for epoch in manager.all_steps():
+                    assert manager.restore(epoch, args=again)["tag"] == 10 + epoch
+                found = list(manager.all_steps())
+                disks._do(manager, number, ("save", max(found) + 1, 11 + max(found)))
+                return found
+
+        assert in_processes(Run(processes), look) == [list(range(2 + processes))] * processes
+
+
+def test_one_directory_that_all_see_is_refused(tmp_path: pathlib.Path) -> None:
+    disks = Disks(tmp_path)
+    (tmp_path / "disk-0").mkdir()
+    (tmp_path / "disk-1").symlink_to("disk-0")
+    for error in in_processes(Run(2), disks.open):
+        assert isinstance(error, InvalidArgumentError)
+        assert re.search("process 0 and process 1 see the same directory.*Leave local_disks out", str(error))
+
+
+def test_a_part_is_not_opened_as_a_whole(tmp_path: pathlib.Path) -> None:
+    """Nor is an epoch replaced in place."""
+    disks = Disks(tmp_path)
+    disks.run(SAVES)
+
+    def plain(_: int) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"parts of epochs\. Open it with StorageOptions\(local_disks"):
+            ec.CheckpointManager(tmp_path / "disk-0")
+
+    def overwriting(number: int) -> None:
+        with disks.open(number) as manager, pytest.raises(UnsupportedError, match="delete"):
+            manager.allow_overwrite(2)
+
+    assert in_processes(Run(1), plain) == [None]
+    assert in_processes(Run(2), overwriting) == [None, None]
