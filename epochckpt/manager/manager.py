@@ -588,6 +588,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def verify(self, epoch: int) -> status.Verification:
         """Reads every byte of a committed epoch, of all nodes, and compares it with what was written.
 
+        With `StorageOptions.local_disks` that is what this process's disk has of it.
+
         Damage of the Orbax view is listed apart: see `view_damage`, and `epochckpt.repair_view`. Stock Orbax keeps no
         checksums: its epochs are only checked to be whole and readable; see `note`.
 

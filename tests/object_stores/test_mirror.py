@@ -390,6 +390,29 @@ def test_several_processes_mirror_their_nodes_and_others_go_on(
     assert found == [[3, [1, 2, 3], True]] * processes
 
 
+@GOOGLE
+@pytest.mark.long
+def test_hosts_with_disks_of_their_own_go_on_while_the_bucket_is_away(cloud: Bucket, tmp_path: pathlib.Path) -> None:
+    """They open, restore and save without it, and the next run catches up; a replaced host then reads from it."""
+    url, environment = cloud.new_url(), cloud.environment
+    arguments = {"root": str(tmp_path), "mirror": url}
+    jobs = "tests.support.local_disk_jobs"
+    found = run_worker(f"{jobs}:train", {**arguments, "epochs": [1, 2]}, 2, 1, env=environment)
+    assert found == [[[1, 2], 2]] * 2
+    away = Away(cloud)
+    found = run_worker(f"{jobs}:train_away", {**arguments, "epoch": 3}, 2, 1, env=environment, timeout=240)
+    assert found == [[[1, 2], 2, [1, 2, 3]]] * 2
+    assert away.asked.is_set()
+    away.back()
+    assert mirrored(url) == [1, 2]
+    found = run_worker(f"{jobs}:train", {**arguments, "epochs": [4]}, 2, 1, env=environment)
+    assert found == [[[1, 2, 3, 4], 4]] * 2
+    assert mirrored(url)[-1] == 4
+    shutil.rmtree(tmp_path / "disk-0")
+    found = run_worker(f"{jobs}:train", {**arguments, "epochs": [5]}, 2, 1, env=environment)
+    assert found == [[[*mirrored(url)], 5]] * 2
+
+
 def kill_at(server: Bucket, directory: pathlib.Path, number: int) -> bool:
     """Kills a run at its request of this number, then has another run go on; False if it made fewer requests."""
     url, count = server.new_url(), iter(range(10**6))

@@ -158,7 +158,7 @@ def _restore(directory: str) -> dict[str, list[str]]:
     with ec.CheckpointManager(directory, storage=STORAGE, options=ocp.CheckpointManagerOptions(read_only=True)) as m:
         target = tree()
         got = m.restore(8, args=ocp.args.StandardRestore(target))
-        ways["same"] = _wrong(got, same, data, P("x"))
+        ways["same"] = differences(got, same, data, P("x"))
 
         def abstract(name: str) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(data[name].shape, data[name].dtype, sharding=moved[name])
@@ -175,18 +175,18 @@ def _restore(directory: str) -> dict[str, list[str]]:
             "keys": {name: abstract_keys(impl) for name, impl in impls.items()},
             "plain": plain(),
         }
-        ways["moved"] = _wrong(m.restore(8, args=ocp.args.StandardRestore(target)), moved, data, P("y"))
+        ways["moved"] = differences(m.restore(8, args=ocp.args.StandardRestore(target)), moved, data, P("y"))
         target = {
             "arrays": {name: np.zeros_like(data[name]) for name in SPECS},
             "keys": dict.fromkeys(impls, ...),
             "plain": plain(),
         }
-        ways["numpy"] = _wrong(m.restore(8, args=ocp.args.StandardRestore(target)), None, data, None)
-        ways["without target"] = _wrong(m.restore(8), None, data, None)
+        ways["numpy"] = differences(m.restore(8, args=ocp.args.StandardRestore(target)), None, data, None)
+        ways["without target"] = differences(m.restore(8), None, data, None)
     return ways
 
 
-def _wrong(
+def differences(
     got: Any, places: dict[str, NamedSharding] | None, data: dict[str, np.ndarray], key_spec: PartitionSpec | None
 ) -> list[str]:
     """What is not, bit for bit, what was saved."""
