@@ -1,12 +1,13 @@
 """Our manager as the v1 interface needs it: how each save ended, saves that can be cancelled, items by either name."""
 
 import contextlib
+import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import orbax.checkpoint as ocp
-from absl import logging
 from orbax.checkpoint.checkpoint_managers import save_decision_policy as decide
 
 from epochckpt import _monitoring, _threads, errors
@@ -15,7 +16,6 @@ from epochckpt.arrays import items
 from epochckpt.commit import Attempt, EpochInfo
 from epochckpt.commit.coordination import RecentKeys
 from epochckpt.errors import SaveError, StepExistsError, UnknownNameError
-from epochckpt.format import paths
 from epochckpt.manager import CheckpointManager, CheckpointReader
 from epochckpt.manager.reader import epoch_number
 from epochckpt.options import StorageOptions
@@ -24,9 +24,11 @@ from epochckpt.v1 import bridge
 
 T = TypeVar("T")
 STATE = "state"  # what v1 calls the one unnamed item
-_AHEAD = 2  # calls that a process may make between its vote on the next save and the result
-_VOTE_SECS = 60.0
+_VOTE_SECS = 600.0  # how long a process may be behind the others when a save has ended
 _KEPT_VOTES = 8
+
+
+_Outcome = tuple[Attempt, SaveError | None]  # an attempt that ends, and why it failed, if so
 
 
 class Response(Generic[T]):
@@ -37,6 +39,9 @@ class Response(Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Waits for the result, and raises what happened; TimeoutError: it has not ended within `timeout` seconds."""
+        return self._wait(timeout)
+
+    def _wait(self, timeout: float | None) -> T:
         return self._future.result(timeout)
 
     def on_complete(self, callback: Callable[[T], None]) -> None:
@@ -44,7 +49,7 @@ class Response(Generic[T]):
 
         def call() -> None:
             with contextlib.suppress(Exception):  # `result` raises it
-                value = self._future.result()
+                value = self._wait(None)
                 _threads.logged("a callback of on_complete failed", lambda: callback(value))
 
         _threads.start(call)
@@ -53,17 +58,26 @@ class Response(Generic[T]):
 class SaveResponse(Response[bool]):
     """The response of one save: `result` raises the SaveError that happened to that save, whatever became of others."""
 
-    def __init__(self, engine: "Engine", future: Future[bool]):
-        super().__init__(future)
-        self._engine = engine
+    def __init__(self, engine: "Engine", outcome: "Future[_Outcome]"):
+        super().__init__(Future())
+        self._engine, self._outcome = engine, outcome
 
     def result(self, timeout: float | None = None) -> bool:
         """Waits until the epoch is committed; raises SaveError if it is not."""
         try:
-            return super().result(timeout)
+            return self._wait(timeout)
         except SaveError as failure:
             self._engine.told(failure)
             raise
+
+    def _wait(self, timeout: float | None) -> bool:
+        deadline = Deadline(math.inf if timeout is None else timeout)
+        attempt, failure = self._outcome.result(timeout)
+        if self._engine.is_pending(attempt) and not attempt.done.wait(None if timeout is None else deadline.left()):
+            raise TimeoutError(f"no result within {timeout} s")
+        if failure is not None:
+            raise failure
+        return True
 
 
 class Engine(CheckpointManager):
@@ -78,7 +92,8 @@ class Engine(CheckpointManager):
         storage: StorageOptions | None,
         node: str | Sequence[str] | None,
     ):
-        self._ends: dict[str, Future[bool]] = {}  # by attempt
+        self._ends: dict[str, Future[_Outcome]] = {}  # by attempt
+        self.waits = 0  # for saves in flight: each process makes these calls alike
         self._continuous: Continuous | None = None
         if options.save_decision_policy is None:
             self._continuous = Continuous(self)
@@ -124,23 +139,29 @@ class Engine(CheckpointManager):
             self.allow_overwrite(step)
         elif all(attempt.epoch != step for attempt in self._attempts.in_flight()):
             self._history.drop([step])
+        else:
+            raise StepExistsError(
+                f"{self.root}: epoch {step} is being saved: overwrite=True waits for that and lets this save take its "
+                f"place (in Orbax's words: Step {step} already exists)"
+            )
 
     def _hear(self, attempt: Attempt, failure: SaveError | None) -> None:
         """Enters how an attempt has ended."""
-        end = self._ends.setdefault(attempt.name, Future())
         if failure is not None and attempt.cancelled:
             self.told(failure)
-
-        def ended() -> bool:
-            if attempt in self._attempts.pending():
-                attempt.done.wait()
-            if failure is not None:
-                raise failure
-            return True
-
-        _threads.start(lambda: end.run(ended))
+        self._ends.setdefault(attempt.name, Future()).set((attempt, failure))
         if self._continuous is not None:
             self._continuous.ended(attempt.name)
+
+    def is_pending(self, attempt: Attempt) -> bool:
+        """Whether an attempt still has to leave the saves in flight."""
+        return attempt in self._attempts.pending()
+
+    def wait_until_finished(self) -> None:
+        try:
+            super().wait_until_finished()
+        finally:
+            self.waits += 1
 
     def told(self, failure: SaveError) -> None:
         """The caller knows of a failure: `wait_until_finished` and `close` do not raise it once more."""
@@ -159,7 +180,9 @@ class Engine(CheckpointManager):
 
         def restore(reader: CheckpointReader) -> dict[str, Any]:
             kinds, recorded = reader.item_kinds(), reader.item_handlers()
-            stored = shown_names(kinds) if not abstract else {name: items.found_as(name, kinds) for name in abstract}
+            stored = (
+                shown_names(reader, kinds) if not abstract else {name: items.found_as(name, kinds) for name in abstract}
+            )
             for name, item in stored.items():
                 if item not in kinds:
                     raise items.unknown_item(reader.record.epoch, name, kinds)
@@ -212,9 +235,9 @@ class Engine(CheckpointManager):
         return self._coordinator, f"{self._prefix}/next", lambda: self._attempts.last
 
 
-def shown_names(kinds: Mapping[str, str]) -> dict[str, str]:
+def shown_names(reader: CheckpointReader, kinds: Mapping[str, str]) -> dict[str, str]:
     """The stored name of each item by the name that v1 gives it."""
-    if len(kinds) == 1 and next(iter(kinds)) in paths.UNNAMED:
+    if len(kinds) == 1 and reader.record.default_item:
         return {STATE: next(iter(kinds))}
     return {name: name for name in kinds}
 
@@ -233,7 +256,7 @@ class _Vote:
     """On the call at which the next save may begin, once a save has ended."""
 
     def __init__(self) -> None:
-        self.last = -1  # the last call that this process answers without the result; -1: the save has not ended
+        self.ended = False  # the save, as far as this process knows
         self.result: Future[int] = Future()
 
 
@@ -241,15 +264,15 @@ class Continuous:
     """The default policy: a save whenever none is in progress. No process waits for another one's save.
 
     In a job of several processes all have to give one answer, and hear of the end of a save at different times. So when
-    a save ends, each process names in the background the last call that it will still answer with no by itself, and the
-    primary makes the call after the last of these the next save. Only a process that reaches its own last call before
-    the result is there waits for it.
+    a save ends, each process names in the background the last call that it has answered, with no, and the primary makes
+    the call after the last of these the next save. A process whose save has ended waits for that: for as long as the
+    others are behind.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._votes: dict[str, _Vote] = {}
-        self._step: int | None = None
+        self._asked: tuple[int, int] | None = None  # a step, and how often the caller had waited
         self._answer, self._calls = False, 0
         self._kept = RecentKeys(_KEPT_VOTES)
 
@@ -258,20 +281,15 @@ class Continuous:
         coordinator, _, last = self._engine.voting
         if coordinator.processes == 1:
             return not self._engine.is_saving_in_progress()
-        if step.step != self._step:
-            self._step = step.step
-            self._calls += 1
+        asked = (step.step, self._engine.waits)
+        if asked != self._asked:
+            self._asked = asked
+            self._calls += 1  # before the vote is looked at: see `ended`
             self._answer = not last() or self._next(self._votes.setdefault(last(), _Vote()))
         return self._answer
 
     def _next(self, vote: _Vote) -> bool:
-        if vote.last < 0 or self._calls <= vote.last:
-            return False
-        try:
-            return self._calls >= vote.result.result(2 * _VOTE_SECS)
-        except (TimeoutError, errors.CoordinationError) as error:
-            logging.error("%s: the processes did not agree on the next save: %s", self._engine.root, errors.say(error))
-            return False
+        return vote.ended and self._calls >= vote.result.result()
 
     def ended(self, name: str) -> None:
         """Takes part in the vote that follows a save."""
@@ -279,22 +297,30 @@ class Continuous:
         if coordinator.processes == 1:
             return
         vote = self._votes.setdefault(name, _Vote())
-        if vote.last >= 0:  # it could not begin, and was counted as failed then
+        if vote.ended:  # it could not begin, and was counted as failed then
             return
-        vote.last = self._calls + _AHEAD
+        if not threading.main_thread().is_alive():  # the interpreter is ending: nobody asks for another save
+            return
+        vote.ended = True  # first: a call that does not see it is among those that are counted now
+        answered = self._calls
         for other in [key for key in self._votes if key != name and self._votes[key].result.done()]:
             self._votes.pop(other, None)
         prefix = f"{prefix}/{name}"
 
         def agree() -> int:
             if coordinator.process:
-                coordinator.put(f"{prefix}/last/{coordinator.process}", vote.last)
-                return coordinator.get(f"{prefix}/next", 2 * _VOTE_SECS)
-            others = set(range(1, coordinator.processes))
-            found, _ = coordinator.gather(f"{prefix}/last", others, Deadline(_VOTE_SECS))
-            following = max([vote.last, *found.values()]) + 1
-            coordinator.put(f"{prefix}/next", following)
-            self._kept.add(coordinator, prefix)
+                coordinator.put(f"{prefix}/last/{coordinator.process}", answered)
+            following = coordinator.agree(f"{prefix}/next", gather, (1 if coordinator.primary else 2) * _VOTE_SECS)
+            if coordinator.primary:
+                self._kept.add(coordinator, prefix)
             return following
+
+        def gather() -> int:
+            others = set(range(1, coordinator.processes))
+            found, missing = coordinator.gather(f"{prefix}/last", others, Deadline(_VOTE_SECS))
+            if missing:
+                late = coordinator.named(missing)
+                raise errors.CoordinationTimeoutError(f"{late} did not end save {name} within {_VOTE_SECS:g} s")
+            return max([answered, *found.values()]) + 1
 
         _threads.start(lambda: vote.result.run(agree))

@@ -357,7 +357,7 @@ class Checkpointer:
         def look(reader: CheckpointReader) -> Any:
             known, kinds, recorded = _item_metadata(reader), reader.item_kinds(), reader.item_handlers()
             found = {}
-            for name, item in shown_names(kinds).items():
+            for name, item in shown_names(reader, kinds).items():
                 if kinds[item] != "files":
                     found[name] = _tree_of(known[item])
                     continue

@@ -133,6 +133,16 @@ def test_what_is_saved_is_loaded(tmp_path: pathlib.Path, trainer: Trainer) -> No
 
 
 @both
+def test_a_name_that_was_given_comes_back(tmp_path: pathlib.Path, trainer: Trainer) -> None:
+    """Also one of those that Orbax has given to the unnamed item."""
+    with trainer(tmp_path) as c:
+        c.save_checkpointables(0, {"pytree": state()})
+        c.save(1, state())
+        assert c.load_checkpointables(0).keys() == c.checkpointables_metadata(0).metadata.keys() == {"pytree"}
+        assert c.load_checkpointables(1).keys() == {"state"}
+
+
+@both
 def test_an_existing_step_is_kept_unless_it_is_to_be_overwritten(tmp_path: pathlib.Path, trainer: Trainer) -> None:
     with trainer(tmp_path) as c:
         c.save(0, state())
@@ -420,6 +430,8 @@ def test_a_save_in_flight_is_no_checkpoint_and_no_second_one_begins(checkpointer
     assert c.latest.step == 0
     assert not c.should_save(2)
     assert c.save_async(2, state(2)) is None
+    with pytest.raises(ocp.training.errors.StepAlreadyExistsError, match="is being saved"):
+        c.save_async(1, state(1))
     with pytest.raises(TimeoutError):
         response.result(timeout=0.01)
     tap.let_go()
@@ -682,13 +694,14 @@ def train_together(directory: str, policy: str) -> dict[str, Any]:
             asked.append(c.should_save(step))
             if (response := c.save_async(step, {"x": x})) is not None:
                 responses.append((step, response))
-            if policy == "default" and step % 15 == 7 * process:
-                c.wait()  # each process pauses elsewhere
+            if policy == "default" and responses and step % 15 == 7 * process:
+                responses[-1][1].result()  # each process pauses elsewhere
         ended = [(step, response.result()) for step, response in responses]
+        blocking = [c.save(step, {"x": x}) for step in range(60, 65)] if policy == "default" else []
         c.reload()
         loaded = c.load(None, {"x": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sizes)})["x"]
         value = float(loaded.addressable_shards[0].data[0])
-        return {"asked": asked, "ended": ended, "steps": steps(c), "loaded": value}
+        return {"asked": asked, "ended": ended, "steps": steps(c), "loaded": value, "blocking": blocking}
 
 
 @pytest.mark.parametrize(
@@ -701,10 +714,13 @@ def test_processes_agree_without_barriers(tmp_path: pathlib.Path, policy: str) -
     )
     assert one == two
     saved = [step for step, asked in enumerate(one["asked"]) if asked]
-    assert one["steps"] == saved == [step for step, ended in one["ended"] if ended]
-    assert one["loaded"] == saved[-1]
+    assert saved == [step for step, ended in one["ended"] if ended]
     if policy == "interval":
         assert saved == list(range(0, 60, 4))
     else:
         assert saved[0] == 0
         assert len(saved) > 2
+        assert one["blocking"] == [True] * 5  # no save is in progress at any of these
+        saved += range(60, 65)
+    assert one["steps"] == saved
+    assert one["loaded"] == 59 if policy == "default" else saved[-1]
