@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import re
 import shutil
@@ -40,17 +39,12 @@ def test_a_run_that_nobody_kills(tmp_path: pathlib.Path) -> None:
     assert disks.check() == []
 
 
-def _copied(source: str, target: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # a removal that was under way at the kill
-        shutil.copy2(source, target)
-
-
 def killed(root: pathlib.Path, operations: list[Operation], kill: Kill, together: bool) -> list[str]:
     """What is wrong after a kill before a step, with the mirror and without it."""
     disks = Disks(root / "run")
     run = disks.run(operations, kill, together)
     process, problems = kill[0], list[str]()
-    shutil.copytree(disks.root, root / "copy", copy_function=_copied)
+    shutil.copytree(disks.root, root / "copy")
     for without in (False, True):
         if without:
             shutil.rmtree(disks.root)
@@ -160,7 +154,7 @@ def test_without_a_mirrored_copy_a_lost_disk_is_said(tmp_path: pathlib.Path) -> 
             return listed, damaged, str(caught.value)
 
     for found in in_processes(Run(2), look):
-        assert found[:2] == ([], [1, 2]), found
+        assert (found[0], found[1][-2:]) == ([], [1, 2])  # the mirror may have been behind with epoch 0
         assert "process_1 has nothing of it" in found[2]
     assert len(list(tmp_path.glob("disk-0/partial-*/2/process_0"))) == 1
     disks.must, disks.may = {2: 22}, {}

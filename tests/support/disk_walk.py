@@ -10,13 +10,14 @@ next job does and notes what is wrong:
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import json
 import pathlib
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class Run:
         self.steps = [list[str]() for _ in range(processes)]
         self.dead: set[int] = set()
         self.gone: set[int] = set()
+        self._under_way = 0
 
     def step(self, process: int, what: str) -> None:
         """Before each step of a process."""
@@ -71,6 +73,25 @@ class Run:
         with self.changed:
             self.dead |= {*processes}
             self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def change(self, process: int, what: str) -> Iterator[None]:
+        """Around each change of storage."""
+        with self.changed:
+            self.step(process, what)
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._under_way -= 1
+                self.changed.notify_all()
+
+    def end(self) -> None:
+        """Kills all, and waits until the changes that are under way are made: a kill would have come after them."""
+        with self.changed:
+            self.kill(range(self.processes))
+            assert self.changed.wait_for(lambda: not self._under_way, WAIT_SECS), "a change does not end"
 
     def leave(self, process: int) -> None:
         """A process does nothing more by itself."""
@@ -154,9 +175,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
         change = getattr(PosixStore, name)
 
         def changed(self: PosixStore, path: str, *args: Any, **kwargs: Any) -> Any:
-            if (found := _here.get()) is not None:
-                found[0].step(found[1], f"{name} {self.root.rpartition('/')[2]}/{path}")
-            return change(self, path, *args, **kwargs)
+            if (found := _here.get()) is None:
+                return change(self, path, *args, **kwargs)
+            with found[0].change(found[1], f"{name} {self.root.rpartition('/')[2]}/{path}"):
+                return change(self, path, *args, **kwargs)
 
         return changed
 
@@ -232,7 +254,7 @@ class Disks:
         for result in in_processes(run, process):
             if kill is None and result is not None:
                 raise result
-        run.kill(range(self.processes))
+        run.end()
         for manager in managers:
             abandon(manager)
         return run
@@ -286,6 +308,7 @@ class Disks:
                 return found, self._read(manager, number)
 
         results = in_processes(run, process)
+        run.end()
         for result in results:
             if isinstance(result, BaseException):
                 return [say(result)]
