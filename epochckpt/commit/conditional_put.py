@@ -472,7 +472,7 @@ class PutCommits(Commits):
         steps: list[Callable[[], object]] = [partial(_threads.logged, f"{self.store.root}: the copy of a record", copy)]
         if stock:
             steps.append(partial(self._depart, [folder]))
-        steps += self._views.after_commit(folder, attempt, was.attempt if was and not stock else "")
+        steps += self._views.after_commit(folder, attempt, was)
         if was is not None and not stock and not kept:
             steps.append(partial(self.remove_dead, {was.attempt: folder}))
         return partial(_threads.Pool(1).run, steps)
@@ -511,7 +511,7 @@ class PutCommits(Commits):
             if folder not in now.listed:
                 return None
             entry, changes, kept = now.listed[folder], now.without(folder), paths.join(into or "", folder)
-            if kept in now.aside:
+            if (into and self.store.files(kept, 1)) or (kept in now.aside and not now.aside[kept].stock):
                 raise EpochExistsError(f"{self.store.root}/{kept} exists already; move it away to delete epoch {epoch}")
             send_off(changes, folder, entry, None if into is None else kept)
             gone[kept] = entry

@@ -18,6 +18,8 @@ from epochckpt.format import paths
 from epochckpt.orbax import steps
 from epochckpt.storage import Store
 
+_REMOVED = 1000  # objects between two looks at the head
+
 
 class Departures:
     """Ends them, one after the other, in one directory.
@@ -45,7 +47,7 @@ class Departures:
             if found is None or step is None or incarnation not in ("", found.incarnation):
                 return
             if not steps.is_other(self._store, folder, step.attempt):
-                self._clear(folder, step)
+                self._clear(folder, step, incarnation)
             elif folder not in found.epochs:  # else it is the view of that epoch
                 text = "%s/%s: stock Orbax has saved there anew: that stays, and the next run that claims looks at it"
                 logging.warning(text, self._store.root, folder)
@@ -57,7 +59,7 @@ class Departures:
 
             self._change(edit, 0, fenced=bool(incarnation))
 
-    def _clear(self, folder: str, step: Leaving) -> None:
+    def _clear(self, folder: str, step: Leaving, incarnation: str) -> None:
         store = self._store
         sizes = {file.path: file.size for file in store.files(folder) if _is_theirs(file.path)}
         if step.to:
@@ -73,8 +75,14 @@ class Departures:
             if wrong := next((path for path, size in sizes.items() if there.get(path) != size), None):
                 problem = f"its copy {place}/{wrong} has {there.get(wrong)} bytes, {sizes[wrong]} are expected"
                 raise StorageError(f"{store.root}/{folder}/{wrong}", OSError(problem))
-        store.remove_all([paths.join(folder, path) for path in sizes if path == steps.COMMIT])
-        store.remove_all([paths.join(folder, path) for path in sizes if path != steps.COMMIT])
+        rest = [path for path in sizes if path != steps.COMMIT]
+        parts = (rest[start : start + _REMOVED] for start in range(0, len(rest), _REMOVED))
+        for part in ([path for path in sizes if path == steps.COMMIT], *parts):
+            # This may be late: an epoch that was saved here since has a view, with objects of the same names.
+            now = self._head()
+            if now is None or now.leaving.get(folder) != step or incarnation not in ("", now.incarnation):
+                return
+            store.remove_all([paths.join(folder, path) for path in part])
 
 
 def _is_theirs(path: str) -> bool:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from epochckpt import _threads
-from epochckpt.commit.head_record import Head
+from epochckpt.commit.head_record import Head, HeadEpoch
 from epochckpt.errors import DamagedError, FormatError
 from epochckpt.format import EpochRecord, paths
 from epochckpt.orbax import Views, object_view
@@ -50,23 +50,25 @@ class ObjectViews:
         self._planned = (record.attempt, view) if view is not None else None
         return noted
 
-    def after_commit(self, folder: str, attempt: str, old: str) -> list[Callable[[], object]]:
-        """What writes the view of an epoch that is committed, in place of that of an `old` attempt if there is one."""
+    def after_commit(self, folder: str, attempt: str, old: HeadEpoch | None) -> list[Callable[[], object]]:
+        """What writes the view of an epoch that is committed, in place of that of the `old` one if there is one."""
         planned, self._planned = self._planned, None
         if planned is None or planned[0] != attempt:
             return []
         what = f"{self._store.root}: stock Orbax does not see {folder}, which repair_view would change"
         return [partial(_threads.logged, what, partial(self._show, folder, attempt, planned[1], old))]
 
-    def _show(self, folder: str, attempt: str, view: View, old: str = "") -> None:
+    def _show(self, folder: str, attempt: str, view: View, old: HeadEpoch | None = None) -> None:
         def still() -> bool:
             found = self._head()
-            entry = found.epochs.get(folder) if found is not None else None
+            entry = found.epochs.get(folder) if found is not None and folder not in found.leaving else None
             return entry is not None and entry.attempt == attempt
 
         with self._changing:
-            if old:
-                object_view.remove(self._store, folder, self._record(folder, old))
+            if old is not None and not old.stock:
+                object_view.remove(self._store, folder, self._record(folder, old.attempt))
+            elif old is not None and not still():  # the step that was here has not left yet: the next claim writes it
+                return
             whole = False
             try:
                 # The last look: an epoch that was deleted meanwhile must not keep the mark of a finished step.
@@ -96,7 +98,10 @@ class ObjectViews:
                 self.remove(folder, attempt)
 
     def finish(self, found: Head) -> None:
-        """Does what a run may have been killed in: the view of the newest epoch, and of those that were rolled back."""
+        """Does what a run may have been killed in: views of the newest epoch, and of those rolled back.
+
+        Also those of epochs that replaced a step of stock Orbax, which had not left yet.
+        """
         if not self._wanted or not found.epochs:
             return
         for kept, entry in found.aside.items():
@@ -104,12 +109,15 @@ class ObjectViews:
             lost = kept.startswith("rolled-back-") and folder not in found.epochs and not entry.stock
             if lost and object_view.is_complete(self._store, folder):
                 self.remove(folder, entry.attempt)
-        folder, entry = max(found.epochs.items(), key=lambda item: item[1].committed_ns)
-        if object_view.is_complete(self._store, folder):
-            return
-        record = self._record(folder, entry.attempt)
-        if record is not None and record.orbax_view is not None:
-            self._show(folder, entry.attempt, self._views.build(record))
+        newest = max(found.epochs, key=lambda folder: found.epochs[folder].committed_ns)
+        left = (self._head() or found).leaving if found.leaving else {}
+        for folder in {newest, *(found.leaving.keys() & found.epochs.keys())} - left.keys():
+            attempt = found.epochs[folder].attempt
+            if object_view.is_complete(self._store, folder):
+                continue
+            record = self._record(folder, attempt)
+            if record is not None and record.orbax_view is not None:
+                self._show(folder, attempt, self._views.build(record))
 
     def _record(self, folder: str, attempt: str) -> EpochRecord | None:
         """An attempt's record; None if it is lost or damaged."""

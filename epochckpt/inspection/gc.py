@@ -226,15 +226,19 @@ def _bury(commits: PutCommits, attempts: Mapping[str, str]) -> None:
 def _bury_aside(commits: PutCommits, name: str) -> None:
     """Removes the epochs that were set aside under a name."""
 
-    def edit(now: Head) -> Head | None:
-        gone = {kept: entry for kept, entry in now.aside.items() if kept.startswith(f"{name}/")}
+    def stay(now: Head) -> Head | None:
+        leaving = {f: dataclasses.replace(step, to="") if step.to == name else step for f, step in now.leaving.items()}
+        return now.next(leaving=leaving) if leaving != now.leaving else None
+
+    def forget(now: Head) -> Head | None:
+        gone = {kept: entry for kept, entry in now.aside.items() if named.get(kept) == entry}
         attempts = {entry.attempt: kept.partition("/")[2] for kept, entry in gone.items() if not entry.stock}
         aside = {kept: entry for kept, entry in now.aside.items() if kept not in gone}
-        leaving = {f: dataclasses.replace(step, to="") if step.to == name else step for f, step in now.leaving.items()}
-        return now.next(aside=aside, leaving=leaving, dead={**now.dead, **attempts}) if gone else None
+        return now.next(aside=aside, dead={**now.dead, **attempts}) if gone else None
 
-    now = commits.change(edit, 0, fenced=False)
+    now = commits.change(stay, 0, fenced=False)
+    named = {kept: entry for kept, entry in now.aside.items() if kept.startswith(f"{name}/")}
     for folder in (folder for folder, step in now.leaving.items() if not step.to):
         commits.departures.end(folder)
-    commits.store.remove_tree(name)
-    _bury(commits, now.dead)
+    commits.store.remove_tree(name)  # named by the head until nothing is left: the next one goes on
+    _bury(commits, commits.change(forget, 0, fenced=False).dead)

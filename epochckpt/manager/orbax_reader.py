@@ -196,7 +196,9 @@ class OrbaxReader(CheckpointReader):
 
     def _item(self, name: str, bare: bool = False) -> OrbaxItem:
         with self.still_there():
-            return OrbaxItem(self.store, self._at(name), self.record.epoch, self.record.handlers.get(name, ""), bare)
+            handler = self.record.handlers.get(name, "")
+            present = functools.partial(self._check_present, "its files went")
+            return OrbaxItem(self.store, self._at(name), self.record.epoch, handler, bare, present)
 
     def _check(self) -> None:
         with self.still_there():

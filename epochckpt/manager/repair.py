@@ -59,6 +59,8 @@ def repair(commits: Commits, epoch: int) -> list[str]:
         problem = f"the epoch was saved without an Orbax view ({why}): there is none to repair. An export has one"
         raise UnsupportedError(f"{store.root}/{folder}: {problem}")
     if record.objects:
+        if isinstance(commits, PutCommits):
+            commits.departures.end(folder)  # of a step of stock Orbax that the epoch has replaced
         return object_view.repair(store, folder, record, lambda: commits.read_attempt(epoch) == record.attempt)
     return linked_view.repair(store, folder, record)
 

@@ -77,10 +77,22 @@ class StoredLeaf:
 
 
 class OrbaxItem:
-    """One array item of a step; its metadata is read now, arrays later. `bare`: it is known to be a single array."""
+    """One array item of a step; its metadata is read now, arrays later.
 
-    def __init__(self, store: Store, at: str, epoch: int, handler: str = "", bare: bool = False):
-        self._store, self._at, self._epoch = store, at, epoch
+    `bare`: it is known to be a single array. `present` raises if the step is gone: where Orbax left zeros out, what was
+    deleted reads as zeros, so it is asked after each such read.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        at: str,
+        epoch: int,
+        handler: str = "",
+        bare: bool = False,
+        present: Callable[[], None] = lambda: None,
+    ):
+        self._store, self._at, self._epoch, self._present = store, at, epoch, present
         self.custom_metadata: Any = None
         self._fill = self._zarr3 = False
         self._files = TensorFiles(store, at)
@@ -245,9 +257,14 @@ class OrbaxItem:
         with self._ahead:
             if row.leaf.sharding not in self._numbers:
                 ahead = {row.leaf.sharding: row, **dict(itertools.islice(self._unread.items(), _NUMBERS))}
-                for number, other in ahead.items():
+                begun = {number: self._begin(other) for number, other in ahead.items()}
+                if self._fill:
+                    for future in begun.values():
+                        future.exception()  # waits
+                    self._present()
+                for number in begun:
                     del self._unread[number]
-                    self._numbers[number] = self._begin(other)
+                self._numbers |= begun
         with self._tensorstore(row.leaf.name):
             return self._numbers[row.leaf.sharding].result().item()
 
@@ -276,6 +293,8 @@ class OrbaxItem:
                 busy += nbytes
         if not one_by_one:
             self._cached = "", None
+        if self._fill:
+            self._present()
 
     def _begin(self, row: StoredLeaf, box: Box = (), out: np.ndarray | None = None, kept: int = 0) -> Any:
         """A future of a part of an array that is read into `out`, or of a number; it raises what is wrong."""

@@ -1,6 +1,8 @@
 """Steps of stock Orbax in a bucket: deleted, set aside, replaced, retired; their numbers saved anew."""
 
+import json
 import pathlib
+import threading
 import time
 import uuid
 from typing import Any
@@ -10,11 +12,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 import epochckpt as ec
+from epochckpt import _threads
 from epochckpt.commit import departures
 from epochckpt.inspection import rows
 from epochckpt.inspection.gc import collect
-from epochckpt.orbax import object_view, steps
+from epochckpt.orbax import leaves, object_view, steps
 from epochckpt.storage import open_store
+from epochckpt.storage.object_store import ObjectStore
 from tests.support import stock_steps
 
 Options = ocp.CheckpointManagerOptions
@@ -158,6 +162,135 @@ def test_a_subfolder_keeps_deleted_steps(url: str) -> None:
         save(manager, 2)
         with pytest.raises(ec.errors.EpochExistsError, match="trash/2 exists already"):
             manager.delete(2)
+
+
+def test_what_lies_where_a_step_would_be_kept_is_not_taken_for_it(url: str) -> None:
+    """Such as another step 2, of the same names and sizes."""
+    store, before = open_store(url), names(url, "2")
+    for name in before:
+        store.create(f"trash/2/{name}", bytes(store.size(f"2/{name}")))
+    with ec.CheckpointManager(url, options=Options(todelete_subdir="trash")) as manager:
+        with pytest.raises(ec.errors.EpochExistsError, match="trash/2 exists already; move it away"):
+            manager.delete(2)
+        assert list(manager.all_steps()) == [1, 2, 3]
+        assert as_stock(manager, 2)
+        store.remove_tree("trash")
+        manager.delete(2)
+    assert names(url, "trash/2") == before
+    assert names(url, "2") == set()
+
+
+@pytest.mark.parametrize("then", ["before the files", "after the files"])
+def test_a_gc_of_kept_steps_that_is_killed_leaves_room(then: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until nothing is left of them the head names them, and the next gc goes on."""
+    options, remove = Options(todelete_subdir="trash"), ObjectStore.remove_tree
+
+    def killed(self: Any, path: str) -> None:
+        if then == "after the files":
+            remove(self, path)
+        raise KeyboardInterrupt
+
+    def gc() -> None:
+        collect(url, delete=True, epochs_too=True, options=options, clock=lambda: time.time() + 1e7)
+
+    with ec.CheckpointManager(url, options=options) as manager:
+        manager.delete(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "remove_tree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            gc()
+    gc()
+    assert names(url, "trash") == set()
+    with ec.CheckpointManager(url, options=options) as manager:
+        save(manager, 2)
+        manager.delete(2)
+        assert list(manager.all_steps()) == [1, 3]
+    assert names(url, "trash/2")
+
+
+def test_a_deletion_that_is_late_leaves_the_view_of_a_newer_run(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has listed the step, which the newer run then removes, to save its number."""
+    files, paused, go_on, older_first = ObjectStore.files, threading.Event(), threading.Event(), ["2"]
+
+    def late(self: Any, path: str, limit: int | None = None) -> Any:
+        found = files(self, path, limit)
+        if path in older_first:
+            older_first.clear()
+            paused.set()
+            assert go_on.wait(100)
+        return found
+
+    with ec.CheckpointManager(url) as older, ec.CheckpointManager(url) as newer:
+        older.claim()
+        monkeypatch.setattr(ObjectStore, "files", late)
+        deletion = _threads.start(lambda: older.delete(2))
+        assert paused.wait(100)
+        try:
+            newer.claim()
+            save(newer, 2)
+        finally:
+            go_on.set()
+            deletion.result()
+    assert is_ours(url, 2)
+
+
+@pytest.mark.parametrize("to_end", ["the next claim", "repair_view"])
+def test_a_view_waits_until_the_step_it_replaces_is_set_aside(
+    to_end: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store refuses to copy; then the step is set aside, whole, and the view is written."""
+    store = open_store(url)
+    store.remove("3/default/_METADATA")
+    before = {name: store.read(f"3/{name}", limit_bytes=1 << 20) for name in names(url, "3")}
+
+    def refused(*args: Any, **arguments: Any) -> Any:
+        raise OSError("refused")
+
+    with monkeypatch.context() as patch, ec.CheckpointManager(url) as manager:
+        manager.restore(None)
+        patch.setattr(ObjectStore, "copy", refused)
+        save(manager, 3)
+        save(manager, 4)
+        assert manager.restore(3)["w"].tolist() == [3] * 3
+        there = names(url, "3")
+        assert "default/_METADATA" not in there
+        assert {n: store.read(f"3/{n}", limit_bytes=1 << 20) for n in before.keys() & there} == before
+    if to_end == "repair_view":
+        ec.repair_view(url, 3)
+    else:
+        with ec.CheckpointManager(url) as manager:
+            manager.claim()
+    pause = threading.Event()  # a thread of the claim's does it, and writes the marker of the view at its end
+    while not names(url) >= {"3/default/_METADATA", f"3/{MARKER}"}:
+        pause.wait(0.01)
+    (kept,) = (entry.name for entry in store.list("") if entry.name.startswith("damaged-"))
+    assert {name: store.read(f"{kept}/3/{name}", limit_bytes=1 << 20) for name in before} == before
+    assert is_ours(url, 3)
+
+
+@pytest.mark.parametrize("tree", [{"w": np.ones(3, np.float32)}, {"n": 7}], ids=["array", "number"])
+def test_a_step_that_goes_while_it_is_read_is_not_read_as_zeros(
+    tree: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax once left zeros out, and does not say in such steps that it did not."""
+    stock_steps.write(tmp_path, "folders-zarr2-single", {1: tree, 2: tree})
+    path = tmp_path / "2" / "default" / "_METADATA"
+    record = json.loads(path.read_text())
+    del record["store_array_data_equal_to_fill_value"]
+    path.write_text(json.dumps(record))
+    begin = leaves.OrbaxItem._open
+    with ec.CheckpointManager(tmp_path) as manager, ec.CheckpointManager(tmp_path) as other:
+
+        def late(self: Any, *args: Any) -> Any:
+            if 2 in other.all_steps():
+                other.delete(2)
+            return begin(self, *args)
+
+        assert manager.verify(2).ok
+        manager.reload()
+        monkeypatch.setattr(leaves.OrbaxItem, "_open", late)
+        with pytest.raises(ec.errors.EpochDeletedError):
+            manager.restore(2)
 
 
 def test_a_damaged_step_is_set_aside_when_its_number_is_saved(url: str) -> None:
