@@ -44,6 +44,7 @@ STATS = rows.LeafStats("i", "n", LEAF, 3, 1, 1, 0, -math.inf, math.inf, math.nan
 CHANGE = rows.DiffRow("i", "n", HOSTILE, rows.RETYPED, LEAF, None, math.nan, math.inf, 1.0, 5, HOSTILE)
 USED = rows.UsageRow(rows.OTHER, HOSTILE, 5, 2, (1,), 1, 2)
 REMAIN = rows.LeftoverRow(HOSTILE, "attempt", 5, 3.5, (1, 2), HOSTILE)
+RUN = rows.RunRow(HOSTILE, 1, 2, 3, 4, None, math.nan, 0.5, 0.0, 0.0, 0.0, 0.0)
 EVERY: list[Any] = [
     NODE,
     EPOCH,
@@ -60,6 +61,8 @@ EVERY: list[Any] = [
     rows.Usage(HOSTILE, (USED,), {HOSTILE: HOSTILE}),
     USED,
     *rows.Usage(HOSTILE, (USED,)).kinds,
+    RUN,
+    rows.Goodput(HOSTILE, (RUN, RUN), {HOSTILE: HOSTILE}),
 ]
 
 

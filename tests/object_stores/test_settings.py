@@ -216,7 +216,7 @@ def test_two_endpoints_are_two_directories(cloud: Bucket, query: str) -> None:
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_retries_are_as_many_and_as_long_as_asked(cloud: Bucket, query: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses are those that were asked for, and no request too many is made."""
-    waited: list[float | None] = []
+    waited: list[float] = []
     here = types.SimpleNamespace(wait=waited.append)
     clock = types.SimpleNamespace(**{**vars(threading), "Event": lambda: here})
 
@@ -234,7 +234,9 @@ def test_retries_are_as_many_and_as_long_as_asked(cloud: Bucket, query: str, mon
             with pytest.raises(StorageError, match="503"):
                 store.read("a", limit_bytes=1)
         assert counts == {"GET": len(pauses) + 1}
-        assert waited == pauses
+        assert len(waited) == len(pauses)
+        # By chance shorter, so that thousands of nodes do not come back together.
+        assert all(pause / 2 <= found <= pause for found, pause in zip(waited, pauses, strict=True))
         waited.clear()
 
 
