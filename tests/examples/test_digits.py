@@ -239,7 +239,8 @@ def test_a_killed_launcher_takes_its_processes_along(tmp_path: pathlib.Path) -> 
     assert job.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_asked_to_stop_saves_its_epoch_first(tmp_path: pathlib.Path, signum: signal.Signals) -> None:
     """The epoch that it names is on storage and the exit status says that it is to be started again, each time."""
     stopped = -1

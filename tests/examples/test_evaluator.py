@@ -52,7 +52,7 @@ def test_an_evaluator_beside_a_run_decides_which_epoch_is_kept(tmp_path: pathlib
     assert scores_in(again.output()).keys() == {41}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_epochs_that_are_trained_anew_are_scored_anew(tmp_path: pathlib.Path) -> None:
     """A run that goes back to an earlier epoch brings other epochs of the same numbers, with scores of their own."""
     with start_evaluating(tmp_path, "--ckpt_follow_timeout_secs=60") as (evaluator,):

@@ -123,6 +123,7 @@ def test_killed_at_random_moments_the_curve_is_the_same(undisturbed, tmp_path: p
     np.testing.assert_allclose(curve(tmp_path / "elsewhere"), expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.long
 def test_asked_to_stop_in_the_middle_of_an_epoch_it_goes_on_there(undisturbed, tmp_path: pathlib.Path) -> None:
     """Twice in the same one: exit status 75, the epoch is saved as it is, and replaced; in the end nobody can tell."""
     expected, output = undisturbed(ONE)

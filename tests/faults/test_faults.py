@@ -172,6 +172,7 @@ def finish(job: Processes, gates: Gates, steps: list[int]) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(110)
 def test_a_stopped_node_costs_one_epoch_and_no_time_of_the_others(tmp_path: pathlib.Path) -> None:
     """Process 3 of 4 is stopped in its write, and again before its save(): the other three return from save(), go on

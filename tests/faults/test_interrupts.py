@@ -46,6 +46,7 @@ def save_now(m: ec.CheckpointManager, step: int) -> None:
     m.wait_until_finished()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("opcodes", EVERY)
 def test_ctrl_c_anywhere_in_save_leaves_a_manager_that_saves(m: ec.CheckpointManager, opcodes: bool) -> None:
@@ -67,6 +68,7 @@ def test_ctrl_c_anywhere_in_save_leaves_a_manager_that_saves(m: ec.CheckpointMan
     assert place > 100
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("opcodes", EVERY)
 @pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.long)])

@@ -189,7 +189,7 @@ def test_the_digits_take_a_flagfile(tmp_path: pathlib.Path) -> None:
     assert [row.epoch for row in rows if row.outcome == "written"] == list(range(5))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_language_model_takes_a_flagfile(tmp_path: pathlib.Path) -> None:
     """A wrong flag is refused before any process is started."""
     tiny = ["--width=32", "--context=32", "--batch_size=16", "--layers=1", "--epochs=1", "--steps=2"]

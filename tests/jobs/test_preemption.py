@@ -199,7 +199,7 @@ def test_a_second_sigterm_kills_a_process_on_its_own(tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ['"epoch": 2', '"exit"'])
+@pytest.mark.parametrize("place", ['"epoch": 2', pytest.param('"exit"', marks=pytest.mark.long)])
 def test_with_stock_orbax_a_notice_is_heard_in_the_first_epoch_after_a_resume_and_in_the_exit(
     undisturbed: Any, tmp_path: pathlib.Path, place: str
 ) -> None:

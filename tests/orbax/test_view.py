@@ -76,7 +76,8 @@ def test_every_reader_of_stock_orbax_restores_it_bit_for_bit(tmp_path: pathlib.P
 
 
 @pytest.mark.parametrize(
-    ("saved", "restored"), [(2, 1), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(4, 2), (1, 2)])]
+    ("saved", "restored"),
+    [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.long)],
 )
 def test_any_number_of_processes_reads_what_any_number_wrote(tmp_path: pathlib.Path, saved: int, restored: int) -> None:
     """Sharded and replicated arrays of several nodes, data files in several parts."""

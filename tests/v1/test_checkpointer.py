@@ -33,7 +33,7 @@ from tests.support.v1_items import Abstract, Left, LeftHandler, Position, Right,
 
 IS_NEW = hasattr(stock, "load")  # else the installed Orbax has the older names, and less
 _QUIET = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.skipif(not IS_NEW, reason="the installed Orbax has other names"),
