@@ -116,7 +116,7 @@ class Mirror:
             self._look(local, survey, record)
         there = self._epochs - self._record.hidden if texts is None or self._answered else frozenset[int]()
         damaged = dict(survey.damaged)
-        for epoch in there & damaged.keys():
+        for epoch in there & damaged.keys() if self._answered else ():
             if self._copy_exists(epoch, damaged[epoch].attempt):
                 logging.warning("%s: epoch %d is read from its mirror %s", local.store.root, epoch, self.url)
                 del damaged[epoch]
@@ -138,7 +138,7 @@ class Mirror:
         except StorageError as error:
             if record is None or not survey.epochs:
                 raise
-            text = "%s: its mirror does not answer, so that epochs which only the mirror has are not listed: %s"
+            text = "%s: its mirror does not answer, so that epochs which only the mirror has cannot be read: %s"
             logging.warning(text, local.store.root, say(error))
             self._epochs, self._answered = frozenset(record.copies), False
             return

@@ -181,6 +181,26 @@ def test_the_mirror_catches_up_while_the_run_goes_on(cloud: Bucket, tmp_path: pa
 
 
 @GOOGLE
+def test_damage_here_while_the_mirror_is_away_costs_one_epoch(
+    cloud: Bucket, tmp_path: pathlib.Path, quick: None
+) -> None:
+    url, directory = cloud.new_url(), tmp_path / "run"
+    with opened(directory, url) as manager:
+        for epoch in range(3):
+            save(manager, epoch)
+    file = next((directory / "2").glob("*/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    away = Away(cloud)
+    with opened(directory, url) as manager:
+        assert manager.all_steps() == [0, 1]
+        assert manager.damaged_epochs() == [2]
+    away.back()
+    with opened(directory, url) as manager:
+        assert manager.all_steps() == [0, 1, 2]
+        check(manager, 2)
+
+
+@GOOGLE
 def test_what_was_rolled_back_does_not_come_back(cloud: Bucket, tmp_path: pathlib.Path, quick: None) -> None:
     """Not even if the mirror did not hear of it before the run ended."""
     url, directory = cloud.new_url(), tmp_path / "run"
