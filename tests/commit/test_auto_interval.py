@@ -233,8 +233,10 @@ def test_a_manager_follows_it(directory: str) -> None:
         assert len(saved) < 200
     options = Options(save_decision_policy=decide.AnySavePolicy([policy, decide.SpecificStepsPolicy([2003])]))
     with ec.CheckpointManager(directory, options=options) as manager:
-        last = saved[-1]
-        assert [step for step in range(last + 1, 2010) if manager.should_save(step)] in ([2003], [])
+        last = saved[-1]  # how many steps later the next save is due depends on how fast they are
+        asked = [step for step in range(last + 1, 2010) if manager.should_save(step)]
+        assert 2003 in asked
+        assert last + 1 not in asked
 
 
 def test_another_manager_is_refused(tmp_path: Any) -> None:
