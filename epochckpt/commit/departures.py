@@ -42,9 +42,8 @@ class Departures:
             StorageError: a copy is not whole; then the originals stay.
         """
         with self._going:
-            found = self._head()
-            step = found.leaving.get(folder) if found is not None else None
-            if found is None or step is None or incarnation not in ("", found.incarnation):
+            found, step = self._named(folder, incarnation)
+            if found is None or step is None:
                 return
             if not steps.is_other(self._store, folder, step.attempt):
                 self._clear(folder, step, incarnation)
@@ -58,6 +57,13 @@ class Departures:
                 return now.next(leaving={f: s for f, s in now.leaving.items() if f != folder})
 
             self._change(edit, 0, fenced=bool(incarnation))
+
+    def _named(self, folder: str, incarnation: str) -> tuple[Head | None, Leaving | None]:
+        """The head as it is now, and what it says of a folder that this incarnation, or any, may clear."""
+        found = self._head()
+        if found is None or incarnation not in ("", found.incarnation):
+            return found, None
+        return found, found.leaving.get(folder)
 
     def _clear(self, folder: str, step: Leaving, incarnation: str) -> None:
         store = self._store
@@ -79,8 +85,7 @@ class Departures:
         parts = (rest[start : start + _REMOVED] for start in range(0, len(rest), _REMOVED))
         for part in ([path for path in sizes if path == steps.COMMIT], *parts):
             # This may be late: an epoch that was saved here since has a view, with objects of the same names.
-            now = self._head()
-            if now is None or now.leaving.get(folder) != step or incarnation not in ("", now.incarnation):
+            if self._named(folder, incarnation)[1] != step:
                 return
             store.remove_all([paths.join(folder, path) for path in part])
 

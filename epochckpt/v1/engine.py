@@ -34,15 +34,12 @@ _Outcome = tuple[Attempt, SaveError | None]  # an attempt that ends, and why it 
 class Response(Generic[T]):
     """What is done in the background: Orbax's `AsyncResponse`."""
 
-    def __init__(self, future: Future[T]):
-        self._future = future
+    def __init__(self, wait: Callable[[float | None], T]):
+        self._wait = wait  # for so many seconds, or as long as it takes
 
     def result(self, timeout: float | None = None) -> T:
         """Waits for the result, and raises what happened; TimeoutError: it has not ended within `timeout` seconds."""
         return self._wait(timeout)
-
-    def _wait(self, timeout: float | None) -> T:
-        return self._future.result(timeout)
 
     def on_complete(self, callback: Callable[[T], None]) -> None:
         """Calls `callback` with the result, in another thread, if it ends well."""
@@ -59,7 +56,7 @@ class SaveResponse(Response[bool]):
     """The response of one save: `result` raises the SaveError that happened to that save, whatever became of others."""
 
     def __init__(self, engine: "Engine", outcome: "Future[_Outcome]"):
-        super().__init__(Future())
+        super().__init__(self._ended)
         self._engine, self._outcome = engine, outcome
 
     def result(self, timeout: float | None = None) -> bool:
@@ -70,7 +67,7 @@ class SaveResponse(Response[bool]):
             self._engine.told(failure)
             raise
 
-    def _wait(self, timeout: float | None) -> bool:
+    def _ended(self, timeout: float | None) -> bool:
         deadline = Deadline(math.inf if timeout is None else timeout)
         attempt, failure = self._outcome.result(timeout)
         if self._engine.is_pending(attempt) and not attempt.done.wait(None if timeout is None else deadline.left()):
@@ -222,7 +219,7 @@ class Engine(CheckpointManager):
             self._attempts.drain_removals()
             return True
 
-        return Response(_threads.start(wait))
+        return Response(_threads.start(wait).result)
 
     @property
     def names(self) -> StepNames:

@@ -333,9 +333,9 @@ class Checkpointer:
         future: _threads.Future[_T] = _threads.Future()
         if step is None and len(self._engine.processes or ()) > 1:  # a vote is a call of all processes, in one order
             future.run(load)
-            return Response(future)
+            return Response(future.result)
         surroundings = contextvars.copy_context()
-        return Response(_threads.start(lambda: surroundings.run(load)))
+        return Response(_threads.start(lambda: surroundings.run(load)).result)
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class Checkpointer:
                 raise
             gone: _threads.Future[bool] = _threads.Future()
             gone.set(False)
-            return Response(gone)
+            return Response(gone.result)
         self._deleting = self._engine.drain_removals()
         return self._deleting
 
